@@ -1,0 +1,87 @@
+"""Box: a half-open n-d box, in elements. The only geometry there is.
+
+    >>> Box((0, 4), (2, 3)) & Box((1, 0), (5, 6))
+    Box(offset=(1, 4), shape=(1, 2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Half-open n-d box, in elements. `Box((0, 4), (2, 3))` holds rows 0..1, columns 4..6."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements inside; 1 for rank 0."""
+        return prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    def __and__(self, other: Box) -> Box | None:
+        """The shared box, None when nothing is shared (an empty box shares nothing)."""
+        lo = tuple(map(max, self.offset, other.offset))
+        hi = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        size = tuple(h - low for low, h in zip(lo, hi, strict=True))
+        return Box(lo, size) if all(n > 0 for n in size) else None
+
+    def translate(self, by: Sequence[int], *, sign: int = 1) -> Box:
+        """The box moved by `by` (or back, with `sign=-1`)."""
+        return Box(tuple(o + sign * d for o, d in zip(self.offset, by, strict=True)), self.shape)
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Does the box lie in a tensor of `shape`? False for another rank or a negative number."""
+        return len(shape) == len(self.shape) == len(self.offset) and all(
+            o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
+        )
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """The box of a whole tensor."""
+    size = tuple(shape)
+    return Box((0,) * len(size), size)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of `shape`, in elements; dims of extent 0 count as 1.  (2, 3, 4) -> (12, 4, 1)"""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Indexes of two boxes that share an element, None when all are disjoint.
+
+    A sweep over the dim that separates most boxes: sorted by start, only boxes whose interval still runs are
+    compared, so grids of thousands of ranks cost n log n.
+    """
+    filled = [i for i, box in enumerate(boxes) if box.numel]
+    if len(filled) < 2:
+        return None
+    rank = len(boxes[filled[0]].shape)
+    if rank == 0:
+        return filled[0], filled[1]
+    dim = max(range(rank), key=lambda d: len({boxes[i].offset[d] for i in filled}))
+    filled.sort(key=lambda i: boxes[i].offset[dim])
+    running: list[int] = []
+    for i in filled:
+        start = boxes[i].offset[dim]
+        running = [j for j in running if boxes[j].offset[dim] + boxes[j].shape[dim] > start]
+        for j in running:
+            if boxes[i] & boxes[j] is not None:
+                return j, i
+        running.append(i)
+    return None

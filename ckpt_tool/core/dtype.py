@@ -1,0 +1,95 @@
+"""DType: one name for each element type, the safetensors spelling, with the other systems' spellings at the edge.
+
+    >>> DTYPES["BF16"].nbytes(6)
+    12
+    >>> from_torch("bfloat16").name
+    'BF16'
+
+Sub-byte types (F4, F6_*) count elements in shapes, as safetensors does; `nbytes` must come out whole.
+Source of the names and widths: safetensors 0.8 `tensor.rs`; of the torch names: torch 2.13 `torch.storage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tool.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits.
+
+    `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an
+    unsigned integer that only carries the bits (BF16, FP8).
+    """
+
+    name: str
+    bits: int
+    numpy: str
+    exact: bool
+    torch: str | None
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` elements. Raises InputError when a sub-byte count does not fill whole bytes."""
+        bits = numel * self.bits
+        if bits % 8:
+            raise InputError(f"{numel} elements of {self.name} are {bits} bits, not whole bytes", code="E0306")
+        return bits // 8
+
+    @property
+    def is_float(self) -> bool:
+        return self.name[0] == "F" or self.name == "BF16"
+
+
+def _table() -> dict[str, DType]:
+    rows = (
+        ("BOOL", 8, "bool", True, "bool"),
+        ("U8", 8, "uint8", True, "uint8"),
+        ("I8", 8, "int8", True, "int8"),
+        ("U16", 16, "uint16", True, "uint16"),
+        ("I16", 16, "int16", True, "int16"),
+        ("U32", 32, "uint32", True, "uint32"),
+        ("I32", 32, "int32", True, "int32"),
+        ("U64", 64, "uint64", True, "uint64"),
+        ("I64", 64, "int64", True, "int64"),
+        ("F16", 16, "float16", True, "float16"),
+        ("BF16", 16, "uint16", False, "bfloat16"),
+        ("F32", 32, "float32", True, "float32"),
+        ("F64", 64, "float64", True, "float64"),
+        ("C64", 64, "complex64", True, "complex64"),
+        ("C128", 128, "complex128", True, "complex128"),
+        ("F8_E4M3", 8, "uint8", False, "float8_e4m3fn"),
+        ("F8_E5M2", 8, "uint8", False, "float8_e5m2"),
+        ("F8_E8M0", 8, "uint8", False, "float8_e8m0fnu"),
+        ("F8_E4M3FNUZ", 8, "uint8", False, "float8_e4m3fnuz"),
+        ("F8_E5M2FNUZ", 8, "uint8", False, "float8_e5m2fnuz"),
+        ("F4", 4, "uint8", False, None),
+        ("F6_E2M3", 6, "uint8", False, None),
+        ("F6_E3M2", 6, "uint8", False, None),
+    )
+    return {row[0]: DType(*row) for row in rows}
+
+
+DTYPES: dict[str, DType] = _table()
+
+# C128 has no safetensors name: formats that write safetensors refuse it by this set.
+SAFETENSORS_NAMES = frozenset(DTYPES) - {"C128"}
+
+_BY_TORCH = {d.torch: d for d in DTYPES.values() if d.torch}
+_ALIASES = {
+    "half": "F16", "fp16": "F16", "float": "F32", "fp32": "F32", "double": "F64", "fp64": "F64", "bf16": "BF16",
+    "fp8": "F8_E4M3", "long": "I64", "int": "I32", "short": "I16", "char": "I8", "byte": "U8",
+    "cfloat": "C64", "cdouble": "C128", "complex32": "",
+}  # fmt: skip
+
+
+def from_torch(name: str) -> DType | None:
+    """The DType of a torch dtype's name, with or without `torch.`; None when torch's type has no twin here."""
+    return _BY_TORCH.get(name.removeprefix("torch."))
+
+
+def from_name(name: str) -> DType | None:
+    """The DType a person means: `bf16`, `BF16`, `bfloat16`, `torch.bfloat16`, `fp32`; None when unknown."""
+    found = DTYPES.get(name.upper()) or from_torch(name.lower())
+    return found or DTYPES.get(_ALIASES.get(name.lower(), ""))

@@ -1,0 +1,64 @@
+"""Mesh: the named parallel dims of a job, and the order of its ranks.
+
+    >>> Mesh.of(tp=2, pp=2).size
+    4
+    >>> Mesh.of(tp=2, dp=2).label({"tp": 1, "dp": 0})
+    'tp01_dp00'
+
+Expert parallel ranks are carved out of the data parallel ones, as Megatron and Paddle do: `--dp 4 --ep 2` is 4
+data ranks, which the mesh holds as ep 2 x dp 2, so that `dp` below is the expert-data degree. Dense tensors take
+their data shards over both dims, experts over `dp` alone. Rank order, fastest first: tp, cp, ep, dp, pp
+(Megatron-Core 0.16 `parallel_state.RankGenerator`, default order "tp-cp-ep-dp-pp").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from ckpt_tool.errors import UsageError
+
+DIMS = ("tp", "cp", "pp", "ep", "etp", "dp", "vpp")  # the order in file names and reports
+_SLOWEST_FIRST = ("vpp", "pp", "dp", "ep", "etp", "cp", "tp")  # the order of ranks
+
+Coords = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ordered named dims, sizes >= 1. A dim that is absent has size 1."""
+
+    dims: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(**sizes: int) -> Mesh:
+        """A mesh by keyword, in the house's order, size-1 dims dropped. Raises UsageError on a bad name or size."""
+        for name, size in sizes.items():
+            if name not in DIMS:
+                raise UsageError(f"unknown mesh dim {name!r}", code="E0210", hint=f"the dims are {', '.join(DIMS)}")
+            if size < 1:
+                raise UsageError(f"--{name} is {size}, want at least 1", code="E0211")
+        return Mesh(tuple((name, sizes[name]) for name in DIMS if sizes.get(name, 1) > 1))
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self.dims).get(name, 1)
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return prod(size for _, size in self.dims)
+
+    def ranks(self) -> Iterator[dict[str, int]]:
+        """Coordinates of every rank, in rank order (rank 0 first, tp fastest)."""
+        names = [name for name in _SLOWEST_FIRST if self[name] > 1]
+        for index in product(*(range(self[name]) for name in names)):
+            yield dict(zip(names, index, strict=True))
+
+    def label(self, coords: Coords) -> str:
+        """`tp00_pp01`: the coordinates of the dims larger than 1, in the house's order; "" for one rank."""
+        return "_".join(f"{name}{coords[name]:02d}" for name, size in self.dims if size > 1)
+
+    def to_json(self) -> dict[str, int]:
+        return dict(self.dims)

@@ -1,0 +1,115 @@
+"""Target: a whole output as values, known before the first byte moves.
+
+A format turns `Wanted` and a `Layout` into files: their sizes, the literal bytes of their heads, and where each box
+of each tensor goes. Numbers that only exist once the values have moved (a zip record's CRC, a tensor's digest) are
+`Patch`es: fixed-size holes that the executor fills at the end. There are no callables here, so a plan is data.
+
+    TargetFile("model.safetensors", size=8 + 96 + 24, literals=((0, head),),
+               arrays=(TargetArray(tensor=0, box=whole((2, 3)), offset=104),))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import Path, TensorKey
+
+DIGEST_CHARS = 32  # hex digits of a digest, the size of its hole in an index
+
+
+class TargetArray(NamedTuple):
+    """`box` of tensor number `tensor` lies row-major at `offset` (bytes) of the file.
+
+    shape: the stored array's shape where it is larger than the box (padding, filled with zeros at the end of each
+    dim); None: the box's own.
+    """
+
+    tensor: int
+    box: Box
+    offset: int
+    shape: tuple[int, ...] | None = None
+
+
+class Patch(NamedTuple):
+    """A hole at `offset` (bytes) of the file, filled when all values have moved.
+
+    kind `crc32`: 4 bytes little-endian, the CRC of array number `of` of this file (as stored, padding included).
+    kind `digest`: 32 hex digits in ASCII, the digest of tensor number `of`.
+    """
+
+    offset: int
+    kind: Literal["crc32", "digest"]
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """One output file. `literals`: (offset in bytes, bytes), disjoint from the arrays; what neither covers is zero.
+
+    copy_of: the file is a byte-for-byte copy of this file of the source (then it has no literals or arrays).
+    """
+
+    path: str
+    size: int
+    literals: tuple[tuple[int, bytes], ...] = ()
+    arrays: tuple[TargetArray, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    copy_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Every file of the output. `single`: the output is one file of this name, not a folder."""
+
+    format: str
+    files: tuple[TargetFile, ...]
+    single: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """A tensor of the output: `dtype` is the output's. path: where the source's nested dict held it, () if nowhere."""
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: DType
+    path: Path = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.nbytes(prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the output shall hold, before any format has laid it out.
+
+    extras, hints: the source catalog's (see `core.catalog`), less what was dropped by name.
+    source_format: a format may write its own kind back more faithfully (key prefixes) than a foreign one.
+    sidefiles: (path, size in bytes) of the source's side files to copy as they are.
+    single: the output's file name where the user asked for one file (`OUT.pt`), None for a folder.
+    shard_size: `--max-shard-size` in bytes.
+    """
+
+    tensors: tuple[WantedTensor, ...]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    source_format: str = ""
+    sidefiles: tuple[tuple[str, int], ...] = ()
+    single: str | None = None
+    shard_size: int = 5_000_000_000
+
+
+def whole_file(path: str, data: bytes) -> TargetFile:
+    """A file of literal bytes alone."""
+    return TargetFile(path, len(data), ((0, data),) if data else ())

@@ -1,0 +1,108 @@
+"""The values a reader gives: where the bytes of each logical tensor lie.
+
+A Megatron SwiGLU shard `[gate_r; up_r]` of 8 rows is one stored array that feeds two chunks:
+
+    array = StoredArray("mp_rank_00/model.pt", 4096, DTYPES["BF16"], (8, 16))
+    gate = Chunk(Box((0, 0), (4, 16)), array, within=Box((0, 0), (4, 16)))
+    up   = Chunk(Box((0, 0), (4, 16)), array, within=Box((4, 0), (4, 16)))
+
+A flat ZeRO slice is a 1-d array whose `within` has as many elements as the n-d `box`, in row-major order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_tool.core.box import Box, contiguous_strides
+from ckpt_tool.core.dtype import DType
+
+Path = tuple[str | int, ...]  # where a value hung in a nested state dict: ("optim", "state", "w", "exp_avg")
+
+MODEL, MASTER, EMA, STEP, EXTRAS = "model", "master", "ema", "step", "extras"
+# States of the optimizer other than these are named as the optimizer names them (`exp_avg`, `momentum_buffer`, ...).
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TensorKey:
+    """Name and state. States follow their parameter: (`w`, `model`), (`w`, `exp_avg`) are one logical parameter."""
+
+    name: str
+    state: str = MODEL
+
+    def __str__(self) -> str:
+        return self.name if self.state == MODEL else f"{self.name} [{self.state}]"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array lying in a file: all that a reader says about bytes.
+
+    path: relative to the checkpoint's root, with `/`.
+    offset: bytes from the start of the file to element (0, 0, ...).
+    strides: in elements; None means row-major without gaps.
+    crc: (offset, length, crc32) of the stored record that holds the array, in bytes, where the container has one.
+    """
+
+    path: str
+    offset: int
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    crc: tuple[int, int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`within` of `array` holds `box` of the logical tensor. `replica` > 0: the same box lies elsewhere too.
+
+    `box.shape == within.shape`, or `array` is 1-d and `within` has as many elements as `box` (row-major).
+    """
+
+    box: Box
+    array: StoredArray
+    within: Box
+    replica: int = 0
+
+    def region(self) -> tuple[int, tuple[int, ...]]:
+        """(offset, strides) in elements from `array.offset`: where box element 0 lies, and a step along each dim."""
+        strides = self.array.strides or contiguous_strides(self.array.shape)
+        start = sum(o * s for o, s in zip(self.within.offset, strides, strict=True))
+        if self.within.shape == self.box.shape:
+            return start, strides
+        step = strides[0] if strides else 1
+        return start, tuple(step * s for s in contiguous_strides(self.box.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """Above this line TP, PP, EP and DP do not exist.
+
+    shape: the whole tensor's. chunks: tile it (replicas aside). path: where the source's nested dict held it, ()
+    where the source has no nesting.
+    """
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: DType
+    chunks: tuple[Chunk, ...]
+    path: Path = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, replicas not counted."""
+        return self.dtype.nbytes(self.numel)
+
+
+def simple_tensor(key: TensorKey, array: StoredArray, path: Path = ()) -> LogicalTensor:
+    """A logical tensor that is one stored array, whole."""
+    box = Box((0,) * len(array.shape), array.shape)
+    return LogicalTensor(key, array.shape, array.dtype, (Chunk(box, array, box),), path)

@@ -1,0 +1,210 @@
+"""Every way `ckpt` can fail: a closed tree of errors, their stable codes and exit codes.
+
+The class fixes the exit code (the first two digits after the `E` of a code are that exit code), the
+code names the fault, and the fields say where it is and what to try. Example:
+
+    raise CorruptFile("header length is 9000 bytes, but the file has 12 after its first 8",
+                      code="E0311", path="model.safetensors", offset=0,
+                      hint="the download may be cut short: compare the file size with the source")
+
+prints as three lines
+
+    error[E0311]: header length is 9000 bytes, but the file has 12 after its first 8
+      at: model.safetensors, byte 0
+      hint: the download may be cut short: compare the file size with the source
+
+This module imports nothing of the project. It does not print: `report` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class CkptError(Exception):
+    """Base of all. `code` is stable (scripts match on it), the wording is not.
+
+    Args:
+        message: what was found and what was wanted.
+        code: `E` and four digits; the first two are the exit code.
+        path: the file (or folder) at fault.
+        offset: bytes from the start of `path`.
+        place: a finer place than a byte: zip member, JSON pointer, pickle opcode, plan row.
+        key: the tensor, as `name` or `name [state]`.
+        hint: what to try next.
+        faults: further faults of the same pass, one line each; all are shown.
+    """
+
+    exit_code: ClassVar[int] = 70
+    default_code: ClassVar[str] = "E7000"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        offset: int | None = None,
+        place: str | None = None,
+        key: str | None = None,
+        hint: str | None = None,
+        faults: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.path = None if path is None else os.fspath(path)
+        self.offset = offset
+        self.place = place
+        self.key = key
+        self.hint = hint
+        self.faults = tuple(faults)
+
+    def where(self) -> str:
+        """The place as one line, "" if nothing is known of it."""
+        parts = [self.path] if self.path else []
+        if self.offset is not None:
+            parts.append(f"byte {self.offset}")
+        if self.place:
+            parts.append(self.place)
+        if self.key:
+            parts.append(f"tensor {self.key}")
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, object]:
+        """The error as the one JSON object that `--json` prints on stderr."""
+        return {
+            "schema_version": 1,
+            "error": {
+                "code": self.code,
+                "exit_code": self.exit_code,
+                "message": self.message,
+                "path": self.path,
+                "offset": self.offset,
+                "place": self.place,
+                "tensor": self.key,
+                "hint": self.hint,
+                "faults": list(self.faults),
+            },
+        }
+
+
+class UsageError(CkptError):
+    """What was asked for can't be had: an option, a pattern, a degree (exit 2)."""
+
+    exit_code = 2
+    default_code = "E0200"
+
+
+class InputError(CkptError):
+    """The input is malformed, incomplete or of an unknown format (exit 3)."""
+
+    exit_code = 3
+    default_code = "E0300"
+
+
+class CorruptFile(InputError):
+    """Bytes that break their own format's rules."""
+
+    default_code = "E0301"
+
+
+class Incomplete(InputError):
+    """A part of the checkpoint is missing: a shard, a rank, a box of a tensor."""
+
+    default_code = "E0302"
+
+
+class UnknownFormat(InputError):
+    """No format, or more than one, claims the path."""
+
+    default_code = "E0303"
+
+
+class UnmappedTensor(InputError):
+    """A tensor without a rule, or a rule without a tensor."""
+
+    default_code = "E0304"
+
+
+class InconsistentCheckpoint(InputError):
+    """Parts that contradict each other: overlapping boxes, replicas that differ, step counters."""
+
+    default_code = "E0305"
+
+
+class UnsafeInput(CkptError):
+    """Refused for safety: needs code to be run, leaves its folder, or reads as two formats (exit 4)."""
+
+    exit_code = 4
+    default_code = "E0400"
+
+
+class OutputExists(CkptError):
+    """The output exists, is locked by another run, or lies in the source (exit 5)."""
+
+    exit_code = 5
+    default_code = "E0500"
+
+
+class SourceChanged(CkptError):
+    """A source or a plan changed underneath the run (exit 6)."""
+
+    exit_code = 6
+    default_code = "E0600"
+
+
+class StorageError(CkptError):
+    """The operating system refused: I/O error, no space, no permission (exit 7)."""
+
+    exit_code = 7
+    default_code = "E0700"
+
+
+class InternalError(CkptError):
+    """A bug of ours (exit 70)."""
+
+
+class Interrupted(CkptError):
+    """SIGINT (exit 130) or SIGTERM (exit 143); the same command resumes."""
+
+    exit_code = 130
+    default_code = "E1300"
+
+    def __init__(self, message: str, *, signal: int = 2, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint, code=f"E1{128 + signal - 100:02d}0")
+        self.signal = signal
+        self.exit_code = 128 + signal  # type: ignore[misc]  # per instance: 130 or 143
+
+
+def near_misses(wrong: str, known: Iterable[str], *, most: int = 3) -> str:
+    """A "did you mean" ending for a hint, "" when nothing is near. `known` may be large."""
+    close = get_close_matches(wrong, list(known)[:20_000], n=most, cutoff=0.5)
+    return f"did you mean {', '.join(close)}?" if close else ""
+
+
+def wrap_os_error(error: OSError, path: str | os.PathLike[str], doing: str, *, offset: int | None = None) -> StorageError:
+    """An `OSError` as a `StorageError` that names the file and what was being done to it."""
+    import errno
+
+    hints = {
+        errno.ENOSPC: "free some space or choose another disk; the same command resumes",
+        errno.EDQUOT: "the quota is used up; the same command resumes",
+        errno.EACCES: "check the permissions of the file and its folders",
+        errno.EPERM: "check the permissions of the file and its folders",
+        errno.EROFS: "the file system is mounted read-only: choose another output",
+        errno.EIO: "the device reports an error: check the disk before you try again",
+        errno.EMFILE: "raise the limit of open files (ulimit -n) or pass fewer --threads",
+        errno.EFBIG: "the file system or a limit (ulimit -f) forbids files of this size: pass a smaller --max-shard-size",
+    }
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return StorageError(
+        f"{doing} failed: {reason}",
+        code="E0701" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "E0700",
+        path=path,
+        offset=offset,
+        hint=hints.get(error.errno or 0),
+    )

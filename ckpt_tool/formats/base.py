@@ -1,0 +1,63 @@
+"""What a format is: it tells whether a tree is one of its own, reads headers into a Catalog, lays out a Target.
+
+A format is one module with one object that satisfies `Format`, registered in `formats.registry`. The module's
+docstring is the specification, with its source. Formats know no families, no plan, no execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.target import Target, Wanted
+from ckpt_tool.storage.source import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Why a tree is of a format, in words for a person."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """What a format's files can express.
+
+    states: "model" alone, or every state. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
+    out in files (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is
+    replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: may be one file.
+    dialect: the names that are at home here.
+    """
+
+    all_states: bool = True
+    extras: bool = True
+    mesh: tuple[str, ...] = ()
+    replicas: bool = False
+    zero: int = 0
+    single: bool = False
+    dialect: str = "keep"
+    dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold
+
+
+class Format(Protocol):
+    """One checkpoint format."""
+
+    name: str
+    holds: Holds
+
+    def detect(self, tree: Tree) -> Evidence | None:
+        """Evidence that `tree` is of this format, from names and at most 64 KiB; None otherwise. Never raises for
+        a tree of another format."""
+        ...
+
+    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+        """The catalog, from headers alone. Raises InputError / UnsafeInput with file and place."""
+        ...
+
+    def target(self, wanted: Wanted, layout: Layout) -> Target:
+        """The whole output, no tensor bytes."""
+        ...

@@ -1,0 +1,313 @@
+"""Where bytes come from: a `Tree` of files below one root, read by `pread`, never mapped, never followed outside.
+
+A tree is opened from what the user typed: a folder, or one file (then `single` is its name and the tree holds just
+that file and its siblings on request). Paths that come out of a checkpoint's own files are data: `safe_relative`
+refuses everything but plain relative paths, and opening walks them component by component with O_NOFOLLOW, so a
+symlink that a stranger put into the folder is refused (exit 4), a FIFO never blocks. Only the symlinks of a Hugging
+Face cache snapshot into its own `blobs/` are followed.
+
+Cost: one open per file and thread (a small cache), one pread per call. `bytes_read` counts for the tests that hold
+readers to headers alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tool.errors import CkptError, CorruptFile, StorageError, UnsafeInput, wrap_os_error
+
+FILE_LIMIT = 1_000_000  # entries of one tree
+DEPTH_LIMIT = 6  # folders below the root
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Identity(NamedTuple):
+    """What must not change between plan and commit: device, inode, size (bytes), mtime and ctime (ns)."""
+
+    dev: int
+    ino: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def identity_of(info: os.stat_result) -> Identity:
+    return Identity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
+    """`path` if it is a plain relative path of safe components, else UnsafeInput (exit 4).
+
+    Args:
+        path: as a file of the checkpoint states it.
+        named_in: the file that states it, for the message.
+        place: where in that file (JSON pointer, pickle position).
+    """
+    parts = path.split("/")
+    reason = ""
+    if not path:
+        reason = "is empty"
+    elif path.startswith("/"):
+        reason = "is absolute"
+    elif "\\" in path or "\0" in path:
+        reason = "holds a backslash or a NUL"
+    elif "://" in path or path.startswith("file:"):
+        reason = "is a URL"
+    elif len(path) > 1 and path[1] == ":":
+        reason = "names a drive"
+    elif any(part in ("", ".", "..") for part in parts):
+        reason = "holds an empty, '.' or '..' component"
+    elif any(part.endswith((" ", ".")) for part in parts):
+        reason = "has a component that ends in a space or a dot"
+    elif any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts) or len(parts) > DEPTH_LIMIT:
+        reason = "is too long or too deep"
+    if reason:
+        raise UnsafeInput(
+            f"the file name {path[:200]!r} {reason}; only plain names inside the checkpoint's folder are opened",
+            code="E0410",
+            path=named_in,
+            place=place,
+            hint="a checkpoint that points outside its own folder is not opened; get it from its author again",
+        )
+    return path
+
+
+class Tree:
+    """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
+
+    Thread-safe for reading. `shown` is what messages call the root.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, follow_symlinks: bool = False) -> None:
+        given = Path(path)
+        self.shown = os.fspath(path)
+        self.bytes_read = 0
+        self._listing: dict[str, int] | None = None
+        self._links = follow_symlinks
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        try:
+            info = given.stat()
+        except OSError as e:
+            if e.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise StorageError(
+                    f"{self.shown} does not exist", code="E0702", path=self.shown, hint="check the path"
+                ) from e
+            raise wrap_os_error(e, self.shown, "opening") from e
+        self.single: str | None = None
+        if stat.S_ISDIR(info.st_mode):
+            self.root = given.resolve()
+        elif stat.S_ISREG(info.st_mode):
+            self._links = True  # the user named this file: a link to it is the user's own
+            self.root = Path(os.path.abspath(given)).parent
+            self.single = given.name
+        else:
+            raise UnsafeInput(
+                f"{self.shown} is neither a file nor a folder", code="E0411", path=self.shown, hint="pass a checkpoint"
+            )
+        self._blobs = self._blob_folder()
+
+    def _blob_folder(self) -> Path | None:
+        """`blobs/` of a Hugging Face cache snapshot (`models--X/snapshots/REV`), None elsewhere."""
+        if self.root.parent.name == "snapshots" and (self.root.parent.parent / "blobs").is_dir():
+            return (self.root.parent.parent / "blobs").resolve()
+        return None
+
+    def display(self, path: str = "") -> str:
+        """`path` as messages show it."""
+        if self.single is not None and path in ("", self.single):
+            return self.shown
+        base = os.path.dirname(self.shown) if self.single is not None else self.shown
+        return os.path.join(base, path) if path else self.shown
+
+    # -- listing ------------------------------------------------------------------------------------------------
+
+    def listing(self) -> dict[str, int]:
+        """Relative path -> size in bytes of every regular file (-1: not a regular file), sorted by path.
+
+        For a tree of one file only that file is listed. Names that are not UTF-8 come surrogate-escaped.
+        """
+        if self._listing is None:
+            found: dict[str, int] = {}
+            if self.single is not None:
+                found[self.single] = self.identity(self.single).size
+            else:
+                self._walk("", found, 0)
+            self._listing = dict(sorted(found.items()))
+        return self._listing
+
+    def _walk(self, prefix: str, found: dict[str, int], depth: int) -> None:
+        try:
+            entries = sorted(os.scandir(self.root / prefix), key=lambda entry: entry.name)
+        except OSError as e:
+            raise wrap_os_error(e, self.display(prefix), "listing") from e
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if depth < DEPTH_LIMIT and not entry.name.endswith(".ckpt-partial"):
+                    self._walk(path + "/", found, depth + 1)
+                continue
+            regular = entry.is_file(follow_symlinks=False)
+            if not regular and entry.is_symlink() and (self._blobs or self._links):
+                regular = entry.is_file()
+            found[path] = entry.stat(follow_symlinks=regular).st_size if regular else -1
+            if len(found) > FILE_LIMIT:
+                raise CorruptFile(
+                    f"more than {FILE_LIMIT} files", code="E0310", path=self.display(), hint="pass the checkpoint's folder"
+                )
+
+    def names(self) -> list[str]:
+        """The files directly below the root."""
+        return [path for path in self.listing() if "/" not in path]
+
+    def exists(self, path: str) -> bool:
+        return path in self.listing()
+
+    def below(self, folder: str) -> Tree:
+        """The tree of a sub-folder, named by our own code or checked by `safe_relative`."""
+        return Tree(os.path.join(self.shown, folder), follow_symlinks=self._links)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def open(self, path: str) -> int:
+        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs."""
+        try:
+            return self._open(path)
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise UnsafeInput(
+                    f"{path} is a symbolic link (or lies behind one)",
+                    code="E0412",
+                    path=self.display(path),
+                    hint="links inside a checkpoint are not followed; replace the link by the file",
+                ) from e
+            if e.errno == errno.ENOENT:
+                raise _missing(path, self.display(path)) from e
+            raise wrap_os_error(e, self.display(path), "opening") from e
+
+    def _open(self, path: str) -> int:
+        if self.single == path or self._links:
+            fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        elif self._blobs is not None and (self.root / path).is_symlink():
+            real = (self.root / path).resolve()
+            if self._blobs not in real.parents:
+                raise OSError(errno.ELOOP, "link leaves blobs/")
+            fd = os.open(real, _FLAGS)
+        elif "/" not in path:
+            fd = os.open(self.root / path, _FLAGS)
+        else:
+            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            *parents, name = path.split("/")
+            try:
+                for part in parents:
+                    inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                    os.close(folder)
+                    folder = inner
+                fd = os.open(name, _FLAGS, dir_fd=folder)
+            finally:
+                os.close(folder)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise UnsafeInput(
+                f"{path} is not a regular file", code="E0413", path=self.display(path), hint="remove it or pass the real file"
+            )
+        return fd
+
+    def fd(self, path: str) -> int:
+        """This thread's cached descriptor of `path`: valid until four more files were asked for."""
+        cache: OrderedDict[str, int] | None = getattr(self._local, "cache", None)
+        if cache is None:
+            cache = self._local.cache = _FdCache()
+        fd = cache.get(path)
+        if fd is None:
+            fd = cache[path] = self.open(path)
+            if len(cache) > 4:
+                os.close(cache.popitem(last=False)[1])
+        else:
+            cache.move_to_end(path)
+        return fd
+
+    def identity(self, path: str) -> Identity:
+        """Device, inode, size, times of the file as it is opened now."""
+        fd = self.fd(path)
+        return identity_of(os.fstat(fd))
+
+    def size(self, path: str) -> int:
+        """Size in bytes."""
+        return os.fstat(self.fd(path)).st_size
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before; checks first, so
+        a lying length costs no memory."""
+        fd = self.fd(path)
+        size = os.fstat(fd).st_size
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise CorruptFile(
+                f"want {nbytes} bytes at {offset}, but the file has {size}",
+                code="E0311",
+                path=self.display(path),
+                offset=min(max(offset, 0), size),
+                hint="the file is cut short: compare its size with the source",
+            )
+        parts, at = [], offset
+        while nbytes:
+            try:
+                part = os.pread(fd, min(nbytes, 1 << 30), at)
+            except OSError as e:
+                raise wrap_os_error(e, self.display(path), "reading", offset=at) from e
+            if not part:
+                raise StorageError(
+                    "the file ended early while it was read", code="E0703", path=self.display(path), offset=at,
+                    hint="it was truncated while it was read, or the disk fails",
+                )  # fmt: skip
+            parts.append(part)
+            nbytes -= len(part)
+            at += len(part)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        with self._lock:
+            self.bytes_read += len(data)
+        return data
+
+    def read_whole(self, path: str, *, limit: int) -> bytes:
+        """The whole file, refused when longer than `limit` bytes."""
+        size = self.size(path)
+        if size > limit:
+            raise CorruptFile(
+                f"{size} bytes, want at most {limit}", code="E0312", path=self.display(path),
+                hint="no real checkpoint has one this large",
+            )  # fmt: skip
+        return self.read(path, 0, size)
+
+    def head(self, path: str, nbytes: int = 64) -> bytes:
+        """The first `nbytes` bytes, fewer when the file is shorter."""
+        return self.read(path, 0, min(nbytes, self.size(path)))
+
+    def close(self) -> None:
+        """Close this thread's descriptors."""
+        cache = getattr(self._local, "cache", None)
+        if cache:
+            cache.close()
+
+
+class _FdCache(OrderedDict[str, int]):
+    """Descriptors that close with their thread."""
+
+    def close(self) -> None:
+        while self:
+            os.close(self.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _missing(path: str, shown: str) -> CkptError:
+    """A file that the checkpoint names and that is not there (exit 3)."""
+    from ckpt_tool.errors import Incomplete
+
+    return Incomplete(f"{path} is missing", code="E0313", path=shown, hint="fetch the file, or pass the folder that holds it")
