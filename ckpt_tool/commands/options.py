@@ -1,0 +1,270 @@
+"""What the verbs take, as values: `Reading`, `Writing`, and how text from a command line becomes them.
+
+The command line and the Python face use the same two builders, so `--max-shard-size 5GB` and
+`max_shard_size="5GB"` (or `5_000_000_000`) are one thing:
+
+    >>> writing_from({"tp": 2, "remove_keys": ["lm_head.*"], "memory": "64MiB"}).degrees
+    {'tp': 2}
+
+Every fault of a call is collected and raised at once, as one UsageError (E0280). What only the checkpoint can tell
+(does this degree divide? does this pattern match?) is left to the commands. Nothing here reads a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypedDict, TypeVar
+
+from ckpt_tool.commands import values
+from ckpt_tool.commands.values import BadValue
+from ckpt_tool.errors import UsageError, near_misses
+
+# The names of cli.md, in its order. `formats.registry` holds those that this build reads and writes.
+FORMATS = (
+    "safetensors", "torch", "dcp", "sharded", "megatron", "megatron-dist", "deepspeed", "deepspeed-universal",
+    "paddle", "paddle-unified", "paddle-flex", "meta", "peft",
+)  # fmt: skip
+DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
+DEGREES = ("tp", "pp", "ep", "etp", "dp", "cp", "vpp")
+POLICIES = ("largest-dim", "prefix", "best-subset", "dtensor", "pad", "replicate", "error")
+METHODS = (
+    "union", "lora", "linear", "slerp", "ties", "dare-linear", "dare-ties", "della", "della-linear",
+    "task-arithmetic",
+)  # fmt: skip
+VERIFY = ("off", "quick", "full")
+DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
+DEFAULT_MEMORY = 1 << 30  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a source is read.
+
+    from_format: overrides detection. lenient: accept what a strict reader refuses but no value depends on.
+    prefer: which of two files that hold the same tensors. replica_policy: what to do when replicas differ.
+    """
+
+    from_format: str | None = None
+    follow_symlinks: bool = False
+    lenient: bool = False
+    allow_compressed: bool = False
+    require_checksums: bool = False
+    prefer: str | None = None
+    replica_policy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How an output is laid out and written. None and empty mean "not asked for": the command takes its default.
+
+    degrees: mesh dim -> size, only those that were given. dtypes: state ("" for all) -> the house's dtype name.
+    states, drop: as given; "all" and "optimizer" are the command's to expand. remove_keys, keep_keys: patterns
+    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose.
+    """
+
+    to: str | None = None
+    dialect: str | None = None
+    family: str | None = None
+    config: str | None = None
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    layout: str | None = None
+    pp_split: tuple[int, ...] = ()
+    zero: int | None = None
+    on_indivisible: str = "largest-dim"
+    states: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    as_model: str | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dequantize: bool = False
+    allow_lossy: bool = False
+    remove_keys: tuple[str, ...] = ()
+    keep_keys: tuple[str, ...] = ()
+    model_only: bool = False
+    max_shard_size: int = DEFAULT_SHARD_SIZE
+    force: bool = False
+    resume: bool = True
+    memory: int = DEFAULT_MEMORY
+    threads: int | None = None
+    verify: str = "quick"
+    dry_run: bool = False
+    plan_file: str | None = None
+    ray: str | None = None
+
+
+class ReadingOptions(TypedDict, total=False):
+    """The options of reading as keywords, by their long names."""
+
+    from_format: str | None
+    follow_symlinks: bool
+    lenient: bool
+    allow_compressed: bool
+    require_checksums: bool
+    prefer: str | None
+    replica_policy: str | None
+
+
+class WritingOptions(TypedDict, total=False):
+    """The options of writing as keywords, by their long names (`--plan` is `plan`, `--no-resume` is `resume=False`)."""
+
+    to: str | None
+    dialect: str | None
+    family: str | None
+    config: str | None
+    tp: int | None
+    pp: int | None
+    ep: int | None
+    etp: int | None
+    dp: int | None
+    cp: int | None
+    vpp: int | None
+    layout: str | None
+    pp_split: str | Iterable[int] | None
+    zero: int | None
+    on_indivisible: str | None
+    strict_shard: bool
+    state: str | Iterable[str] | None
+    drop: str | Iterable[str] | None
+    as_model: str | None
+    dtype: str | Iterable[str] | Mapping[str, str] | None
+    dequantize: bool
+    allow_lossy: bool
+    remove_keys: str | Iterable[str] | None
+    keep_keys: str | Iterable[str] | None
+    model_only: bool
+    max_shard_size: str | int | None
+    force: bool
+    resume: bool
+    memory: str | int | None
+    threads: int | None
+    verify: str | None
+    dry_run: bool
+    plan: str | None
+    ray: str | None
+
+
+class CallOptions(ReadingOptions, WritingOptions, total=False):
+    """Both, for the verbs that read and write."""
+
+
+T = TypeVar("T")
+
+
+class _Taker:
+    """Takes options out of a mapping one by one and keeps every fault until the end."""
+
+    def __init__(self, given: Mapping[str, Any], known: Iterable[str]) -> None:
+        self._given = given
+        self._faults: list[BadValue] = []
+        for name in given:
+            if name not in known:
+                miss = near_misses(name, known)
+                self._faults.append(BadValue(f"unknown option {name!r}", hint=miss or "see help(ckpt_tool.convert)"))
+
+    def take(self, name: str, parse: Callable[[Any], T], default: T) -> T:
+        """The parsed value of `name`; `default` when it is missing, None or bad."""
+        value = self._given.get(name)
+        if value is None:
+            return default
+        try:
+            return parse(value)
+        except BadValue as fault:
+            self._faults.append(BadValue(f"{flag(name)}: {fault}", hint=fault.hint, path=fault.path))
+            return default
+
+    def fault(self, message: str, hint: str) -> None:
+        self._faults.append(BadValue(message, hint=hint))
+
+    def settle(self) -> None:
+        if self._faults:
+            raise_faults(self._faults)
+
+
+def flag(name: str) -> str:
+    """The option as it is typed: `from_format` -> `--from`."""
+    return "--" + {"from_format": "from"}.get(name, name).replace("_", "-")
+
+
+def raise_faults(faults: list[BadValue]) -> NoReturn:
+    """All faults of one call as one UsageError."""
+    first = faults[0]
+    raise UsageError(
+        str(first), code="E0280", path=first.path, hint=first.hint, faults=[str(fault) for fault in faults[1:]]
+    )
+
+
+def reading_from(given: Mapping[str, Any]) -> Reading:
+    """`Reading` from keywords. Raises UsageError."""
+    taker = _Taker(given, ReadingOptions.__annotations__)
+    reading = _reading(taker)
+    taker.settle()
+    return reading
+
+
+def writing_from(given: Mapping[str, Any]) -> Writing:
+    """`Writing` from keywords. Raises UsageError."""
+    taker = _Taker(given, WritingOptions.__annotations__)
+    writing = _writing(taker)
+    taker.settle()
+    return writing
+
+
+def both_from(given: Mapping[str, Any]) -> tuple[Reading, Writing]:
+    """Both from one set of keywords, all faults at once. Raises UsageError."""
+    taker = _Taker(given, CallOptions.__annotations__)
+    reading, writing = _reading(taker), _writing(taker)
+    taker.settle()
+    return reading, writing
+
+
+def _reading(taker: _Taker) -> Reading:
+    return Reading(
+        from_format=taker.take("from_format", values.one_of(FORMATS), None),
+        follow_symlinks=taker.take("follow_symlinks", bool, False),
+        lenient=taker.take("lenient", bool, False),
+        allow_compressed=taker.take("allow_compressed", bool, False),
+        require_checksums=taker.take("require_checksums", bool, False),
+        prefer=taker.take("prefer", values.text, None),
+        replica_policy=taker.take("replica_policy", values.text, None),
+    )
+
+
+def _writing(taker: _Taker) -> Writing:
+    take = taker.take
+    degrees = {name: size for name in DEGREES if (size := take(name, values.count, 0))}
+    policy = take("on_indivisible", values.one_of(POLICIES), "")
+    if take("strict_shard", bool, False):
+        if policy not in ("", "error"):
+            taker.fault(
+                f"--strict-shard means --on-indivisible error, but --on-indivisible is {policy}", "give one of the two"
+            )
+        policy = "error"
+    return Writing(
+        to=take("to", values.one_of(FORMATS), None),
+        dialect=take("dialect", values.one_of(DIALECTS), None),
+        family=take("family", values.text, None),
+        config=take("config", values.text, None),
+        degrees=degrees,
+        layout=take("layout", values.text, None),
+        pp_split=take("pp_split", values.counts, ()),
+        zero=take("zero", values.between(0, 3), None),
+        on_indivisible=policy or "largest-dim",
+        states=take("state", values.words, ()),
+        drop=take("drop", values.words, ()),
+        as_model=take("as_model", values.one_of(("ema", "master")), None),
+        dtypes=take("dtype", values.dtypes, {}),
+        dequantize=take("dequantize", bool, False),
+        allow_lossy=take("allow_lossy", bool, False),
+        remove_keys=take("remove_keys", values.patterns, ()),
+        keep_keys=take("keep_keys", values.patterns, ()),
+        model_only=take("model_only", bool, False),
+        max_shard_size=take("max_shard_size", values.size, DEFAULT_SHARD_SIZE),
+        force=take("force", bool, False),
+        resume=take("resume", bool, True),
+        memory=take("memory", values.size, DEFAULT_MEMORY),
+        threads=take("threads", values.count, None),
+        verify=take("verify", values.one_of(VERIFY), "quick"),
+        dry_run=take("dry_run", bool, False),
+        plan_file=take("plan", values.text, None),
+        ray=take("ray", values.text, None),
+    )

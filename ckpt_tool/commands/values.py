@@ -1,0 +1,204 @@
+"""Text from a command line (or a Python caller) as numbers, sizes, patterns and names.
+
+    >>> size("5GB"), size("64MiB"), words("model, ema")
+    (5000000000, 67108864, ('model', 'ema'))
+
+Each function takes what a person wrote, or the value itself, and raises BadValue with what was found and wanted;
+`commands.options` collects them. Nothing here knows which option it serves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ckpt_tool.core.dtype import DTYPES, from_name
+from ckpt_tool.errors import near_misses
+
+PATTERN_FILE_LIMIT = 16 << 20  # bytes
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+
+
+class BadValue(ValueError):
+    """A value that can't be taken: found and wanted, and what to write instead."""
+
+    def __init__(self, message: str, *, hint: str | None = None, path: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.path = path
+
+
+def text(value: Any) -> str:
+    """A name or a path, not empty."""
+    if not isinstance(value, str) and hasattr(value, "__fspath__"):
+        value = value.__fspath__()
+    if not isinstance(value, str) or not value:
+        raise BadValue(f"found {value!r}, want a text")
+    return value
+
+
+def integer(value: Any) -> int:
+    """A whole number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
+        return int(value)
+    raise BadValue(f"found {value!r}, want a whole number")
+
+
+def count(value: Any) -> int:
+    """A whole number, at least 1."""
+    number = integer(value)
+    if number < 1:
+        raise BadValue(f"found {number}, want at least 1")
+    return number
+
+
+def between(low: int, high: int) -> Callable[[Any], int]:
+    """A parser of whole numbers from `low` to `high`, both included."""
+
+    def parse(value: Any) -> int:
+        number = integer(value)
+        if not low <= number <= high:
+            raise BadValue(f"found {number}, want {low} to {high}")
+        return number
+
+    return parse
+
+
+def number(value: Any) -> float:
+    """A finite number."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        raise BadValue(f"found {value!r}, want a number") from None
+    if found != found or abs(found) == float("inf"):
+        raise BadValue(f"found {value!r}, want a finite number")
+    return found
+
+
+def tolerance(value: Any) -> float:
+    """A finite number, at least 0."""
+    found = number(value)
+    if found < 0:
+        raise BadValue(f"found {found:g}, want at least 0")
+    return found
+
+
+def size(value: Any) -> int:
+    """A size in bytes: `5GB` (decimal), `64MiB` (binary), `1048576`. At least 1."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return count(value)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if match is None:
+        raise BadValue(f"found {value!r}, want a size", hint="write it like 5GB, 512MiB or 1048576")
+    digits, unit = match[1], match[2].lower()
+    if unit not in _UNITS:
+        decimal = f"{unit[0]}b" if unit[0] in "kmgt" else ""
+        hint = f"{digits}{decimal.upper()} or {digits}{unit[0].upper()}iB" if decimal else "the units are kB MB GB TB KiB MiB GiB TiB"
+        raise BadValue(f"found {value!r}, which has no unit that we know", hint=hint)
+    nbytes = int(float(digits) * _UNITS[unit]) if "." in digits else int(digits) * _UNITS[unit]
+    return count(nbytes)
+
+
+def one_of(known: Iterable[str]) -> Callable[[Any], str]:
+    """A parser of one name out of `known`; `_` counts as `-`, upper case as lower."""
+    names = tuple(known)
+
+    def parse(value: Any) -> str:
+        name = text(value).lower().replace("_", "-")
+        if name not in names:
+            raise BadValue(f"found {value!r}, want one of {', '.join(names)}", hint=near_misses(name, names) or None)
+        return name
+
+    return parse
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """Names, split at commas; a list of such texts counts as one."""
+    parts = [value] if isinstance(value, str) else list(value)
+    found = [word.strip() for part in parts for word in text(part).split(",")]
+    if not all(found):
+        raise BadValue(f"found {value!r}, want names with commas between them")
+    return tuple(dict.fromkeys(found))
+
+
+def counts(value: Any) -> tuple[int, ...]:
+    """Whole numbers split at commas, none negative: `8,9,9,6`."""
+    parts = value.split(",") if isinstance(value, str) else list(value)
+    numbers = tuple(integer(part) for part in parts)
+    if not numbers or min(numbers) < 0:
+        raise BadValue(f"found {value!r}, want whole numbers with commas between them, like 8,9,9,6")
+    return numbers
+
+
+def numbers(value: Any) -> tuple[float, ...]:
+    """Finite numbers: one, several, or texts split at commas."""
+    if isinstance(value, int | float):
+        return (number(value),)
+    parts = [value] if isinstance(value, str) else list(value)
+    return tuple(number(word) for part in parts for word in (part.split(",") if isinstance(part, str) else (part,)))
+
+
+def share(value: Any) -> tuple[int, int]:
+    """A share `I/N`, counted from 1: `3/8` is the third of eight."""
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", value) if isinstance(value, str) else None
+    first, of = (int(match[1]), int(match[2])) if match else tuple(value) if isinstance(value, tuple) else (0, 0)
+    if not 1 <= first <= of:
+        raise BadValue(f"found {value!r}, want I/N with I from 1 to N", hint="the first of eight parts is 1/8, the last 8/8")
+    return first, of
+
+
+def dtypes(value: Any) -> dict[str, str]:
+    """State ("" for all) -> dtype name: from `bf16`, `optimizer=bf16`, a list of those, or a mapping."""
+    if isinstance(value, Mapping):
+        pairs = [(str(state), text(name)) for state, name in value.items()]
+    else:
+        pairs = [(left.strip(), right.strip()) if equals else ("", left)
+                 for left, equals, right in (word.partition("=") for word in words(value))]  # fmt: skip
+    found: dict[str, str] = {}
+    for state, name in pairs:
+        dtype = from_name(name)
+        if dtype is None:
+            raise BadValue(
+                f"found the dtype {name!r}, want one of {', '.join(sorted(DTYPES))}",
+                hint=near_misses(name.upper(), DTYPES) or "the usual spellings (bf16, float32, half) work too",
+            )
+        if found.get(state, dtype.name) != dtype.name:
+            raise BadValue(f"two dtypes for {state or 'all states'}: {found[state]} and {dtype.name}", hint="give one")
+        found[state] = dtype.name
+    return found
+
+
+def patterns(value: Any) -> tuple[str, ...]:
+    """Patterns on tensor names: shell globs, `re:EXPRESSION`, or `@FILE` with one pattern a line (`#`: a comment)."""
+    given = [value] if isinstance(value, str) else list(value)
+    found: list[str] = []
+    for pattern in given:
+        found.extend(_pattern_file(pattern[1:]) if text(pattern).startswith("@") else [pattern])
+    for pattern in found:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as e:
+                raise BadValue(f"{pattern!r} is no regular expression: {e}") from None
+    return tuple(dict.fromkeys(found))
+
+
+def _pattern_file(path: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(PATTERN_FILE_LIMIT + 1)
+        lines = data.decode("utf-8").splitlines()
+    except OSError as e:
+        raise BadValue(f"the pattern file can't be read: {e.strerror or e}", path=path, hint="@FILE names a text file") from e
+    except UnicodeDecodeError as e:
+        raise BadValue(f"the pattern file is not UTF-8 at byte {e.start}", path=path, hint="@FILE names a text file") from e
+    if len(data) > PATTERN_FILE_LIMIT:
+        raise BadValue(f"the pattern file is longer than {PATTERN_FILE_LIMIT} bytes", path=path)
+    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise BadValue("the pattern file holds no pattern", path=path, hint="write one pattern a line")
+    return found

@@ -1,0 +1,64 @@
+"""Progress: what a long run tells a person while it goes, as a Protocol given to the executor.
+
+A command never prints. It calls these five, from any thread; `report.progress` draws them (a bar, lines, JSON) and
+`SILENT` swallows them:
+
+    progress.plan(document)                 # before the first byte moves: the same keys that `--json` shows
+    progress.start(total_bytes, "writing")
+    progress.advance(nbytes)                # any thread, as often as wanted: costs well under a microsecond
+    progress.note("tied lm_head written once")
+    progress.finish()
+
+`start` may be called again after `finish` for a second phase (write, then verify).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Where a command reports to. Thread-safe; never raises, whatever becomes of the screen."""
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        """Show what is about to happen: a writer's document as far as it is known (`plan`, `source`, `target`, ...)."""
+        ...
+
+    def start(self, total_bytes: int, what: str) -> None:
+        """A phase begins that will move `total_bytes` bytes (0: unknown). what: a participle, "writing"."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more bytes are done."""
+        ...
+
+    def note(self, message: str) -> None:
+        """One line that a person should know and that is no error."""
+        ...
+
+    def finish(self) -> None:
+        """The phase is over, done or not. Harmless without a `start`."""
+        ...
+
+
+class Silent:
+    """The progress of a caller who wants none: the Python face, `-q`, tests."""
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        pass
+
+    def start(self, total_bytes: int, what: str) -> None:
+        pass
+
+    def advance(self, nbytes: int) -> None:
+        pass
+
+    def note(self, message: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+SILENT: Progress = Silent()
