@@ -1,0 +1,242 @@
+"""What a pickle is read into: plain Python values and a few inert records. Nothing here can act.
+
+    None, bool, int, float, str, bytes, list, tuple, set, dict      as they are
+    collections.OrderedDict, defaultdict, Counter                   OrderedMap (a dict)
+    torch.Size                                                      tuple of int
+    torch.float32, torch.device("cpu"), torch.strided, an enum      core.extras.Symbol
+    a torch tensor                                                  TensorRef (over a StorageRef)
+    a DTensor                                                       WrapperRef (over its local TensorRef)
+    numpy.ndarray                                                   NumpyArray; NumPy scalars become Python numbers
+    metadata classes of DCP, DTensor, Paddle                        Record, with attribute-like access
+    any other class                                                 core.extras.Opaque(name, args, state)
+
+Example: the state dict `{"w": torch.zeros(2, 3)}` reads as
+
+    {"w": TensorRef(StorageRef("0", F32, numel=6, nbytes=24, ...), offset=0, shape=(2, 3), stride=(3, 1), dtype=F32)}
+
+Record, NumpyArray and Opaque are filled in place while the pickle is read (a pickle names an object before its
+state); afterwards they are values. Records compare by identity: index DCP's `storage_data` by fields of its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.errors import CorruptFile
+
+
+class Span(NamedTuple):
+    """Bytes left in the file: `nbytes` at `offset` (bytes from the start of the file). Only `load_file` makes them."""
+
+    offset: int
+    nbytes: int
+
+
+class StorageRef(NamedTuple):
+    """A torch storage that a persistent id names.
+
+    key: record `data/<key>` of a zip, or the key of a legacy stream. dtype: None when torch's type has no twin here
+    (quantised types, complex32). numel: elements of the storage class, bytes for an UntypedStorage. nbytes: bytes.
+    location: where it lived (`cpu`, `cuda:0`); ignored. kind: the storage class, `FloatStorage`.
+    """
+
+    key: str
+    dtype: DType | None
+    numel: int
+    nbytes: int
+    location: str
+    kind: str
+
+
+class TensorRef(NamedTuple):
+    """A dense tensor over a storage. offset, stride: in elements of `dtype`. Checked when made: ints >= 0, rank <= 64,
+    the view lies inside `storage.nbytes`.
+
+    attributes: Python attributes that hung on the tensor (Megatron's `tensor_model_parallel`, ...), None if none.
+    """
+
+    storage: StorageRef
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: DType
+    requires_grad: bool = False
+    is_parameter: bool = False
+    attributes: Any = None
+
+    @property
+    def contiguous(self) -> bool:
+        """Row-major without gaps (dims of extent 1 may have any stride; empty tensors always are)."""
+        step = 1
+        if 0 in self.shape:
+            return True
+        for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if extent != 1 and stride != step:
+                return False
+            step *= extent
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class WrapperRef:
+    """A tensor subclass that wraps a local tensor: `torch.distributed.tensor.DTensor`.
+
+    name: the class. shape, stride: the GLOBAL ones, in elements. local: what this file holds of it, None until its
+    state was read. spec: the DTensorSpec as a Record (mesh, placements, tensor_meta).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: DType
+    requires_grad: bool
+    local: TensorRef | None = None
+    spec: Record | None = None
+    state: Any = None
+
+
+class MissingField(CorruptFile, AttributeError):
+    """A record lacks a field. Is a CorruptFile (exit 3) and, for `getattr` with a default, an AttributeError."""
+
+    default_code = "E0378"
+
+
+class Record:
+    """An object of a known class: `name` (module.class), `args`, `state`, and its fields as attributes.
+
+        chunk = Record("torch.distributed.checkpoint.metadata.ChunkStorageMetadata", state={"offsets": (0,), ...})
+        chunk.offsets                      # (0,)
+        chunk.get("sizes", tuple)          # the field, checked: CorruptFile when absent or of another type
+        "offsets" in chunk, list(chunk)    # fields at hand
+
+    Field names never start with an underscore here: `mesh.get("_rank_map")` reads those.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] = (), state: dict[str, Any] | None = None) -> None:
+        self.name = name
+        self.args = args
+        self.state: dict[str, Any] | None = state
+
+    def __getattr__(self, field: str) -> Any:
+        if not field.startswith("_") and self.state is not None and field in self.state:
+            return self.state[field]
+        if field.startswith("__"):  # copy, pickle, inspect ask for these
+            raise AttributeError(field)
+        raise MissingField(
+            f"a {self.name} has no field {field!r}; it has {', '.join(map(str, self.state or ())) or 'none'}",
+            hint="the file is damaged, or of a version that this one does not know",
+        )
+
+    def get(self, field: str, kind: type | tuple[type, ...] | None = None, *, path: str | None = None) -> Any:
+        """The field, which must be there and, with `kind`, of that type. Raises MissingField (a CorruptFile)."""
+        if self.state is None or field not in self.state:
+            raise MissingField(
+                f"a {self.name} has no field {field!r}", path=path,
+                hint="the file is damaged, or of a version that this one does not know",
+            )  # fmt: skip
+        value = self.state[field]
+        if kind is not None and not isinstance(value, kind):
+            raise MissingField(
+                f"field {field!r} of a {self.name} is {type(value).__name__}, not {_names(kind)}", path=path,
+                hint="the file is damaged, or of a version that this one does not know",
+            )  # fmt: skip
+        return value
+
+    def __contains__(self, field: str) -> bool:
+        return self.state is not None and field in self.state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state or ())
+
+    def __repr__(self) -> str:
+        return f"Record({self.name!r}, args={len(self.args)}, fields={list(self.state or ())})"
+
+
+def _names(kind: type | tuple[type, ...]) -> str:
+    return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+class OrderedMap(dict[Any, Any]):
+    """A dict that was an OrderedDict, defaultdict or Counter. attributes: what hung on the object itself
+    (`_metadata` of a torch state dict), None if nothing."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.attributes: Any = None
+
+
+class NumpyArray:
+    """A numpy.ndarray. dtype: NumPy's type string with byte order (`<f4`, `|u1`, or `bfloat16` of ml_dtypes).
+    shape: elements. fortran: column-major. data: the raw bytes, or where they lie (`Span`)."""
+
+    __slots__ = ("data", "dtype", "fortran", "shape")
+
+    def __init__(self, dtype: str = "", shape: tuple[int, ...] = (), fortran: bool = False, data: bytes | Span = b"") -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.fortran = fortran
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"NumpyArray({self.dtype!r}, {self.shape}, fortran={self.fortran})"
+
+
+class GlobalUse(NamedTuple):
+    """A global that the pickle names, at its first use. module, name: as the file spells them. position: number of
+    the opcode, from 0. offset: bytes from the start of the stream's file. tier: 1 understood, 2 kept as a record,
+    3 unsafe."""
+
+    module: str
+    name: str
+    position: int
+    offset: int
+    tier: int
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """One pickle, read. globals: each once, in order of first use. end: bytes from the start of the file to just
+    behind STOP. opcodes: how many were executed. protocol: the PROTO opcode's, 0 without one."""
+
+    value: Any
+    globals: tuple[GlobalUse, ...]
+    end: int
+    opcodes: int
+    protocol: int
+
+    @property
+    def unsafe(self) -> tuple[GlobalUse, ...]:
+        """The globals of tier 3: `inspect` shows them, everything else refuses (`pickles.refuse_unsafe`)."""
+        return tuple(use for use in self.globals if use.tier == 3)
+
+
+def as_extras(value: Any) -> Any:
+    """`value` with what `core.extras` cannot hold turned into Opaque: Record, NumpyArray (its bytes must be loaded),
+    set as it is. TensorRef, WrapperRef and Span stay: they are no extras, the caller takes them out first."""
+    kind = type(value)
+    if kind in (str, int, float, bool, bytes, type(None), Symbol):
+        return value
+    if isinstance(value, dict):
+        return {key: as_extras(item) for key, item in value.items()}
+    if kind is list:
+        return [as_extras(item) for item in value]
+    if kind is tuple:
+        return tuple(as_extras(item) for item in value)
+    if isinstance(value, Record):
+        return Opaque(value.name, tuple(as_extras(item) for item in value.args), as_extras(value.state))
+    if isinstance(value, Opaque):
+        return Opaque(value.name, tuple(as_extras(item) for item in value.args), as_extras(value.state))
+    if isinstance(value, NumpyArray):
+        return Opaque("numpy.ndarray", (value.dtype, value.shape, value.fortran, value.data))
+    return value
