@@ -20,7 +20,15 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tool.errors import CkptError, CorruptFile, StorageError, UnsafeInput, wrap_os_error
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    InconsistentCheckpoint,
+    SourceChanged,
+    StorageError,
+    UnsafeInput,
+    wrap_os_error,
+)
 
 FILE_LIMIT = 1_000_000  # entries of one tree
 DEPTH_LIMIT = 6  # folders below the root
@@ -55,8 +63,10 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
         reason = "is empty"
     elif path.startswith("/"):
         reason = "is absolute"
-    elif "\\" in path or "\0" in path:
-        reason = "holds a backslash or a NUL"
+    elif "\\" in path or any(character < " " or character == "\x7f" for character in path):
+        reason = "holds a backslash or a control character"
+    elif not _encodable(path):
+        reason = "is no text"
     elif "://" in path or path.startswith("file:"):
         reason = "is a URL"
     elif len(path) > 1 and path[1] == ":":
@@ -78,11 +88,22 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
     return path
 
 
+def _encodable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # a lone surrogate out of a JSON escape
+        return False
+    return True
+
+
 class Tree:
     """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
 
-    Thread-safe for reading. `shown` is what messages call the root.
+    Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
+    a URL, `storage.remote`, has none).
     """
+
+    local = True
 
     def __init__(self, path: str | os.PathLike[str], *, follow_symlinks: bool = False) -> None:
         given = Path(path)
@@ -104,7 +125,6 @@ class Tree:
         if stat.S_ISDIR(info.st_mode):
             self.root = given.resolve()
         elif stat.S_ISREG(info.st_mode):
-            self._links = True  # the user named this file: a link to it is the user's own
             self.root = Path(os.path.abspath(given)).parent
             self.single = given.name
         else:
@@ -114,9 +134,14 @@ class Tree:
         self._blobs = self._blob_folder()
 
     def _blob_folder(self) -> Path | None:
-        """`blobs/` of a Hugging Face cache snapshot (`models--X/snapshots/REV`), None elsewhere."""
-        if self.root.parent.name == "snapshots" and (self.root.parent.parent / "blobs").is_dir():
-            return (self.root.parent.parent / "blobs").resolve()
+        """`blobs/` of a Hugging Face cache snapshot (`models--X/snapshots/REV`), None elsewhere.
+
+        `blobs` itself must be a folder: were it a link, links into it could lead anywhere.
+        """
+        revision = self.root.resolve()
+        blobs = revision.parent.parent / "blobs"
+        if revision.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink():
+            return blobs
         return None
 
     def display(self, path: str = "") -> str:
@@ -132,6 +157,8 @@ class Tree:
         """Relative path -> size in bytes of every regular file (-1: not a regular file), sorted by path.
 
         For a tree of one file only that file is listed. Names that are not UTF-8 come surrogate-escaped.
+        Raises InconsistentCheckpoint (E0387) for names that differ only in case: which one is meant depends on the
+        file system, and a copy on another one would lose a file.
         """
         if self._listing is None:
             found: dict[str, int] = {}
@@ -139,6 +166,7 @@ class Tree:
                 found[self.single] = self.identity(self.single).size
             else:
                 self._walk("", found, 0)
+                self._check_case(found)
             self._listing = dict(sorted(found.items()))
         return self._listing
 
@@ -153,14 +181,32 @@ class Tree:
                 if depth < DEPTH_LIMIT and not entry.name.endswith(".ckpt-partial"):
                     self._walk(path + "/", found, depth + 1)
                 continue
-            regular = entry.is_file(follow_symlinks=False)
-            if not regular and entry.is_symlink() and (self._blobs or self._links):
-                regular = entry.is_file()
-            found[path] = entry.stat(follow_symlinks=regular).st_size if regular else -1
+            found[path] = self._size_of(entry)
             if len(found) > FILE_LIMIT:
                 raise CorruptFile(
-                    f"more than {FILE_LIMIT} files", code="E0310", path=self.display(), hint="pass the checkpoint's folder"
+                    f"more than {FILE_LIMIT} files",
+                    code="E0310",
+                    path=self.display(),
+                    hint="pass the checkpoint's folder",
                 )
+
+    def _size_of(self, entry: os.DirEntry[str]) -> int:
+        """Size in bytes of a regular file (or of one behind a link that may be followed), -1 for anything else."""
+        try:
+            info = entry.stat(follow_symlinks=bool(self._blobs or self._links))
+        except OSError:  # it vanished while we looked, or is a link that leads nowhere or in a circle
+            return -1
+        return info.st_size if stat.S_ISREG(info.st_mode) else -1
+
+    def _check_case(self, found: dict[str, int]) -> None:
+        folded: dict[str, str] = {}
+        for path in found:
+            other = folded.setdefault(path.casefold(), path)
+            if other != path:
+                raise InconsistentCheckpoint(
+                    f"{other} and {path} differ only in case", code="E0387", path=self.display(path),
+                    hint="a file system that folds case would have lost one of them: move away the one that is not meant",
+                )  # fmt: skip
 
     def names(self) -> list[str]:
         """The files directly below the root."""
@@ -170,8 +216,13 @@ class Tree:
         return path in self.listing()
 
     def below(self, folder: str) -> Tree:
-        """The tree of a sub-folder, named by our own code or checked by `safe_relative`."""
-        return Tree(os.path.join(self.shown, folder), follow_symlinks=self._links)
+        """The tree of a sub-folder, named by our own code or checked by `safe_relative`. Refuses links on the way."""
+        at = self.root
+        for part in folder.split("/"):
+            at = at / part
+            if at.is_symlink() and not self._links:
+                raise self._behind_link(folder)
+        return Tree(self.display(folder), follow_symlinks=self._links)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -181,12 +232,9 @@ class Tree:
             return self._open(path)
         except OSError as e:
             if e.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise UnsafeInput(
-                    f"{path} is a symbolic link (or lies behind one)",
-                    code="E0412",
-                    path=self.display(path),
-                    hint="links inside a checkpoint are not followed; replace the link by the file",
-                ) from e
+                raise self._behind_link(path) from e
+            if e.errno == errno.ENXIO:  # a socket, or a device without a driver
+                raise self._not_regular(path) from e
             if e.errno == errno.ENOENT:
                 raise _missing(path, self.display(path)) from e
             raise wrap_os_error(e, self.display(path), "opening") from e
@@ -195,7 +243,7 @@ class Tree:
         if self.single == path or self._links:
             fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         elif self._blobs is not None and (self.root / path).is_symlink():
-            real = (self.root / path).resolve()
+            real = Path(os.path.realpath(self.root / path))  # Path.resolve raises RuntimeError on a circle of links
             if self._blobs not in real.parents:
                 raise OSError(errno.ELOOP, "link leaves blobs/")
             fd = os.open(real, _FLAGS)
@@ -214,10 +262,22 @@ class Tree:
                 os.close(folder)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise UnsafeInput(
-                f"{path} is not a regular file", code="E0413", path=self.display(path), hint="remove it or pass the real file"
-            )
+            raise self._not_regular(path)
         return fd
+
+    def _behind_link(self, path: str) -> UnsafeInput:
+        return UnsafeInput(
+            f"{path} is a symbolic link (or lies behind one)", code="E0412", path=self.display(path),
+            hint="links inside a checkpoint are not followed; replace the link by what it points to, or pass that path",
+        )  # fmt: skip
+
+    def _not_regular(self, path: str) -> UnsafeInput:
+        return UnsafeInput(
+            f"{path} is not a regular file",
+            code="E0413",
+            path=self.display(path),
+            hint="remove it or pass the real file",
+        )
 
     def fd(self, path: str) -> int:
         """This thread's cached descriptor of `path`: valid until four more files were asked for."""
@@ -237,6 +297,14 @@ class Tree:
         """Device, inode, size, times of the file as it is opened now."""
         fd = self.fd(path)
         return identity_of(os.fstat(fd))
+
+    def identity_by_name(self, path: str) -> Identity:
+        """The identity of the file that now bears the name, opened afresh."""
+        fd = self.open(path)
+        try:
+            return identity_of(os.fstat(fd))
+        finally:
+            os.close(fd)
 
     def size(self, path: str) -> int:
         """Size in bytes."""
@@ -261,10 +329,15 @@ class Tree:
                 part = os.pread(fd, min(nbytes, 1 << 30), at)
             except OSError as e:
                 raise wrap_os_error(e, self.display(path), "reading", offset=at) from e
+            if not part and os.fstat(fd).st_size < at + nbytes:
+                raise SourceChanged(
+                    f"the file shrank from {size} to {os.fstat(fd).st_size} bytes while it was read", code="E0603",
+                    path=self.display(path), offset=at, hint="run again when nothing writes to it any more",
+                )  # fmt: skip
             if not part:
                 raise StorageError(
                     "the file ended early while it was read", code="E0703", path=self.display(path), offset=at,
-                    hint="it was truncated while it was read, or the disk fails",
+                    hint="the disk or the network file system fails: check it before you try again",
                 )  # fmt: skip
             parts.append(part)
             nbytes -= len(part)
@@ -310,4 +383,6 @@ def _missing(path: str, shown: str) -> CkptError:
     """A file that the checkpoint names and that is not there (exit 3)."""
     from ckpt_tool.errors import Incomplete
 
-    return Incomplete(f"{path} is missing", code="E0313", path=shown, hint="fetch the file, or pass the folder that holds it")
+    return Incomplete(
+        f"{path} is missing", code="E0313", path=shown, hint="fetch the file, or pass the folder that holds it"
+    )
