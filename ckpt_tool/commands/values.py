@@ -91,13 +91,19 @@ def size(value: Any) -> int:
     """A size in bytes: `5GB` (decimal), `64MiB` (binary), `1048576`. At least 1."""
     if isinstance(value, int) and not isinstance(value, bool):
         return count(value)
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    )
     if match is None:
         raise BadValue(f"found {value!r}, want a size", hint="write it like 5GB, 512MiB or 1048576")
     digits, unit = match[1], match[2].lower()
     if unit not in _UNITS:
         decimal = f"{unit[0]}b" if unit[0] in "kmgt" else ""
-        hint = f"{digits}{decimal.upper()} or {digits}{unit[0].upper()}iB" if decimal else "the units are kB MB GB TB KiB MiB GiB TiB"
+        hint = (
+            f"{digits}{decimal.upper()} or {digits}{unit[0].upper()}iB"
+            if decimal
+            else "the units are kB MB GB TB KiB MiB GiB TiB"
+        )
         raise BadValue(f"found {value!r}, which has no unit that we know", hint=hint)
     nbytes = int(float(digits) * _UNITS[unit]) if "." in digits else int(digits) * _UNITS[unit]
     return count(nbytes)
@@ -147,7 +153,9 @@ def share(value: Any) -> tuple[int, int]:
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", value) if isinstance(value, str) else None
     first, of = (int(match[1]), int(match[2])) if match else tuple(value) if isinstance(value, tuple) else (0, 0)
     if not 1 <= first <= of:
-        raise BadValue(f"found {value!r}, want I/N with I from 1 to N", hint="the first of eight parts is 1/8, the last 8/8")
+        raise BadValue(
+            f"found {value!r}, want I/N with I from 1 to N", hint="the first of eight parts is 1/8, the last 8/8"
+        )
     return first, of
 
 
@@ -193,9 +201,13 @@ def _pattern_file(path: str) -> list[str]:
             data = file.read(PATTERN_FILE_LIMIT + 1)
         lines = data.decode("utf-8").splitlines()
     except OSError as e:
-        raise BadValue(f"the pattern file can't be read: {e.strerror or e}", path=path, hint="@FILE names a text file") from e
+        raise BadValue(
+            f"the pattern file can't be read: {e.strerror or e}", path=path, hint="@FILE names a text file"
+        ) from e
     except UnicodeDecodeError as e:
-        raise BadValue(f"the pattern file is not UTF-8 at byte {e.start}", path=path, hint="@FILE names a text file") from e
+        raise BadValue(
+            f"the pattern file is not UTF-8 at byte {e.start}", path=path, hint="@FILE names a text file"
+        ) from e
     if len(data) > PATTERN_FILE_LIMIT:
         raise BadValue(f"the pattern file is longer than {PATTERN_FILE_LIMIT} bytes", path=path)
     found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -1,7 +1,7 @@
 """Box: a half-open n-d box, in elements. The only geometry there is.
 
-    >>> Box((0, 4), (2, 3)) & Box((1, 0), (5, 6))
-    Box(offset=(1, 4), shape=(1, 2))
+>>> Box((0, 4), (2, 3)) & Box((1, 0), (5, 6))
+Box(offset=(1, 4), shape=(1, 2))
 """
 
 from __future__ import annotations

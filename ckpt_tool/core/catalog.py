@@ -16,7 +16,7 @@ from ckpt_tool.core.box import first_overlap
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint, Incomplete
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 
 
 class Row(NamedTuple):
@@ -83,7 +83,9 @@ class Catalog:
         if faults:
             first = faults[0]
             raise type(first)(
-                first.message if len(faults) == 1 else f"{len(faults)} tensors are not whole; the first: {first.message}",
+                first.message
+                if len(faults) == 1
+                else f"{len(faults)} tensors are not whole; the first: {first.message}",
                 code=first.code,
                 path=first.path,
                 key=first.key,

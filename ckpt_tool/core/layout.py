@@ -61,7 +61,9 @@ def choose(n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-d
         raise UsageError(
             f"a dim of {units} units does not divide by {' x '.join(f'{a} {b}' for a, b in live)}",
             code="E0214",
-            hint=f"degrees that divide it: {', '.join(map(str, sorted(near)))}; or drop --strict-shard" if near else None,
+            hint=f"degrees that divide it: {', '.join(map(str, sorted(near)))}; or drop --strict-shard"
+            if near
+            else None,
         )
     if policy == "dtensor":
         return Choice(names, tuple(name for name, _ in live), "uneven")

@@ -1,0 +1,1 @@
+"""The only floor that moves bytes: the executor, digests, casts, lazy reading."""

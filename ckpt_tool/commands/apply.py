@@ -1,0 +1,70 @@
+"""`ckpt apply PLAN`: carry out a saved plan, whole or one share of it; the last share to finish commits, once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.write import execute
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.errors import SourceChanged, StorageError, UsageError, wrap_os_error
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.staging import check_destination, check_space
+
+PLAN_LIMIT = 4 << 30  # bytes
+
+
+def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progress: Progress) -> dict[str, Any]:
+    """Run the plan in `plan_file`. part: (i, n), 1-based, for one of n shares that may run on n machines.
+
+    Raises SourceChanged when the plan or a source it names is not what it was.
+    """
+    began = time.monotonic()
+    plan = _load(plan_file)
+    if part is not None and not 1 <= part[0] <= part[1]:
+        raise UsageError(f"--part {part[0]}/{part[1]}", code="E0267", hint="want I/N with 1 <= I <= N, such as 2/8")
+    trees = {}
+    for root in dict.fromkeys(file.root for file in plan.sources):
+        try:
+            trees[root] = open_tree(root)
+        except StorageError as e:
+            raise SourceChanged(
+                f"the source {root} is gone: {e.message}",
+                code="E0602",
+                path=root,
+                hint="plan again with the source in place",
+            ) from e
+    destination = Path(plan.destination)
+    check_destination(
+        destination, [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
+        force=writing.force,
+    )  # fmt: skip
+    check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
+    document = dict(plan.report)
+    progress.plan(document)
+    overflows = execute(plan, trees, writing, progress, part=part)
+    document["elapsed_s"] = round(time.monotonic() - began, 3)
+    document["digest_checked"] = writing.verify != "off"
+    document["committed"] = overflows is not None
+    if part is not None:
+        document["part"] = list(part)
+    return document
+
+
+def _load(plan_file: str) -> Plan:
+    path = Path(plan_file)
+    try:
+        if path.stat().st_size > PLAN_LIMIT:
+            raise SourceChanged("too large for a plan file", code="E0610", path=path)
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise wrap_os_error(e, path, "reading the plan") from e
+    except (ValueError, RecursionError) as e:
+        raise SourceChanged(
+            f"the plan file is not JSON: {e}", code="E0610", path=path, hint="make it again with --plan"
+        ) from e
+    return Plan.from_json(document, plan_file)

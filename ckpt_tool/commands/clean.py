@@ -1,0 +1,47 @@
+"""`ckpt clean`: find what interrupted runs left in a folder, and remove it when asked."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.errors import wrap_os_error
+
+SUFFIX = ".ckpt-partial"
+
+
+def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
+    """Staging folders directly below `folder`: path, bytes, whether a run still holds the lock; removed with `remove`."""
+    found = []
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as e:
+        raise wrap_os_error(e, folder, "listing") from e
+    for entry in entries:
+        if not (entry.name.startswith(".") and entry.name.endswith(SUFFIX)):
+            continue
+        info = entry.stat(follow_symlinks=False)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            continue
+        busy = _locked(entry.path)
+        nbytes = sum(path.lstat().st_blocks * 512 for path in Path(entry.path).rglob("*"))
+        gone = remove and not busy
+        if gone:
+            shutil.rmtree(entry.path)
+        found.append({"path": entry.path, "bytes": nbytes, "locked": busy, "removed": gone})
+    return {"schema_version": 1, "folder": folder, "leavings": found}
+
+
+def _locked(path: str) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)

@@ -1,0 +1,124 @@
+"""`ckpt reshard` and `ckpt convert`: the same values for other degrees, or in another format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.select import split_keys, state_filter
+from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.commands.write import Chosen, write
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.plan.schedule import Stored
+
+
+def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
+    """The same checkpoint, every state of it, for other parallel degrees. Degrees left out keep the source's value."""
+    opened = open_source(src, reading)
+    chosen = choose(opened, reading, writing, inherited=opened.catalog.mesh)
+    return write(chosen, dst, writing, progress, to=writing.to or opened.catalog.format)
+
+
+def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
+    """Another format (and other degrees on the way). Degrees left out are 1."""
+    if writing.to is None:
+        raise UsageError("convert needs --to FORMAT", code="E0263", hint="such as --to safetensors")
+    opened = open_source(src, reading)
+    if writing.dialect not in (None, "keep") or writing.family:
+        raise UsageError(
+            "this build maps no names between dialects yet", code="E0264",
+            hint="leave --dialect and --family off: names are kept as they are",
+        )  # fmt: skip
+    if writing.dequantize:
+        raise UsageError(
+            "this build has no --dequantize yet", code="E0264", hint="quantised tensors are moved as they are"
+        )
+    return write(choose(opened, reading, writing), dst, writing, progress, to=writing.to)
+
+
+def choose(opened: Opened, reading: Reading, writing: Writing, *, inherited: Mesh = Mesh()) -> Chosen:  # noqa: B008
+    """The tensors of one source that the options ask for, with what was removed and dropped by name."""
+    opened.refuse_unsafe()
+    catalog = opened.catalog
+    catalog.check()
+    present = catalog.states()
+    asked = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
+    unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else None
+    kept, removed = split_keys(
+        catalog.tensors, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only
+    )
+    behind: dict[str, list[LogicalTensor]] = {}
+    stored = []
+    for key in kept:
+        tensor = catalog.tensors[key]
+        if not asked(key.state) or unwanted is not None and unwanted(key.state):
+            behind.setdefault(key.state, []).append(tensor)
+        else:
+            stored.append(Stored(0, tensor))
+    dropped = [
+        {"state": state, "tensors": len(rows), "bytes": sum(row.nbytes for row in rows), "reason": "not asked for"}
+        for state, rows in behind.items()
+    ]
+    extras = catalog.extras
+    if extras and (not asked(EXTRAS) or unwanted is not None and unwanted(EXTRAS)):
+        dropped.append({"state": EXTRAS, "tensors": 0, "bytes": 0, "names": sorted(map(str, extras)),
+                        "reason": "not asked for"})  # fmt: skip
+        extras = {}
+    if writing.as_model:
+        stored, more = _as_model(stored, writing.as_model)
+        dropped += more
+    return Chosen(
+        (opened,),
+        tuple(stored),
+        without_removed(extras, {key.name for key in removed if key.state == MODEL}),
+        tuple(catalog.tensors[key] for key in removed),
+        tuple(dropped),
+        inherited,
+        first_replica=reading.replica_policy == "first",
+    )
+
+
+def without_removed(value: Any, names: set[str]) -> Any:
+    """Extras without the removed parameters' names in lists such as `param_groups[i]["params"]`."""
+    if not names:
+        return value
+    if isinstance(value, dict):
+        return {key: without_removed(item, names) for key, item in value.items() if key not in names}
+    if isinstance(value, list):
+        return [without_removed(item, names) for item in value if not (isinstance(item, str) and item in names)]
+    return value
+
+
+def _as_model(stored: Iterable[Stored], state: str) -> tuple[list[Stored], list[dict[str, Any]]]:
+    """Write `ema` or `master` as the model. Parameters without that state are an error: nothing is mixed in silence."""
+    rows = list(stored)
+    if state not in (EMA, MASTER):
+        raise UsageError(f"--as-model {state}", code="E0265", hint="one of ema, master")
+    chosen = {row.tensor.key.name: row for row in rows if row.tensor.key.state == state}
+    model = {row.tensor.key.name: row for row in rows if row.tensor.key.state == MODEL}
+    if not chosen:
+        raise UsageError(f"the checkpoint has no state {state}", code="E0265", hint="see ckpt inspect")
+    missing = [name for name in model if name not in chosen]
+    out = []
+    for name, row in {**model, **chosen}.items():
+        tensor = row.tensor
+        path = model[name].tensor.path if name in model else ()
+        out.append(row._replace(tensor=replace(tensor, key=TensorKey(name, MODEL), path=path)))
+    dropped: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name, held = row.tensor.key.name, row.tensor.key.state
+        if held in (MODEL, state) and not (held == MODEL and name in chosen):
+            continue
+        entry = dropped.setdefault(held, {"state": held, "tensors": 0, "bytes": 0, "reason": f"--as-model {state}"})
+        entry["tensors"] += 1
+        entry["bytes"] += row.tensor.nbytes
+    notes = list(dropped.values())
+    if missing:
+        notes.append({"state": state, "tensors": 0, "bytes": 0, "names": missing[:50],
+                      "reason": f"{len(missing)} tensors have no {state}: the model's own are written (buffers)"})  # fmt: skip
+    return out, notes

@@ -1,0 +1,88 @@
+"""`ckpt inspect`: what is in a checkpoint, read from headers alone. Never runs anything, never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from ckpt_tool.commands.options import Reading
+from ckpt_tool.commands.select import matcher, state_filter
+from ckpt_tool.commands.source import open_source
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.extras import display
+from ckpt_tool.core.tensor import TensorKey
+
+
+def inspect(
+    src: str,
+    reading: Reading,
+    *,
+    match: Sequence[str] = (),
+    states: Sequence[str] = (),
+    placement: bool = False,
+    security: bool = False,
+    stats: bool = False,
+) -> dict[str, Any]:
+    """The document of `inspect --json`. match, states: narrow what is listed; the totals are of what is listed."""
+    opened = open_source(src, reading)
+    catalog = opened.catalog
+    rows = list(_rows(catalog, match, states))
+    by_state: dict[str, dict[str, int]] = {}
+    for row in rows:
+        entry = by_state.setdefault(row["state"], {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += row["bytes"]
+    document: dict[str, Any] = {
+        "schema_version": 1,
+        "format": catalog.format,
+        "path": opened.path,
+        "resolved": opened.resolved,
+        "mesh": catalog.mesh.to_json(),
+        "total": {
+            "tensors": len(rows),
+            "bytes": sum(row["bytes"] for row in rows),
+            "parameters": sum(prod(row["shape"]) for row in rows if row["state"] == "model"),
+        },
+        "states": by_state,
+        "tensors": rows,
+        "extras": display(catalog.extras),
+        "notes": [note.message for note in catalog.notes],
+    }
+    if placement:
+        _add_chunks(catalog, rows)
+    if security or catalog.unsafe:
+        document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
+    if stats:
+        from ckpt_tool.run.stats import statistics
+
+        opened.refuse_unsafe()
+        keys = [TensorKey(row["name"], row["state"]) for row in rows]
+        found = statistics(catalog, opened.tree, keys)
+        for row, key in zip(rows, keys, strict=True):
+            row["stats"] = found.get(key)
+    return document
+
+
+def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iterator[dict[str, Any]]:
+    tests = [matcher(pattern) for pattern in match]
+    wanted = state_filter(states, catalog.states()) if states else None
+    for name, state, dtype, shape, nbytes in catalog.rows():
+        if wanted is not None and not wanted(state) or tests and not any(test(name) for test in tests):
+            continue
+        yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}
+
+
+def _add_chunks(catalog: Catalog, rows: Sequence[dict[str, Any]]) -> None:
+    ranks = catalog.hints.get("ranks", {})
+    for row in rows:
+        tensor = catalog.tensors[TensorKey(row["name"], row["state"])]
+        row["chunks"] = [
+            {
+                "file": chunk.array.path,
+                "offset": list(chunk.box.offset),
+                "shape": list(chunk.box.shape),
+                "rank": dict(ranks.get(chunk.array.path, {})),
+            }
+            for chunk in tensor.chunks
+        ]

@@ -1,0 +1,97 @@
+"""Choosing tensors: by state, by key pattern with their twins, and what is said about what went.
+
+Patterns are shell globs on tensor names; `re:` starts a regular expression, searched in the name. Removing a key takes
+its optimizer, master and EMA twins along unless `model_only`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError, near_misses
+
+GROUPS = ("model", "master", "optimizer", "ema", "extras", "all")
+
+
+def group_of(state: str) -> str:
+    """The `--state` group of a state: every state of the optimizer (moments, step) is `optimizer`."""
+    return state if state in (MODEL, MASTER, EMA, EXTRAS) else "optimizer"
+
+
+def state_filter(asked: Sequence[str], present: Iterable[str]) -> Callable[[str], bool]:
+    """Does a state belong to what `--state` asks for? Groups and exact states (`exp_avg`) both count; () means all.
+
+    Raises UsageError E0253 for a name that is neither a group nor a state of this checkpoint.
+    """
+    states = tuple(present)
+    for name in asked:
+        if name not in GROUPS and name not in states:
+            raise UsageError(
+                f"--state {name}: no such state here", code="E0253",
+                hint=near_misses(name, (*GROUPS, *states)) or f"this checkpoint holds {', '.join(states)}",
+            )  # fmt: skip
+    if not asked or "all" in asked:
+        return lambda state: True
+    wanted = frozenset(asked)
+    return lambda state: state in wanted or group_of(state) in wanted
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """A pattern as a test on names. Raises UsageError E0254 for a regular expression that does not compile."""
+    if pattern.startswith("re:"):
+        try:
+            expression = re.compile(pattern[3:])
+        except re.error as e:
+            raise UsageError(f"{pattern!r} is no regular expression: {e}", code="E0254") from e
+        return lambda name: expression.search(name) is not None
+    return lambda name: fnmatchcase(name, pattern)
+
+
+def split_keys(
+    keys: Iterable[TensorKey], *, remove: Sequence[str], keep: Sequence[str], model_only: bool = False
+) -> tuple[list[TensorKey], list[TensorKey]]:
+    """(kept, removed) in the given order.
+
+    remove, keep: patterns; with `keep` everything that matches none of them goes. Raises UsageError E0255 for every
+    pattern that matches nothing (all at once, with near misses), E0256 when nothing would be left.
+    """
+    keys = list(keys)
+    if not remove and not keep:
+        return keys, []
+    names = list(dict.fromkeys(key.name for key in keys))
+    hits: set[str] = set()
+    kept_names: set[str] = set()
+    misses = []
+    for patterns, into in ((remove, hits), (keep, kept_names)):
+        for pattern in patterns:
+            test = matcher(pattern)
+            found = {name for name in names if test(name)}
+            if not found:
+                misses.append(pattern)
+            into |= found
+    if misses:
+        near = near_misses(misses[0].removeprefix("re:").strip("*.^$\\"), names)
+        raise UsageError(
+            f"the pattern {misses[0]!r} matches no tensor", code="E0255",
+            hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
+            faults=[f"the pattern {miss!r} matches no tensor" for miss in misses[1:]],
+        )  # fmt: skip
+    if keep:
+        hits |= set(names) - kept_names
+    gone = [key for key in keys if key.name in hits and (not model_only or key.state == MODEL)]
+    dropped = set(gone)
+    kept = [key for key in keys if key not in dropped]
+    if not kept or not any(key.state == MODEL for key in kept) and any(key.state == MODEL for key in keys):
+        raise UsageError(
+            "the patterns would remove every tensor of the model", code="E0256",
+            hint="narrow the pattern; ckpt inspect --match PATTERN shows what it matches",
+        )  # fmt: skip
+    return kept, gone
+
+
+def removed_rows(tensors: Iterable[LogicalTensor]) -> list[dict[str, object]]:
+    """The report of removed tensors: name, state, bytes."""
+    return [{"name": t.key.name, "state": t.key.state, "bytes": t.nbytes} for t in tensors]

@@ -1,0 +1,101 @@
+"""Opening a source: the path that a user gave becomes a tree, a format and a catalog.
+
+A folder that holds several checkpoints resolves through its pointer file; the report says which one was taken.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from dataclasses import dataclass
+
+from ckpt_tool.commands.options import Reading
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.errors import UnknownFormat, UnsafeInput
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import Format
+from ckpt_tool.storage.source import Tree, safe_relative
+
+POINTERS = ("latest_checkpointed_iteration.txt", "latest")
+_STEP = re.compile(r"(iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open source. resolved: why another folder than the given one was taken, "" where it was not."""
+
+    tree: Tree
+    format: Format
+    catalog: Catalog
+    resolved: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.tree.shown
+
+    def refuse_unsafe(self) -> Opened:
+        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420."""
+        if self.catalog.unsafe:
+            raise UnsafeInput(
+                f"the checkpoint asks for code: {self.catalog.unsafe[0]}", code="E0420", path=self.path,
+                hint="nothing was run; look with ckpt inspect --security, and get the file from someone you trust",
+                faults=self.catalog.unsafe[1:],
+            )  # fmt: skip
+        return self
+
+
+def open_source(src: str, reading: Reading) -> Opened:
+    """The checkpoint at `src`. Raises UnknownFormat, InputError, UnsafeInput, StorageError."""
+    from ckpt_tool.storage.opening import open_tree
+
+    tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    tree, resolved = _resolve(tree, reading)
+    if reading.from_format is not None:
+        fmt = registry.by_name(reading.from_format)
+    else:
+        fmt, _ = registry.detect(tree)
+    options = {
+        "lenient": reading.lenient,
+        "prefer": reading.prefer,
+        "allow_compressed": reading.allow_compressed,
+        "require_checksums": reading.require_checksums,
+    }
+    enabled = gc.isenabled()
+    gc.disable()  # a reader makes many small values that all live: collecting halves its speed for nothing
+    try:
+        catalog = fmt.read(tree, options)
+    finally:
+        if enabled:
+            gc.enable()
+    return Opened(tree, fmt, catalog, resolved)
+
+
+def _resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
+    """The tree itself, or the one that its pointer file names, with the reason."""
+    if tree.single is not None:
+        return tree, ""
+    for pointer in POINTERS:
+        if not tree.exists(pointer):
+            continue
+        text = tree.read_whole(pointer, limit=4096).decode("utf-8", "replace").strip()
+        if any(ord(c) < 32 for c in text):
+            raise UnsafeInput(
+                "the pointer file holds more than one line", code="E0414", path=tree.display(pointer),
+                hint="it should hold one folder name",
+            )  # fmt: skip
+        name = f"iter_{int(text):07d}" if text.isdigit() else text
+        safe_relative(name, named_in=tree.display(pointer))
+        return tree.below(name), f"{pointer} points to {name}"
+    steps = sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
+    if not steps or _claimed(tree):
+        return tree, ""
+    if len(steps) == 1:
+        return tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
+    raise UnknownFormat(
+        f"the folder holds {len(steps)} checkpoints and no pointer file", code="E0392", path=tree.display(),
+        hint=f"pass one of them: {', '.join(steps[-3:])}",
+    )  # fmt: skip
+
+
+def _claimed(tree: Tree) -> bool:
+    return any(registry.by_name(name).detect(tree) for name in registry.NAMES)

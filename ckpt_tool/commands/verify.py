@@ -1,0 +1,82 @@
+"""`ckpt verify`: is a checkpoint complete and sound? Headers, extents, cover, replicas, checksums, finite values.
+
+quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
+value once: checksums, replicas, digests, NaN and Inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_tool.commands.options import Reading
+from ckpt_tool.commands.source import open_source
+from ckpt_tool.core.catalog import faults_of
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import CkptError
+
+
+def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress) -> dict[str, Any]:
+    """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
+    opened = open_source(src, reading).refuse_unsafe()
+    catalog, findings = opened.catalog, list[dict[str, Any]]()
+
+    def note(fault: CkptError) -> None:
+        findings.append({"code": fault.code, "message": fault.message, "file": fault.path, "tensor": fault.key,
+                         "offset": fault.offset})  # fmt: skip
+
+    broken = set()
+    for fault in faults_of(catalog.tensors.values()):
+        note(fault)
+        broken.add(fault.key)
+    for line in catalog.notes:
+        if line.code.startswith("W-"):
+            findings.append({"code": line.code, "message": line.message, "file": line.path, "tensor": line.key})
+    digests = dict(catalog.digests)
+    nonfinite: dict[str, int] = {}
+    if mode == "full":
+        from ckpt_tool.run.scan import digests_of
+        from ckpt_tool.run.stats import count_nonfinite
+
+        keys = [key for key in catalog.tensors if str(key) not in broken]
+        total = sum(catalog.tensors[key].nbytes for key in keys)
+        progress.start(total, "verifying")
+        digests = digests_of(catalog, opened.tree, keys=keys, advance=progress.advance, on_fault=note)
+        for key, want in catalog.digests.items():
+            if digests.get(key, want) != want:
+                findings.append({"code": "E0352", "message": f"the values have digest {digests[key]}, recorded was {want}",
+                                 "file": None, "tensor": str(key)})  # fmt: skip
+        nonfinite = count_nonfinite(catalog, opened.tree, keys)
+        progress.finish()
+        findings += _boolean_findings(nonfinite)
+    return {
+        "schema_version": 1,
+        "ok": not any(_counts(finding) for finding in findings),
+        "path": opened.path,
+        "format": catalog.format,
+        "mode": mode,
+        "findings": findings,
+        "digests": _by_state(digests),
+        "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
+        "notes": [line.message for line in catalog.notes if not line.code.startswith("W-")],
+    }
+
+
+def _counts(finding: dict[str, Any]) -> bool:
+    """Notes about what can't be known are shown; they don't make a checkpoint unsound."""
+    return str(finding["code"]) not in ("W-no-global-shape",)
+
+
+def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
+    return [
+        {"code": "W-bool", "message": f"{count} BOOL bytes are neither 0 nor 1", "file": None, "tensor": key[5:]}
+        for key, count in counts.items()
+        if key.startswith("bool:")
+    ]
+
+
+def _by_state(digests: dict[TensorKey, str]) -> dict[str, dict[str, str]]:
+    out: dict[str, dict[str, str]] = {}
+    for key, digest in digests.items():
+        out.setdefault(key.state, {})[key.name] = digest
+    return out

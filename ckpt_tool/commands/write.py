@@ -1,0 +1,415 @@
+"""Writing: the one road that `reshard`, `convert`, `merge` and `apply` take from chosen tensors to a committed output.
+
+chosen tensors -> wanted -> layout -> target -> plan -> (shown, saved) -> executed -> read back -> committed. Every fault
+that can be known is raised before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.select import group_of, removed_rows
+from ckpt_tool.commands.source import Opened
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.extras import Opaque
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.target import Target, Wanted, WantedTensor
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import CorruptFile, InternalError, StorageError, UsageError, wrap_os_error
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import Format
+from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
+from ckpt_tool.plan.plan import Plan, SourceFile
+from ckpt_tool.plan.schedule import Stored, build_moves
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.staging import check_destination, check_space, sweep_leavings
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What shall be written, before any format has seen it.
+
+    stored: each tensor and the source (by position in `sources`) that it lies in, under the key it shall have.
+    removed, dropped: for the report. degrees: the mesh that the output inherits where the user names no degree.
+    """
+
+    sources: tuple[Opened, ...]
+    stored: tuple[Stored, ...]
+    extras: Mapping[str, Any]
+    removed: tuple[LogicalTensor, ...] = ()
+    dropped: tuple[dict[str, Any], ...] = ()
+    inherited: Mesh = Mesh()
+    notes: tuple[str, ...] = ()
+    first_replica: bool = False  # take replica 0 without comparing the others: it was said in words
+
+
+def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to: str) -> dict[str, Any]:
+    """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
+    began = time.monotonic()
+    fmt = registry.by_name(to)
+    destination = Path(dst)
+    for opened in chosen.sources:
+        opened.refuse_unsafe()
+    chosen = _fit(chosen, fmt, writing)
+    plan, wanted = make_plan(chosen, destination, fmt, writing)
+    locals_ = [Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
+               for opened in chosen.sources if opened.tree.local]  # fmt: skip
+    try:
+        check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
+    except Exception:
+        sweep_leavings(destination)
+        raise
+    document = dict(plan.report)
+    progress.plan(document)
+    if writing.plan_file:
+        save_plan(plan, writing.plan_file)
+        document["plan_file"] = writing.plan_file
+        return document
+    if writing.dry_run:
+        return document
+    check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
+    trees = {opened.tree.shown: opened.tree for opened in chosen.sources}
+    digests = {key: text for opened in chosen.sources for key, text in opened.catalog.digests.items()}
+    result = execute(plan, trees, writing, progress, recorded=digests)
+    document["elapsed_s"] = round(time.monotonic() - began, 3)
+    document["digest_checked"] = writing.verify != "off"
+    if result:
+        document["overflows"] = {str(key): count for key, count in result.items()}
+    return document
+
+
+def _already(destination: Path) -> int:
+    """Bytes that an interrupted run has allocated in the staging folder already."""
+    from ckpt_tool.storage.staging import staging_path
+
+    staged = staging_path(destination)
+    if staged.is_symlink() or not staged.is_dir():
+        return 0
+    return sum(path.lstat().st_blocks * 512 for path in staged.rglob("*") if not path.is_symlink())
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
+    """Leave behind, by name, what the target format has no place for; what was asked for in words is an error."""
+    stored, dropped, extras = list(chosen.stored), list(chosen.dropped), chosen.extras
+    asked = {name for name in writing.states if name != "all"} - set(writing.drop)
+    if not fmt.holds.all_states:
+        behind: dict[str, list[Stored]] = {}
+        for row in stored:
+            if row.tensor.key.state != MODEL:
+                behind.setdefault(row.tensor.key.state, []).append(row)
+        for state, rows in behind.items():
+            if state in asked or group_of(state) in asked:
+                raise UsageError(
+                    f"--to {fmt.name} has no place for the state {state}", code="E0257",
+                    hint=f"write to a training format (dcp, torch, sharded), or add --drop {group_of(state)}",
+                )  # fmt: skip
+            nbytes = sum(row.tensor.nbytes for row in rows)
+            dropped.append({"state": state, "tensors": len(rows), "bytes": nbytes,
+                            "reason": f"{fmt.name} holds the model only"})  # fmt: skip
+        stored = [row for row in stored if row.tensor.key.state == MODEL]
+    if extras and not fmt.holds.extras:
+        if "extras" in asked:
+            raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")
+        dropped.append({"state": "extras", "names": sorted(map(str, extras)), "tensors": 0, "bytes": 0,
+                        "reason": f"{fmt.name} has no place for them"})  # fmt: skip
+        extras = {}
+    unheld = [row.tensor for row in stored if row.tensor.dtype.name in fmt.holds.dtypes]
+    if unheld:
+        raise UsageError(
+            f"{fmt.name} has no {unheld[0].dtype.name}", code="E0258", key=str(unheld[0].key),
+            hint="choose another format, or --remove-keys", faults=[str(tensor.key) for tensor in unheld[1:]],
+        )  # fmt: skip
+    if not stored:
+        raise UsageError("nothing is left to write", code="E0259", hint="widen --state or the key patterns")
+    return replace(chosen, stored=tuple(stored), dropped=tuple(dropped), extras=extras)
+
+
+def opaque_names(value: Any, prefix: str = "") -> list[str]:
+    """Where in the extras opaque records lie, as `a.b: class`."""
+    if isinstance(value, Opaque):
+        return [f"{prefix}: {value.name}"]
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in opaque_names(item, f"{prefix}.{key}".lstrip("."))]
+    if isinstance(value, list | tuple):
+        return [found for i, item in enumerate(value) for found in opaque_names(item, f"{prefix}.{i}".lstrip("."))]
+    return []
+
+
+# -- planning -----------------------------------------------------------------------------------------------------------
+
+
+def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
+    """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
+    first = chosen.sources[0]
+    single = destination.name if fmt.holds.single and _is_file_name(destination, chosen) else None
+    dtypes = _dtypes(writing)
+    wanted = Wanted(
+        tuple(WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes), row.tensor.path)
+              for row in chosen.stored),
+        chosen.extras,
+        first.catalog.hints,
+        first.catalog.format,
+        () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
+        single,
+        writing.max_shard_size,
+    )  # fmt: skip
+    layout, fallbacks = _layout(chosen, wanted, fmt, writing)
+    target = fmt.target(wanted, layout)
+    numbers: dict[tuple[int, str], int] = {}
+
+    def number_of(source: int, path: str) -> int:
+        return numbers.setdefault((source, path), len(numbers))
+
+    moves, records, arrays = build_moves(chosen.stored, wanted, target, number_of)
+    for file in target.files:
+        if file.copy_of is not None:
+            number_of(0, file.copy_of)
+    if chosen.first_replica:
+        moves = tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
+    sources = tuple(
+        SourceFile(chosen.sources[i].tree.shown, path, tuple(chosen.sources[i].tree.identity(path)))
+        for i, path in numbers
+    )  # fmt: skip
+    plan = Plan(
+        sources,
+        records,
+        tuple(replace(file, arrays=()) for file in target.files),
+        arrays,
+        moves,
+        fmt.name,
+        target.single,
+        str(destination.absolute()),
+        {"verify": writing.verify, "max_shard_size": writing.max_shard_size},
+        {},
+    )
+    plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
+    return plan, wanted
+
+
+def _is_file_name(destination: Path, chosen: Chosen) -> bool:
+    return destination.suffix in (".pt", ".pth", ".bin", ".safetensors", ".ckpt") and not destination.is_dir()
+
+
+def _dtypes(writing: Writing) -> dict[str, DType]:
+    return {state: DTYPES[name] for state, name in writing.dtypes.items()}
+
+
+def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType]) -> DType:
+    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast."""
+    if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
+        return tensor.dtype
+    state = tensor.key.state
+    return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
+
+
+def _layout(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
+    degrees = {**dict(chosen.inherited.dims), **writing.degrees}
+    rules: tuple[Rule, ...] = ()
+    if writing.layout:
+        path = Path(writing.layout)
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise wrap_os_error(e, path, "reading the layout file") from e
+        except ValueError as e:
+            raise UsageError(f"the layout file is not TOML: {e}", code="E0252", path=path) from e
+        named, rules = rules_from(document, str(path))
+        degrees |= named
+    degrees = _carve_experts(degrees, writing)
+    foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
+    if foreign:
+        if any(name in writing.degrees for name in foreign) or writing.layout:
+            raise UsageError(
+                f"--{foreign[0]} {degrees[foreign[0]]}: {fmt.name} holds whole tensors, not a rank's share", code="E0260",
+                hint="write to sharded or dcp for parallel ranks, or leave the degree off",
+            )  # fmt: skip
+        degrees = {name: size for name, size in degrees.items() if name not in foreign}
+    cuts = {row.tensor.key.name: dim for row in chosen.stored
+            if row.tensor.key.state == MODEL and (dim := _cut_dim(row.tensor)) is not None}  # fmt: skip
+    zero = fmt.holds.zero if writing.zero is None else writing.zero
+    return lay_out(
+        wanted.tensors, Wishes(Mesh.of(**degrees), zero, writing.on_indivisible, rules, cuts, writing.pp_split)
+    )
+
+
+def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:
+    """`--dp` counts all data ranks; expert ranks are carved out of them, so the mesh's `dp` is what is left."""
+    out = {name: size for name, size in degrees.items() if size != 1 or name in writing.degrees}
+    if out.get("etp", 1) == out.get("tp", 1):
+        out.pop("etp", None)
+    if out.get("etp", 1) > 1 or out.get("vpp", 1) > 1:
+        name = "etp" if out.get("etp", 1) > 1 else "vpp"
+        raise UsageError(
+            f"--{name} has no meaning for this format", code="E0261", hint="it belongs to Megatron's formats"
+        )
+    if "ep" in writing.degrees and "dp" in writing.degrees:
+        dp, ep = out.get("dp", 1), out.get("ep", 1)
+        if dp > 1 and dp % ep:
+            near = sorted({d for d in range(1, dp + 1) if dp % d == 0}, key=lambda d: abs(d - ep))[:3]
+            raise UsageError(
+                f"{ep} expert ranks can't be carved out of {dp} data ranks", code="E0262",
+                hint=f"--ep that divides --dp {dp}: {', '.join(map(str, sorted(near)))}",
+            )  # fmt: skip
+        if dp > 1:
+            out["dp"] = dp // ep
+    return out
+
+
+def _cut_dim(tensor: LogicalTensor) -> int | None:
+    """The one dim along which the source's ranks cut the tensor, None when none or several."""
+    dims = {
+        d
+        for chunk in tensor.chunks
+        for d, (n, full) in enumerate(zip(chunk.box.shape, tensor.shape, strict=True))
+        if n != full
+    }
+    return dims.pop() if len(dims) == 1 else None
+
+
+def _report(
+    chosen: Chosen, plan: Plan, target: Target, layout: Layout, fallbacks: list[dict[str, Any]], writing: Writing
+) -> dict[str, Any]:
+    """The writers' document as far as it is known before a byte moves."""
+    from ckpt_tool.plan.schedule import count_copies
+
+    states: dict[str, dict[str, int]] = {}
+    for move in plan.moves:
+        row = states.setdefault(move.key.state, {"tensors": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += move.numel * move.item_out
+    removed = removed_rows(chosen.removed)
+    first = chosen.sources[0]
+    notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]
+    return {
+        "schema_version": 1,
+        "source": {
+            "path": first.path, "format": first.catalog.format, "resolved": first.resolved,
+            **({"paths": [opened.path for opened in chosen.sources]} if len(chosen.sources) > 1 else {}),
+        },
+        "target": {"path": plan.destination, "format": plan.format, "mesh": layout.mesh.to_json(),
+                   "files": [{"path": file.path, "bytes": file.size} for file in plan.outputs[:10_000]]},
+        "plan": {
+            "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "peak_memory": peak_memory(writing),
+            "files": len(plan.outputs), "copies": count_copies(plan.moves),
+        },
+        "states": states,
+        "layout_source": layout.source,
+        "fallbacks": fallbacks,
+        "removed": removed,
+        "removed_bytes": sum(int(str(row["bytes"])) for row in removed),
+        "dropped": list(chosen.dropped),
+        "notes": [*chosen.notes, *notes, *target.notes],
+    }  # fmt: skip
+
+
+def peak_memory(writing: Writing) -> int:
+    """Bytes of buffers that the run will use at most: what each thread holds, times the threads."""
+    import os
+
+    per_thread = 4 << 20
+    threads = writing.threads or min(os.cpu_count() or 1, 8)
+    return max(1, min(threads, writing.memory // per_thread)) * per_thread
+
+
+# -- carrying out ---------------------------------------------------------------------------------------------------------
+
+
+def save_plan(plan: Plan, path: str) -> None:
+    """Write the plan as one JSON file. Raises StorageError."""
+    import json
+
+    text = json.dumps(plan.to_json(), separators=(",", ":"))
+    try:
+        with open(path, "x", encoding="utf-8") as f:
+            f.write(text)
+    except FileExistsError as e:
+        from ckpt_tool.errors import OutputExists
+
+        raise OutputExists(f"{path} exists", code="E0506", path=path, hint="choose another name for the plan") from e
+    except OSError as e:
+        raise wrap_os_error(e, path, "writing the plan") from e
+
+
+def execute(
+    plan: Plan,
+    trees: Mapping[str, Tree],
+    writing: Writing,
+    progress: Progress,
+    *,
+    recorded: Mapping[TensorKey, str] | None = None,
+    part: tuple[int, int] | None = None,
+) -> dict[TensorKey, int] | None:
+    """Run the plan, check what was staged, commit. Returns the overflows of lossy casts; None when other parts of the
+    plan are still to be run.
+
+    recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
+    """
+    from ckpt_tool.run.executor import Executor
+
+    def check(staged: Path, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
+        _check_recorded(source, recorded or {})
+        _check_staged(staged, plan, digests, full=writing.verify == "full", threads=writing.threads)
+
+    executor = Executor(
+        plan,
+        dict(trees),
+        threads=writing.threads,
+        memory=writing.memory,
+        verify=writing.verify,
+        resume=writing.resume,
+        force=writing.force,
+        fsync=getattr(writing, "fsync", True),
+        allow_lossy=writing.allow_lossy,
+        part=part,
+        progress=progress,
+        check=check,
+    )
+    result = executor.run()
+    return result.overflows if result.committed else None
+
+
+def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKey, str]) -> None:
+    wrong = [key for key, digest in digests.items() if recorded.get(key, digest) != digest]
+    if wrong:
+        raise CorruptFile(
+            "the values do not have the digest that the source recorded for them", code="E0352", key=str(wrong[0]),
+            hint="the source was damaged after it was written: restore it", faults=[str(key) for key in wrong[1:]],
+        )  # fmt: skip
+
+
+def _check_staged(
+    staged: Path, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
+) -> None:
+    """Read the staged output's headers back through its own reader; with `full` its values too."""
+    tree = Tree(staged / plan.single if plan.single else staged)
+    catalog = registry.by_name(plan.format).read(tree, {})
+    catalog.check()
+    have = {TensorKey(row.name, row.state): (row.shape, row.dtype) for row in catalog.rows()}
+    want = {move.key: (move.shape, move.dtype_out) for move in plan.moves}
+    wrong = [key for key in {**want, **have} if have.get(key) != want.get(key)]
+    if wrong:
+        raise InternalError(
+            f"the staged output does not read back as planned: {wrong[0]}: {have.get(wrong[0])}, want {want.get(wrong[0])}",
+            hint="please report this; nothing was committed",
+        )  # fmt: skip
+    if full and digests:
+        from ckpt_tool.run.scan import digests_of
+
+        again = digests_of(catalog, tree, threads=threads)
+        for key, digest in digests.items():
+            if again[key] != digest:
+                raise StorageError(
+                    "the values read back differ from those written", code="E0709", path=staged, key=str(key),
+                    hint="the disk or the memory of this machine fails",
+                )  # fmt: skip

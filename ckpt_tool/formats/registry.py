@@ -1,0 +1,85 @@
+"""Every format, by name. Modules are imported when first asked for.
+
+To add a format: write `formats/NAME.py` with a `FORMAT`, add one row here, put fixtures under `fixtures/NAME/`; the
+conformance suite does the rest.
+"""
+
+from __future__ import annotations
+
+from ckpt_tool.errors import UnknownFormat, UsageError, near_misses
+from ckpt_tool.formats.base import Evidence, Format
+from ckpt_tool.storage.source import Tree
+
+
+def _safetensors() -> Format:
+    from ckpt_tool.formats.hf_safetensors import FORMAT
+
+    return FORMAT
+
+
+def _torch() -> Format:
+    from ckpt_tool.formats.torch_file import FORMAT
+
+    return FORMAT
+
+
+def _dcp() -> Format:
+    from ckpt_tool.formats.torch_dcp import FORMAT
+
+    return FORMAT
+
+
+def _sharded() -> Format:
+    from ckpt_tool.formats.sharded import FORMAT
+
+    return FORMAT
+
+
+_LOADERS = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp, "sharded": _sharded}
+NAMES = tuple(_LOADERS)
+
+
+def by_name(name: str) -> Format:
+    """The format called `name`. Raises UsageError E0251 with near misses."""
+    loader = _LOADERS.get(name)
+    if loader is None:
+        raise UsageError(
+            f"this build has no format {name!r}", code="E0251",
+            hint=near_misses(name, NAMES) or f"the formats are {', '.join(NAMES)}",
+        )  # fmt: skip
+    return loader()
+
+
+def detect(tree: Tree) -> tuple[Format, Evidence]:
+    """The one format that claims the tree. Raises UnknownFormat (E0390) for none, (E0391) for several."""
+    found = [(name, fmt, evidence) for name in NAMES for fmt in [by_name(name)] if (evidence := fmt.detect(tree))]
+    if not found:
+        raise UnknownFormat(
+            f"no known checkpoint: {_looks_like(tree)}", code="E0390", path=tree.display(),
+            hint=f"this build reads {', '.join(NAMES)}; if it is one of them, say which with --from",
+        )  # fmt: skip
+    if len(found) > 1:
+        raise UnknownFormat(
+            f"two formats claim it: {' and '.join(name for name, _, _ in found)}", code="E0391", path=tree.display(),
+            hint=f"say which with --from {found[0][0]} or --from {found[1][0]}",
+            faults=[f"{name}: {evidence.why}" for name, _, evidence in found],
+        )  # fmt: skip
+    return found[0][1], found[0][2]
+
+
+def _looks_like(tree: Tree) -> str:
+    """What the tree holds, for the message of a person who passed the wrong thing."""
+    names = list(tree.listing())
+    if not names:
+        return "the folder is empty"
+    if tree.single is not None:
+        head = tree.head(tree.single, 64)
+        kinds = (
+            (b"version https://git-lfs", "the file is a Git LFS pointer (run git lfs pull)"),
+            (b"<!DOCTYPE", "the file is an HTML page, probably an error page of a download"),
+            (b"<html", "the file is an HTML page, probably an error page of a download"),
+            (b"\x1f\x8b", "the file is a gzip archive: unpack it first"),
+            (b"GGUF", "the file is GGUF, an inference format"),
+        )
+        return next((words for magic, words in kinds if head.startswith(magic)), f"the file begins with {head[:8]!r}")
+    return f"the folder holds {len(names)} files, among them {', '.join(names[:3])}"

@@ -1,0 +1,217 @@
+"""Region and Copy: strided bijections between the bytes of a file and the elements of a tensor.
+
+Every tensor has one canonical line: its elements in row-major order, numbered from 0. A `Region` ties a strided set of
+bytes in a file to a strided set of that line; sources and outputs alike are regions. A TP shard that holds columns 4..7
+of a (2, 8) fp32 tensor, stored from byte 100:
+
+    Region(file=0, offset=100, at=4, extents=(2, 4), strides=(16, 4), steps=(8, 1))
+
+The executor walks the line in blocks, clips the source regions to the block (`clip`), reads them into it, and writes
+the clipped output regions out of it. So each element is moved exactly once, whatever the layouts, and a digest over the
+line is the same for every layout. Where a device wants plain source-to-destination copies, `intersect` gives them as
+`Copy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tool.core.box import Box, contiguous_strides
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import Chunk
+from ckpt_tool.errors import InputError
+
+
+class Region(NamedTuple):
+    """Element (i, j, ...) lies at byte `offset + i*strides[0] + j*strides[1] + ...` of file number `file` and is
+    element `at + i*steps[0] + j*steps[1] + ...` of the canonical line.
+
+    Dims are ordered by `steps`, largest first, so that steps[d] >= extents[d+1] * steps[d+1]: the clipping relies on it.
+    replica: 0 for the regions that tile the line; the others hold the same elements again.
+    """
+
+    file: int
+    offset: int
+    at: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    steps: tuple[int, ...]
+    replica: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.extents)
+
+
+class Copy(NamedTuple):
+    """A strided source range and a strided destination range of the same extents: bytes, files by number."""
+
+    source: int
+    source_offset: int
+    source_strides: tuple[int, ...]
+    output: int
+    output_offset: int
+    output_strides: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+def byte_view(shape: Sequence[int], box: Box, dtype: DType) -> tuple[tuple[int, ...], Box, int]:
+    """(shape, box, item size in bytes) to move a tensor by: sub-byte dtypes are moved as bytes.
+
+    A box of F4 or F6 must cut the last dim at whole bytes; else InputError E0306.
+    """
+    if dtype.bits >= 8:
+        return tuple(shape), box, dtype.bits // 8
+    if box.shape == tuple(shape):
+        line = (dtype.nbytes(prod(shape)),)
+        return line, Box((0,), line), 1
+    numbers = (shape[-1], box.offset[-1], box.shape[-1])
+    if any(n * dtype.bits % 8 for n in numbers):
+        raise InputError(
+            f"a {dtype.name} tensor is cut inside a byte: last dim {numbers[0]}, box at {numbers[1]} of {numbers[2]}",
+            code="E0306",
+            hint="choose a degree that leaves whole bytes, or shard another dim",
+        )
+    last, start, count = (n * dtype.bits // 8 for n in numbers)
+    return (*shape[:-1], last), Box((*box.offset[:-1], start), (*box.shape[:-1], count)), 1
+
+
+def source_region(chunk: Chunk, shape: Sequence[int], file: int) -> Region:
+    """The region of a stored chunk of a tensor of `shape`."""
+    dtype = chunk.array.dtype
+    if dtype.bits < 8:
+        line, box, size = byte_view(shape, chunk.box, dtype)
+        return box_region(line, box, size, file, chunk.array.offset, replica=chunk.replica)
+    size = dtype.bits // 8
+    start, strides = chunk.region()
+    return _make(
+        file,
+        chunk.array.offset + start * size,
+        shape,
+        chunk.box,
+        [stride * size for stride in strides],
+        replica=chunk.replica,
+    )
+
+
+def box_region(
+    shape: Sequence[int],
+    box: Box,
+    size: int,
+    file: int,
+    offset: int,
+    *,
+    stored: Sequence[int] | None = None,
+    replica: int = 0,
+) -> Region:
+    """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`."""
+    strides = contiguous_strides(stored if stored is not None else box.shape)
+    return _make(file, offset, shape, box, [stride * size for stride in strides], replica=replica)
+
+
+def _make(file: int, offset: int, shape: Sequence[int], box: Box, strides: Sequence[int], *, replica: int) -> Region:
+    steps = contiguous_strides(shape)
+    at = sum(o * s for o, s in zip(box.offset, steps, strict=True))
+    merged = collapse(box.shape, strides, steps)
+    return Region(file, offset, at, *merged, replica)
+
+
+def collapse(
+    extents: Sequence[int], strides: Sequence[int], steps: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Drop dims of extent 1 and merge neighbours that run on without a gap on both sides.
+
+    >>> collapse((2, 3, 4), (48, 16, 4), (12, 4, 1))
+    ((24,), (4,), (1,))
+    """
+    out: list[list[int]] = []
+    for extent, stride, step in zip(extents, strides, steps, strict=True):
+        if extent == 1:
+            continue
+        if out and out[-1][1] == extent * stride and out[-1][2] == extent * step:
+            out[-1] = [out[-1][0] * extent, stride, step]
+        else:
+            out.append([extent, stride, step])
+    return tuple(d[0] for d in out), tuple(d[1] for d in out), tuple(d[2] for d in out)
+
+
+def clip(region: Region, start: int, stop: int) -> Iterator[Region]:
+    """The parts of `region` whose elements lie in [start, stop) of the line. Disjoint, in line order.
+
+    Cost: O(dims) for a range that cuts at rows, at most two more parts a dim where it cuts inside one.
+    """
+    if start < stop:
+        yield from _clip(region.offset, region.at, 0, region, start, stop)
+
+
+def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int) -> Iterator[Region]:
+    extents, strides, steps = region.extents[dim:], region.strides[dim:], region.steps[dim:]
+    last = at
+    for n, s in zip(extents, steps, strict=True):
+        last += (n - 1) * s
+    if last < start or at >= stop or 0 in extents:
+        return
+    if at >= start and last < stop:
+        yield Region(region.file, offset, at, extents, strides, steps, region.replica)
+        return
+    step, stride, n = steps[0], strides[0], extents[0]
+    inner = last - at - (n - 1) * step  # the distance from the first to the last element of one row
+    first_whole = max(0, -(-(start - at) // step))
+    end_whole = min(n, (stop - 1 - at - inner) // step + 1)
+    first_touched = max(0, -(-(start - at - inner) // step))
+    end_touched = min(n, (stop - 1 - at) // step + 1)
+    end_whole = max(end_whole, first_whole)
+    for i in range(first_touched, min(first_whole, end_touched)):
+        yield from _clip(offset + i * stride, at + i * step, dim + 1, region, start, stop)
+    if end_whole > first_whole:
+        rows = (end_whole - first_whole, *extents[1:])
+        yield Region(
+            region.file, offset + first_whole * stride, at + first_whole * step, rows, strides, steps, region.replica
+        )
+    for i in range(max(end_whole, min(first_whole, end_touched)), end_touched):
+        yield from _clip(offset + i * stride, at + i * step, dim + 1, region, start, stop)
+
+
+def hull(region: Region) -> tuple[int, int]:
+    """[first, last + 1) of the line that the region touches; (at, at) when it is empty."""
+    if 0 in region.extents:
+        return region.at, region.at
+    last = region.at + sum((n - 1) * s for n, s in zip(region.extents, region.steps, strict=True))
+    return region.at, last + 1
+
+
+def intersect(source: Region, output: Region) -> Iterator[Copy]:
+    """The copies that move the elements two regions share, source to output.
+
+    Walks the output's innermost runs when both sides are strided; one copy where one side is a plain run.
+    """
+    if not output.extents or len(output.extents) == 1 and output.steps == (1,):
+        for part in clip(source, *hull(output)):
+            by = output.strides[0] if output.strides else 0
+            yield Copy(
+                source.file, part.offset, part.strides, output.file, output.offset + (part.at - output.at) * by,
+                tuple(step * by for step in part.steps), part.extents,
+            )  # fmt: skip
+        return
+    outer, inner = (
+        output.extents[0],
+        Region(
+            output.file,
+            output.offset,
+            output.at,
+            output.extents[1:],
+            output.strides[1:],
+            output.steps[1:],
+            output.replica,
+        ),
+    )
+    low, high = hull(source)
+    length = hull(inner)[1] - inner.at
+    first = max(0, -(-(low - output.at - length + 1) // output.steps[0]))
+    last = min(outer, (high - 1 - output.at) // output.steps[0] + 1)
+    for i in range(first, last):
+        yield from intersect(
+            source, inner._replace(offset=inner.offset + i * output.strides[0], at=inner.at + i * output.steps[0])
+        )

@@ -1,0 +1,236 @@
+"""Plan: everything that a run will do, as plain values: what is read, what is written, in which order.
+
+A `Move` is one tensor: source regions that tile its canonical line, output regions that hold it, the dtypes on both
+sides. `Unit`s are shares of about 64 MiB of the moves, cut where the set of output files changes, so that threads can
+work on different files; they are derived from the moves alone, which is why a plan file needs none and `--part I/N`
+means the same on every machine.
+
+`Plan.to_json` / `from_json` are exact inverses; a plan read from a file is data and is checked as such (extents within
+files, outputs disjoint).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.target import Patch, TargetFile
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import SourceChanged
+from ckpt_tool.plan.copy import Region
+
+PLAN_VERSION = 1
+
+
+class SourceFile(NamedTuple):
+    """A source file as the plan saw it: root as the user gave it, path below it, identity, CRC records in use.
+
+    identity: (dev, ino, size, mtime_ns, ctime_ns).
+    """
+
+    root: str
+    path: str
+    identity: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """A stored record with a checksum: bytes [offset, offset + nbytes) of source file `file` have CRC-32 `crc`."""
+
+    file: int
+    offset: int
+    nbytes: int
+    crc: int
+
+
+class Move(NamedTuple):
+    """One tensor from its sources to its outputs. numel counts line elements of `item` bytes on the source side.
+
+    sources: replica 0 tiles the line; higher replicas are read and compared. item_out: bytes of an element written.
+    zeros: line elements that no source holds and that are written as zeros (padding), named in the report.
+    """
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: DType
+    dtype_out: DType
+    numel: int
+    item: int
+    item_out: int
+    sources: tuple[Region, ...]
+    outputs: tuple[Region, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole run. outputs: the target's files (their arrays already turned into the moves' output regions).
+
+    arrays: for each output file the (offset, nbytes) of its arrays, in the order that `Patch.of` counts.
+    format: the output's format name, for the check after the run. single: the output is this one file.
+    source_names: the sources as the user named them. states, dropped, fallbacks, removed, notes: for the report.
+    """
+
+    sources: tuple[SourceFile, ...]
+    records: tuple[Record, ...]
+    outputs: tuple[TargetFile, ...]
+    arrays: tuple[tuple[tuple[int, int], ...], ...]
+    moves: tuple[Move, ...]
+    format: str
+    single: str | None
+    destination: str
+    options: dict[str, Any]
+    report: dict[str, Any]
+
+    @property
+    def bytes_read(self) -> int:
+        """Source bytes that the moves read, replicas included, and the side files."""
+        moved = sum(region.numel * move.item for move in self.moves for region in move.sources)
+        return moved + sum(file.size for file in self.outputs if file.copy_of is not None)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(file.size for file in self.outputs)
+
+    def identifier(self) -> str:
+        """A hash of everything that decides the output's bytes: the same command on the same sources gives it again."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        from base64 import b64encode
+
+        return {
+            "plan_version": PLAN_VERSION,
+            "format": self.format,
+            "single": self.single,
+            "destination": self.destination,
+            "options": self.options,
+            "report": self.report,
+            "sources": [list(file) for file in self.sources],
+            "records": [list(record) for record in self.records],
+            "outputs": [
+                {
+                    "path": file.path,
+                    "size": file.size,
+                    "literals": [[at, b64encode(data).decode()] for at, data in file.literals],
+                    "patches": [list(patch) for patch in file.patches],
+                    "copy_of": file.copy_of,
+                    "arrays": [list(array) for array in arrays],
+                }
+                for file, arrays in zip(self.outputs, self.arrays, strict=True)
+            ],
+            "moves": [
+                [
+                    [move.key.name, move.key.state],
+                    list(move.shape),
+                    move.dtype.name,
+                    move.dtype_out.name,
+                    move.numel,
+                    move.item,
+                    move.item_out,
+                    [_flat(region) for region in move.sources],
+                    [_flat(region) for region in move.outputs],
+                ]
+                for move in self.moves
+            ],
+        }
+
+    @staticmethod
+    def from_json(document: Any, path: str) -> Plan:
+        """The plan in `document`, read from file `path`. Raises SourceChanged E0610 when it is not one of ours."""
+        from base64 import b64decode
+
+        try:
+            if document["plan_version"] != PLAN_VERSION:
+                raise ValueError(f"plan version {document['plan_version']}, want {PLAN_VERSION}")
+            outputs = tuple(
+                TargetFile(
+                    str(file["path"]),
+                    int(file["size"]),
+                    tuple((int(at), b64decode(data)) for at, data in file["literals"]),
+                    (),
+                    tuple(Patch(*patch) for patch in file["patches"]),
+                    file["copy_of"],
+                )
+                for file in document["outputs"]
+            )
+            arrays = tuple(tuple((int(a), int(n)) for a, n in file["arrays"]) for file in document["outputs"])
+            moves = tuple(
+                Move(
+                    TensorKey(str(key[0]), str(key[1])),
+                    tuple(map(int, shape)),
+                    DTYPES[dtype],
+                    DTYPES[dtype_out],
+                    int(numel),
+                    int(item),
+                    int(item_out),
+                    tuple(_region(region) for region in sources),
+                    tuple(_region(region) for region in targets),
+                )
+                for key, shape, dtype, dtype_out, numel, item, item_out, sources, targets in document["moves"]
+            )
+            plan = Plan(
+                tuple(SourceFile(str(r), str(p), tuple(map(int, i))) for r, p, i in document["sources"]),
+                tuple(Record(*map(int, record)) for record in document["records"]),
+                outputs,
+                arrays,
+                moves,
+                str(document["format"]),
+                document["single"],
+                str(document["destination"]),
+                dict(document["options"]),
+                dict(document["report"]),
+            )
+            _check_extents(plan)
+        except (KeyError, TypeError, ValueError, IndexError) as e:
+            raise SourceChanged(
+                f"the plan file does not read as a plan: {type(e).__name__}: {e}", code="E0610", path=path,
+                hint="make it again with --plan",
+            ) from e  # fmt: skip
+        return plan
+
+
+def _flat(region: Region) -> list[Any]:
+    return [region.file, region.offset, region.at, region.extents, region.strides, region.steps, region.replica]
+
+
+def _region(row: Sequence[Any]) -> Region:
+    file, offset, at, extents, strides, steps, replica = row
+    out = Region(int(file), int(offset), int(at), tuple(map(int, extents)), tuple(map(int, strides)),
+                 tuple(map(int, steps)), int(replica))  # fmt: skip
+    if not len(out.extents) == len(out.strides) == len(out.steps) or min((*out.extents, 0)) < 0:
+        raise ValueError("a region's extents, strides and steps disagree")
+    return out
+
+
+def _check_extents(plan: Plan) -> None:
+    """A plan from a file may have been edited: no region may leave its file."""
+    for move in plan.moves:
+        for regions, sizes, item in (
+            (move.sources, [file.identity[2] for file in plan.sources], move.item),
+            (move.outputs, [file.size for file in plan.outputs], move.item_out),
+        ):
+            for region in regions:
+                low, high = extent_of(region, item)
+                if low < 0 or high > sizes[region.file] and region.numel:
+                    raise ValueError(f"{move.key}: a region leaves its file")
+
+
+def extent_of(region: Region, item: int) -> tuple[int, int]:
+    """[first, end) bytes of the file that the region spans."""
+    reach = [(n - 1) * s for n, s in zip(region.extents, region.strides, strict=True)]
+    low = region.offset + sum(r for r in reach if r < 0)
+    return low, region.offset + sum(r for r in reach if r > 0) + item
+
+
+def regions_of(plan: Plan) -> Iterator[tuple[Move, Region]]:
+    for move in plan.moves:
+        for region in move.sources:
+            yield move, region

@@ -1,0 +1,471 @@
+"""The executor: carries out a plan in bounded memory, with threads, and commits the output in one step.
+
+Each thread takes units (shares of about 64 MiB) from a queue that prefers units whose output files no other thread is
+writing. A unit is walked in blocks of 256 KiB (strided work: 1 MiB): fill from the sources, hash, cast, drain to the
+outputs. The hash is over exactly the bytes that are written, so a digest that is right proves the values arrived; it is
+computed on the way, which costs a tenth of the copy. With `verify="off"` runs go by `copy_file_range`, unhashed.
+
+Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size. A worker's failure stops the others
+and fails the run. What is staged stays for the same command to go on with, unless it can't be trusted (a source that
+changed, bad input, a failed fsync): then nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import CkptError, CorruptFile, InputError, Interrupted, SourceChanged, UnsafeInput, wrap_os_error
+from ckpt_tool.plan.plan import Move, Plan
+from ckpt_tool.plan.schedule import Unit, units
+from ckpt_tool.run.blocks import Bytes, Reader, Sources, StagedFiles, Writer
+from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.digest import root
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Walk, read_back
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """digests: of the values as read; digests_out: as written (the same object where nothing was cast)."""
+
+    digests: dict[TensorKey, str]
+    digests_out: dict[TensorKey, str]
+    overflows: dict[TensorKey, int]
+    committed: bool
+
+
+Check = Callable[[Path, dict[TensorKey, str], dict[TensorKey, str]], None]  # staged folder, digests out, digests in
+
+
+@dataclass(slots=True)
+class _State:
+    """What the threads share."""
+
+    queue: list[tuple[int, Unit]]
+    busy: dict[int, frozenset[int]] = field(default_factory=dict)
+    leaves: dict[int, dict[int, bytes]] = field(default_factory=dict)  # move -> first leaf -> hashes
+    leaves_out: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    overflows: dict[int, int] = field(default_factory=dict)
+    source_pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    output_pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    error: BaseException | None = None
+    stop: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Executor:
+    """One run of one plan.
+
+    Args:
+        trees: the sources by the root that the plan names.
+        threads, memory: bounds (bytes); threads are lowered until the buffers fit.
+        verify: `off`, `quick` or `full`; digests are computed unless `off`.
+        check: called with the staged folder and the written digests before the commit; raises to refuse it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        trees: dict[str, Tree],
+        *,
+        threads: int | None = None,
+        memory: int = 1 << 30,
+        verify: str = "quick",
+        resume: bool = True,
+        force: bool = False,
+        fsync: bool = True,
+        allow_lossy: bool = False,
+        part: tuple[int, int] | None = None,
+        progress: Progress | None = None,
+        check: Check | None = None,
+    ) -> None:
+        self.plan, self.part, self.progress, self.check = plan, part, progress, check
+        self.sources = Sources(plan.sources, trees)
+        self.hashing = verify != "off"
+        self._fsync, self._lossy = fsync, allow_lossy
+        self._resume, self._force = resume, force
+        per_thread = 4 * STRIDED_BLOCK
+        wanted = threads or min(os.cpu_count() or 1, 8)
+        self.threads = max(1, min(wanted, memory // per_thread))
+        self.units = units(plan.moves)
+        self._names = [file.path for file in plan.outputs]
+        self._record_starts: dict[int, frozenset[int]] = {}
+        for record in plan.records:
+            self._record_starts[record.file] = self._record_starts.get(record.file, frozenset()) | {record.offset}
+        self._patch_starts = {
+            number: frozenset(array[0] for array in arrays)
+            for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
+            if any(patch.kind == "crc32" for patch in file.patches)
+        }
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Carry the plan out and commit. With a part, only the last one to finish commits (`committed` says)."""
+        plan = self.plan
+        staging = Staging(
+            Path(plan.destination),
+            plan.identifier(),
+            self._names,
+            resume=self._resume,
+            force=self._force,
+            part=self.part,
+        )
+        with staging:
+            try:
+                return self._run(staging)
+            except (InputError, SourceChanged, UnsafeInput):
+                staging.discard()  # what was staged can't be trusted, or will never be finished
+                raise
+            except CkptError:
+                if staging.failed_sync or not staging.worth_keeping:
+                    staging.discard()
+                raise
+
+    def _run(self, staging: Staging) -> Result:
+        self._prepare(staging)
+        state = _State(self._mine())
+        done = self._take_up(staging, state)
+        if self.progress:
+            total = sum(unit.nbytes for _, unit in self._mine())
+            self.progress.start(total, self.plan.destination)
+            self.progress.advance(done)
+        self._work(staging, state)
+        self._check_sources()
+        if self.part is not None:
+            staging.record({"part": True})
+            staging.close_part()
+            journals = staging.part_journals(self.part[1])
+            if not all(journal and journal[-1].get("part") for journal in journals):
+                return Result({}, {}, {}, committed=False)
+            for journal in journals:
+                self._gather_leaves(journal, state)
+        result = self._finish(staging, state)
+        if self.progress:
+            self.progress.finish()
+        return result
+
+    def _mine(self) -> list[tuple[int, Unit]]:
+        """This part's units, numbered: shares of whole units, balanced by bytes, the same on every machine."""
+        numbered = list(enumerate(self.units))
+        if self.part is None:
+            return numbered
+        index, count = self.part
+        loads, mine = [0] * count, []
+        for number, unit in sorted(numbered, key=lambda pair: (-pair[1].nbytes, pair[0])):
+            lightest = loads.index(min(loads))
+            loads[lightest] += unit.nbytes + 1
+            if lightest == index - 1:
+                mine.append((number, unit))
+        return sorted(mine)
+
+    def _prepare(self, staging: Staging) -> None:
+        """Make and preallocate every file and write the bytes that are known already. Safe to repeat."""
+        for file in self.plan.outputs:
+            fd = staging.create(file.path, file.size)
+            try:
+                for offset, data in file.literals:
+                    _pwrite(fd, data, offset, file.path)
+            finally:
+                os.close(fd)
+
+    # -- going on from a journal ----------------------------------------------------------------------------------
+
+    def _take_up(self, staging: Staging, state: _State) -> int:
+        """Take units off the queue that an earlier run finished, after hashing what it wrote. Returns their bytes."""
+        if not self.hashing or not staging.resumed:
+            return 0
+        lines = {line["unit"]: line for line in staging.resumed if "unit" in line}
+        kept, done = [], 0
+        reader = Reader(StagedFiles(staging.open, self._names), _fd_room(1), {})
+        try:
+            for number, unit in state.queue:
+                line = lines.get(number)
+                if line is not None and self._intact(reader, unit, line):
+                    self._gather_leaves([line], state)
+                    done += unit.nbytes
+                else:
+                    kept.append((number, unit))
+        finally:
+            reader.close()
+        state.queue[:] = kept
+        return done
+
+    def _intact(self, reader: Reader, unit: Unit, line: dict[str, Any]) -> bool:
+        """Do the staged files hold, in every copy, what the journal says this unit wrote?"""
+        hashes = line.get("hashes")
+        if not isinstance(hashes, list) or len(hashes) != len(unit.items):
+            return False
+        for item, want in zip(unit.items, hashes, strict=True):
+            if read_back(reader, self.plan.moves[item.move], item.start, item.stop) != want:
+                return False
+        return True
+
+    def _gather_leaves(self, lines: Iterable[dict[str, Any]], state: _State) -> None:
+        for line in lines:
+            for move, first, text, out_first, out_text in line.get("leaves", ()):
+                state.leaves.setdefault(move, {})[first] = b64decode(text)
+                state.leaves_out.setdefault(move, {})[out_first] = b64decode(out_text)
+            for move, count in line.get("overflows", {}).items():
+                state.overflows[int(move)] = state.overflows.get(int(move), 0) + count
+
+    # -- the threads ------------------------------------------------------------------------------------------------
+
+    def _work(self, staging: Staging, state: _State) -> None:
+        count = max(1, min(self.threads, len(state.queue)))
+        room = _fd_room(count)
+        workers = [
+            threading.Thread(target=self._worker, args=(staging, state, room), name=f"ckpt-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+        except BaseException as e:  # KeyboardInterrupt, or a signal turned into Interrupted
+            state.stop = True
+            for worker in workers:
+                worker.join()
+            if isinstance(e, KeyboardInterrupt):
+                raise Interrupted("interrupted", hint="the same command resumes") from e
+            raise
+        if state.error is not None:
+            raise state.error
+
+    def _worker(self, staging: Staging, state: _State, room: int) -> None:
+        reader = Reader(self.sources, room, self._record_starts)
+        writer = Writer(staging, self._names, room, self._patch_starts)
+        block: Bytes = np.empty(ROOM, np.uint8)
+        job = Job(reader, writer, block, self.hashing, lambda: state.stop, self._advance)
+        me = threading.get_ident()
+        try:
+            while not state.stop:
+                with state.lock:
+                    taken = self._next(state, me)
+                if taken is None:
+                    break
+                line = self._unit(taken, job, state)
+                if line is not None:
+                    staging.record(line)
+        except BaseException as e:  # handed to the main thread, which raises it
+            with state.lock:
+                state.error = state.error or e
+                state.stop = True
+        finally:
+            with state.lock:
+                state.busy.pop(me, None)
+                for pieces, into in ((reader.pieces, state.source_pieces), (writer.pieces, state.output_pieces)):
+                    for file, collected in pieces.items():
+                        into.setdefault(file, []).extend(collected.take())
+            reader.close()
+            writer.close()
+
+    def _next(self, state: _State, me: int) -> tuple[int, Unit] | None:
+        """The first unit whose output files no other thread is writing, else the first."""
+        state.busy.pop(me, None)
+        if not state.queue:
+            return None
+        taken = {file for files in state.busy.values() for file in files}
+        index = next((i for i, (_, unit) in enumerate(state.queue[:256]) if not unit.files & taken), 0)
+        number, unit = state.queue.pop(index)
+        state.busy[me] = unit.files
+        return number, unit
+
+    def _unit(self, taken: tuple[int, Unit], job: Job, state: _State) -> dict[str, Any] | None:
+        """Move one unit. Returns its journal line; None when the run was stopped in it."""
+        number, unit = taken
+        leaves, hashes, overflows = [], [], {}
+        for index, start, stop in unit.items:
+            if state.stop:
+                return None
+            walk = Walk(job, self.plan.moves[index], start, stop)
+            walk.run()
+            if state.stop:
+                return None
+            if walk.lost:
+                overflows[str(index)] = walk.lost
+            if self.hashing:
+                source, out = walk.source_leaves, walk.out_leaves
+                leaves.append(
+                    [index, source.first, b64encode(source.leaves).decode(), out.first, b64encode(out.leaves).decode()]
+                )
+                hashes.append(walk.written.hexdigest())
+        line = {"unit": number, "hashes": hashes, "leaves": leaves, "overflows": overflows}
+        with state.lock:
+            self._gather_leaves([line], state)
+        return line if self.hashing else None
+
+    def _advance(self, nbytes: int) -> None:
+        if self.progress:
+            self.progress.advance(nbytes)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _check_sources(self) -> None:
+        for number in range(len(self.plan.sources)):
+            self.sources.check(number)
+
+    def _finish(self, staging: Staging, state: _State) -> Result:
+        moves = self.plan.moves
+        digests = {move.key: _root(move.dtype.name, move, state.leaves.get(i, {})) for i, move in enumerate(moves)}
+        digests_out = {
+            move.key: _root(move.dtype_out.name, move, state.leaves_out.get(i, {})) for i, move in enumerate(moves)
+        }
+        overflows = {moves[i].key: count for i, count in sorted(state.overflows.items()) if count}
+        if overflows and not self._lossy:
+            raise InputError(
+                f"{sum(overflows.values())} finite values overflow in the cast", code="E0350",
+                key=str(next(iter(overflows))), hint="choose a wider --dtype, or --allow-lossy",
+                faults=[f"{key}: {count} values" for key, count in overflows.items()],
+            )  # fmt: skip
+        if self.hashing:
+            self._check_records(state)
+        self._copy_sidefiles(staging)
+        self._patch(staging, state, list(digests_out.values()))
+        if self.check is not None:
+            self.check(staging.path, *((digests_out, digests) if self.hashing else ({}, {})))
+        self._check_sources()
+        if self._fsync:
+            self._sync(staging)
+        staging.commit(single=self.plan.single)
+        if not self.hashing:
+            digests = digests_out = {}
+        return Result(digests, digests_out, overflows, committed=True)
+
+    def _check_records(self, state: _State) -> None:
+        """Every checksummed record that was read must have its CRC; parts that were not read are read now."""
+        faults = []
+        by_file = {file: sorted(pieces) for file, pieces in state.source_pieces.items()}
+        reader = Reader(self.sources, 2, {})
+        try:
+            for record in self.plan.records:
+                pieces = _within(by_file.get(record.file, []), record.offset, record.offset + record.nbytes)
+                read = partial(reader.chunks, record.file)
+                have = join(record.offset, record.offset + record.nbytes, pieces, read)
+                if have != record.crc:
+                    faults.append((record, have))
+        finally:
+            reader.close()
+        if faults:
+            record, have = faults[0]
+            raise CorruptFile(
+                f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
+                code="E0351", path=self.sources.shown(record.file), offset=record.offset,
+                hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
+                faults=[f"{self.sources.shown(r.file)} at byte {r.offset}: want {r.crc:08x}, got {h:08x}" for r, h in faults[1:]],
+            )  # fmt: skip
+
+    def _copy_sidefiles(self, staging: Staging) -> None:
+        for number, file in enumerate(self.plan.outputs):
+            if file.copy_of is None:
+                continue
+            source = next(i for i, candidate in enumerate(self.plan.sources) if candidate.path == file.copy_of)
+            reader, fd = Reader(self.sources, 1, {}), staging.open(self._names[number])
+            try:
+                offset = 0
+                for data in reader.chunks(source, 0, file.size):
+                    _pwrite(fd, data, offset, file.path)
+                    offset += len(data)
+            finally:
+                os.close(fd)
+                reader.close()
+
+    def _patch(self, staging: Staging, state: _State, digests: Sequence[str]) -> None:
+        """Fill the holes: CRCs of written records, digests of tensors."""
+        for number, (file, arrays) in enumerate(zip(self.plan.outputs, self.plan.arrays, strict=True)):
+            if not file.patches:
+                continue
+            fd = staging.open(file.path)
+            try:
+                pieces = sorted(state.output_pieces.get(number, ()))
+                crcs: dict[int, int] = {}
+                for patch in file.patches:
+                    if patch.kind == "digest":
+                        _pwrite(fd, digests[patch.of].encode() if self.hashing else b"-" * 32, patch.offset, file.path)
+                        continue
+                    if patch.of not in crcs:
+                        offset, nbytes = arrays[patch.of]
+                        own = _within(pieces, offset, offset + nbytes)
+                        crcs[patch.of] = join(offset, offset + nbytes, own, partial(_pread_chunks, fd))
+                    _pwrite(fd, crcs[patch.of].to_bytes(4, "little"), patch.offset, file.path)
+            finally:
+                os.close(fd)
+
+    def _sync(self, staging: Staging) -> None:
+        """fsync every file, by a few threads: the disk takes them together."""
+        names, failures = list(self._names), list[BaseException]()
+
+        def sync_some() -> None:
+            while names and not failures:
+                try:
+                    staging.sync(names.pop())
+                except IndexError:
+                    return
+                except CkptError as e:
+                    failures.append(e)
+
+        threads = [threading.Thread(target=sync_some) for _ in range(min(4, len(names)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:
+    return root(dtype, move.shape, b"".join(leaves[first] for first in sorted(leaves)))
+
+
+def _within(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    from bisect import bisect_left
+
+    low = bisect_left(pieces, Piece(start, 0, 0))
+    found = []
+    for piece in pieces[low:]:
+        if piece.start >= stop:
+            break
+        if piece.stop <= stop:
+            found.append(piece)
+    return found
+
+
+def _pread_chunks(fd: int, offset: int, nbytes: int) -> Iterable[bytes]:
+    while nbytes:
+        data = os.pread(fd, min(nbytes, 1 << 18), offset)
+        yield data
+        offset += len(data)
+        nbytes -= len(data)
+
+
+def _pwrite(fd: int, data: bytes, offset: int, name: str) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            n = os.pwrite(fd, view, offset)
+        except OSError as e:
+            raise wrap_os_error(e, name, "writing", offset=offset) from e
+        view, offset = view[n:], offset + n
+
+
+def _fd_room(threads: int) -> int:
+    """Descriptors that one thread may keep open on each side, from the process's limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        soft = 1024
+    return max(1, min(64, (soft - 16) // (2 * threads)))

@@ -1,0 +1,195 @@
+"""Scan: the digests of a checkpoint's tensors, read through its catalog, tensors shared out over threads.
+
+    digests_of(catalog, tree)[TensorKey("lm_head.weight")]   # 32 hex digits, the same in every layout
+
+Replicas are compared while they are read; checksummed records are checked. Cost: one read of the values.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.errors import CkptError, CorruptFile, InputError, StorageError
+from ckpt_tool.plan.copy import source_region
+from ckpt_tool.plan.plan import Move, Record, SourceFile
+from ckpt_tool.run.blocks import Bytes, Reader, Sources
+from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.digest import LeafStream, root
+from ckpt_tool.run.walk import STRIDED_BLOCK
+from ckpt_tool.storage.source import Tree
+
+
+class Readable(NamedTuple):
+    """A catalog's tensors as moves without outputs, the files they lie in, and the checksummed records."""
+
+    moves: tuple[Move, ...]
+    files: Sources
+    records: tuple[Record, ...]
+
+
+def readable(tensors: Iterable[LogicalTensor], tree: Tree) -> Readable:
+    """Tensors ready to be read block by block."""
+    numbers: dict[str, int] = {}
+    records: dict[Record, None] = {}
+    moves = []
+    for tensor in tensors:
+        regions = []
+        for chunk in tensor.chunks:
+            if chunk.box.numel:
+                number = numbers.setdefault(chunk.array.path, len(numbers))
+                regions.append(source_region(chunk, tensor.shape, number))
+                if chunk.array.crc is not None:
+                    records[Record(number, *chunk.array.crc)] = None
+        item = max(1, tensor.dtype.bits // 8)
+        numel = tensor.nbytes if tensor.dtype.bits < 8 else tensor.numel
+        moves.append(Move(tensor.key, tensor.shape, tensor.dtype, tensor.dtype, numel, item, item, tuple(regions), ()))
+    files = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for path in numbers)
+    return Readable(tuple(moves), Sources(files, {tree.shown: tree}), tuple(records))
+
+
+Visit = Callable[[Move, int, Bytes], None]  # (move, first element, its bytes): blocks of one tensor come in order
+
+
+def walk(
+    source: Readable,
+    visit: Callable[[Move], Visit],
+    *,
+    threads: int | None = None,
+    advance: Callable[[int], None] | None = None,
+    on_fault: Callable[[CkptError], None] | None = None,
+) -> None:
+    """Read every tensor, block by block, by a few threads; `visit(move)` gives the function that sees its blocks.
+
+    on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
+    """
+    order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
+    queue = iter(order)
+    lock, errors = threading.Lock(), list[BaseException]()
+    pieces: dict[int, list[Piece]] = {}
+    starts: dict[int, frozenset[int]] = {}
+    for record in source.records:
+        starts[record.file] = starts.get(record.file, frozenset()) | {record.offset}
+
+    def work() -> None:
+        reader = Reader(source.files, 32, starts)
+        block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
+        try:
+            while not errors:
+                with lock:
+                    index = next(queue, None)
+                if index is None:
+                    break
+                _read_one(reader, source.moves[index], visit, block, advance, on_fault, lock)
+        except BaseException as e:  # handed to the caller's thread, which raises it
+            errors.append(e)
+        finally:
+            with lock:
+                for file, collected in reader.pieces.items():
+                    pieces.setdefault(file, []).extend(collected.take())
+            reader.close()
+
+    count = max(1, min(threads or min(os.cpu_count() or 1, 8), len(order)))
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        while worker.is_alive():
+            worker.join(0.2)
+    if errors:
+        raise errors[0]
+    _check_records(source, pieces, on_fault)
+
+
+def _read_one(
+    reader: Reader,
+    move: Move,
+    visit: Callable[[Move], Visit],
+    block: Bytes,
+    advance: Callable[[int], None] | None,
+    on_fault: Callable[[CkptError], None] | None,
+    lock: threading.Lock,
+) -> None:
+    see, step = visit(move), STRIDED_BLOCK // move.item
+    for at in range(0, move.numel, step):
+        end = min(at + step, move.numel)
+        part = block[: (end - at) * move.item]
+        try:
+            reader.fill(move, part, at, end)
+        except (InputError, StorageError) as e:
+            if on_fault is None:
+                raise
+            with lock:
+                on_fault(e)
+            return
+        see(move, at, part)
+        if advance:
+            advance(len(part))
+
+
+def _first_byte(move: Move) -> tuple[int, int]:
+    return min(((region.file, region.offset) for region in move.sources), default=(0, 0))
+
+
+def _check_records(
+    source: Readable, pieces: dict[int, list[Piece]], on_fault: Callable[[CkptError], None] | None
+) -> None:
+    reader = Reader(source.files, 2, {})
+    try:
+        for record in source.records:
+            stop = record.offset + record.nbytes
+            own = [p for p in pieces.get(record.file, ()) if record.offset <= p.start and p.stop <= stop]
+            have = join(record.offset, stop, own, partial(reader.chunks, record.file))
+            if have != record.crc:
+                fault = CorruptFile(
+                    f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
+                    code="E0351", path=source.files.shown(record.file), offset=record.offset,
+                    hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
+                )  # fmt: skip
+                if on_fault is None:
+                    raise fault
+                on_fault(fault)
+    finally:
+        reader.close()
+
+
+def digests_of(
+    catalog: Catalog,
+    tree: Tree,
+    *,
+    keys: Sequence[TensorKey] | None = None,
+    threads: int | None = None,
+    advance: Callable[[int], None] | None = None,
+    on_fault: Callable[[CkptError], None] | None = None,
+) -> dict[TensorKey, str]:
+    """The digest of every tensor (or of `keys`); tensors with a fault are left out where `on_fault` takes it."""
+    tensors = [catalog.tensors[key] for key in keys] if keys is not None else list(catalog.tensors.values())
+    source = readable(tensors, tree)
+    streams: dict[TensorKey, LeafStream] = {}
+
+    def visit(move: Move) -> Visit:
+        stream = streams[move.key] = LeafStream(0, move.nbytes, move.nbytes)
+        return lambda m, at, data: stream.feed(at * m.item, data.data)
+
+    bad: list[CkptError] = []
+
+    def note(fault: CkptError) -> None:
+        bad.append(fault)
+        if on_fault is not None:
+            on_fault(fault)
+
+    walk(source, visit, threads=threads, advance=advance, on_fault=note if on_fault else None)
+    broken = {fault.key for fault in bad if fault.key}
+    out = {}
+    for move in source.moves:
+        stream = streams.get(move.key)
+        if str(move.key) not in broken:
+            out[move.key] = root(move.dtype.name, move.shape, stream.leaves if stream else b"")
+    return out

@@ -1,0 +1,109 @@
+"""Statistics of values, block by block: what `inspect --stats` and `verify` say about the numbers themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.blocks import Bytes
+from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.scan import Visit, readable, walk
+from ckpt_tool.storage.source import Tree
+
+
+@dataclass(slots=True)
+class _Sums:
+    count: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    total: float = 0.0
+    squares: float = 0.0
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+
+
+def _floats(move: Move, data: Bytes) -> np.ndarray[Any, np.dtype[np.float64]]:
+    values = data.view(numpy_type(move.dtype))
+    if move.dtype.name.startswith("C"):
+        values = values.view(np.float32 if move.dtype.name == "C64" else np.float64)
+    return values.astype(np.float64)
+
+
+def statistics(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[TensorKey, dict[str, Any]]:
+    """min, max, mean, std, zeros, NaN and Inf of each tensor (finite values only in the first four). Sub-byte types
+    are left out: they are only moved."""
+    source = readable([tensor for key in keys if (tensor := catalog.tensors[key]).dtype.bits >= 8], tree)
+    sums: dict[TensorKey, _Sums] = {move.key: _Sums() for move in source.moves}
+
+    def visit(move: Move) -> Visit:
+        mine = sums[move.key]
+
+        def see(move: Move, at: int, data: Bytes) -> None:
+            values = _floats(move, data)
+            finite = values[np.isfinite(values)]
+            mine.nans += int(np.count_nonzero(np.isnan(values)))
+            mine.infs += int(np.count_nonzero(np.isinf(values)))
+            mine.zeros += int(np.count_nonzero(values == 0))
+            if finite.size:
+                mine.count += finite.size
+                mine.low, mine.high = min(mine.low, float(finite.min())), max(mine.high, float(finite.max()))
+                mine.total += float(finite.sum())
+                mine.squares += float(np.square(finite).sum())
+
+        return see
+
+    walk(source, visit)
+    return {key: _summary(mine) for key, mine in sums.items()}
+
+
+def _summary(mine: _Sums) -> dict[str, Any]:
+    mean = mine.total / mine.count if mine.count else None
+    spread = math.sqrt(max(0.0, mine.squares / mine.count - mean * mean)) if mean is not None else None
+    return {
+        "min": mine.low if mine.count else None, "max": mine.high if mine.count else None, "mean": mean, "std": spread,
+        "zeros": mine.zeros, "nan": mine.nans, "inf": mine.infs,
+    }  # fmt: skip
+
+
+def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[str, int]:
+    """Tensor -> NaN and Inf values, and `bool:TENSOR` -> BOOL bytes other than 0 and 1; only what is not 0."""
+    chosen = [
+        tensor for key in keys if (tensor := catalog.tensors[key]).dtype.bits >= 8
+        and (tensor.dtype.is_float or tensor.dtype.name == "BOOL")
+    ]  # fmt: skip
+    counts: dict[str, int] = {}
+
+    def visit(move: Move) -> Visit:
+        boolean = move.dtype.name == "BOOL"
+        name = f"bool:{move.key}" if boolean else str(move.key)
+
+        def see(move: Move, at: int, data: Bytes) -> None:
+            bad = int(np.count_nonzero(data > 1)) if boolean else _nonfinite(move, data)
+            if bad:
+                counts[name] = counts.get(name, 0) + bad
+
+        return see
+
+    walk(readable(chosen, tree), visit, on_fault=lambda fault: None)
+    return counts
+
+
+_EXPONENTS = {"F16": (0x7C00, "u2"), "BF16": (0x7F80, "u2"), "F32": (0x7F800000, "u4"), "F64": (0x7FF << 52, "u8")}
+
+
+def _nonfinite(move: Move, data: Bytes) -> int:
+    """Values whose exponent bits are all set: NaN or Inf, without any arithmetic."""
+    known = _EXPONENTS.get(move.dtype.name)
+    if known is None:
+        return int(np.count_nonzero(~np.isfinite(_floats(move, data))))
+    mask, kind = known
+    bits = data.view(kind)
+    return int(np.count_nonzero((bits & bits.dtype.type(mask)) == mask))

@@ -1,0 +1,309 @@
+"""The executor against NumPy: random boxes on both sides, casts, checksums, replicas, resume, parts, faults."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError, OutputExists, SourceChanged, StorageError
+from ckpt_tool.plan.plan import Plan, SourceFile
+from ckpt_tool.plan.schedule import Stored, build_moves
+from ckpt_tool.run.digest import digest
+from ckpt_tool.run.executor import Executor
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.staging import staging_path
+
+
+def cut(rng, shape):
+    """A random grid of boxes that tile `shape`."""
+    edges = []
+    for n in shape:
+        inner = sorted(set(rng.integers(1, max(2, n), size=rng.integers(0, 4)).tolist())) if n > 1 else []
+        edges.append([0, *[e for e in inner if 0 < e < n], n])
+    spans = [list(zip(e[:-1], e[1:], strict=True)) for e in edges]
+    return [Box(tuple(a for a, _ in index), tuple(b - a for a, b in index)) for index in itertools.product(*spans)]
+
+
+def slices(box):
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+class Case:
+    """A source folder of raw arrays, the tensors in it, and a plan to another random layout."""
+
+    def __init__(
+        self, root: Path, rng, *, shapes, kind="u2", dtype="BF16", out=None, replicas=1, crc=False, view=False
+    ):
+        self.root, self.out = root, root / "out"
+        source = root / "source"
+        source.mkdir()
+        self.values, stored, wanted = {}, [], []
+        files = [bytearray(b"head" * int(rng.integers(0, 3))) for _ in range(3)]
+        for i, shape in enumerate(shapes):
+            whole = (np.arange(np.prod(shape, dtype=int)) + 7 * i).astype(kind).reshape(shape)
+            self.values[f"t{i}"] = whole
+            chunks = []
+            for box in cut(rng, shape):
+                for replica in range(replicas):
+                    number = int(rng.integers(0, 3))
+                    array, within, strides = whole[slices(box)], Box((0,) * len(shape), box.shape), None
+                    raw = np.ascontiguousarray(array)
+                    if view and len(shape) == 2 and rng.integers(0, 2):
+                        raw, strides = np.ascontiguousarray(array.T), (1, box.shape[0])
+                    data = raw.tobytes()
+                    at = len(files[number])
+                    check = (at, len(data), crc32(data)) if crc else None
+                    item = StoredArray(f"f{number}.bin", at, DTYPES[dtype], box.shape, strides, check)
+                    files[number] += data
+                    chunks.append(Chunk(box, item, within, replica))
+            key = TensorKey(f"t{i}")
+            stored.append(Stored(0, LogicalTensor(key, tuple(shape), DTYPES[dtype], tuple(chunks))))
+            wanted.append(WantedTensor(key, tuple(shape), DTYPES[out or dtype]))
+        for number, data in enumerate(files):
+            (source / f"f{number}.bin").write_bytes(data)
+        self.tree = Tree(source)
+        self.places = []
+        arrays, sizes, patches, literals = [[], []], [16, 16], [[], []], [[(0, b"A" * 16)], [(0, b"B" * 16)]]
+        for i, shape in enumerate(shapes):
+            for box in cut(rng, shape):
+                for number in (0, 1) if rng.integers(0, 5) == 0 else (int(rng.integers(0, 2)),):
+                    nbytes = DTYPES[out or dtype].nbytes(box.numel)
+                    if crc:
+                        patches[number].append(Patch(sizes[number], "crc32", len(arrays[number])))
+                        sizes[number] += 4
+                    arrays[number].append(TargetArray(i, box, sizes[number]))
+                    self.places.append((number, sizes[number], nbytes, f"t{i}", box))
+                    sizes[number] += nbytes
+        files_out = [
+            TargetFile(f"o{n}.bin", sizes[n], tuple(literals[n]), tuple(arrays[n]), tuple(patches[n])) for n in (0, 1)
+        ]
+        index = json.dumps({f"t{i}": "0" * 32 for i in range(len(shapes))}).encode()
+        holes = tuple(Patch(at, "digest", i) for i, at in enumerate(_holes(index)))
+        files_out.append(TargetFile("index.json", len(index), ((0, index),), (), holes))
+        target = Target("raw", tuple(files_out))
+        want = Wanted(tuple(wanted))
+        numbers = {f"f{n}.bin": n for n in range(3)}
+        moves, records, extents = build_moves(stored, want, target, lambda _, path: numbers[path])
+        self.plan = Plan(
+            tuple(SourceFile(self.tree.shown, f"f{n}.bin", tuple(self.tree.identity(f"f{n}.bin"))) for n in range(3)),
+            records, tuple(replace(f, arrays=()) for f in files_out), extents, moves, "raw", None, str(self.out), {}, {},
+        )  # fmt: skip
+
+    def run(self, **options):
+        return Executor(self.plan, {self.tree.shown: self.tree}, **options).run()
+
+    def check(self, convert=lambda array: array):
+        data = [(self.out / f"o{n}.bin").read_bytes() for n in (0, 1)]
+        assert data[0][:16] == b"A" * 16
+        for number, at, nbytes, name, box in self.places:
+            want = np.ascontiguousarray(convert(self.values[name])[slices(box)]).tobytes()
+            assert data[number][at : at + nbytes] == want, (name, box)
+        return data
+
+
+def _holes(index):
+    at = -1
+    while (at := index.find(b"0" * 32, at + 1)) >= 0:
+        yield at
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_layouts_move_every_element(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    shapes = [tuple(rng.integers(1, 40, size=rng.integers(0, 4)).tolist()) for _ in range(5)] + [
+        (300, 700),
+        (0, 3),
+        (3000, 40),
+    ]
+    case = Case(tmp_path, rng, shapes=shapes, view=seed % 2 == 1)
+    result = case.run(threads=1 + seed % 3)
+    case.check()
+    for name, whole in case.values.items():
+        want = digest("BF16", whole.shape, whole.tobytes())
+        assert result.digests[TensorKey(name)] == want
+        assert json.loads((case.out / "index.json").read_text())[name] == want
+    assert not staging_path(case.out).exists()
+
+
+def test_off_moves_the_same_bytes(tmp_path):
+    case = Case(tmp_path, np.random.default_rng(3), shapes=[(300, 700), (9,), (64, 1000)])
+    assert case.run(verify="off").digests == {}
+    case.check()
+
+
+def test_a_digest_is_layout_free_and_sees_swaps():
+    values = np.arange(300_000, dtype="f4")
+    one = digest("F32", values.shape, values.tobytes())
+    values[[5, 200_000]] = values[[200_000, 5]]
+    assert digest("F32", values.shape, values.tobytes()) != one
+    assert digest("F32", (300, 1000), np.arange(300_000, dtype="f4").tobytes()) != one
+
+
+def test_casts_equal_ml_dtypes_and_overflows_are_refused(tmp_path):
+    rng = np.random.default_rng(5)
+    case = Case(tmp_path, rng, shapes=[(37, 900), (70_000,)], kind="f4", dtype="F32", out="BF16")
+    case.run()
+    case.check(lambda array: array.astype(ml_dtypes.bfloat16))
+    other = tmp_path / "big"
+    other.mkdir()
+    case = Case(other, rng, shapes=[(70_000,)], kind="f4", dtype="F32", out="F16")
+    with pytest.raises(InputError, match="overflow") as caught:
+        case.run()
+    assert caught.value.exit_code == 3 and not case.out.exists() and not staging_path(case.out).exists()
+    result = case.run(allow_lossy=True)
+    with np.errstate(over="ignore"):
+        lost = int(np.isinf(case.values["t0"].astype("f2")).sum())
+    assert sum(result.overflows.values()) == lost > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_checksums_are_checked_and_made(tmp_path, seed):
+    case = Case(tmp_path, np.random.default_rng(seed), shapes=[(30, 41), (500, 900), (7,)], crc=True, view=True)
+    case.run(threads=3)
+    data = case.check()
+    for number, at, nbytes, _, _ in case.places:
+        assert data[number][at - 4 : at] == crc32(data[number][at : at + nbytes]).to_bytes(4, "little")
+
+
+def test_a_flipped_bit_in_a_checksummed_record_is_found(tmp_path):
+    case = Case(tmp_path, np.random.default_rng(1), shapes=[(500, 900)], crc=True)
+    path = case.root / "source" / "f1.bin"
+    data = bytearray(path.read_bytes())
+    at = next(record.offset for record in case.plan.records if record.file == 1)
+    data[at + 100] ^= 4
+    path.write_bytes(data)
+    again = [SourceFile(f.root, f.path, tuple(case.tree.identity_by_name(f.path))) for f in case.plan.sources]
+    case.plan = replace(case.plan, sources=tuple(again))
+    with pytest.raises(CorruptFile, match="CRC-32") as caught:
+        case.run()
+    assert caught.value.offset == at and not case.out.exists() and not staging_path(case.out).exists()
+
+
+def test_replicas_are_compared(tmp_path):
+    case = Case(tmp_path, np.random.default_rng(2), shapes=[(60, 41)], replicas=2)
+    case.run()
+    case.check()
+    other = tmp_path / "differ"
+    other.mkdir()
+    case = Case(other, np.random.default_rng(2), shapes=[(60, 41)], replicas=2)
+    region = next(region for region in case.plan.moves[0].sources if region.replica == 1)
+    path = case.root / "source" / f"f{region.file}.bin"
+    data = bytearray(path.read_bytes())
+    data[region.offset] ^= 1
+    path.write_bytes(data)
+    again = [SourceFile(f.root, f.path, tuple(case.tree.identity_by_name(f.path))) for f in case.plan.sources]
+    case.plan = replace(case.plan, sources=tuple(again))
+    with pytest.raises(InconsistentCheckpoint, match="replicas differ"):
+        case.run()
+    assert not case.out.exists() and not staging_path(case.out).exists()
+
+
+def test_parts_commit_once_and_equal_the_whole(tmp_path):
+    shapes = [(300, 700), (9, 9), (64, 1000), (2000, 300)]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    whole = Case(tmp_path / "a", np.random.default_rng(4), shapes=shapes)
+    whole.run()
+    parts = Case(tmp_path / "b", np.random.default_rng(4), shapes=shapes)
+    committed = [parts.run(part=(i, 3)).committed for i in (2, 3, 1)]
+    assert committed == [False, False, True]
+    for file in whole.out.iterdir():
+        assert file.read_bytes() == (parts.out / file.name).read_bytes()
+    assert not staging_path(parts.out).exists()
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    import ckpt_tool.plan.schedule as schedule
+    import ckpt_tool.run.executor as executor
+
+    monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=1 << 14))
+    case = Case(tmp_path, np.random.default_rng(6), shapes=[(300, 700), (64, 1000), (2000, 300)])
+    real, seen = executor.Executor._unit, []
+
+    def breaks(self, taken, job, state):
+        seen.append(taken[0])
+        if len(seen) == 20:
+            raise StorageError("the plug was pulled")
+        return real(self, taken, job, state)
+
+    monkeypatch.setattr(executor.Executor, "_unit", breaks)
+    with pytest.raises(StorageError, match="plug"):
+        case.run(threads=1)
+    assert staging_path(case.out).exists() and not case.out.exists()
+    first = list(seen)
+    seen.clear()
+    seen.extend([-1] * 20)
+    case.run(threads=1)
+    assert not set(first[:19]) & set(seen), "finished units are not moved again"
+    case.check()
+    assert not staging_path(case.out).exists()
+
+
+def test_a_staged_file_that_was_changed_is_written_again(tmp_path, monkeypatch):
+    import ckpt_tool.run.executor as executor
+
+    case = Case(tmp_path, np.random.default_rng(7), shapes=[(300, 700), (64, 1000)])
+    monkeypatch.setattr(
+        executor.Executor, "_finish", lambda self, staging, state: (_ for _ in ()).throw(StorageError("x"))
+    )
+    with pytest.raises(StorageError):
+        case.run()
+    monkeypatch.undo()
+    staged = staging_path(case.out) / "o0.bin"
+    data = bytearray(staged.read_bytes())
+    for at in range(20, len(data), 1000):
+        data[at] ^= 0xFF
+    staged.write_bytes(data)
+    case.run()
+    case.check()
+
+
+def test_a_source_that_changes_is_refused(tmp_path):
+    case = Case(tmp_path, np.random.default_rng(8), shapes=[(300, 700)])
+    os.utime(case.root / "source" / "f1.bin", ns=(1, 1))
+    with pytest.raises(SourceChanged):
+        case.run()
+    assert not case.out.exists() and not staging_path(case.out).exists()
+
+
+def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path):
+    case = Case(tmp_path, np.random.default_rng(9), shapes=[(30, 70)])
+    case.out.mkdir()
+    (case.out / "mine").write_text("precious")
+    with pytest.raises(OutputExists):
+        case.run()
+    assert (case.out / "mine").read_text() == "precious"
+
+
+def test_a_second_run_is_told_who_writes(tmp_path):
+    from ckpt_tool.storage.staging import Staging
+
+    case = Case(tmp_path, np.random.default_rng(9), shapes=[(30, 70)])
+    with Staging(case.out, "another", []), pytest.raises(OutputExists, match=f"process {os.getpid()}"):
+        case.run()
+
+
+def test_a_plan_survives_json(tmp_path):
+    case = Case(tmp_path, np.random.default_rng(10), shapes=[(30, 70), (5,)], crc=True)
+    document = json.loads(json.dumps(case.plan.to_json()))
+    again = Plan.from_json(document, "plan.json")
+    assert again.identifier() == case.plan.identifier()
+    document["moves"][0][7][0][1] = 1 << 40
+    with pytest.raises(SourceChanged, match="leaves its file"):
+        Plan.from_json(document, "plan.json")
