@@ -1,0 +1,79 @@
+"""Where tensors go when only names, shapes and the source's cut are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.target import WantedTensor
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.plan.placing import Wishes, lay_out, rules_from
+
+
+def tensors(*rows):
+    return tuple(WantedTensor(TensorKey(name, state), shape, DTYPES["F32"]) for name, shape, state in rows)
+
+
+def test_common_names_are_cut_as_megatron_cuts_them():
+    rows = tensors(
+        ("model.embed_tokens.weight", (64, 8), "model"),
+        ("model.layers.0.self_attn.q_proj.weight", (8, 8), "model"),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 8), "model"),
+        ("model.layers.0.input_layernorm.weight", (8,), "model"),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 8), "exp_avg"),
+        ("model.layers.0.self_attn.o_proj.weight", (), "step"),
+    )
+    layout, fallbacks = lay_out(rows, Wishes(Mesh.of(tp=4)))
+    assert [p.shard for p in layout.placements] == [
+        ((0, ("tp",)),), ((0, ("tp",)),), ((1, ("tp",)),), (), ((1, ("tp",)),), (),
+    ]  # fmt: skip
+    assert fallbacks == []
+
+
+def test_a_dim_that_does_not_divide_is_reported_with_its_extra_bytes():
+    rows = tensors(("a.weight", (10, 3), "model"), ("b.weight", (9, 3), "model"), ("c.weight", (10, 3), "exp_avg"))
+    layout, fallbacks = lay_out(rows, Wishes(Mesh.of(dp=2, tp=4), zero=3))
+    assert [p.shard for p in layout.placements] == [((0, ("dp",)),), (), ((0, ("dp",)),)]
+    assert [(f["used"], f["tensors"], f["extra_bytes"]) for f in fallbacks] == [
+        (["dp"], 2, 2 * 120 * 3),
+        ([], 1, 108 * 7),
+    ]
+
+
+def test_layers_go_to_stages_and_ends_to_the_ends():
+    rows = tensors(
+        ("model.norm.weight", (8,), "model"),
+        ("model.embed_tokens.weight", (64, 8), "model"),
+        *((f"model.layers.{i}.w.weight", (8, 8), "model") for i in range(5)),
+    )
+    with pytest.raises(UsageError, match="5 layers do not divide") as caught:
+        lay_out(rows, Wishes(Mesh.of(pp=2)))
+    assert caught.value.exit_code == 2 and "1, 5" in caught.value.hint
+    layout, _ = lay_out(rows, Wishes(Mesh.of(pp=2), pp_split=(3, 2)))
+    assert [dict(p.at)["pp"] for p in layout.placements] == [1, 0, 0, 0, 0, 1, 1]
+    with pytest.raises(UsageError, match="pp-split"):
+        lay_out(rows, Wishes(Mesh.of(pp=2), pp_split=(3, 3)))
+
+
+def test_experts_go_to_their_ranks():
+    rows = tensors(*((f"layers.0.experts.{e}.w1.weight", (8, 8), "model") for e in range(4)))
+    layout, _ = lay_out(rows, Wishes(Mesh.of(ep=2)))
+    assert [dict(p.at)["ep"] for p in layout.placements] == [0, 0, 1, 1]
+    with pytest.raises(UsageError, match="4 experts do not divide over 3"):
+        lay_out(rows, Wishes(Mesh.of(ep=3)))
+    with pytest.raises(UsageError, match="0 experts"):
+        lay_out(tensors(("w", (4, 4), "model")), Wishes(Mesh.of(ep=3)))
+
+
+def test_a_layout_file_wins():
+    degrees, rules = rules_from(
+        {"mesh": {"tp": 2}, "rule": [{"match": "*.odd", "shard": {"1": ["tp"]}}, {"match": "lone", "at": {"tp": 1}}]}, "f"
+    )
+    layout, _ = lay_out(
+        tensors(("a.odd", (2, 4), "model"), ("lone", (3,), "model")), Wishes(Mesh.of(**degrees), rules=rules)
+    )
+    assert layout.placements[0].shard == ((1, ("tp",)),) and layout.placements[1].at == (("tp", 1),)
+    with pytest.raises(UsageError, match="does not read"):
+        rules_from({"rule": [{"shard": {}}]}, "f")
