@@ -142,8 +142,19 @@ def clip(region: Region, start: int, stop: int) -> Iterator[Region]:
 
     Cost: O(dims) for a range that cuts at rows, at most two more parts a dim where it cuts inside one.
     """
-    if start < stop:
-        yield from _clip(region.offset, region.at, 0, region, start, stop)
+    if start >= stop:
+        return
+    if len(region.extents) == 1:  # the common case, and the hot one: a run
+        (extent,), (stride,), (step,) = region.extents, region.strides, region.steps
+        first = max(0, -(-(start - region.at) // step))
+        end = min(extent, (stop - 1 - region.at) // step + 1)
+        if first == 0 and end == extent:
+            yield region
+        elif first < end:
+            at, offset = region.at + first * step, region.offset + first * stride
+            yield Region(region.file, offset, at, (end - first,), region.strides, region.steps, region.replica)
+        return
+    yield from _clip(region.offset, region.at, 0, region, start, stop)
 
 
 def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int) -> Iterator[Region]:

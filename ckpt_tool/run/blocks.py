@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, StorageError, wrap_os_error
-from ckpt_tool.plan.copy import Region, clip
+from ckpt_tool.plan.copy import Region, clip, hull
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
 from ckpt_tool.storage.source import Tree, identity_of
@@ -37,6 +37,14 @@ def strided(
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """A view of `buffer` from byte `offset`: extents in elements of `item` bytes, strides in bytes."""
     return np.ndarray(tuple(extents), _TYPES[item], buffer, offset, tuple(strides))
+
+
+Spans = Sequence[tuple[int, int, Region]]
+
+
+def spans_of(regions: Sequence[Region]) -> Spans:
+    """Each region with the part of the line that it touches, so that a block passes over the others cheaply."""
+    return [(*hull(region), region) for region in regions]
 
 
 class FdCache:
@@ -146,6 +154,8 @@ class Reader:
         self._fds = FdCache(files.open, room)
         self._scratch: Bytes = np.empty(0, np.uint8)
         self._starts = crc_starts
+        self._move: Move | None = None  # whose spans are at hand
+        self._spans: Spans = ()
         self.pieces: dict[int, Pieces] = {}
 
     def fill(self, move: Move, block: Bytes, start: int, stop: int, *, count: bool = True) -> None:
@@ -153,14 +163,20 @@ class Reader:
 
         count: whether the bytes count for record checksums (False for a second look at the same bytes).
         """
-        for region in move.sources:
-            if region.replica == 0:
-                for part in clip(region, start, stop):
-                    self._read(part, block, start, move.item, count=count)
-        for region in move.sources:
+        if self._move is not move:
+            self._move, self._spans = move, spans_of(move.sources)
+        copies = []
+        for low, high, region in self._spans:
+            if low >= stop or high <= start:
+                continue
             if region.replica:
-                for part in clip(region, start, stop):
-                    self._compare(move, part, block, start, count=count)
+                copies.append(region)
+                continue
+            for part in clip(region, start, stop):
+                self._read(part, block, start, move.item, count=count)
+        for region in copies:
+            for part in clip(region, start, stop):
+                self._compare(move, part, block, start, count=count)
 
     def _compare(self, move: Move, part: Region, block: Bytes, start: int, *, count: bool) -> None:
         other = np.empty_like(block)
@@ -301,6 +317,8 @@ class Writer:
         self.fds = FdCache(lambda number: staging.open(names[number]), room)
         self._scratch: Bytes = np.empty(0, np.uint8)
         self._starts = crc_starts
+        self._regions: Sequence[Region] = ()  # whose spans are at hand
+        self._spans: Spans = ()
         self.pieces: dict[int, Pieces] = {}
 
     def checksummed(self, file: int) -> bool:
@@ -309,7 +327,11 @@ class Writer:
 
     def drain(self, regions: Sequence[Region], block: Bytes, start: int, stop: int, item: int) -> None:
         """Write what `regions` want of elements [start, stop), which `block` holds."""
-        for region in regions:
+        if self._regions is not regions:
+            self._regions, self._spans = regions, spans_of(regions)
+        for low, high, region in self._spans:
+            if low >= stop or high <= start:
+                continue
             for part in clip(region, start, stop):
                 self._write(part, block, (part.at - start) * item, item)
 

@@ -44,9 +44,13 @@ class LeafStream:
 
     Bytes before the first such leaf are another item's and are passed over. `end`: the byte up to which this stream
     wants to be fed, beyond `stop` when the last leaf runs on.
+
+    exact: hash the bytes [start, stop) and no others, in pieces that end where leaves end: what the journal keeps. Where
+    start and stop are leaf bounds both come to the same hashes (`aligned`).
     """
 
-    def __init__(self, start: int, stop: int, total: int) -> None:
+    def __init__(self, start: int, stop: int, total: int, *, exact: bool = False) -> None:
+        self.aligned = start % LEAF == 0 and (stop % LEAF == 0 or stop == total)
         self.first = -(-start // LEAF)
         last = -(-stop // LEAF)  # leaves [first, last) begin in [start, stop)
         self.begin = self.first * LEAF
@@ -54,6 +58,8 @@ class LeafStream:
         self.leaves = bytearray()
         self._at = self.begin
         self._stop = self.end if last > self.first else self.begin
+        if exact:
+            self._at, self._stop = start, stop
         self._hash: _Hash | None = None
 
     def feed(self, at: int, data: memoryview) -> None:

@@ -304,7 +304,7 @@ class Executor:
                 leaves.append(
                     [index, source.first, b64encode(source.leaves).decode(), out.first, b64encode(out.leaves).decode()]
                 )
-                hashes.append(walk.written.hexdigest())
+                hashes.append(walk.written())
         line = {"unit": number, "hashes": hashes, "leaves": leaves, "overflows": overflows}
         with state.lock:
             self._gather_leaves([line], state)

@@ -43,13 +43,22 @@ class Walk:
         self.reader, self.writer, self.block = job.reader, job.writer, job.block
         self.cast = move.dtype != move.dtype_out
         self.lost = 0
-        self.written = xxhash.xxh3_128()
         self.source_leaves = LeafStream(start * move.item, stop * move.item, move.numel * move.item)
         self.out_leaves = (
             LeafStream(start * move.item_out, stop * move.item_out, move.numel * move.item_out)
             if self.cast
             else self.source_leaves
         )
+        out = self.out_leaves
+        self.pieces = (
+            out
+            if out.aligned
+            else LeafStream(start * move.item_out, stop * move.item_out, move.numel * move.item_out, exact=True)
+        )
+
+    def written(self) -> str:
+        """The hash of what this walk wrote, as `read_back` computes it again."""
+        return xxhash.xxh3_128_hexdigest(bytes(self.pieces.leaves))
 
     def run(self) -> None:
         move, hashing = self.move, self.job.hashing
@@ -61,8 +70,8 @@ class Walk:
             end = min((at // per_block + 1) * per_block, self.stop)
             out = self._step(at, end)
             self.writer.drain(move.outputs, out, at, end, move.item_out)
-            if hashing:
-                self.written.update(out.data)
+            if hashing and self.pieces is not self.out_leaves:
+                self.pieces.feed(at * move.item_out, out.data)
             self.job.advance((end - at) * move.item)
             at = end
         if hashing and not self.job.stopped():  # the last leaf may run on into the next item's elements
@@ -133,16 +142,17 @@ def read_back(reader: Reader, move: Move, start: int, stop: int) -> str | None:
         regions.append(region._replace(replica=seen.get(same, 0)))
         seen[same] = seen.get(same, 0) + 1
     written = move._replace(sources=tuple(regions), item=move.item_out)
-    walked, at = xxhash.xxh3_128(), start
-    step = STRIDED_BLOCK // move.item_out
+    item, at = move.item_out, start
+    stream = LeafStream(start * item, stop * item, move.numel * item, exact=True)
+    step = STRIDED_BLOCK // item
     block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
     while at < stop:
         end = min(at + step, stop)
-        part = block[: (end - at) * move.item_out]
+        part = block[: (end - at) * item]
         try:
             reader.fill(written, part, at, end)
         except InputError:
             return None
-        walked.update(part.data)
+        stream.feed(at * item, part.data)
         at = end
-    return walked.hexdigest()
+    return xxhash.xxh3_128_hexdigest(bytes(stream.leaves))
