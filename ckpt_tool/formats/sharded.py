@@ -117,16 +117,17 @@ class Sharded:
         files = _lay_out(wanted, layout)
         _check_names(wanted, files)
         mesh, extras = layout.mesh, _plain(wanted.extras, "extras")
-        boxes = {path: _boxes(wanted, file) for path, file in files.items()}
-        hashes = {path: _hash(wanted, file, boxes[path]) for path, file in files.items()}
+        boxes = {path: dumps(_boxes(wanted, file)) for path, file in files.items()}
+        rows = {path: _rows(wanted, file) for path, file in files.items()}
+        hashes = {path: boxes_hash(boxes[path], ((n, d.name, s) for n, d, s in rows[path])) for path in files}
         common = {
             "format": "pt", "ckpt_format": "sharded", "ckpt_version": str(VERSION), "mesh": dumps(mesh.to_json()),
             "save": save_id(mesh, extras, hashes),
         }  # fmt: skip
         out, entries = [], []
         for path, file in files.items():
-            own = {"state": file.state, "rank": dumps(file.rank), "boxes": dumps(boxes[path])}
-            head, offsets, size = build_header(_rows(wanted, file), common | own)
+            own = {"state": file.state, "rank": dumps(file.rank), "boxes": boxes[path]}
+            head, offsets, size = build_header(rows[path], common | own)
             arrays = tuple(
                 TargetArray(part.tensor, part.held.box, offset, _padded(part.held))
                 for part, offset in zip(file.parts, offsets, strict=True)
@@ -190,10 +191,6 @@ def _rows(wanted: Wanted, file: _RankFile) -> list[tuple[str, DType, tuple[int, 
     """(name, dtype, stored shape) of the file's arrays."""
     tensors = wanted.tensors
     return [(tensors[number].key.name, tensors[number].dtype, each.shape) for number, each in file.parts]
-
-
-def _hash(wanted: Wanted, file: _RankFile, boxes: Mapping[str, object]) -> str:
-    return boxes_hash((name, dtype.name, shape, boxes[name]) for name, dtype, shape in _rows(wanted, file))
 
 
 def _index_file(wanted: Wanted, layout: Layout, extras: object, files: list[FileEntry]) -> TargetFile:

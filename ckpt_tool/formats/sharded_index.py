@@ -112,13 +112,12 @@ def dumps(value: Any) -> str:
 
 def hash_of(text: str) -> str:
     """32 hex digits. It ties files to their save; it is no protection against a forger."""
-    return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()
 
 
-def boxes_hash(arrays: Iterable[tuple[str, str, Sequence[int], object]]) -> str:
-    """The hash of what a file holds, from (name, dtype name, stored shape, box as in the metadata) in any order."""
-    rows = sorted([name, dtype, list(shape), dumps(box)] for name, dtype, shape, box in arrays)
-    return hash_of(dumps(rows))
+def boxes_hash(boxes: str, arrays: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """The hash of what a file holds. boxes: the metadata's text. arrays: (name, dtype name, stored shape), any order."""
+    return hash_of(boxes + dumps(sorted([name, dtype, list(shape)] for name, dtype, shape in arrays)))
 
 
 def fallbacks_of(tensors: Sequence[TensorKey], layout: Layout) -> tuple[dict[str, Any], ...]:
@@ -208,8 +207,18 @@ def _placement_json(placement: Placement) -> dict[str, Any]:
 class Fields:
     """A JSON value with its pointer: typed access that names the place of what is wrong (CorruptFile E0386)."""
 
-    def __init__(self, value: object, path: str, pointer: str = "") -> None:
-        self.value, self.path, self.pointer = value, path, pointer
+    __slots__ = ("_at", "_within", "path", "value")
+
+    def __init__(self, value: object, path: str, at: str = "", within: Fields | None = None) -> None:
+        """at: the pointer, or the name of one step where `within` is the container."""
+        self.value, self.path, self._at, self._within = value, path, at, within
+
+    @property
+    def pointer(self) -> str:
+        """The JSON pointer, put together only when someone asks."""
+        if self._within is None:
+            return self._at
+        return f"{self._within.pointer}/{self._at.replace('~', '~0').replace('/', '~1')}"
 
     def fault(self, wanted: str) -> CorruptFile:
         shown = json.dumps(self.value, default=str)[:80]
@@ -219,27 +228,26 @@ class Fields:
         )  # fmt: skip
 
     def __getitem__(self, name: str) -> Fields:
-        pointer = f"{self.pointer}/{name.replace('~', '~0').replace('/', '~1')}"
-        if not isinstance(self.value, dict):
+        if type(self.value) is not dict:
             raise self.fault("an object")
         if name not in self.value:
-            raise Fields(None, self.path, pointer).fault("a value here")
-        return Fields(self.value[name], self.path, pointer)
+            raise Fields(None, self.path, name, self).fault("a value here")
+        return Fields(self.value[name], self.path, name, self)
 
     def get(self, name: str, default: object) -> Fields:
-        if isinstance(self.value, dict) and name not in self.value:
-            return Fields(default, self.path, f"{self.pointer}/{name}")
+        if type(self.value) is dict and name not in self.value:
+            return Fields(default, self.path, name, self)
         return self[name]
 
     def items(self) -> Iterable[tuple[str, Fields]]:
-        if not isinstance(self.value, dict):
+        if type(self.value) is not dict:
             raise self.fault("an object")
         return [(name, self[name]) for name in self.value]
 
     def each(self) -> list[Fields]:
-        if not isinstance(self.value, list):
+        if type(self.value) is not list:
             raise self.fault("an array")
-        return [Fields(item, self.path, f"{self.pointer}/{i}") for i, item in enumerate(self.value)]
+        return [Fields(item, self.path, str(i), self) for i, item in enumerate(self.value)]
 
     def text(self) -> str:
         if not isinstance(self.value, str):
@@ -258,17 +266,17 @@ class Fields:
         return self.value
 
     def shape(self) -> tuple[int, ...]:
-        """Extents or offsets: at most `RANK_LIMIT` numbers whose product fits 63 bits."""
-        items = self.each()
-        if len(items) > RANK_LIMIT:
-            raise self.fault(f"at most {RANK_LIMIT} dims")
-        sizes = tuple(item.whole() for item in items)
+        """Extents or offsets: at most `RANK_LIMIT` whole numbers whose product is below 2^60."""
+        if type(self.value) is not list or len(self.value) > RANK_LIMIT:
+            raise self.fault(f"an array of at most {RANK_LIMIT} numbers")
         numel = 1
-        for size in sizes:
-            numel *= max(size, 1)
+        for i, size in enumerate(self.value):
+            if type(size) is not int or size < 0:
+                raise Fields(size, self.path, str(i), self).fault("a whole number of at least 0")
+            numel *= size or 1
         if numel >= 1 << 60:
             raise self.fault("a shape whose product is below 2^60")
-        return sizes
+        return tuple(self.value)
 
     def coords(self, mesh: Mesh | None = None) -> dict[str, int]:
         """Sizes by mesh dim, or coordinates inside `mesh`."""

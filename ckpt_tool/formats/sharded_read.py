@@ -179,7 +179,8 @@ def _read_file(tree: Tree, entry: FileEntry, index: Index, found: _Found, *, len
             f"tensors with a box and tensors in the file differ: {_some(odd)}", shown, f"{METADATA}/boxes", key=odd[0]
         )
     hashed = boxes_hash(
-        (name, kind.dtype.name, kind.shape, held[name]) for name, kind in zip(names, header.kinds, strict=True)
+        header.metadata["boxes"],
+        ((name, kind.dtype.name, kind.shape) for name, kind in zip(names, header.kinds, strict=True)),
     )
     if hashed != entry.boxes:
         raise _contradiction("its boxes are not those that the index states", shown, f"{METADATA}/boxes")

@@ -551,9 +551,9 @@ def seal(folder: Path) -> None:
     for file in document["files"]:
         if "/" not in file["path"] and (folder / file["path"]).exists():
             with safe_open(folder / file["path"], "np") as f:
-                stored = json.loads(f.metadata()["boxes"])
-                rows = [(name, "F32", f.get_slice(name).get_shape(), stored[name]) for name in f.keys()]
-            file.update(boxes=boxes_hash(rows), size=(folder / file["path"]).stat().st_size)
+                stored = f.metadata()["boxes"]
+                rows = [(name, "F32", f.get_slice(name).get_shape()) for name in f.keys()]
+            file.update(boxes=boxes_hash(stored, rows), size=(folder / file["path"]).stat().st_size)
     edit_index(folder, lambda d: d.update(files=document["files"]))
     boxes = {file["path"]: file["boxes"] for file in document["files"]}
     save = save_id(Mesh.of(**document["mesh"]), document["extras"], boxes)
