@@ -179,7 +179,9 @@ class NumpyArray:
 
     __slots__ = ("data", "dtype", "fortran", "shape")
 
-    def __init__(self, dtype: str = "", shape: tuple[int, ...] = (), fortran: bool = False, data: bytes | Span = b"") -> None:
+    def __init__(
+        self, dtype: str = "", shape: tuple[int, ...] = (), fortran: bool = False, data: bytes | Span = b""
+    ) -> None:
         self.dtype = dtype
         self.shape = shape
         self.fortran = fortran
@@ -207,13 +209,15 @@ class GlobalUse(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Pickled:
     """One pickle, read. globals: each once, in order of first use. end: bytes from the start of the file to just
-    behind STOP. opcodes: how many were executed. protocol: the PROTO opcode's, 0 without one."""
+    behind STOP. opcodes: how many were executed. protocol: the PROTO opcode's, 0 without one. storages: each torch
+    storage that a persistent id names, once."""
 
     value: Any
     globals: tuple[GlobalUse, ...]
     end: int
     opcodes: int
     protocol: int
+    storages: tuple[StorageRef, ...] = ()
 
     @property
     def unsafe(self) -> tuple[GlobalUse, ...]:
@@ -240,3 +244,50 @@ def as_extras(value: Any) -> Any:
     if isinstance(value, NumpyArray):
         return Opaque("numpy.ndarray", (value.dtype, value.shape, value.fortran, value.data))
     return value
+
+
+class Misuse(Exception):
+    """A builder's or the machine's complaint, raised inside and turned into a CkptError with its place at once.
+
+    code: E036x and E037x become CorruptFile, E042x UnsafeInput.
+    """
+
+    def __init__(self, what: str, code: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.code = code
+
+
+KEY_LIMIT = 65536  # characters
+SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def safe_key(key: Any) -> Any:
+    """`key` as a dict key or set member that can be hashed and compared in little time.
+
+    Scalars, records (by identity) and tuples of at most 64 parts pass; an Opaque becomes a Symbol of its name and
+    scalar arguments; anything else raises Misuse. The bounds matter: hashing a tuple costs its size at each look-up,
+    and hashing one nested a million deep would end the process.
+    """
+    return _safe_part(key, [64])
+
+
+def _safe_part(key: Any, room: list[int]) -> Any:
+    room[0] -= 1
+    kind = type(key)
+    if room[0] < 0:
+        raise Misuse("a dict key has more than 64 parts", "E0369")
+    if kind is str or kind is bytes:
+        if len(key) > KEY_LIMIT:
+            raise Misuse(f"a dict key of {len(key)} characters, want at most {KEY_LIMIT}", "E0369")
+        return key
+    if kind in SCALARS or kind is Record or kind is Symbol or kind is frozenset:
+        return key
+    if kind is tuple:
+        return tuple(_safe_part(item, room) for item in key)
+    if kind is Opaque:
+        plain = all(type(item) in SCALARS for item in key.args)
+        return Symbol(key.name, key.args if plain else (f"object of {len(key.args)} arguments",))
+    if kind is TensorRef:  # `optimizer.state` saved as it is has parameters for keys
+        return key._replace(attributes=None)
+    raise Misuse(f"a {kind.__name__} is no dict key", "E0364")

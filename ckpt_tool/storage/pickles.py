@@ -1,11 +1,39 @@
-"""The inert pickle reader: pickles as data, never as code. (API first; the machine follows.)"""
+"""The inert pickle reader: pickles as data, never as code.
+
+A pickle is a program for a small stack machine whose opcodes may name any function of the reader's process and call it.
+This reader executes the program on plain values only (`pickle_machine`): names are symbols, calls are records, tensors
+are references to storages. It imports nothing that a file names, and the standard `pickle` is never used.
+
+    >>> done = load(b"\\x80\\x02}U\\x04stepK\\x07s.", path="extra.pkl")
+    >>> done.value, done.globals
+    ({'step': 7}, ())
+    >>> bad = load(b"cposix\\nsystem\\n(U\\x04truetR.", path="evil.pt")
+    >>> str(bad.unsafe[0]), bad.unsafe[0].position, bad.unsafe[0].offset, bad.value
+    ('posix.system', 0, 0, Opaque(name='posix.system', args=('true',), state=None))
+
+Every name falls into one of three tiers (`pickle_globals`): understood, kept as a record, unsafe. Unsafe names do not
+stop the reading: `inspect` shows them, every other caller passes the result to `refuse_unsafe`.
+
+Cost: about 0.1 us an opcode; 100,000 chunks of DCP metadata in about a second. Values nest at most 200 deep and, fully
+written out, hold at most 100 million parts, so that no caller meets a billion laughs or a list that holds itself.
+What it does not do: check that a dict key was written once (the last wins, as for every unpickler), follow storages,
+keep NumPy's scalar types.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
+from ckpt_tool.core.extras import Opaque
+from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
+from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
+from ckpt_tool.storage.pickle_machine import Machine
 from ckpt_tool.storage.pickle_values import (
     GlobalUse,
+    MissingField,
+    Misuse,
     NumpyArray,
     OrderedMap,
     Pickled,
@@ -19,29 +47,34 @@ from ckpt_tool.storage.pickle_values import (
 from ckpt_tool.storage.source import Tree
 
 __all__ = [
-    "GlobalUse", "NumpyArray", "OrderedMap", "Pickled", "Record", "Span", "StorageRef", "TensorRef", "WrapperRef",
-    "as_extras", "load", "load_file", "load_many", "refuse_unsafe", "refuse_weight_bearing",
+    "METADATA_OPCODES", "OPCODE_LIMIT", "GlobalUse", "MissingField", "NumpyArray", "OrderedMap", "Pickled", "Record",
+    "Span", "StorageRef", "TensorRef", "WrapperRef", "as_extras", "load", "load_file", "load_many", "refuse_unsafe",
+    "refuse_weight_bearing", "weight_bearing",
 ]  # fmt: skip
 
 OPCODE_LIMIT = 10_000_000  # of one pickle
-METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves: about 100 opcodes a chunk
+METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves: about 80 opcodes a chunk
+DEPTH_LIMIT = 200  # of nested values
+PARTS_LIMIT = 100_000_000  # containers of a value written out in full, shared parts counted each time
+_WINDOW = 1 << 20  # bytes read at a time by load_file
 
 
 def load(
-    data: bytes, *, path: str, member: str | None = None, multi: bool = False, start: int = 0,
+    data: bytes, *, path: str, member: str | None = None, multi: bool = False, origin: int = 0,
     opcodes: int = OPCODE_LIMIT,
 ) -> Pickled:  # fmt: skip
-    """Read one pickle from `data[start:]`.
+    """Read one pickle.
 
     Args:
         path: the file, as messages show it. member: the zip member, for messages.
-        multi: more may follow STOP (legacy torch streams); otherwise trailing bytes are refused (exit 4).
+        multi: more may follow STOP (`Pickled.end` says where); otherwise trailing bytes are refused (exit 4).
+        origin: bytes from the start of the file to data[0], so that offsets are the file's.
         opcodes: limit; pass METADATA_OPCODES for the metadata of large saves.
     Never raises for unsafe globals: they are listed in `.unsafe`; call `refuse_unsafe` unless you are `inspect`.
     Raises CorruptFile (E0360-E0379) with the byte offset and the opcode's number; UnsafeInput (E042x) when the
     stream breaks after it named an unsafe global, or goes on after STOP.
     """
-    raise NotImplementedError
+    return _execute(Machine(data, origin=origin, opcodes=opcodes), path, member, multi=multi)
 
 
 def load_file(
@@ -50,24 +83,239 @@ def load_file(
 ) -> Pickled:  # fmt: skip
     """Read one pickle from bytes [start, start + nbytes) of a file without reading its large byte strings.
 
-    A byte string of `span_from` bytes or more becomes `Span(offset in the file, nbytes)` and is never read, so that
-    a `.pdparams` of many GB costs a few KiB per tensor. path: relative to the tree.
+    A byte string of `span_from` bytes or more becomes `Span(offset in the file, nbytes)` and is never read (a window
+    of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all.
+    path: relative to the tree. Raises as `load` does.
     """
-    raise NotImplementedError
+    size = tree.size(path)
+    end = size if nbytes is None else start + nbytes
+    if not 0 <= start <= end <= size:
+        raise CorruptFile(
+            f"a pickle at bytes {start} to {end} of a file of {size}", code="E0368", path=tree.display(path),
+            offset=min(max(start, 0), size), hint="the file is cut short: compare its size with the source",
+        )  # fmt: skip
+    window = [4096]
+    last = [start]
+
+    def refill(offset: int, wanted: int) -> bytes:
+        # Read far ahead while the stream is dense; start small again behind a span that was jumped over.
+        window[0] = min(window[0] * 4, _WINDOW) if offset - last[0] < 2 * window[0] else 4096
+        last[0] = offset
+        return tree.read(path, offset, min(max(wanted, window[0]), end - offset))
+
+    first = tree.read(path, start, min(1 << 16, end - start))
+    machine = Machine(first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill)
+    return _execute(machine, tree.display(path), None, multi=multi)
 
 
 def load_many(tree: Tree, path: str, count: int, *, start: int = 0) -> list[Pickled]:
-    """`count` pickles back to back from byte `start` of the file (the legacy torch stream has five)."""
-    raise NotImplementedError
+    """`count` pickles back to back from byte `start` of the file (the legacy torch stream has five). More may follow.
+    Raises as `load` does."""
+    found: list[Pickled] = []
+    for _ in range(count):
+        found.append(load_file(tree, path, start=found[-1].end if found else start, multi=True, span_from=0))
+    return found
 
 
 def refuse_unsafe(pickled: Pickled, path: str, *, member: str | None = None) -> None:
     """Raise UnsafeInput E0420 (exit 4) when the pickle names a global of tier 3, with module.name, opcode number and
     byte offset of each. Every caller but `inspect` calls this."""
-    raise NotImplementedError
+    if pickled.unsafe:
+        raise _unsafe(pickled.unsafe, path, member, "")
+
+
+def weight_bearing(value: Any) -> Iterator[Opaque]:
+    """The outermost Opaques inside `value` that hold a tensor or a storage: weights that we can't read."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        if type(item) in _INSIDE:
+            seen.add(id(item))
+        if type(item) is Opaque:
+            if _holds_tensor(item):
+                yield item
+            continue
+        todo.extend(_parts(item))
 
 
 def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None) -> None:
     """Raise when a tensor hangs on something that is not understood: InputError E0374 for torch's sparse, quantised,
-    nested or meta tensors, UnsafeInput E0421 (exit 4) for an object of an unknown class that holds a tensor."""
-    raise NotImplementedError
+    nested or lazily conjugated tensors, UnsafeInput E0421 (exit 4) for an object of a class that we do not know."""
+    found = list(weight_bearing(value))
+    if not found:
+        return
+    names = list(dict.fromkeys(item.name for item in found))
+    foreign = [
+        name for name in names if name not in UNSUPPORTED_TENSORS and not name.startswith("torch._utils._rebuild")
+    ]
+    if foreign:
+        raise UnsafeInput(
+            f"a tensor hangs on an object of class {shown(foreign[0])}: reading it would need that class's code",
+            code="E0421", path=path, place=member, faults=map(shown, foreign[1:]),
+            hint="save plain tensors (state_dict()) with the software that made the file",
+        )  # fmt: skip
+    what = UNSUPPORTED_TENSORS.get(names[0], "a tensor of a quantised, complex32 or lazily conjugated kind")
+    raise InputError(
+        f"the file holds {what} ({names[0]}); only dense tensors with values of their own are read",
+        code="E0374", path=path, place=member, hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj)",
+    )  # fmt: skip
+
+
+# -- execution --------------------------------------------------------------------------------------------------------
+
+
+def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) -> Pickled:
+    collects = gc.isenabled()
+    gc.disable()  # a million new containers would be scanned again and again; nothing here makes garbage in cycles
+    try:
+        value = machine.run()
+        _check_shape(value, machine.count + 1)
+    except Misuse as e:
+        raise _fault(e, machine, path, member) from e
+    finally:
+        if collects:
+            gc.enable()
+    uses = machine.verdicts()
+    end = machine.origin + machine.pos
+    if not multi and end != machine.end:
+        unsafe = [use for use in uses if use.tier == 3]
+        if unsafe:
+            raise _unsafe(unsafe, path, member, f"; and {machine.end - end} bytes follow the pickle's end")
+        raise UnsafeInput(
+            f"{machine.end - end} bytes follow the pickle's end", code="E0422", path=path, offset=end, place=member,
+            hint="a second stream behind the first is how code is hidden; save the file again",
+        )  # fmt: skip
+    return Pickled(value, uses, end, machine.count + 1, machine.protocol, tuple(machine.storages.values()))
+
+
+def _fault(error: Misuse, machine: Machine, path: str, member: str | None) -> CkptError:
+    """The machine's complaint with its place; an unsafe name met before it weighs more (its code would have run)."""
+    unsafe = [use for use in machine.verdicts() if use.tier == 3]
+    if unsafe:
+        return _unsafe(unsafe, path, member, f"; then the stream is broken: {error.what}")
+    kind = UnsafeInput if error.code.startswith("E04") else CorruptFile
+    return kind(
+        error.what,
+        code=error.code,
+        path=path,
+        offset=machine.origin + machine.at,
+        place=", ".join(filter(None, (member, f"opcode {machine.count}"))),
+        hint="the pickle is damaged or was made to break its reader; fetch the file again from its author",
+    )
+
+
+def _unsafe(unsafe: tuple[GlobalUse, ...] | list[GlobalUse], path: str, member: str | None, more: str) -> UnsafeInput:
+    first = unsafe[0]
+    return UnsafeInput(
+        f"the pickle names {shown(str(first))}, which would be code to run (opcode {first.position}){more}",
+        code="E0420",
+        path=path,
+        offset=first.offset,
+        place=", ".join(filter(None, (member, f"opcode {first.position}"))),
+        hint="`ckpt inspect --security` lists every name; get a checkpoint of plain tensors, safetensors best",
+        faults=[f"{shown(str(use))} at byte {use.offset}, opcode {use.position}" for use in unsafe[1:100]],
+    )
+
+
+def shown(text: str) -> str:
+    """Text from a file as one harmless line of at most 200 characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text[:200])
+
+
+# -- the shape of a value ---------------------------------------------------------------------------------------------
+
+_INSIDE = frozenset({list, tuple, dict, OrderedMap, set, frozenset, Opaque, Record, TensorRef, WrapperRef, NumpyArray})
+_PLAIN = frozenset({list, tuple, set, frozenset})
+
+
+def _parts(item: Any) -> Any:
+    """What a container holds (not the parts of those)."""
+    kind = type(item)
+    if kind in _PLAIN:
+        return item
+    if kind is dict:
+        return (*item, *item.values())
+    if kind is OrderedMap:
+        return (*item, *item.values(), item.attributes)
+    if kind is Record or kind is Opaque:
+        return (item.args, item.state)
+    if kind is TensorRef:
+        return (item.attributes,)
+    if kind is WrapperRef:
+        return (item.local, item.spec, item.state)
+    return ()
+
+
+def _holds_tensor(value: Any) -> bool:
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        kind = type(item)
+        if kind is TensorRef or kind is StorageRef or kind is WrapperRef:
+            return True
+        if kind in _INSIDE and id(item) not in seen:
+            seen.add(id(item))
+            todo.extend(_parts(item))
+    return False
+
+
+def _check_shape(value: Any, opcodes: int) -> None:
+    """Raise Misuse E0370 when the value holds itself, nests too deep or would be huge written out.
+
+    Level by level through containers alone. A value without sharing has no more containers than opcodes; one that
+    shares gets the exact count instead.
+    """
+    budget = 2 * opcodes + 1000
+    level, depth = ([value] if type(value) in _INSIDE else []), 0
+    while level:
+        depth += 1
+        budget -= len(level)
+        if depth > DEPTH_LIMIT or budget < 0:
+            _check_shared(value)
+            return
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is dict:
+                below += [part for part in item.values() if type(part) in _INSIDE]
+                below += [part for part in item if type(part) is tuple]
+            elif kind is Record:
+                if item.state is not None:
+                    below.append(item.state)
+                if item.args:
+                    below.append(item.args)
+            else:
+                below += [part for part in _parts(item) if type(part) in _INSIDE]
+        level = below
+
+
+def _check_shared(value: Any) -> None:
+    """The exact check, each container once: depth and size of the value written out, cycles included."""
+    size: dict[int, int] = {}
+    depth: dict[int, int] = {}
+    todo: list[tuple[Any, bool]] = [(value, False)]
+    while todo:
+        item, done = todo.pop()
+        key = id(item)
+        parts = [part for part in _parts(item) if type(part) in _INSIDE]
+        if not done:
+            if key in depth:
+                continue
+            depth[key] = 0  # open: meeting it again below means that it holds itself
+            todo.append((item, True))
+            for part in parts:
+                if depth.get(id(part)) == 0:
+                    raise Misuse(f"a {type(part).__name__} holds itself", "E0370")
+                if id(part) not in depth:
+                    todo.append((part, False))
+            continue
+        depth[key] = 1 + max((depth[id(part)] for part in parts), default=0)
+        size[key] = 1 + sum(size[id(part)] for part in parts)
+        if depth[key] > DEPTH_LIMIT:
+            raise Misuse(f"values nest more than {DEPTH_LIMIT} deep", "E0370")
+        if size[key] > PARTS_LIMIT:
+            raise Misuse(f"written out in full the value has more than {PARTS_LIMIT} parts", "E0370")

@@ -1,0 +1,469 @@
+"""The pickle machine: executes opcodes on inert values. One interpreter parses and builds, so there is no scanner
+that could see another program than the loader.
+
+The idea: the stack holds plain data; a GLOBAL pushes a `Symbol`, a name without power; REDUCE looks the name up in the
+table of builders (`pickle_builders`) or makes an Opaque record. The loop below runs the frequent opcodes inline,
+`pickle_opcodes.HANDLERS` the rest.
+
+    >>> machine = Machine(b"\\x80\\x02c__builtin__\\neval\\nU\\x011\\x85R.", origin=0)
+    >>> machine.run(), machine.uses[0].tier            # a record of the call that did not happen
+    (Opaque(name='builtins.eval', args=('1',), state=None), 3)
+
+Cost: about 0.1 us an opcode; DCP writes about 80 opcodes a chunk, so 100,000 chunks read in about a second.
+Limits: opcodes in all, 1000 open marks, 10,000 distinct names, 256 MB a string, 255 bytes an integer; a length is
+checked against the file before anything is read or made, and what builders copy is bounded by the stream's own length,
+so that naming one long list again and again gains nothing.
+Source of the opcodes: CPython 3.13 `pickle.py`, `pickletools.py`, PEP 3154, PEP 574.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.storage.pickle_builders import BUILDERS, COPYING, enum_member
+from ckpt_tool.storage.pickle_globals import ENUMS, GETATTR, RECORDS, canonical, full_name, function_like, tier
+from ckpt_tool.storage.pickle_numpy import set_array_state, set_dtype_state
+from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, NumpyArray, OrderedMap, Record, StorageRef, safe_key
+
+MARK_LIMIT = 1000
+NAME_LIMIT = 10_000  # distinct globals of one pickle
+BYTES_LIMIT = 256 << 20  # bytes of one string
+_BININT = struct.Struct("<i").unpack_from
+_LONG_INDEX = struct.Struct("<I").unpack_from
+
+
+class MoreWanted(Exception):
+    """The window ends inside an opcode's argument: `nbytes` are wanted from the opcode's start."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class Machine:
+    """One pickle's execution.
+
+    data: the stream, or a window of it that `refill(offset, nbytes)` replaces. origin: offset (bytes, in the file) of
+    data[0]. end: offset (bytes, in the file) where the stream may end at most. span_from: byte strings at least this
+    long become Spans; 0: none do.
+    """
+
+    __slots__ = (
+        "at", "condemned", "copies", "count", "data", "end", "good_getattr", "items", "memo", "meta", "opcodes",
+        "origin", "pos", "protocol", "refill", "size", "span_from", "stack", "stopped", "storages", "symbols", "tiers", "uses",
+    )  # fmt: skip
+
+    def __init__(
+        self, data: bytes, *, origin: int, end: int | None = None, opcodes: int = 10_000_000, span_from: int = 0,
+        refill: Callable[[int, int], bytes] | None = None,
+    ) -> None:  # fmt: skip
+        self.data = data
+        self.origin = origin
+        self.end = origin + len(data) if end is None else end
+        self.opcodes = opcodes
+        self.span_from = span_from
+        self.refill = refill
+        self.protocol = 0
+        self.count = 0  # number of the opcode being executed, from 0
+        self.at = 0  # its index in data
+        self.pos = 0
+        self.stopped = False
+        self.stack: list[Any] = []
+        self.meta: list[list[Any]] = []
+        self.memo: list[Any] = []
+        self.symbols: dict[tuple[str, str], Symbol] = {}
+        self.storages: dict[str, StorageRef] = {}  # by key
+        self.size: Symbol | None = None  # the symbol of torch.Size
+        self.uses: list[GlobalUse] = []
+        self.tiers: dict[str, int] = {}  # by full name, of the names used
+        self.condemned: set[str] = set()  # full names whose use turned out to be unsafe
+        self.copies = (1 << 20) + self.end - origin  # elements or bytes that builders may still copy
+        self.items: dict[int, tuple[Opaque, Any]] = {}  # id of an Opaque -> (it, its list, dict or set items)
+        self.good_getattr: bool | None = None  # None: never called; False: called on something else than an enum
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """Execute to STOP and return the value. Raises Misuse with `at` and `count` telling where."""
+        while not self.stopped:
+            try:
+                self._loop()
+            except (IndexError, struct.error, MoreWanted) as e:
+                self._more_or_fail(e)
+            except (UnicodeDecodeError, ValueError) as e:
+                raise Misuse(f"malformed argument: {e}", "E0363") from e
+        if not self.stack:
+            raise Misuse("STOP with an empty stack", "E0363")
+        return self.stack.pop()
+
+    def _more_or_fail(self, error: Exception) -> None:
+        """Move the window on to the current opcode, unless it reached that far already: then the stream is broken."""
+        start = self.origin + self.at
+        wanted = error.nbytes if isinstance(error, MoreWanted) else 16
+        have = len(self.data) - self.at
+        if self.refill is not None and have < wanted and have < self.end - start:
+            self.data = self.refill(start, min(wanted, self.end - start))
+            self.origin, self.pos, self.at = start, 0, 0
+            return
+        if isinstance(error, MoreWanted):
+            raise Misuse(
+                f"an argument wants {error.nbytes} bytes, but {max(self.end - start, 0)} are left", "E0368"
+            ) from error
+        if self.at >= len(self.data) or isinstance(error, struct.error):
+            raise Misuse("the pickle ends without STOP", "E0360") from error
+        raise Misuse("an opcode finds too few objects, or no such memo entry", "E0363") from error
+
+    def _loop(self) -> None:
+        from ckpt_tool.storage.pickle_opcodes import HANDLERS
+
+        data, pos, meta, memo = self.data, self.pos, self.meta, self.memo
+        stack = self.stack
+        push, remember = stack.append, memo.append
+        builders, records, torch_size = BUILDERS, RECORDS, BUILDERS["torch.Size"]
+        count, at = self.count, self.at
+        extra = 0  # opcodes beyond one a turn, where a common run of them is taken in one step
+        starts = data.startswith
+        try:
+            for count in range(self.count, self.opcodes):
+                at = pos
+                op = data[pos]
+                pos += 1
+                if op >= 0x80:
+                    if op == 0x94:  # MEMOIZE
+                        remember(stack[-1])
+                        continue
+                    if op == 0x85 or op == 0x86:  # TUPLE1, TUPLE2
+                        last = stack.pop()
+                        inner = (last,) if op == 0x85 else (stack.pop(), last)
+                        # torch.Size((a, b)), as protocol 4 spells it: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
+                        if starts(b"\x94\x85\x94R\x94", pos) and stack and stack[-1] is self.size:
+                            args = (inner,)
+                            stack[-1] = made = torch_size(args)
+                            memo += (inner, args, made)
+                            pos += 5
+                            extra += 5
+                        else:
+                            push(inner)
+                        continue
+                    if op == 0x8C:  # SHORT_BINUNICODE
+                        end = pos + 1 + data[pos]
+                        if end > len(data):
+                            raise MoreWanted(end - at)
+                        push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
+                        pos = end
+                        continue
+                    if op == 0x81:  # NEWOBJ
+                        args = stack.pop()
+                        made = stack[-1]
+                        if args == () and type(made) is Symbol and made.name in records and not made.args:
+                            stack[-1] = Record(made.name)
+                        else:
+                            stack[-1] = self.call(made, args)
+                        continue
+                    if op == 0x89:  # NEWFALSE
+                        push(False)
+                        continue
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[_LONG_INDEX(data, pos)[0]])
+                    pos += 4
+                    continue
+                elif op == 0x68:  # BINGET
+                    push(memo[data[pos]])
+                    pos += 1
+                    continue
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                    continue
+                elif op == 0x28:  # MARK
+                    if len(meta) >= MARK_LIMIT:
+                        raise Misuse(f"more than {MARK_LIMIT} nested marks", "E0369")
+                    meta.append(stack)
+                    stack = []
+                    push = stack.append
+                    continue
+                elif op == 0x29:  # EMPTY_TUPLE
+                    # Class() with a state: NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
+                    if starts(b"\x81\x94}\x94(", pos) and stack and len(meta) < MARK_LIMIT:
+                        made = stack[-1]
+                        if type(made) is Symbol and made.name in records and not made.args:
+                            stack[-1] = made = Record(made.name)
+                            fields: dict[Any, Any] = {}
+                            push(fields)
+                            memo += (made, fields)
+                            meta.append(stack)
+                            stack = []
+                            push = stack.append
+                            pos += 5
+                            extra += 5
+                            continue
+                    push(())
+                    continue
+                elif op == 0x7D:  # EMPTY_DICT
+                    push({})
+                    continue
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    made = stack[-1]
+                    if type(made) is Record and made.state is None and type(state) is dict:
+                        made.state = state
+                    else:
+                        self.build(made, state)
+                    continue
+                elif op == 0x75:  # SETITEMS
+                    items = stack
+                    stack = meta.pop()
+                    push = stack.append
+                    if len(items) % 2:
+                        raise Misuse("SETITEMS with a key and no value", "E0363")
+                    target = stack[-1]
+                    if type(target) is not dict:
+                        target = self.dict_of(target)
+                    for i in range(0, len(items), 2):
+                        key = items[i]
+                        target[key if type(key) is str and len(key) < 4096 else safe_key(key)] = items[i + 1]
+                    continue
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    made = stack[-1]
+                    build = builders.get(made.name) if type(made) is Symbol else None
+                    if build is None or made.args or type(args) is not tuple:
+                        stack[-1] = self.call(made, args)
+                    else:
+                        stack[-1] = build(args)
+                    continue
+                elif op == 0x61:  # APPEND
+                    last = stack.pop()
+                    target = stack[-1]
+                    (target if type(target) is list else self.list_of(target)).append(last)
+                    continue
+                elif op == 0x5D:  # EMPTY_LIST
+                    push([])
+                    continue
+                elif op == 0x4D:  # BININT2
+                    push(data[pos] | data[pos + 1] << 8)
+                    pos += 2
+                    continue
+                elif op == 0x74:  # TUPLE
+                    made = tuple(stack)
+                    stack = meta.pop()
+                    push = stack.append
+                    push(made)
+                    continue
+                elif op == 0x58:  # BINUNICODE
+                    end = pos + 4 + _LONG_INDEX(data, pos)[0]
+                    if end > len(data):
+                        self.fits(end - at, at)
+                    push(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
+                    pos = end
+                    continue
+                elif op == 0x71 or op == 0x72:  # BINPUT, LONG_BINPUT
+                    index = data[pos] if op == 0x71 else _LONG_INDEX(data, pos)[0]
+                    pos += 1 if op == 0x71 else 4
+                    if index == len(memo):
+                        remember(stack[-1])
+                    else:
+                        self.put(index, stack[-1])
+                    continue
+                elif op == 0x4A:  # BININT
+                    push(_BININT(data, pos)[0])
+                    pos += 4
+                    continue
+                self.stack, self.at, self.count = stack, at, count + extra
+                pos = HANDLERS[op](self, pos)
+                if self.stopped:
+                    return
+                stack = self.stack
+                push = stack.append
+            raise Misuse(f"more than {self.opcodes} opcodes", "E0369")
+        finally:
+            self.stack, self.at, self.pos, self.count = stack, at, pos, count + extra
+
+    # -- what opcodes do ----------------------------------------------------------------------------------------------
+
+    def fits(self, nbytes: int, at: int, limit: int = BYTES_LIMIT + 16) -> None:
+        """Raise unless the opcode at data[at], `nbytes` long with its argument, lies in the window; Misuse when it
+        can't ever: beyond the end of the stream, or too long."""
+        if nbytes > self.end - self.origin - at:
+            raise Misuse(f"an argument wants {nbytes} bytes, but {self.end - self.origin - at} are left", "E0368")
+        if nbytes > limit:
+            raise Misuse(f"an argument of {nbytes} bytes, want at most {limit}", "E0369")
+        if at + nbytes > len(self.data):
+            raise MoreWanted(nbytes)
+
+    def put(self, index: int, value: Any) -> None:
+        """Memo entry `index`. Picklers number from 0 (Python 2's C pickler from 1), so a jump is a fault: a list that
+        reaches up to a stated index would be an allocation by a number in the file."""
+        memo = self.memo
+        if index > len(memo) + 1 or index < 0:
+            raise Misuse(f"memo index {index} after {len(memo)} entries", "E0367")
+        if index > len(memo):
+            memo.append(None)
+        if index == len(memo):
+            memo.append(value)
+        else:
+            memo[index] = value
+
+    def name(self, module: Any, name: Any) -> Symbol:
+        """The symbol of a global; its first use is recorded with its tier."""
+        if type(module) is not str or type(name) is not str:
+            raise Misuse("a global's name is no text", "E0363")
+        symbol = self.symbols.get((module, name))
+        if symbol is None:
+            if len(self.symbols) >= NAME_LIMIT:
+                raise Misuse(f"more than {NAME_LIMIT} names", "E0369")
+            known = canonical(module, name, self.protocol)
+            symbol = self.symbols[module, name] = Symbol(full_name(*known))
+            if known == ("torch", "Size"):
+                self.size = symbol
+            self.tiers[symbol.name] = tier(*known)
+            self.uses.append(GlobalUse(module, name, self.count, self.origin + self.at, self.tiers[symbol.name]))
+        return symbol
+
+    def verdicts(self) -> tuple[GlobalUse, ...]:
+        """The uses with what the calls showed: a condemned name is unsafe, `getattr` is harmless when it was called on
+        enum members alone."""
+        found = []
+        for use in self.uses:
+            full = self.symbols[use.module, use.name].name
+            if full in self.condemned:
+                use = use._replace(tier=3)
+            elif full == GETATTR and self.good_getattr:
+                use = use._replace(tier=1)
+            found.append(use)
+        return tuple(found)
+
+    def charge(self, nitems: int) -> None:
+        """Account for a copy of `nitems` elements or bytes: honest pickles copy what the stream spelt out, once."""
+        self.copies -= nitems
+        if self.copies < 0:
+            raise Misuse("values are copied again and again", "E0370")
+
+    def call(self, made: Any, args: Any) -> Any:
+        """What a call of `made` with `args` stands for. Nothing is called but our own builders."""
+        if type(args) is not tuple:
+            raise Misuse(f"a call's arguments are {type(args).__name__}, not a tuple", "E0363")
+        if type(made) is Opaque:  # an instance that would be called: whatever that does, it is code
+            self.condemned.add(made.name)
+            return Opaque(made.name, args)
+        if type(made) is not Symbol or made.args:
+            raise Misuse(f"calls a {type(made).__name__}", "E0363")
+        name = made.name
+        build = BUILDERS.get(name) or COPYING.get(name)
+        if build is not None:
+            if name in COPYING:
+                self.charge(sum(len(arg) for arg in args[:3] if hasattr(arg, "__len__")))
+            try:
+                return build(args)
+            except Misuse as e:
+                if e.code != "E0420":
+                    raise
+                self.condemned.add(name)  # `_codecs.encode` with another codec
+                return Opaque(name, args)
+        if name in RECORDS:
+            return Record(name, args, dict(zip(RECORDS[name], args, strict=False)) if args else None)
+        if name in ENUMS and len(args) == 1:
+            return enum_member(name, args[0])
+        if name == GETATTR:
+            return self._getattr(args)
+        if name.startswith("copyreg.") and len(args) > 1:
+            return self._copyreg(name, args)
+        if name == "builtins.type" or (function_like(name) and self.tiers.get(name, 2) == 2):
+            self.condemned.add(name)
+        return Opaque(name, args)
+
+    def _copyreg(self, name: str, args: tuple[Any, ...]) -> Any:
+        """The constructors that protocols 0 and 1 spell as functions: `_reconstructor(class, base, state)` and
+        `__newobj__(class, *args)`, `__newobj_ex__(class, args, kwargs)`."""
+        self.charge(len(args))
+        if name == "copyreg._reconstructor" and len(args) == 3:
+            return self.call(args[0], () if args[2] is None else (args[2],))
+        if name == "copyreg.__newobj_ex__" and len(args) == 3 and type(args[1]) is tuple:
+            return self.call(args[0], (*args[1], args[2]) if args[2] else args[1])
+        if name == "copyreg.__newobj__":
+            return self.call(args[0], args[1:])
+        raise Misuse(f"bad arguments of {name}", "E0363")
+
+    def _getattr(self, args: tuple[Any, ...]) -> Any:
+        """`getattr(Enum, "MEMBER")`, as Python 3.11 pickled enums; anything else is unsafe."""
+        if len(args) == 2 and type(args[0]) is Symbol and not args[0].args and args[0].name in ENUMS:
+            member = args[1]
+            if type(member) is str and member.isidentifier() and not member.startswith("_"):
+                if self.good_getattr is None:
+                    self.good_getattr = True
+                return enum_member(args[0].name, member)
+        self.good_getattr = False
+        return Opaque(GETATTR, args)
+
+    def build(self, made: Any, state: Any) -> None:
+        """BUILD: the object's state, on records alone."""
+        kind = type(made)
+        if kind is Record:
+            fields = _fields_of(made, state)
+            self.charge(len(fields) + len(made.state or ()))
+            made.state = {**(made.state or {}), **fields}
+        elif kind is Opaque:
+            if isinstance(made.state, dict) and isinstance(state, dict):
+                self.charge(len(state) + len(made.state))
+                state = {**made.state, **state}
+            object.__setattr__(made, "state", state)  # filled in place: the memo holds the object already
+        elif kind is NumpyArray:
+            if type(state) is tuple and state and type(state[-1]) is str:
+                self.charge(len(state[-1]))
+            set_array_state(made, state)
+        elif kind is OrderedMap:
+            made.attributes = state
+        elif kind is Symbol and made.name == "numpy.dtype" and made.args:
+            set_dtype_state(made, state)
+        else:
+            raise Misuse(f"BUILD sets the state of a {made.name if kind is Symbol else kind.__name__}", "E0365")
+
+    def dict_of(self, target: Any) -> dict[Any, Any]:
+        """What SETITEM(S) may write to: a dict, or the items of an object of an unknown class."""
+        if isinstance(target, dict):
+            return target
+        made = self._items_of(target, dict, "SETITEM")
+        return made  # type: ignore[no-any-return]
+
+    def list_of(self, target: Any) -> list[Any]:
+        """What APPEND(S) may write to."""
+        if type(target) is list:
+            return target
+        made = self._items_of(target, list, "APPEND")
+        return made  # type: ignore[no-any-return]
+
+    def set_of(self, target: Any) -> set[Any]:
+        """What ADDITEMS may write to."""
+        if type(target) is set:
+            return target
+        made = self._items_of(target, set, "ADDITEMS")
+        return made  # type: ignore[no-any-return]
+
+    def _items_of(self, target: Any, kind: type, opcode: str) -> Any:
+        """The items of a subclass of list, dict or set: the last of the Opaque's arguments."""
+        if type(target) is not Opaque:
+            raise Misuse(f"{opcode} on a {type(target).__name__}", "E0364")
+        _, items = self.items.get(id(target), (None, None))
+        if items is None:
+            self.charge(len(target.args))
+            items = kind()
+            self.items[id(target)] = (target, items)
+            object.__setattr__(target, "args", (*target.args, items))
+        if type(items) is not kind:
+            raise Misuse(f"{opcode} on an object that holds a {type(items).__name__}", "E0364")
+        return items
+
+
+def _fields_of(made: Record, state: Any) -> dict[str, Any]:
+    """A record's state as fields: a dict, a tuple in the class's order, or a pair (dict, dict of slots)."""
+    if isinstance(state, dict):
+        return state
+    if type(state) is tuple and len(state) == 2 and type(state[1]) is dict and (not state[0] or type(state[0]) is dict):
+        return {**(state[0] or {}), **state[1]}
+    names = RECORDS[made.name]
+    if type(state) is tuple and len(state) <= len(names):
+        return dict(zip(names, state, strict=False))
+    raise Misuse(f"state of a {made.name} is malformed", "E0365")
