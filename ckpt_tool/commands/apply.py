@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ckpt_tool.commands.carry_out import execute
 from ckpt_tool.commands.options import Writing
-from ckpt_tool.commands.write import execute
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import SourceChanged, StorageError, UsageError, wrap_os_error
 from ckpt_tool.plan.plan import Plan
+from ckpt_tool.storage.destination import check_destination, check_space
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.staging import check_destination, check_space
 
 PLAN_LIMIT = 4 << 30  # bytes
 

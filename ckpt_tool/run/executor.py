@@ -16,9 +16,8 @@ import os
 import resource
 import threading
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ import numpy as np
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, InputError, Interrupted, SourceChanged, UnsafeInput, wrap_os_error
+from ckpt_tool.errors import CkptError, InputError, Interrupted, SourceChanged, UnsafeInput
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import Bytes, Reader, Sources, StagedFiles, Writer
-from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Walk, read_back
 from ckpt_tool.storage.source import Tree
@@ -178,7 +178,7 @@ class Executor:
             fd = staging.create(file.path, file.size)
             try:
                 for offset, data in file.literals:
-                    _pwrite(fd, data, offset, file.path)
+                    write_all(fd, data, offset, file.path)
             finally:
                 os.close(fd)
 
@@ -334,133 +334,22 @@ class Executor:
                 faults=[f"{key}: {count} values" for key, count in overflows.items()],
             )  # fmt: skip
         if self.hashing:
-            self._check_records(state)
-        self._copy_sidefiles(staging)
-        self._patch(staging, state, list(digests_out.values()))
+            check_records(self.plan, self.sources, state.source_pieces)
+        copy_sidefiles(self.plan, self.sources, staging)
+        fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
         if self.check is not None:
             self.check(staging.path, *((digests_out, digests) if self.hashing else ({}, {})))
         self._check_sources()
         if self._fsync:
-            self._sync(staging)
+            sync_all(staging, self._names)
         staging.commit(single=self.plan.single)
         if not self.hashing:
             digests = digests_out = {}
         return Result(digests, digests_out, overflows, committed=True)
 
-    def _check_records(self, state: _State) -> None:
-        """Every checksummed record that was read must have its CRC; parts that were not read are read now."""
-        faults = []
-        by_file = {file: sorted(pieces) for file, pieces in state.source_pieces.items()}
-        reader = Reader(self.sources, 2, {})
-        try:
-            for record in self.plan.records:
-                pieces = _within(by_file.get(record.file, []), record.offset, record.offset + record.nbytes)
-                read = partial(reader.chunks, record.file)
-                have = join(record.offset, record.offset + record.nbytes, pieces, read)
-                if have != record.crc:
-                    faults.append((record, have))
-        finally:
-            reader.close()
-        if faults:
-            record, have = faults[0]
-            raise CorruptFile(
-                f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
-                code="E0351", path=self.sources.shown(record.file), offset=record.offset,
-                hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
-                faults=[f"{self.sources.shown(r.file)} at byte {r.offset}: want {r.crc:08x}, got {h:08x}" for r, h in faults[1:]],
-            )  # fmt: skip
-
-    def _copy_sidefiles(self, staging: Staging) -> None:
-        for number, file in enumerate(self.plan.outputs):
-            if file.copy_of is None:
-                continue
-            source = next(i for i, candidate in enumerate(self.plan.sources) if candidate.path == file.copy_of)
-            reader, fd = Reader(self.sources, 1, {}), staging.open(self._names[number])
-            try:
-                offset = 0
-                for data in reader.chunks(source, 0, file.size):
-                    _pwrite(fd, data, offset, file.path)
-                    offset += len(data)
-            finally:
-                os.close(fd)
-                reader.close()
-
-    def _patch(self, staging: Staging, state: _State, digests: Sequence[str]) -> None:
-        """Fill the holes: CRCs of written records, digests of tensors."""
-        for number, (file, arrays) in enumerate(zip(self.plan.outputs, self.plan.arrays, strict=True)):
-            if not file.patches:
-                continue
-            fd = staging.open(file.path)
-            try:
-                pieces = sorted(state.output_pieces.get(number, ()))
-                crcs: dict[int, int] = {}
-                for patch in file.patches:
-                    if patch.kind == "digest":
-                        _pwrite(fd, digests[patch.of].encode() if self.hashing else b"-" * 32, patch.offset, file.path)
-                        continue
-                    if patch.of not in crcs:
-                        offset, nbytes = arrays[patch.of]
-                        own = _within(pieces, offset, offset + nbytes)
-                        crcs[patch.of] = join(offset, offset + nbytes, own, partial(_pread_chunks, fd))
-                    _pwrite(fd, crcs[patch.of].to_bytes(4, "little"), patch.offset, file.path)
-            finally:
-                os.close(fd)
-
-    def _sync(self, staging: Staging) -> None:
-        """fsync every file, by a few threads: the disk takes them together."""
-        names, failures = list(self._names), list[BaseException]()
-
-        def sync_some() -> None:
-            while names and not failures:
-                try:
-                    staging.sync(names.pop())
-                except IndexError:
-                    return
-                except CkptError as e:
-                    failures.append(e)
-
-        threads = [threading.Thread(target=sync_some) for _ in range(min(4, len(names)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-
 
 def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:
     return root(dtype, move.shape, b"".join(leaves[first] for first in sorted(leaves)))
-
-
-def _within(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    from bisect import bisect_left
-
-    low = bisect_left(pieces, Piece(start, 0, 0))
-    found = []
-    for piece in pieces[low:]:
-        if piece.start >= stop:
-            break
-        if piece.stop <= stop:
-            found.append(piece)
-    return found
-
-
-def _pread_chunks(fd: int, offset: int, nbytes: int) -> Iterable[bytes]:
-    while nbytes:
-        data = os.pread(fd, min(nbytes, 1 << 18), offset)
-        yield data
-        offset += len(data)
-        nbytes -= len(data)
-
-
-def _pwrite(fd: int, data: bytes, offset: int, name: str) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            n = os.pwrite(fd, view, offset)
-        except OSError as e:
-            raise wrap_os_error(e, name, "writing", offset=offset) from e
-        view, offset = view[n:], offset + n
 
 
 def _fd_room(threads: int) -> int:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, InputError, StorageError
+from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
 from ckpt_tool.run.blocks import Bytes, Reader, Sources
-from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.checksum import Piece
+from ckpt_tool.run.closing import record_faults
 from ckpt_tool.run.digest import LeafStream, root
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -105,7 +105,10 @@ def walk(
             worker.join(0.2)
     if errors:
         raise errors[0]
-    _check_records(source, pieces, on_fault)
+    for fault in record_faults(source.records, source.files, pieces):
+        if on_fault is None:
+            raise fault
+        on_fault(fault)
 
 
 def _read_one(
@@ -136,28 +139,6 @@ def _read_one(
 
 def _first_byte(move: Move) -> tuple[int, int]:
     return min(((region.file, region.offset) for region in move.sources), default=(0, 0))
-
-
-def _check_records(
-    source: Readable, pieces: dict[int, list[Piece]], on_fault: Callable[[CkptError], None] | None
-) -> None:
-    reader = Reader(source.files, 2, {})
-    try:
-        for record in source.records:
-            stop = record.offset + record.nbytes
-            own = [p for p in pieces.get(record.file, ()) if record.offset <= p.start and p.stop <= stop]
-            have = join(record.offset, stop, own, partial(reader.chunks, record.file))
-            if have != record.crc:
-                fault = CorruptFile(
-                    f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
-                    code="E0351", path=source.files.shown(record.file), offset=record.offset,
-                    hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
-                )  # fmt: skip
-                if on_fault is None:
-                    raise fault
-                on_fault(fault)
-    finally:
-        reader.close()
 
 
 def digests_of(

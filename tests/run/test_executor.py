@@ -22,8 +22,8 @@ from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import Stored, build_moves
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor
+from ckpt_tool.storage.destination import staging_path
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.staging import staging_path
 
 
 def cut(rng, shape):

@@ -1,0 +1,101 @@
+"""Carrying a plan out: save it, run it, read back what was staged before it is committed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import CorruptFile, InternalError, OutputExists, StorageError, wrap_os_error
+from ckpt_tool.formats import registry
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.storage.source import Tree
+
+
+def save_plan(plan: Plan, path: str) -> None:
+    """Write the plan as one JSON file. Raises StorageError."""
+    text = json.dumps(plan.to_json(), separators=(",", ":"))
+    try:
+        with open(path, "x", encoding="utf-8") as f:
+            f.write(text)
+    except FileExistsError as e:
+        raise OutputExists(f"{path} exists", code="E0506", path=path, hint="choose another name for the plan") from e
+    except OSError as e:
+        raise wrap_os_error(e, path, "writing the plan") from e
+
+
+def execute(
+    plan: Plan,
+    trees: Mapping[str, Tree],
+    writing: Writing,
+    progress: Progress,
+    *,
+    recorded: Mapping[TensorKey, str] | None = None,
+    part: tuple[int, int] | None = None,
+) -> dict[TensorKey, int] | None:
+    """Run the plan, check what was staged, commit. Returns the overflows of lossy casts; None when other parts of the
+    plan are still to be run.
+
+    recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
+    """
+    from ckpt_tool.run.executor import Executor
+
+    def check(staged: Path, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
+        _check_recorded(source, recorded or {})
+        _check_staged(staged, plan, digests, full=writing.verify == "full", threads=writing.threads)
+
+    executor = Executor(
+        plan,
+        dict(trees),
+        threads=writing.threads,
+        memory=writing.memory,
+        verify=writing.verify,
+        resume=writing.resume,
+        force=writing.force,
+        fsync=getattr(writing, "fsync", True),
+        allow_lossy=writing.allow_lossy,
+        part=part,
+        progress=progress,
+        check=check,
+    )
+    result = executor.run()
+    return result.overflows if result.committed else None
+
+
+def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKey, str]) -> None:
+    wrong = [key for key, digest in digests.items() if recorded.get(key, digest) != digest]
+    if wrong:
+        raise CorruptFile(
+            "the values do not have the digest that the source recorded for them", code="E0352", key=str(wrong[0]),
+            hint="the source was damaged after it was written: restore it", faults=[str(key) for key in wrong[1:]],
+        )  # fmt: skip
+
+
+def _check_staged(
+    staged: Path, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
+) -> None:
+    """Read the staged output's headers back through its own reader; with `full` its values too."""
+    tree = Tree(staged / plan.single if plan.single else staged)
+    catalog = registry.by_name(plan.format).read(tree, {})
+    catalog.check()
+    have = {TensorKey(row.name, row.state): (row.shape, row.dtype) for row in catalog.rows()}
+    want = {move.key: (move.shape, move.dtype_out) for move in plan.moves}
+    wrong = [key for key in {**want, **have} if have.get(key) != want.get(key)]
+    if wrong:
+        raise InternalError(
+            f"the staged output does not read back as planned: {wrong[0]}: {have.get(wrong[0])}, want {want.get(wrong[0])}",
+            hint="please report this; nothing was committed",
+        )  # fmt: skip
+    if full and digests:
+        from ckpt_tool.run.scan import digests_of
+
+        again = digests_of(catalog, tree, threads=threads)
+        for key, digest in digests.items():
+            if again[key] != digest:
+                raise StorageError(
+                    "the values read back differ from those written", code="E0709", path=staged, key=str(key),
+                    hint="the disk or the memory of this machine fails",
+                )  # fmt: skip

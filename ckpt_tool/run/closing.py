@@ -1,0 +1,150 @@
+"""Closing a run: what is done once all values have moved and before the output is committed.
+
+Record checksums of the sources are settled, side files copied, holes filled (CRCs, digests), every file fsynced.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from ckpt_tool.core.target import DIGEST_CHARS
+from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
+from ckpt_tool.plan.plan import Plan, Record
+from ckpt_tool.run.blocks import Files, Reader, Sources
+from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.storage.staging import Staging
+
+
+def record_faults(
+    records: Sequence[Record], files: Files, pieces: Mapping[int, Sequence[Piece]]
+) -> Iterator[CorruptFile]:
+    """A fault for every checksummed record whose bytes have another CRC-32; parts nobody read are read now.
+
+    pieces: source file -> the CRCs of the runs that passed by.
+    """
+    by_file = {file: sorted(found) for file, found in pieces.items()}
+    reader = Reader(files, 2, {})
+    try:
+        for record in records:
+            stop = record.offset + record.nbytes
+            own = within(by_file.get(record.file, []), record.offset, stop)
+            have = join(record.offset, stop, own, partial(reader.chunks, record.file))
+            if have != record.crc:
+                yield CorruptFile(
+                    f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
+                    code="E0351",
+                    path=files.shown(record.file),
+                    offset=record.offset,
+                    hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
+                )
+    finally:
+        reader.close()
+
+
+def check_records(plan: Plan, sources: Sources, pieces: Mapping[int, Sequence[Piece]]) -> None:
+    """Raise CorruptFile naming every damaged record that the plan reads."""
+    faults = list(record_faults(plan.records, sources, pieces))
+    if faults:
+        first = faults[0]
+        first.faults = tuple(f"{fault.path} at byte {fault.offset}: {fault.message}" for fault in faults[1:])
+        raise first
+
+
+def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
+    """Copy the files that the target takes over byte for byte."""
+    numbers = {file.path: number for number, file in reversed(list(enumerate(plan.sources)))}
+    for file in plan.outputs:
+        if file.copy_of is None:
+            continue
+        reader, fd = Reader(sources, 1, {}), staging.open(file.path)
+        try:
+            offset = 0
+            for data in reader.chunks(numbers[file.copy_of], 0, file.size):
+                write_all(fd, data, offset, file.path)
+                offset += len(data)
+        finally:
+            os.close(fd)
+            reader.close()
+
+
+def fill_patches(
+    plan: Plan, staging: Staging, pieces: Mapping[int, Sequence[Piece]], digests: Sequence[str] | None
+) -> None:
+    """Fill the holes of the outputs: CRCs of written records, digests of tensors (None: they were not taken).
+
+    pieces: output file -> the CRCs of the runs written; what is missing (a resumed run) is read back.
+    """
+    for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True)):
+        if not file.patches:
+            continue
+        fd, written = staging.open(file.path), sorted(pieces.get(number, ()))
+        try:
+            crcs: dict[int, int] = {}
+            for patch in file.patches:
+                if patch.kind == "digest":
+                    text = digests[patch.of] if digests is not None else "-" * DIGEST_CHARS
+                    write_all(fd, text.encode(), patch.offset, file.path)
+                    continue
+                if patch.of not in crcs:
+                    offset, nbytes = arrays[patch.of]
+                    own = within(written, offset, offset + nbytes)
+                    crcs[patch.of] = join(offset, offset + nbytes, own, partial(_read_chunks, fd))
+                write_all(fd, crcs[patch.of].to_bytes(4, "little"), patch.offset, file.path)
+        finally:
+            os.close(fd)
+
+
+def sync_all(staging: Staging, names: Sequence[str]) -> None:
+    """fsync every file, by a few threads: the disk takes them together. The first failure is final and is raised."""
+    left, failures = list(names), list[CkptError]()
+
+    def sync_some() -> None:
+        while left and not failures:
+            try:
+                staging.sync(left.pop())
+            except IndexError:
+                return
+            except CkptError as e:
+                failures.append(e)
+
+    threads = [threading.Thread(target=sync_some) for _ in range(min(4, len(names)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def within(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """Of sorted pieces those that lie in [start, stop)."""
+    found = []
+    for piece in pieces[bisect_left(pieces, Piece(start, 0, 0)) :]:
+        if piece.start >= stop:
+            break
+        if piece.stop <= stop:
+            found.append(piece)
+    return found
+
+
+def _read_chunks(fd: int, offset: int, nbytes: int) -> Iterator[bytes]:
+    while nbytes:
+        data = os.pread(fd, min(nbytes, 256 << 10), offset)
+        yield data
+        offset += len(data)
+        nbytes -= len(data)
+
+
+def write_all(fd: int, data: bytes, offset: int, name: str) -> None:
+    """pwrite until all is written. Raises StorageError naming the file and the byte."""
+    view = memoryview(data)
+    while view:
+        try:
+            n = os.pwrite(fd, view, offset)
+        except OSError as e:
+            raise wrap_os_error(e, name, "writing", offset=offset) from e
+        view, offset = view[n:], offset + n

@@ -1,0 +1,95 @@
+"""The place where an output shall appear: what is refused before a byte is written, and the hidden name it grows under.
+
+Nothing here writes, but for `sweep_leavings`, which removes an empty folder of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt_tool.errors import OutputExists, StorageError
+
+
+def staging_path(destination: Path) -> Path:
+    """The hidden sibling in which `destination` grows."""
+    return destination.parent / f".{destination.name}.ckpt-partial"
+
+
+def check_destination(destination: Path, sources: Iterable[Path], *, force: bool) -> None:
+    """Refuse an output that exists (unless `force`), equals, holds or lies in a source, or has no writable parent.
+
+    Compared by device and inode, so links, bind mounts and case-folding file systems don't fool it. Writes nothing.
+    """
+    parent = destination.parent
+    try:
+        parent_info = parent.stat()
+    except OSError as e:
+        raise StorageError(
+            f"the folder {parent} does not exist",
+            code="E0704",
+            path=destination,
+            hint=f"make it first: mkdir -p {parent}",
+        ) from e
+    if not stat.S_ISDIR(parent_info.st_mode):
+        raise StorageError(f"{parent} is not a folder", code="E0704", path=destination)
+    ours = _identity(destination)
+    above = {_identity(folder) for folder in (parent, *parent.resolve().parents)}
+    for source in sources:
+        theirs = _identity(source)
+        inside = {_identity(folder) for folder in source.resolve().parents}
+        if theirs == ours or theirs in above or ours in inside:
+            raise OutputExists(
+                f"the output {destination} equals, holds or lies in the source {source}", code="E0502", path=destination,
+                hint="choose another output: sources are never changed",
+            )  # fmt: skip
+    if ours is not None and not force:
+        raise OutputExists(
+            f"{destination} exists", code="E0501", path=destination,
+            hint="choose a new name, or --force to replace it in one step",
+        )  # fmt: skip
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.lstat()
+        if stat.S_ISLNK(info.st_mode):
+            try:
+                info = path.stat()
+            except OSError:
+                return (-1, -1)  # a dangling link exists
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def check_space(parent: Path, nbytes: int, files: int, *, already: int = 0) -> None:
+    """Raise StorageError when the file system says that `nbytes` more bytes or `files` more inodes don't fit."""
+    info = os.statvfs(parent)
+    free = info.f_bavail * info.f_frsize
+    need = max(0, nbytes - already)
+    if need + min(need // 50, 1 << 30) > free:
+        raise StorageError(
+            f"the output needs {need} bytes and {parent} has {free} free", code="E0706", path=parent,
+            hint="free some space, choose another disk, or leave states behind (--state model)",
+        )  # fmt: skip
+    if info.f_files and files + 2 > info.f_favail:
+        raise StorageError(
+            f"the output needs {files} files and {parent} has {info.f_favail} inodes free", code="E0706", path=parent,
+            hint="raise --max-shard-size, or choose another disk",
+        )  # fmt: skip
+
+
+def sweep_leavings(destination: Path) -> None:
+    """Remove an empty staging folder of ours beside a finished output (a kill between rename and clean-up)."""
+    path = staging_path(destination)
+    try:
+        info = os.lstat(path)
+        if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid():
+            os.rmdir(path)
+    except OSError:
+        return
