@@ -1,0 +1,199 @@
+"""A nested training state, taken apart into tensors with their paths and plain extras, and put together again.
+
+    {"model": {"w": T0}, "epoch": 3, "rng": [T1, None]}
+
+parts into the leaves `("model", "w")` -> T0 and `("rng", 0)` -> T1 and the extras `{"epoch": 3, "rng": [SLOT, None]}`:
+a dict that held nothing but tensors vanishes (the paths bring it back), while a list or tuple keeps a `SLOT` where a
+tensor (or a dict of nothing but tensors) stood, because positions matter there. `join` is the inverse.
+
+Cost: one visit a value. What this module does not do: know names, states or files; look into objects of unknown
+classes (`storage.pickles.refuse_weight_bearing` judges what hangs in those).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.tensor import Path
+from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
+
+SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
+DEPTH_LIMIT = 200  # containers inside containers
+VISIT_LIMIT = 20_000_000  # values of one state, shared ones counted each time
+
+_GONE = object()  # a dict of which nothing is left
+_TENSORS = (TensorRef, WrapperRef)
+
+
+@dataclass(slots=True)
+class Parted:
+    """A state taken apart.
+
+    leaves: (path, TensorRef or WrapperRef), in the order in which they were met. extras: what is left.
+    hanging: a line for every set or record that holds a tensor. ordered: (path, attributes) of every OrderedDict that
+    carried attributes of its own (`_metadata` of a torch module's state dict).
+    """
+
+    leaves: list[tuple[Path, Any]] = field(default_factory=list)
+    extras: Any = None
+    hanging: list[str] = field(default_factory=list)
+    ordered: list[tuple[Path, Any]] = field(default_factory=list)
+    visits: int = 0
+
+
+def part(value: Any, path: Path = ()) -> Parted:
+    """Take `value` apart; `path` is put in front of every path. Raises CorruptFile E0398 when it is nested too deep or
+    has too many parts."""
+    parted = Parted()
+    left = _part(value, path, parted)
+    parted.extras = {} if left is _GONE else left
+    return parted
+
+
+def _part(value: Any, path: Path, out: Parted) -> Any:
+    out.visits += 1
+    if len(path) > DEPTH_LIMIT or out.visits > VISIT_LIMIT:
+        raise CorruptFile(
+            f"the state nests deeper than {DEPTH_LIMIT} levels or has more than {VISIT_LIMIT} values", code="E0398",
+            place=dotted(path[:8])[:200] + "...",
+            hint="the file is damaged or made to harm: no trainer writes such a state",
+        )  # fmt: skip
+    if isinstance(value, _TENSORS):
+        out.leaves.append((path, value))
+        return SLOT
+    if isinstance(value, dict):
+        attributes = getattr(value, "attributes", None)
+        if attributes and not holds_tensor(attributes):
+            out.ordered.append((path, as_extras(attributes)))
+        kept = {}
+        for key, item in value.items():
+            step = key if isinstance(key, int) and not isinstance(key, bool) else str(key)
+            left = _part(item, (*path, step), out)
+            if left is not SLOT and left is not _GONE:
+                kept[_key(key)] = left
+        return kept if kept or not value else _GONE
+    if isinstance(value, list | tuple):
+        items = [_part(item, (*path, i), out) for i, item in enumerate(value)]
+        filled = [SLOT if item is _GONE else item for item in items]
+        return tuple(filled) if isinstance(value, tuple) else filled
+    if isinstance(value, Record | set | frozenset) and holds_tensor(value):
+        name = getattr(value, "name", type(value).__name__)
+        out.hanging.append(f"a tensor hangs on a {name}, which is not understood, at {dotted(path)}")
+    return as_extras(value)
+
+
+def _key(key: Any) -> Any:
+    """A dict's key as extras can hold it."""
+    if isinstance(key, Record | Opaque | NumpyArray):
+        return f"<{getattr(key, 'name', 'numpy.ndarray')}>"
+    return as_extras(key)
+
+
+def holds_tensor(value: Any, depth: int = 0) -> bool:
+    """Does a tensor hang anywhere in `value`?"""
+    if isinstance(value, _TENSORS):
+        return True
+    if depth > DEPTH_LIMIT:
+        return False
+    if isinstance(value, Mapping):
+        return any(holds_tensor(item, depth + 1) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(holds_tensor(item, depth + 1) for item in value)
+    if isinstance(value, Record | Opaque):
+        return holds_tensor(value.args, depth + 1) or holds_tensor(value.state, depth + 1)
+    return False
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """The path as torch's flattening spells it: `optim.param_groups.0.lr`."""
+    return ".".join(map(str, path))
+
+
+def join(extras: Mapping[str, Any], tensors: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
+    """The nested state again: `extras` with each tensor (any value) put at its path. Slots that stay empty are None.
+
+    A path that runs through a plain value of the extras moves that value to `("extras", *its path)`: the tensor has
+    the right of way, nothing is lost.
+    """
+    root: dict[Any, Any] = {key: _copy(item) for key, item in extras.items()}
+    for path, tensor in tensors:
+        _put(root, path, tensor)
+    return {key: _sealed(item) for key, item in root.items()}
+
+
+class _Tuple(list[Any]):
+    """A tuple while its slots are being filled."""
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    if isinstance(value, tuple):
+        return _Tuple(_copy(item) for item in value)
+    return value
+
+
+def _sealed(value: Any) -> Any:
+    if isinstance(value, Symbol):
+        return None if value == SLOT else value
+    if type(value) is dict:
+        return {key: _sealed(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_sealed(item) for item in value]
+    if type(value) is _Tuple:
+        return tuple(_sealed(item) for item in value)
+    return value
+
+
+def _put(root: dict[Any, Any], path: Path, tensor: Any) -> None:
+    node: Any = root
+    for depth, step in enumerate(path[:-1]):
+        node = _step(root, node, path[: depth + 1], step)
+    last = path[-1]
+    if isinstance(node, list) and isinstance(last, int) and last < len(node):
+        if node[last] is not None and node[last] != SLOT:
+            _displace(root, path, node[last])
+        node[last] = tensor
+        return
+    if last in node:
+        _displace(root, path, node[last])
+    node[last] = tensor
+
+
+def _step(root: dict[Any, Any], node: Any, here: Path, step: str | int) -> Any:
+    """The container below `node` at `step`, made when there is none. `here`: its path."""
+    if isinstance(node, list):
+        position = step if isinstance(step, int) else -1
+        if not 0 <= position < len(node):
+            raise CorruptFile(
+                f"a tensor belongs at {dotted(here)}, but the list there has {len(node)} entries", code="E0398",
+                hint="the extras were edited: carry them whole or drop them",
+            )  # fmt: skip
+        if not isinstance(node[position], dict | list):
+            if node[position] is not None and node[position] != SLOT:
+                _displace(root, here, node[position])
+            node[position] = {}
+        return node[position]
+    below = node.get(step)
+    if not isinstance(below, dict | list):
+        if step in node:
+            _displace(root, here, below)
+        below = node[step] = {}
+    return below
+
+
+def _displace(root: dict[Any, Any], path: Path, value: Any) -> None:
+    """Move an extra that stands in a tensor's way to ("extras", *path)."""
+    node = root
+    for step in ("extras", *path[:-1]):
+        below = node.get(step)
+        if not isinstance(below, dict):
+            below = node[step] = {}
+        node = below
+    node[path[-1]] = value
