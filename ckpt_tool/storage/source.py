@@ -236,7 +236,7 @@ class Tree:
             if e.errno == errno.ENXIO:  # a socket, or a device without a driver
                 raise self._not_regular(path) from e
             if e.errno == errno.ENOENT:
-                raise _missing(path, self.display(path)) from e
+                raise missing_file(path, self.display(path)) from e
             raise wrap_os_error(e, self.display(path), "opening") from e
 
     def _open(self, path: str) -> int:
@@ -379,7 +379,7 @@ class _FdCache(OrderedDict[str, int]):
         self.close()
 
 
-def _missing(path: str, shown: str) -> CkptError:
+def missing_file(path: str, shown: str) -> CkptError:
     """A file that the checkpoint names and that is not there (exit 3)."""
     from ckpt_tool.errors import Incomplete
 
