@@ -65,19 +65,46 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Indexes of two boxes that share an element, None when all are disjoint.
 
-    A sweep over the dim that separates most boxes: sorted by start, only boxes whose interval still runs are
-    compared, so grids of thousands of ranks cost n log n.
+    Boxes that a plane parts are never compared: the set is split where no box crosses, dim by dim, down to single
+    boxes, so the grids of thousands of ranks cost n log n. A set that no plane parts is swept along one dim.
     """
-    filled = [i for i, box in enumerate(boxes) if box.numel]
-    if len(filled) < 2:
-        return None
-    rank = len(boxes[filled[0]].shape)
+    groups = [[i for i, box in enumerate(boxes) if box.numel]]
+    while groups:
+        group = groups.pop()
+        if len(group) > 1:
+            parts = _apart(boxes, group)
+            found = None if parts else _sweep(boxes, group)
+            if found is not None:
+                return found
+            groups += parts
+    return None
+
+
+def _apart(boxes: Sequence[Box], group: Sequence[int]) -> list[list[int]]:
+    """`group` in the parts that planes across one dim leave whole; [] when no dim has such a plane."""
+    for dim in range(len(boxes[group[0]].shape)):
+        parts: list[list[int]] = []
+        stop = 0
+        for i in sorted(group, key=lambda i: boxes[i].offset[dim]):
+            start = boxes[i].offset[dim]
+            if not parts or start >= stop:
+                parts.append([])
+                stop = start
+            parts[-1].append(i)
+            stop = max(stop, start + boxes[i].shape[dim])
+        if len(parts) > 1:
+            return parts
+    return []
+
+
+def _sweep(boxes: Sequence[Box], group: Sequence[int]) -> tuple[int, int] | None:
+    """Along the dim with most starts, each box meets those whose interval still runs."""
+    rank = len(boxes[group[0]].shape)
     if rank == 0:
-        return filled[0], filled[1]
-    dim = max(range(rank), key=lambda d: len({boxes[i].offset[d] for i in filled}))
-    filled.sort(key=lambda i: boxes[i].offset[dim])
+        return group[0], group[1]
+    dim = max(range(rank), key=lambda d: len({boxes[i].offset[d] for i in group}))
     running: list[int] = []
-    for i in filled:
+    for i in sorted(group, key=lambda i: boxes[i].offset[dim]):
         start = boxes[i].offset[dim]
         running = [j for j in running if boxes[j].offset[dim] + boxes[j].shape[dim] > start]
         for j in running:

@@ -42,7 +42,9 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return value if abs(value) < 1 << 53 else {"$int": str(value)}
+        if abs(value) < 1 << 53:
+            return value
+        return {"$int": str(value) if value.bit_length() < 4096 else hex(value)}  # Python bounds decimals, not hex
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, bytes | bytearray):
@@ -65,34 +67,50 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`. Raises CorruptFile on an unknown tag."""
+    """The inverse of `to_json`. Raises CorruptFile (E0314) on an unknown tag, a bad body or bottomless nesting."""
+    try:
+        return _from_json(value)
+    except RecursionError as e:
+        raise CorruptFile("extras are nested too deeply", code="E0314", hint="the index was edited or damaged") from e
+
+
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [_from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {key: from_json(item) for key, item in value.items()}
+        return {key: _from_json(item) for key, item in value.items()}
     ((tag, body),) = value.items()
+    if tag not in _BODIES:
+        raise CorruptFile(f"unknown tag {tag!r}", code="E0314", hint="written by a newer version?")
     try:
+        if type(body) is not _BODIES[tag]:  # JSON gives exact types
+            raise TypeError(f"want a {_BODIES[tag].__name__}, found a {type(body).__name__}")
         if tag == "$int":
-            return int(body)
+            return int(body, 0)
         if tag == "$float":
             return float(body)
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
         if tag == "$tuple":
-            return tuple(from_json(item) for item in body)
+            return tuple(_from_json(item) for item in body)
         if tag == "$set":
-            return frozenset(from_json(item) for item in body)
+            return frozenset(_from_json(item) for item in body)
         if tag == "$symbol":
-            return Symbol(str(body[0]), tuple(from_json(item) for item in body[1:]))
+            return Symbol(str(body[0]), tuple(_from_json(item) for item in body[1:]))
         if tag == "$opaque":
-            return Opaque(str(body[0]), tuple(from_json(item) for item in body[1]), from_json(body[2]))
-        if tag == "$dict":
-            return {from_json(key): from_json(item) for key, item in body}
+            name, args, state = body
+            return Opaque(str(name), tuple(_from_json(item) for item in args), _from_json(state))
+        return {_from_json(key): _from_json(item) for key, item in body}
     except (TypeError, ValueError, IndexError) as e:
         raise CorruptFile(f"bad value under {tag}: {e}", code="E0314", hint="the index was edited or damaged") from e
-    raise CorruptFile(f"unknown tag {tag!r}", code="E0314", hint="written by a newer version?")
+
+
+_BODIES: dict[str, type] = {
+    "$int": str, "$float": str, "$bytes": str, "$tuple": list, "$set": list, "$symbol": list, "$opaque": list,
+    "$dict": list,
+}  # fmt: skip
 
 
 def display(value: Any) -> Any:

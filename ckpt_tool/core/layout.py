@@ -47,6 +47,8 @@ def choose(n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-d
     names = tuple(name for name, _ in dims)
     if len(set(names)) != len(names):
         raise UsageError(f"a mesh dim is named twice: {', '.join(names)}", code="E0212", hint="name each mesh dim once")
+    if policy not in POLICIES:
+        raise UsageError(f"unknown policy {policy!r}", code="E0215", hint=f"one of {', '.join(POLICIES)}")
     if granule < 1 or n % granule:
         raise UsageError(f"{n} elements are no whole number of granules of {granule}", code="E0213")
     live = [(name, size) for name, size in dims if size > 1]
@@ -79,8 +81,6 @@ def choose(n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-d
         return Choice(names, tuple(name for name, _ in used), "fallback" if used else "replicated")
     if policy == "best-subset":
         return Choice(names, best, "fallback" if best else "replicated")
-    if policy != "largest-dim":
-        raise UsageError(f"unknown policy {policy!r}", code="E0215", hint=f"one of {', '.join(POLICIES)}")
     dividing = [(size, name) for name, size in live if units % size == 0]
     if not dividing:
         return Choice(names, (), "replicated", best)
@@ -117,7 +117,8 @@ class Placement:
 
     shard: (tensor dim, mesh dims major first), each mesh dim at most once. at: (mesh dim, coordinate) where it lives
     alone. choices: what the fallback decided, one per tensor dim that was asked to be cut. padded: tensor dims whose
-    blocks are filled up with zeros to the same extent.
+    blocks are filled up with zeros to the same extent. uneven: tensor dims cut as DTensor does. granules: (tensor dim,
+    elements that stay together) of those two kinds of dims; even blocks are whole granules anyway.
     """
 
     shard: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -125,6 +126,7 @@ class Placement:
     choices: tuple[Choice, ...] = ()
     padded: tuple[int, ...] = ()
     uneven: tuple[int, ...] = ()
+    granules: tuple[tuple[int, int], ...] = ()
 
 
 def place(
@@ -138,7 +140,8 @@ def place(
 ) -> Placement:
     """Decide a parameter's placement from what is asked for: `wishes` = (tensor dim, mesh dims major first).
 
-    Raises UsageError when a mesh dim is wished for twice (rule 1) or a tensor dim is out of range.
+    granule: of the first dim wished for. Raises UsageError (E0212) when a mesh dim is wished for twice (rule 1), (E0216)
+    for a tensor dim that is out of range, (E0209) for a coordinate that the mesh lacks, and as `choose`.
     """
     asked = [name for _, names in wishes for name in names]
     fixed = dict(at)
@@ -147,14 +150,21 @@ def place(
             f"a mesh dim is named twice for one tensor: {', '.join([*asked, *fixed])}", code="E0212",
             hint="each mesh dim cuts a tensor at most once",
         )  # fmt: skip
-    shard, choices, padded, uneven = [], [], [], []
+    for name, coordinate in at:
+        if not 0 <= coordinate < mesh[name]:
+            raise UsageError(
+                f"a tensor is placed at {name} {coordinate}, but the mesh has {name} 0 to {mesh[name] - 1}", code="E0209",
+                hint="no rank would hold it: check the stages and the experts' ranks",
+            )  # fmt: skip
+    shard, choices, padded, uneven, granules = [], [], [], [], []
     for dim, names in wishes:
         if not 0 <= dim < len(shape):
             if len(shape) == 0:
                 continue  # a scalar is replicated
             raise UsageError(f"a rule shards dim {dim} of a tensor of rank {len(shape)}", code="E0216")
         dims = [(name, mesh[name]) for name in names]
-        choice = choose(shape[dim], dims, granule=granule if dim == wishes[0][0] else 1, policy=policy)
+        unit = granule if dim == wishes[0][0] else 1
+        choice = choose(shape[dim], dims, granule=unit, policy=policy)
         choices.append(choice)
         if choice.used:
             shard.append((dim, choice.used))
@@ -162,7 +172,9 @@ def place(
             padded.append(dim)
         if choice.reason == "uneven":
             uneven.append(dim)
-    return Placement(tuple(shard), tuple(at), tuple(choices), tuple(padded), tuple(uneven))
+        if unit > 1 and choice.reason in ("padded", "uneven"):
+            granules.append((dim, unit))
+    return Placement(tuple(shard), tuple(at), tuple(choices), tuple(padded), tuple(uneven), tuple(granules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +191,12 @@ class Held:
 
 
 def held(shape: Sequence[int], placement: Placement, mesh: Mesh, *, granule: int = 1) -> Iterator[Held]:
-    """What each rank holds of a tensor of `shape`, in rank order; ranks that hold nothing of it are left out."""
+    """What each rank holds of a tensor of `shape`, in rank order.
+
+    Ranks where it does not live (`placement.at`) are left out; those whose block is empty hold an empty box. granule:
+    of the dims that are cut unevenly or padded, where the placement does not say.
+    """
+    units = dict(placement.granules)
     cut = {name for _, names in placement.shard for name in names}
     fixed = dict(placement.at)
     free = [name for name, size in mesh.dims if name not in cut and name not in fixed]
@@ -189,9 +206,10 @@ def held(shape: Sequence[int], placement: Placement, mesh: Mesh, *, granule: int
         offset, extent, stored = [0] * len(shape), list(shape), list(shape)
         for dim, names in placement.shard:
             start, n, full = 0, shape[dim], shape[dim]
+            unit = units.get(dim, granule) if dim in placement.uneven or dim in placement.padded else 1
             if dim in placement.uneven:  # torch.chunk for each mesh dim in turn, as DTensor does
                 for name in names:
-                    inner, n = block(n, mesh[name], coords[name], granule=granule)
+                    inner, n = block(n, mesh[name], coords[name], granule=unit)
                     start += inner
                 full = n
             else:
@@ -199,8 +217,8 @@ def held(shape: Sequence[int], placement: Placement, mesh: Mesh, *, granule: int
                 for name in names:
                     index = index * mesh[name] + coords[name]
                 degree = prod(mesh[name] for name in names)
-                start, n = block(shape[dim], degree, index)
-                full = -(-shape[dim] // degree) if dim in placement.padded else n
+                start, n = block(shape[dim], degree, index, granule=unit)
+                full = -(-shape[dim] // unit // degree) * unit if dim in placement.padded else n
             offset[dim], extent[dim], stored[dim] = start, n, full
         replica = 0
         for name in free:

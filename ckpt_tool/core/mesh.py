@@ -43,7 +43,10 @@ class Mesh:
         return Mesh(tuple((name, sizes[name]) for name in DIMS if sizes.get(name, 1) > 1))
 
     def __getitem__(self, name: str) -> int:
-        return dict(self.dims).get(name, 1)
+        for dim, size in self.dims:
+            if dim == name:
+                return size
+        return 1
 
     @property
     def size(self) -> int:

@@ -1,0 +1,154 @@
+"""The checks that a catalog is whole: random tilings pass, every kind of damage is told, all at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.catalog import Catalog, Row, faults_of, mark_replicas
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+
+F32 = DTYPES["F32"]
+
+
+def chunk(box: Box, path: str = "f", replica: int = 0) -> Chunk:
+    return Chunk(box, StoredArray(path, 0, F32, box.shape), whole(box.shape), replica)
+
+
+def tensor(name: str, shape: tuple[int, ...], boxes: list[Box], state: str = "model") -> LogicalTensor:
+    return LogicalTensor(
+        TensorKey(name, state), shape, F32, tuple(chunk(box, f"file{i}") for i, box in enumerate(boxes))
+    )
+
+
+def catalog(*tensors: LogicalTensor) -> Catalog:
+    return Catalog("test", {each.key: each for each in tensors})
+
+
+def tiling(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
+    boxes = [whole(shape)]
+    for _ in range(rng.randint(0, 6)):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        dims = [d for d, n in enumerate(box.shape) if n > 1]
+        if not dims:
+            boxes.append(box)
+            break
+        dim = rng.choice(dims)
+        at = rng.randint(1, box.shape[dim] - 1)
+        first = tuple(at if d == dim else n for d, n in enumerate(box.shape))
+        second = tuple(n - at if d == dim else n for d, n in enumerate(box.shape))
+        boxes += [Box(box.offset, first), Box(tuple(o + at * (d == dim) for d, o in enumerate(box.offset)), second)]
+    rng.shuffle(boxes)
+    return boxes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tilings_pass_and_damaged_ones_do_not(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3)))
+    boxes = tiling(rng, shape)
+    catalog(tensor("w", shape, boxes)).check()
+    lost = boxes.pop(rng.randrange(len(boxes)))
+    with pytest.raises(Incomplete) as gap:
+        catalog(tensor("w", shape, boxes)).check()
+    assert gap.value.code == "E0309"
+    assert f"{lost.numel} of " in gap.value.message
+    twice = [*boxes, lost, rng.choice([*boxes, lost])]
+    with pytest.raises(InconsistentCheckpoint) as overlap:
+        catalog(tensor("w", shape, twice)).check()
+    assert overlap.value.code == "E0308"
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((0, 4), (2, 3)),
+        Box((-1, 0), (2, 6)),
+        Box((0,), (2,)),
+        Box((0, 0), (2, 7)),
+        Box((2, 0), (1, 1)),
+        Box((0, 0), (-1, 2)),
+    ],
+)
+def test_boxes_that_leave_the_tensor(box: Box) -> None:
+    bad = LogicalTensor(
+        TensorKey("w"), (2, 6), F32, (chunk(whole((2, 6))), Chunk(box, StoredArray("f", 0, F32, ()), box))
+    )
+    with pytest.raises(InconsistentCheckpoint) as error:
+        catalog(bad).check()
+    assert error.value.code == "E0307"
+    assert error.value.path == "f"
+
+
+def test_all_faults_at_once_with_file_and_tensor() -> None:
+    good = tensor("good", (2, 2), [whole((2, 2))])
+    short = tensor("short", (4, 2), [Box((0, 0), (1, 2))], state="exp_avg")
+    clash = tensor("clash", (4,), [Box((0,), (3,)), Box((2,), (2,))])
+    with pytest.raises(Incomplete) as error:
+        catalog(good, short, clash).check()
+    assert "2 tensors are not whole" in error.value.message
+    assert error.value.key == "short [exp_avg]"
+    assert error.value.path == "file0"
+    (second,) = error.value.faults
+    assert second.startswith("clash: boxes at [0] (file0) and [2] (file1) overlap")
+    kinds: list[CkptError] = list(faults_of([good, short, clash]))
+    assert [type(kind) for kind in kinds] == [Incomplete, InconsistentCheckpoint]
+
+
+def test_empty_and_scalar_tensors() -> None:
+    catalog(
+        tensor("empty", (0, 3), []), tensor("empty2", (0, 3), [whole((0, 3))]), tensor("scalar", (), [whole(())]),
+        tensor("empty shards", (4,), [Box((0,), (4,)), Box((4,), (0,)), Box((4,), (0,))]),
+    ).check()  # fmt: skip
+    with pytest.raises(Incomplete):
+        catalog(tensor("no chunk", (), [])).check()
+
+
+def test_replicas_are_numbered_and_count_once() -> None:
+    box, other = Box((0,), (2,)), Box((2,), (2,))
+    marked = mark_replicas([chunk(box, "a"), chunk(other, "a"), chunk(box, "b"), chunk(box, "c"), chunk(other, "b")])
+    assert [(each.array.path, each.replica) for each in marked] == [("a", 0), ("a", 0), ("b", 1), ("c", 2), ("b", 1)]
+    assert mark_replicas(marked) == marked
+    catalog(LogicalTensor(TensorKey("w"), (4,), F32, marked)).check()
+
+
+def test_rows_and_states_in_source_order() -> None:
+    array = StoredArray("f", 0, DTYPES["BF16"], (2, 3))
+    both = [simple_tensor(TensorKey("w", state), array) for state in ("exp_avg", "model", "exp_avg")]
+    cat = Catalog("test", {each.key: each for each in both})
+    assert list(cat.rows()) == [
+        Row("w", "exp_avg", DTYPES["BF16"], (2, 3), 12), Row("w", "model", DTYPES["BF16"], (2, 3), 12)]  # fmt: skip
+    assert cat.states() == ("exp_avg", "model")
+
+
+class Lazy(Mapping[TensorKey, LogicalTensor]):
+    """A table that makes no tensor to list its rows."""
+
+    def __getitem__(self, key: TensorKey) -> LogicalTensor:
+        raise AssertionError("a row needs no tensor")
+
+    def __iter__(self) -> Iterator[TensorKey]:
+        raise AssertionError("a row needs no tensor")
+
+    def __len__(self) -> int:
+        return 1
+
+    def rows(self) -> Iterator[Row]:
+        yield Row("w", "model", F32, (1,), 4)
+
+
+def test_a_lazy_table_lists_rows_without_making_tensors() -> None:
+    cat = Catalog("test", Lazy())
+    assert [row.name for row in cat.rows()] == ["w"]
+    assert cat.states() == ("model",)
+
+
+def test_a_grid_of_thousands_of_ranks_is_checked_quickly() -> None:
+    boxes = [Box((4 * i, 8 * j), (4, 8)) for i in range(64) for j in range(64)]
+    random.Random(1).shuffle(boxes)
+    catalog(tensor("w", (256, 512), boxes)).check()
