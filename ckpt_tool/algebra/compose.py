@@ -27,8 +27,8 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     """Pieces from the sources of `first` to the destinations of `second`, through the tensors that they share.
 
     What `first` drops and what `second` makes from nothing stays so; what `first` makes from nothing reaches the
-    destination as padding. Raises UnmappedTensor (E0321) for a shared tensor that only one of them knows,
-    InconsistentCheckpoint (E0322) where they don't hold the same elements of it: nothing is lost in silence.
+    destination as padding. Raises UnmappedTensor (E0304) for a shared tensor that only one of them knows,
+    InconsistentCheckpoint (E0358) where they don't hold the same elements of it: nothing is lost in silence.
     """
     first, second = list(first), list(second)
     makers, takers = _by_tensor(first, "dst"), _by_tensor(second, "src")
@@ -51,7 +51,7 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
             faults.append(f"{name}: {made} elements are made, {taken} are taken, {moved} are both")
     if faults:
         raise InconsistentCheckpoint(
-            f"two rules disagree about {faults[0]}", code="E0322", faults=faults[1:],
+            f"two rules disagree about {faults[0]}", code="E0358", faults=faults[1:],
             hint="do the sizes of the two dialects agree?",
         )  # fmt: skip
     return out + [piece for piece in second if piece.src.name == PAD]
@@ -60,8 +60,8 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
 def check_tiling(pieces: Iterable[Piece], shapes: Mapping[str, Sequence[int]], side: SideName) -> None:
     """Raise unless the pieces hold every element of every tensor of `shapes` once on that side. All faults at once.
 
-    UnmappedTensor (E0321): a piece of a tensor that `shapes` lacks, or a tensor without pieces;
-    InconsistentCheckpoint (E0322): a piece that leaves its tensor, a gap, an overlap.
+    UnmappedTensor (E0304): a piece of a tensor that `shapes` lacks, or a tensor without pieces;
+    InconsistentCheckpoint (E0358): a piece that leaves its tensor, a gap, an overlap.
     """
     held = _by_tensor(pieces, side)
     filled = {name: shape for name, shape in shapes.items() if prod(shape) > 0}
@@ -70,12 +70,12 @@ def check_tiling(pieces: Iterable[Piece], shapes: Mapping[str, Sequence[int]], s
               for fault in _faults_of(name, _Nearby(group, side).pieces, prod(shapes[name]), side)]  # fmt: skip
     if unmapped:
         raise UnmappedTensor(
-            f"{len(unmapped)} tensors without a partner, the first: {unmapped[0]}", code="E0321",
+            f"{len(unmapped)} tensors without a partner, the first: {unmapped[0]}", code="E0304",
             faults=[*unmapped[1:], *faults], hint="add a rule to the family, or drop them by name with --remove-keys",
         )  # fmt: skip
     if faults:
         raise InconsistentCheckpoint(
-            f"the rules don't tile a tensor: {faults[0]}", code="E0322", faults=faults[1:],
+            f"the rules don't tile a tensor: {faults[0]}", code="E0358", faults=faults[1:],
             hint="each element wants exactly one rule",
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ def _check_partners(makers: Mapping[str, object], takers: Mapping[str, object]) 
     )
     if faults:
         raise UnmappedTensor(
-            f"{len(faults)} tensors have no partner, the first: {faults[0]}", code="E0321", faults=faults[1:],
+            f"{len(faults)} tensors have no partner, the first: {faults[0]}", code="E0304", faults=faults[1:],
             hint="both dialects must name the same tensors of the hub: add a rule, or drop them by name",
         )  # fmt: skip
 

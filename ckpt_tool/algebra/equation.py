@@ -140,7 +140,7 @@ class Equation:
         return out
 
     def check_shapes(self, found: Mapping[str, Sequence[int]], sizes: Sizes, config: Config | None = None) -> None:
-        """Raise InconsistentCheckpoint (E0320) where a tensor of `found` has another shape than the rule says.
+        """Raise InconsistentCheckpoint (E0357) where a tensor of `found` has another shape than the rule says.
 
         All faults at once. Tensors that only one of them knows are not asked about.
         """
@@ -152,7 +152,7 @@ class Equation:
         if faults:
             given = " ".join(f"{axis}={size_of(axis, sizes)}" for axis in self.axes)
             raise InconsistentCheckpoint(
-                f"{faults[0][0]}: {faults[0][1]} ({given})", code="E0320", key=faults[0][0], place=_place(self.text),
+                f"{faults[0][0]}: {faults[0][1]} ({given})", code="E0357", key=faults[0][0], place=_place(self.text),
                 faults=[f"{name}: {fault}" for name, fault in faults[1:]],
                 hint="does the config belong to this checkpoint, and is it the right family?",
             )  # fmt: skip

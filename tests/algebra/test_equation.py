@@ -274,7 +274,7 @@ def test_shapes_that_contradict_the_rule() -> None:
     rule.check_shapes(good, sizes)
     with pytest.raises(InconsistentCheckpoint) as error:
         rule.check_shapes({**good, "l.1.qkv": (24, 10), "m.1.v": (8,)}, sizes)
-    assert error.value.code == "E0320"
+    assert error.value.code == "E0357"
     assert error.value.key == "l.1.qkv"
     assert "[24, 10]" in error.value.message
     assert "[40, 10]" in error.value.message
