@@ -81,12 +81,9 @@ def _from_json(value: Any) -> Any:
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
         return {key: _from_json(item) for key, item in value.items()}
-    ((tag, body),) = value.items()
-    if tag not in _BODIES:
-        raise CorruptFile(f"unknown tag {tag!r}", code="E0314", hint="written by a newer version?")
+    (tag,) = value
+    body = _body(tag, value)
     try:
-        if type(body) is not _BODIES[tag]:  # JSON gives exact types
-            raise TypeError(f"want a {_BODIES[tag].__name__}, found a {type(body).__name__}")
         if tag == "$int":
             return int(body, 0)
         if tag == "$float":
@@ -105,6 +102,18 @@ def _from_json(value: Any) -> Any:
         return {_from_json(key): _from_json(item) for key, item in body}
     except (TypeError, ValueError, IndexError) as e:
         raise CorruptFile(f"bad value under {tag}: {e}", code="E0314", hint="the index was edited or damaged") from e
+
+
+def _body(tag: str, value: dict[str, Any]) -> Any:
+    if tag not in _BODIES:
+        raise CorruptFile(f"unknown tag {tag!r}", code="E0314", hint="written by a newer version?")
+    body, want = value[tag], _BODIES[tag]
+    if type(body) is not want:  # JSON gives exact types
+        raise CorruptFile(
+            f"want a {want.__name__} under {tag}, found a {type(body).__name__}", code="E0314",
+            hint="the index was edited or damaged",
+        )  # fmt: skip
+    return body
 
 
 _BODIES: dict[str, type] = {
