@@ -24,7 +24,7 @@ Specification, version 1 (ours; the container is safetensors as of `safetensors`
   extents, from the array's first element, that hold values; the rest is zeros.
 * `ckpt.index.json`: `mesh`; `files` with path, size in bytes, state, rank and a hash of the boxes; `tensors` by state and
   name with dtype, shape, digest, the number of their placement, and `path` where the source nested them; `placements`:
-  `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims;
+  `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims, their `granules` [[tensor dim, elements], ...];
   `layout`, the rule that gave them; `fallbacks` {requested, used, reason, better, tensors}; `extras` and `source.hints` in
   the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`; `schema_version`.
 * A digest of 32 zeros means that it was not computed.
@@ -40,6 +40,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog
@@ -195,7 +196,7 @@ def _rows(wanted: Wanted, file: _RankFile) -> list[tuple[str, DType, tuple[int, 
 
 def _index_file(wanted: Wanted, layout: Layout, extras: object, files: list[FileEntry]) -> TargetFile:
     """`ckpt.index.json` with its holes for the digests."""
-    cuts = [Placement(p.shard, p.at, padded=p.padded, uneven=p.uneven) for p in layout.placements]
+    cuts = [replace(placement, choices=()) for placement in layout.placements]
     numbers = {cut: number for number, cut in enumerate(sorted(set(cuts), key=repr))}
     hints = {name: value for name, value in wanted.hints.items() if name != ORIGIN}
     index = Index(

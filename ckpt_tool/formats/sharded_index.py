@@ -198,6 +198,8 @@ def _placement_json(placement: Placement) -> dict[str, Any]:
         out["padded"] = list(placement.padded)
     if placement.uneven:
         out["uneven"] = list(placement.uneven)
+    if placement.granules:
+        out["granules"] = [list(pair) for pair in placement.granules]
     return out
 
 
@@ -340,7 +342,15 @@ def _parse_placement(item: Fields, mesh: Mesh) -> Placement:
         at=tuple(item.get("at", {}).coords(mesh).items()),
         padded=item.get("padded", []).shape(),
         uneven=item.get("uneven", []).shape(),
+        granules=tuple(_pair(pair) for pair in item.get("granules", []).each()),
     )
+
+
+def _pair(item: Fields) -> tuple[int, int]:
+    numbers = item.shape()
+    if len(numbers) != 2:
+        raise item.fault("two numbers: a tensor dim and a granule")
+    return numbers[0], numbers[1]
 
 
 def _parse_file(item: Fields, mesh: Mesh) -> FileEntry:

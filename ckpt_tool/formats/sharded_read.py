@@ -20,6 +20,7 @@ from ckpt_tool.core.extras import from_json
 from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats.hf_files import is_sidefile
 from ckpt_tool.formats.sharded_index import (
     INDEX,
     NO_DIGEST,
@@ -98,7 +99,10 @@ def _values(form: Any, shown: str, pointer: str) -> dict[Any, Any]:
 
 
 def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
-    """Every file under its one possible name, there, and of its size. Returns the side files' names."""
+    """Every file under its one possible name, there, and of its size.
+
+    Returns the side files' names: those that the save knew and those that people put beside a model (config.json).
+    """
     shown = tree.display(INDEX)
     names: set[str] = set()
     for number, entry in enumerate(index.files):
@@ -132,16 +136,17 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
             if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
         ]
     )  # fmt: skip
-    return index.sidefiles
+    usual = filter(is_sidefile, tree.names())
+    return tuple(sorted({*index.sidefiles, *usual}))
 
 
 def _notes(tree: Tree, known: set[str]) -> Iterable[Note]:
     for path in tree.listing():
         if path not in known:
-            yield Note("extra-file", f"{path} is no part of the checkpoint: ignored", tree.display(path))
+            yield Note("W-ignored", f"{path} is no part of the checkpoint: not read", tree.display(path))
     for path in sorted(known):
         if not tree.exists(path):
-            yield Note("missing-side-file", f"{path} was saved beside the checkpoint and is gone", tree.display(path))
+            yield Note("W-side-file-gone", f"{path} was saved beside the checkpoint and is gone", tree.display(path))
 
 
 def _some(names: Iterable[str]) -> str:

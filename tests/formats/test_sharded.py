@@ -367,6 +367,16 @@ def test_padding_is_recorded_and_left_out_of_the_values(tmp_path: Path) -> None:
     ]
 
 
+def test_granules_of_padded_dims_are_recorded(tmp_path: Path) -> None:
+    arrays = {TensorKey("v"): arange((10, 2))}
+    mesh = Mesh.of(tp=2)
+    layout = Layout(mesh, (place((10, 2), [(0, ("tp",))], mesh, granule=2, policy="pad"),))
+    write(FORMAT.target(wanted_of(arrays), layout), arrays, tmp_path)
+    (placement,) = json.loads((tmp_path / INDEX).read_text())["placements"]
+    assert placement == {"shard": [[0, ["tp"]]], "padded": [0], "granules": [[0, 2]]}
+    check_equal(read_by_us(tmp_path)[1], arrays)
+
+
 def test_fallbacks_are_grouped_by_case(tmp_path: Path) -> None:
     mesh = Mesh.of(dp=2, tp=4)
     keys = [TensorKey("a"), TensorKey("b"), TensorKey("a", "master"), TensorKey("even")]
@@ -675,12 +685,13 @@ def test_a_truncated_or_bit_flipped_index_never_crashes(tiny: Path) -> None:
 def test_other_files_are_ignored_with_a_note(tiny: Path) -> None:
     (tiny / "ema.tp00_dp00.safetensors").write_bytes(b"half")
     (tiny / "config.json").unlink()
+    (tiny / "tokenizer.json").write_bytes(b"{}")
     catalog = FORMAT.read(Tree(tiny), {})
     assert {(note.code, note.path) for note in catalog.notes} == {
-        ("extra-file", str(tiny / "ema.tp00_dp00.safetensors")),
-        ("missing-side-file", str(tiny / "config.json")),
+        ("W-ignored", str(tiny / "ema.tp00_dp00.safetensors")),
+        ("W-side-file-gone", str(tiny / "config.json")),
     }
-    assert catalog.sidefiles == ()
+    assert catalog.sidefiles == ("tokenizer.json",)
 
 
 def test_other_formats_are_not_claimed(tmp_path: Path) -> None:
