@@ -103,7 +103,20 @@ def tensor(ref: Any, offset: Any, size: Any, stride: Any, dtype: DType, requires
             f"a view of size {list(shape)}, stride {list(steps)}, offset {offset} ends at element {last + 1} of its"
             f" storage, which has {ref.nbytes} bytes of {dtype.name}", "E0373",
         )  # fmt: skip
-    return TensorRef(ref, offset, shape, steps, dtype, bool(requires_grad))
+    made = TensorRef(ref, offset, shape, steps, dtype, bool(requires_grad))
+    if last > 0 and not made.contiguous and _overlaps(shape, steps):
+        raise Misuse(f"elements of a view of size {list(shape)}, stride {list(steps)} overlap", "E0373")
+    return made
+
+
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Might two elements share a place? Dims of stride 0 (`expand`) may: they repeat one element by intent."""
+    reach = 0  # of the finer dims, in elements
+    for step, n in sorted((s, n) for s, n in zip(stride, shape, strict=True) if s and n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 def _tensor_v2(args: Args) -> TensorRef | Opaque:

@@ -47,6 +47,8 @@ def item_nbytes(dtype: str) -> int:
     code = dtype.lstrip("<>|=")
     if code[:1] in _KINDS and code[1:].isdigit() and len(code) <= 10:
         return int(code[1:]) * (4 if code[0] == "U" else 1)
+    if code[:1] == "O":
+        raise _fault("NumPy arrays of Python objects are not supported")
     raise _fault(f"NumPy dtype {dtype[:20]!r}: only numbers, booleans and fixed-size text are read")
 
 

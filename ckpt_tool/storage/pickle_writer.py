@@ -379,7 +379,7 @@ class _Writer:
 
     def array(self, value: NumpyArray) -> None:
         """A numpy.ndarray; the module's old name is the one that NumPy 1 and 2 both know."""
-        if type(value.data) is Span and self.protocol < 3:
+        if isinstance(value.data, Span) and self.protocol < 3:
             raise _refused("a NumPy array whose bytes come later, in protocol 2", "want protocol 4")
         self.named("numpy.core.multiarray._reconstruct")
         self.named("numpy.ndarray")
@@ -390,7 +390,7 @@ class _Writer:
         self.tuple_of(value.shape)
         self._numpy_dtype(value.dtype)
         self.boolean(value.fortran)
-        if type(value.data) is Span:
+        if isinstance(value.data, Span):
             self._counted(value.data.nbytes)
             self.holes.append((len(self.out), value.data.nbytes))
         else:

@@ -27,11 +27,12 @@ import struct
 from typing import NamedTuple
 
 from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput
+from ckpt_tool.storage.magic import advice, what_is
 from ckpt_tool.storage.pickles import shown
 from ckpt_tool.storage.source import Tree
 
 MEMBER_LIMIT = 1_000_000
-DIRECTORY_LIMIT = 256 << 20  # bytes
+DIRECTORY_LIMIT = 128 << 20  # bytes
 SMALL = 65536  # bytes; records up to this size that lie between headers are read along with them
 END = struct.Struct("<4s4H2IH")
 LOCATOR = struct.Struct("<4sIQI")
@@ -164,7 +165,7 @@ def _no_end(archive: Archive) -> CkptError:
     """Why the file does not end as a zip does: it is something else, is cut short, or carries a comment."""
     length = archive.length
     head = archive.read(0, min(64, length))
-    other = what_is(head)
+    other = _other(head)
     if other:
         return archive.corrupt(f"this is {other[0]}, not a torch zip", "E0340", 0, hint=other[1])
     window = archive.read_end(65557 + TAIL)
@@ -184,30 +185,16 @@ def _no_end(archive: Archive) -> CkptError:
     )  # fmt: skip
 
 
-def what_is(head: bytes) -> tuple[str, str] | None:
-    """(what a file is, what to do) from its first bytes, for those often taken for a checkpoint; None if unknown."""
-    stripped = head.lstrip()
+def _other(head: bytes) -> tuple[str, str] | None:
+    """(what a file is, what to do) from its first bytes when it is no zip at all; None if unknown or a zip."""
     if not head:
         return "an empty file", "fetch or save it again"
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer", "fetch the file itself: git lfs pull"
-    if stripped[:1] == b"<":
-        return "an HTML or XML page", "the download gave an error page: fetch the file again"
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip-compressed", "unpack it first: gunzip"
-    if head.startswith((b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")):
-        return "compressed", "unpack it first"
-    if head.startswith(b"\x93NUMPY"):
-        return "a NumPy array (.npy)", "convert it to safetensors"
-    if head.startswith(b"\x89HDF"):
-        return "an HDF5 file", "convert it to safetensors"
-    if head.startswith(b"GGUF"):
-        return "a GGUF file", "an inference format: start from the checkpoint it was made of"
-    if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 27:
-        return "a safetensors file", "rename it to .safetensors"
-    if stripped[:1] == b"{":
-        return "a JSON text", "pass the folder that holds it"
-    return None
+    if head.startswith(b"PK"):
+        return None
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 27:
+        return "a safetensors file", "give it the ending .safetensors"
+    name = what_is(head)
+    return (name, advice(head) or "") if name else None
 
 
 # -- the central directory --------------------------------------------------------------------------------------------
