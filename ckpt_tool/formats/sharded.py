@@ -27,7 +27,7 @@ Specification, version 1 (ours; the container is safetensors as of `safetensors`
   `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims, their `granules` [[tensor dim, elements], ...];
   `layout`, the rule that gave them; `fallbacks` {requested, used, reason, better, tensors}; `extras` and `source.hints` in
   the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`; `schema_version`.
-* A digest of 32 zeros means that it was not computed.
+* A digest of 32 zeros or 32 `-` means that it was not computed.
 
 Reading costs the index and every header, and holds each against the other: a file that is missing, of another size, of
 another save or with other boxes than the index says is named, all such files at once. Values are not read here.

@@ -36,6 +36,7 @@ NO_DIGEST = "0" * DIGEST_CHARS
 RANK_LIMIT = 64  # dims of a tensor
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_NOT_TAKEN = "-" * DIGEST_CHARS  # what `--verify off` leaves in a hole
 
 
 class FileEntry(NamedTuple):
@@ -373,4 +374,10 @@ def _parse_tensor(item: Fields, placements: int) -> TensorEntry:
     path = []
     for part in item.get("path", []).each():
         path.append(part.value if type(part.value) is int else part.text())
-    return TensorEntry(DTYPES[dtype], item["shape"].shape(), number, tuple(path), item["digest"].hex32())
+    return TensorEntry(
+        DTYPES[dtype],
+        item["shape"].shape(),
+        number,
+        tuple(path),
+        NO_DIGEST if item["digest"].value == _NOT_TAKEN else item["digest"].hex32(),
+    )

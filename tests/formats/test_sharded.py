@@ -246,13 +246,16 @@ def test_reading_gives_back_what_was_wanted(tiny: Path) -> None:
     assert set(catalog.files) == {path.name for path in tiny.iterdir()} - {"config.json"}
 
 
-def test_an_uncomputed_digest_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hole", [b"0" * 32, b"-" * 32])
+def test_an_uncomputed_digest_is_none(tmp_path: Path, hole: bytes) -> None:
     arrays, wanted, layout = tiny_parts()
     target = FORMAT.target(wanted, layout)
     for file in target.files:
         data = bytearray(file.size)
         for offset, text in file.literals:
             data[offset : offset + len(text)] = text
+        for patch in file.patches:
+            data[patch.offset : patch.offset + 32] = hole
         (tmp_path / file.path).write_bytes(data)
     assert FORMAT.read(Tree(tmp_path), {}).digests == {}
 
