@@ -100,6 +100,7 @@ def same(a, b):
 @settings(max_examples=400, deadline=None)
 def test_plain_values_read_as_cpython_reads_them(value, protocol):
     data = pickle.dumps(value, protocol=protocol)
+    value = pickle.loads(data)  # protocol 0 loses the sign of a NaN
     assert same(value_of(data), value)
     assert same(value_of(pickletools.optimize(data)), value)
 
@@ -111,7 +112,7 @@ def test_a_moving_window_changes_nothing(value, protocol, width):
     machine = Machine(
         data[:width], origin=0, end=len(data), refill=lambda at, wanted: data[at : at + max(width, wanted)]
     )
-    assert same(machine.run(), [value, value, "end"])
+    assert same(machine.run(), pickle.loads(data))
     assert machine.origin + machine.pos == len(data)
     assert machine.count + 1 == sum(1 for _ in pickletools.genops(data)) == read(data).opcodes
 
