@@ -1,0 +1,87 @@
+"""Tables A, B, C and D of the threat list, row by row, through every verb that reads: exit code, message, nothing left.
+
+The generators in `tests/hostile/` make the files; each row says which exit code the readers owe and words the message
+must hold. `inspect` may show what the others refuse (a pickle that asks for code is shown, never run).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tool.cli import run
+
+HERE = Path(__file__).parent
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(f"hostile_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+GENERATORS = [_load(path) for path in sorted((HERE / "hostile").glob("*_cases.py"))]
+ROWS = [pytest.param(case, id=f"{case[0]}") for module in GENERATORS for case in module.CASES]
+VERBS = ("inspect", "verify", "reshard", "convert", "merge")
+
+
+def call(verb, source, out):
+    arguments = {
+        "inspect": ["inspect", source],
+        "verify": ["verify", source],
+        "reshard": ["reshard", source, out],
+        "convert": ["convert", source, out, "--to", "sharded"],
+        "merge": ["merge", source, out],
+    }[verb]
+    return run([*map(str, arguments), "--json"])
+
+
+def snapshot(path):
+    """Everything about the source that may not change."""
+    found = {}
+    for at, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            info = os.lstat(os.path.join(at, name))
+            found[os.path.join(at, name)] = (info.st_mode, info.st_size, info.st_mtime_ns, info.st_ino)
+    return found
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_bad_input_is_told_and_leaves_nothing(case, tmp_path, capfd):
+    row, make, want, words = case[:4]
+    folder, outputs = tmp_path / "source", tmp_path / "outputs"
+    folder.mkdir()
+    outputs.mkdir()
+    source = make(folder)
+    before = snapshot(folder)
+    for verb in VERBS:
+        code = call(verb, source, outputs / verb)
+        streams = capfd.readouterr()
+        expected = want.get(verb, want["*"]) if isinstance(want, dict) else want
+        assert code == expected, (row, verb, code, streams.err[-600:])
+        assert "Traceback" not in streams.err
+        if code > 1:
+            error = json.loads(streams.err.strip().splitlines()[-1])["error"]
+            assert error["code"].startswith("E") and error["hint"], (row, verb, error)
+            text = json.dumps(error, ensure_ascii=False).lower()
+            for word in (words,) if isinstance(words, str) else words:
+                assert word.lower() in text, (row, verb, word, text[:600])
+            assert not list(outputs.iterdir()), (row, verb, "something was left")
+        elif code == 0 and verb in ("reshard", "convert", "merge"):
+            assert [path.name for path in outputs.iterdir()] == [verb]
+        for path in outputs.iterdir():
+            _remove(path)
+    assert snapshot(folder) == before, "the source was touched"
+
+
+def _remove(path):
+    import shutil
+
+    shutil.rmtree(path) if path.is_dir() else path.unlink()

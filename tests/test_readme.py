@@ -1,0 +1,93 @@
+"""Both READMEs say the same, and every command block of them works as typed, in a copy of the tree, from nothing.
+
+The block that runs the tests is run with the selection narrowed (`PYTEST_ADDOPTS`), or it would run itself for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BOTH = ("README.md", "README_zh.md")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
+
+
+def blocks(name, *languages):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return [(kind, body) for kind, body in FENCE.findall(text) if kind in languages]
+
+
+def outline(name):
+    text = FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    return [line.split(" ")[0] for line in text.splitlines() if line.startswith("#")]
+
+
+def rows(name):
+    return [line.count("|") for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+
+
+def test_both_say_the_same():
+    english, chinese = BOTH
+    assert blocks(english, "bash", "python") == blocks(chinese, "bash", "python")
+    assert outline(english) == outline(chinese)
+    assert rows(english) == rows(chinese)
+    names = [set(re.findall(r"`([^`\n]+)`", (ROOT / name).read_text(encoding="utf-8"))) for name in BOTH]
+    assert names[0] == names[1]
+
+
+def test_the_first_blocks_install_and_then_test():
+    first, second = blocks("README.md", "bash")[:2]
+    assert "pip install ." in first[1] and "ckpt reshard" in first[1]
+    assert "pip install" in second[1] and "pytest" in second[1]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The files that git knows, as a stranger would have them."""
+    if os.environ.get("CKPT_INSIDE_README"):
+        pytest.skip("this run was started by a README block")
+    target = tmp_path_factory.mktemp("readme") / "ckpt"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout: the files of a clone can't be listed")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+@pytest.mark.timeout(900)
+def test_every_block_works_as_typed(clone):
+    outside = clone.parent / "bin"
+    outside.mkdir()
+    (outside / "python3").symlink_to(Path(sys._base_executable).resolve())
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "PYTEST"))}
+    environment |= {
+        "CKPT_INSIDE_README": "1",
+        "PYTEST_ADDOPTS": "-k test_house",
+        "PATH": f"{outside}{os.pathsep}{os.environ['PATH']}",
+    }
+    for number, (kind, body) in enumerate(blocks("README.md", "bash", "python")):
+        command = ["bash", "-euo", "pipefail", "-c", body]
+        if kind == "python":
+            command = [str(clone / ".venv" / "bin" / "python"), "-c", body]
+        done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=800)
+        assert done.returncode == 0, f"block {number}:\n{body}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        if number == 0:
+            assert "equal" in done.stdout.lower()
+            assert "torch" not in _installed(clone)
+
+
+def _installed(clone):
+    listing = subprocess.run(
+        [clone / ".venv" / "bin" / "python", "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True
+    )
+    return {line.split("==")[0].lower() for line in listing.stdout.splitlines()}
