@@ -79,7 +79,7 @@ def test_boxes_tile_and_rows_tell_the_same(name, path):
 
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_reads_headers_only(name, tmp_path):
-    values = {f"layers.{i}.w1.weight": np.arange(i, i + 1 << 20, dtype="f4").reshape(1024, -1) for i in range(4)}
+    values = {f"layers.{i}.w1.weight": np.arange(1 << 20, dtype="f4").reshape(1024, -1) for i in range(4)}
     save_file(values, tmp_path / "model.safetensors")
     convert(str(tmp_path / "model.safetensors"), str(tmp_path / "out"), Reading(), Writing(to=name), Silent())
     opened = open_source(str(tmp_path / "out"), Reading())
