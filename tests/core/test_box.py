@@ -102,6 +102,7 @@ def test_translate_there_and_back(case: tuple[tuple[int, ...], list[Box]], by: i
     step = [by + d for d in range(len(shape))]
     assert box.translate(step).translate(step, sign=-1) == box
     assert box.translate(step).shape == box.shape
+    assert box.translate(step).offset == tuple(o + d for o, d in zip(box.offset, step, strict=True))
 
 
 @given(st.lists(st.integers(1, 5), max_size=4))

@@ -85,6 +85,12 @@ def test_boxes_that_leave_the_tensor(box: Box) -> None:
     assert error.value.path == "f"
 
 
+def test_the_only_box_may_leave_the_tensor_too() -> None:
+    with pytest.raises(InconsistentCheckpoint) as error:
+        catalog(tensor("w", (2, 6), [Box((1, 0), (2, 6))])).check()
+    assert error.value.code == "E0307"
+
+
 def test_all_faults_at_once_with_file_and_tensor() -> None:
     good = tensor("good", (2, 2), [whole((2, 2))])
     short = tensor("short", (4, 2), [Box((0, 0), (1, 2))], state="exp_avg")

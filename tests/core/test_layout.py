@@ -273,6 +273,8 @@ def test_a_tensor_at_a_stage_is_held_there_alone() -> None:
     assert [(h.coords["tp"], h.coords["dp"], h.replica, h.box) for h in rows] == [
         (tp, dp, dp, Box((4 * tp, 0), (4, 4))) for dp in range(2) for tp in range(2)
     ]
+    first = place((8, 4), [], mesh, at=[("pp", 0)])
+    assert {h.coords["pp"] for h in held((8, 4), first, mesh)} == {0}
     assert list(Layout(mesh, (placement,)).held(0, (8, 4))) == rows
 
 
