@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
@@ -73,7 +74,7 @@ def split_keys(
                 misses.append(pattern)
             into |= found
     if misses:
-        near = near_misses(misses[0].removeprefix("re:").strip("*.^$\\"), names)
+        near = _near(misses[0], names)
         raise UsageError(
             f"the pattern {misses[0]!r} matches no tensor", code="E0255",
             hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
@@ -90,6 +91,20 @@ def split_keys(
             hint="narrow the pattern; ckpt inspect --match PATTERN shows what it matches",
         )  # fmt: skip
     return kept, gone
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """Names near a pattern that matched nothing: as a whole, else by one of their parts between dots."""
+    bare = pattern.removeprefix("re:").strip("*.^$\\")
+    whole = near_misses(bare, names)
+    if whole:
+        return whole
+    parts = {part: name for name in reversed(names) for part in (*name.split("."), *name.replace("_", ".").split("."))}
+    for word in sorted(re.split(r"[.*?\\\[\]^$]+", bare), key=len, reverse=True):
+        close = get_close_matches(word, parts, n=3, cutoff=0.6) if word else []
+        if close:
+            return f"did you mean {', '.join(dict.fromkeys(parts[part] for part in close))}?"
+    return ""
 
 
 def removed_rows(tensors: Iterable[LogicalTensor]) -> list[dict[str, object]]:

@@ -163,6 +163,8 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         writing.max_shard_size,
     )  # fmt: skip
     layout, fallbacks = _layout(chosen, wanted, fmt, writing)
+    if not fmt.holds.replicas:  # what ranks share is stored once
+        fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = fmt.target(wanted, layout)
     numbers: dict[tuple[int, str], int] = {}
 

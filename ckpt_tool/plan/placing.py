@@ -152,7 +152,8 @@ def _stages(tensors: Sequence[WantedTensor], wishes: Wishes) -> dict[str, int]:
         near = sorted((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - stages))[:3]
         raise UsageError(
             f"{count} layers do not divide into {stages} pipeline stages", code="E0217",
-            hint=f"degrees that divide: {', '.join(map(str, sorted(near)))}; or an uneven split with --pp-split"
+            hint=f"degrees that divide: {', '.join(map(str, sorted(near)))}"
+            + ("; or an uneven split with --pp-split" if stages < count else "")
             if near else "the tensor names show no layers: leave --pp off",
         )  # fmt: skip
     else:
