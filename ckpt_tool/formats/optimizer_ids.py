@@ -46,7 +46,9 @@ class Aligned(NamedTuple):
     why: str
 
 
-def align(groups: Sequence[Any], moments: Mapping[int, Mapping[str, tuple[int, ...]]], model: Sequence[Candidate]) -> Aligned:
+def align(
+    groups: Sequence[Any], moments: Mapping[int, Mapping[str, tuple[int, ...]]], model: Sequence[Candidate]
+) -> Aligned:
     """Lay an optimizer's numbers over the model's tensors.
 
     Args:
@@ -60,9 +62,7 @@ def align(groups: Sequence[Any], moments: Mapping[int, Mapping[str, tuple[int, .
     if named is not None:
         return Aligned(named, "by the param_names of its groups")
     shapes = {number: _shape(states) for number, states in moments.items()}
-    found = _unique(
-        [[shapes.get(number) for number in group] for group in numbers], _candidates(model)
-    )
+    found = _unique([[shapes.get(number) for number in group] for group in numbers], _candidates(model))
     if isinstance(found, str):
         return Aligned({}, found)
     names = {number: found[g][i] for g, group in enumerate(numbers) for i, number in enumerate(group)}
@@ -157,6 +157,8 @@ def _unique(groups: list[list[tuple[int, ...] | None]], model: list[Candidate]) 
     return [part[::-1] for part in names]
 
 
-def _add(layer: dict[tuple[int, ...], _Cell], at: tuple[int, ...], ways: int, group: int, before: tuple[int, ...]) -> None:
+def _add(
+    layer: dict[tuple[int, ...], _Cell], at: tuple[int, ...], ways: int, group: int, before: tuple[int, ...]
+) -> None:
     known = layer.get(at)
     layer[at] = _Cell(ways, group, before) if known is None else known._replace(ways=2)

@@ -48,7 +48,9 @@ _WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well b
 OPTIMIZER_ROOTS = frozenset(
     ("optim", "optimizer", "optimizers", "opt", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optimizer_states")
 )  # fmt: skip
-EMA_ROOTS = frozenset(("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params"))
+EMA_ROOTS = frozenset(
+    ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
+)
 MASTER_ROOTS = frozenset(
     ("master", "master_weights", "master_params", "master_model", "fp32_params", "fp32_weights", "fp32_master_weights")
 )
@@ -62,7 +64,7 @@ OPTIMIZER_STATES = frozenset(
 )  # fmt: skip
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _FLAT = re.compile(r"(?:^|(?<=\.))state\.")
-_RNG = re.compile(r"rng", re.IGNORECASE)
+_RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)
 _COUNTERS = frozenset(("step", "global_step", "iteration", "iter", "epoch", "loss", "best_loss"))
 
 
@@ -228,7 +230,11 @@ class _Naming:
             path = self.leaves[i].path
             last = str(path[-1])
             at = _FLAT.search(last)
-            if at is not None and "." in last[at.end() :] and (self.root is None or path[: len(self.root)] != self.root):
+            if (
+                at is not None
+                and "." in last[at.end() :]
+                and (self.root is None or path[: len(self.root)] != self.root)
+            ):
                 groups.setdefault((path[:-1], last[: at.start()]), []).append((i, last[at.end() :]))
             else:
                 others.append(dotted(path))
@@ -321,7 +327,8 @@ class _Naming:
             path, shape = self.leaves[i].path, self.leaves[i].shape
             word = str(path[0])
             counter = training and len(path) == 1 and word in _COUNTERS and shape in ((), (1,))
-            if bare and len(path) > 1 or _RNG.search(dotted(path)) or counter:
+            rng = _RNG.search(dotted(path)) and (len(path) > 1 or "." not in word)
+            if bare and len(path) > 1 or rng or counter:
                 self._extra(i)
             elif self.prefix and not word.startswith(self.prefix):
                 if not self._prefixed_ema(i, word):
@@ -330,11 +337,16 @@ class _Naming:
                 self.keys[i] = TensorKey(clean(dotted(path).removeprefix(self.prefix)))
                 named.append(path)
         if self.prefix:
-            self.note("N-model-prefix", f"the optimizer's names show that the model's keys begin with {self.prefix!r}: taken off")
+            self.note(
+                "N-model-prefix",
+                f"the optimizer's names show that the model's keys begin with {self.prefix!r}: taken off",
+            )
             self.found["model"] = (self.prefix.removesuffix("."),)
         if not bare and any(len(path) > 1 for path in named):
             tops = dict.fromkeys(str(path[0]) for path in named)
-            self.note("N-bare-model", f"no level is called model: all tensors are taken for it, under {', '.join(tops)}")
+            self.note(
+                "N-bare-model", f"no level is called model: all tensors are taken for it, under {', '.join(tops)}"
+            )
 
     def _prefixed_ema(self, i: int, word: str) -> bool:
         """`ema.NAME` in a state of dotted keys."""
@@ -391,7 +403,11 @@ class _Naming:
                 given = TensorKey(dotted(leaf.path), EXTRAS)
                 while given in seen:
                     given = TensorKey(given.name + "'", EXTRAS)
-                self.note("N-same-name", f"two tensors claim one name: the one at {dotted(leaf.path)} is kept as an extra", str(key))
+                self.note(
+                    "N-same-name",
+                    f"two tensors claim one name: the one at {dotted(leaf.path)} is kept as an extra",
+                    str(key),
+                )
             seen.add(given)
             out.append(given)
             if any(isinstance(step, str) and _WRAPPER.search(step) for step in leaf.path):
@@ -428,7 +444,11 @@ def _numbered(groups: Any, parameters: Sequence[Any]) -> bool:
     """Are these parameters numbers? `"0"` is one where the groups list integers (DCP spells every key as text)."""
     if all(type(p) is int for p in parameters):
         return True
-    listed = [n for group in groups if isinstance(group, Mapping) for n in group.get("params") or ()] if isinstance(groups, list) else []
+    listed = (
+        [n for group in groups if isinstance(group, Mapping) for n in group.get("params") or ()]
+        if isinstance(groups, list)
+        else []
+    )
     return all(str(p).isdigit() for p in parameters) and bool(listed) and all(type(n) is int for n in listed)
 
 

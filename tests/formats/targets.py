@@ -33,7 +33,9 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return raw.reshape(*tensor.shape, tensor.element_size())
 
 
-def wanted_of(tensors: Mapping[TensorKey, torch.Tensor], paths: Mapping[TensorKey, Any] | None = None, **rest: Any) -> Wanted:
+def wanted_of(
+    tensors: Mapping[TensorKey, torch.Tensor], paths: Mapping[TensorKey, Any] | None = None, **rest: Any
+) -> Wanted:
     """A Wanted of these torch tensors."""
     items = []
     for key, tensor in tensors.items():
@@ -65,7 +67,9 @@ def write(target: Target, folder: Path, values: Sequence[np.ndarray]) -> None:
         data = np.zeros(file.size, np.uint8)
         taken = np.zeros(file.size, bool)
 
-        def put(offset: int, raw: np.ndarray, data: np.ndarray = data, taken: np.ndarray = taken, name: str = file.path) -> None:
+        def put(
+            offset: int, raw: np.ndarray, data: np.ndarray = data, taken: np.ndarray = taken, name: str = file.path
+        ) -> None:
             assert offset + raw.size <= data.size, f"{name}: {offset} + {raw.size} leaves the file"
             assert not taken[offset : offset + raw.size].any(), f"{name}: two things lie at {offset}"
             data[offset : offset + raw.size] = raw

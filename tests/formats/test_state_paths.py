@@ -83,7 +83,13 @@ def test_ema_and_master() -> None:
         leaf("model", "w"), leaf("ema", "w"), leaf("master_weights", "w"), leaf("model_ema", "module", "v"),
         leaf("optim", "state", "w", "master_param"),
     ]  # fmt: skip
-    assert named(leaves) == [("w", "model"), ("w", "ema"), ("w", "master"), ("v", "ema"), ("optim.state.w.master_param", "extras")]
+    assert named(leaves) == [
+        ("w", "model"),
+        ("w", "ema"),
+        ("w", "master"),
+        ("v", "ema"),
+        ("optim.state.w.master_param", "extras"),
+    ]
 
 
 def test_one_level_is_taken_off_and_never_two() -> None:
@@ -96,7 +102,9 @@ def test_one_level_is_taken_off_and_never_two() -> None:
 
 def test_without_a_model_level_all_is_the_model() -> None:
     assert named([leaf("enc", "w"), leaf("dec", "w")]) == [("enc.w", "model"), ("dec.w", "model")]
-    assert named([leaf("net", "w"), leaf("head", "w")]) == [("net.w", "model"), ("head.w", "model")], "net is a part here"
+    assert named([leaf("net", "w"), leaf("head", "w")]) == [("net.w", "model"), ("head.w", "model")], (
+        "net is a part here"
+    )
     assert named([leaf("net", "w")]) == [("w", "model")]
     assert named([leaf("a.w"), leaf("rng_state", shape=(16,))]) == [("a.w", "model"), ("rng_state", "extras")]
     assert named([leaf("a.w"), leaf("step", shape=())], {"epoch": 1})[1] == ("step", "extras")
@@ -168,7 +176,9 @@ def test_digits_are_numbers_only_where_the_groups_number() -> None:
 
 
 @given(st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=6), st.data())
-def test_an_alignment_is_found_exactly_when_it_is_the_only_one(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
+def test_an_alignment_is_found_exactly_when_it_is_the_only_one(
+    shapes: list[tuple[int, ...]], data: st.DataObject
+) -> None:
     """Against a slow oracle: try every way to deal the model's tensors to two groups in order."""
     chosen = [data.draw(st.sampled_from([None, 0, 1])) for _ in shapes]
     groups: list[list[int]] = [[i for i, c in enumerate(chosen) if c == g] for g in (0, 1)]

@@ -1,0 +1,99 @@
+"""Which folders below a root are DCP saves, and whether they are whole: by file names alone.
+
+    .metadata, __0_0.distcp, __1_0.distcp          one save
+    __0.metadata, __1.metadata, __0_0.distcp ...   one save without collectives: a metadata file a rank
+    pytorch_model_fsdp_0/, optimizer_0/            accelerate: model and optimizer, each a save of its own
+    __0_0.distcp without any metadata              a save that was not finished: `.metadata` is written last
+
+Not ours: Megatron's torch_dist folders (`common.pt` and `metadata.json` beside), Paddle's (`0.metadata`,
+`0_0.distcp`). Source of the names: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEFAULT_SUFFIX`,
+`_StoragePrefix`: `__{rank}_`), accelerate 1.15 `utils/fsdp_utils.py`. Reads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt_tool.errors import Incomplete, UnknownFormat
+
+METADATA = ".metadata"
+UNFINISHED, SEVERAL = "E0385", "E0393"
+DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")
+_RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
+_MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
+_OPTIMIZER = re.compile(r"optim(?:izer)?(?:_\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One DCP save. folder: "" for the root, else with a slash at its end. metadata: its metadata files, none if it was
+    not finished. tmp: a metadata file that was not yet renamed."""
+
+    folder: str
+    metadata: tuple[str, ...]
+    tmp: str | None = None
+
+
+def find(listing: Iterable[str]) -> list[Save]:
+    """The saves of a tree: that at the root, or else those nearest to it. Empty when there is none."""
+    folders: dict[str, list[str]] = {}
+    for path in listing:
+        folder, slash, name = path.rpartition("/")
+        folders.setdefault(folder + slash, []).append(name)
+    saves = [save for folder, names in folders.items() if (save := _save(folder, names))]
+    if not saves:
+        return []
+    nearest = min(save.folder.count("/") for save in saves)
+    return sorted((save for save in saves if save.folder.count("/") == nearest), key=lambda save: save.folder)
+
+
+def _save(folder: str, names: list[str]) -> Save | None:
+    have = set(names)
+    if "common.pt" in have and "metadata.json" in have:
+        return None
+    ranks = sorted((int(m[1]), m[0]) for name in names if (m := _RANK_METADATA.fullmatch(name)))
+    tmp = next((name for name in sorted(names) if name.endswith(METADATA + ".tmp") and name[:1] in "._"), None)
+    if METADATA in have:
+        return Save(folder, (METADATA,), tmp)
+    if ranks:
+        return Save(folder, tuple(name for _, name in ranks), tmp)
+    if tmp or any(DATA.fullmatch(name) for name in names):
+        return Save(folder, (), tmp)
+    return None
+
+
+def why(saves: list[Save]) -> str:
+    """What was found, in words."""
+    if len(saves) > 1:
+        return f"{len(saves)} DCP folders: {', '.join(save.folder.rstrip('/') for save in saves[:6])}"
+    save = saves[0]
+    what = " and ".join(save.metadata[:2]) or (save.tmp or "__*_*.distcp files without .metadata")
+    return f"{what} in {save.folder.rstrip('/')}/" if save.folder else what
+
+
+def check(saves: list[Save], shown: str) -> None:
+    """Raise Incomplete (E0385) for a save that was not finished, UnknownFormat (E0393) for folders that are not one
+    checkpoint. shown: the root, for messages."""
+    for save in saves:
+        where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown
+        if save.tmp or not save.metadata:
+            found = f"{save.tmp} lies there" if save.tmp else "there is no .metadata"
+            raise Incomplete(
+                f"the save was not finished: {found}, and .metadata is written last", code=UNFINISHED, path=where,
+                hint="take the last checkpoint that was finished, or wait until this one is",
+            )  # fmt: skip
+    names = [save.folder.rstrip("/").rpartition("/")[2] for save in saves]
+    if len(saves) > 1 and not is_pair(names):
+        raise UnknownFormat(
+            f"the folder holds {len(saves)} DCP checkpoints: {', '.join(names[:6])}", code=SEVERAL, path=shown,
+            hint=f"pass one of them, such as {saves[-1].folder.rstrip('/')}",
+        )  # fmt: skip
+
+
+def is_pair(names: list[str]) -> bool:
+    """Are these a model's folder and an optimizer's, at most one each?"""
+    models = [name for name in names if _MODEL.fullmatch(name)]
+    optimizers = [name for name in names if _OPTIMIZER.fullmatch(name)]
+    return len(names) == len(models) + len(optimizers) and len(models) <= 1 and len(optimizers) <= 1
