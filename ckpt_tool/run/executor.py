@@ -25,7 +25,7 @@ import numpy as np
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, InputError, Interrupted, SourceChanged, UnsafeInput
+from ckpt_tool.errors import CkptError, InputError, SourceChanged, UnsafeInput
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import Bytes, Reader, Sources, StagedFiles, Writer
@@ -237,12 +237,10 @@ class Executor:
             for worker in workers:
                 while worker.is_alive():
                     worker.join(0.2)
-        except BaseException as e:  # KeyboardInterrupt, or a signal turned into Interrupted
+        except BaseException:  # an interruption: the rim tells which signal it was
             state.stop = True
             for worker in workers:
                 worker.join()
-            if isinstance(e, KeyboardInterrupt):
-                raise Interrupted("interrupted", hint="the same command resumes") from e
             raise
         if state.error is not None:
             raise state.error

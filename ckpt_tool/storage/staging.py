@@ -307,10 +307,11 @@ class Staging:
             raise wrap_os_error(e, final, "renaming the finished output") from e
 
     def _release(self) -> None:
-        for fd in (self._journal_fd, self._folder_fd):
+        held = (self._journal_fd, self._folder_fd)
+        self._journal_fd = self._folder_fd = -1  # first: a signal between two closes must not close one twice
+        for fd in held:
             if fd >= 0:
                 os.close(fd)
-        self._journal_fd = self._folder_fd = -1
 
     def __enter__(self) -> Staging:
         return self

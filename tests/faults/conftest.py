@@ -1,0 +1,207 @@
+"""The ground on which faults are tried: a small checkpoint, one command, and what must hold after any fault.
+
+Invariant I: the source is as it was; the output's name is absent, old and whole, or new and whole; nothing lies beside
+it but our staging folder; the same command, given again, ends with the bytes of an undisturbed run and leaves nothing
+beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE = ROOT / "fixtures" / "dcp" / "tp2_dp2"
+
+Snapshot = dict[str, tuple[Any, ...]]
+
+
+def snapshot(folder: Path, *, times: bool = False) -> Snapshot:
+    """Every path below `folder` (and itself) with type, mode, link target or content; times: mtime and inode too."""
+    out: Snapshot = {}
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        info = path.lstat()
+        row: list[Any] = [stat.S_IFMT(info.st_mode), stat.S_IMODE(info.st_mode)]
+        if stat.S_ISREG(info.st_mode):
+            row.append(path.read_bytes())
+        elif stat.S_ISLNK(info.st_mode):
+            row.append(os.readlink(path))
+        if times:
+            row += [info.st_mtime_ns, info.st_ino]
+        out[str(path.relative_to(folder))] = tuple(row)
+    return out
+
+
+class Ran(NamedTuple):
+    """One run. status: exit code, or minus the signal. error: the JSON object on stderr, {} where there is none."""
+
+    status: int
+    out: str
+    err: str
+    ops: list[str]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        for line in reversed(self.err.splitlines()):
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line).get("error", {})
+                return found
+        return {}
+
+
+class FaultServer:
+    """The process of `fault_server.py`."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fault_server.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert self._reply() == "ready"
+
+    def _reply(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the fault server died"
+        return line.strip()
+
+    def run(self, args: list[str], *, under: Path, **fault: Any) -> Ran:
+        files = {name: self._work / name for name in ("out", "err", "ops")}
+        job = {"args": args, "under": str(under), "fault": fault, **{name: str(path) for name, path in files.items()}}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        status = json.loads(self._reply())["status"]
+        texts = {name: path.read_text(errors="replace") for name, path in files.items()}
+        return Ran(status, texts["out"], texts["err"], texts["ops"].splitlines())
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(10)
+
+
+class Ground:
+    """One command on one small checkpoint, in folders of its own.
+
+    source: what is read. place: the folder in which the output shall appear. kind: `folder`, `file` (the output is one
+    file) or `force` (an older output is replaced).
+    """
+
+    def __init__(self, root: Path, server: FaultServer, kind: str, source: Path = FIXTURE) -> None:
+        self.root, self.server, self.kind = root, server, kind
+        self.source, self.place = root / "source", root / "place"
+        shutil.copytree(source, self.source)
+        self.final = self.place / ("out.safetensors" if kind == "file" else "out")
+        to = ["--to", "safetensors"] if kind == "file" else ["--to", "sharded", "--tp", "2"]
+        self.args = ["convert", str(self.source), str(self.final), *to, "--threads", "2", "--json", "-q"]
+        self.source_before = snapshot(self.source, times=True)
+        self.old: Snapshot | None = None
+        self.reset()
+        if kind == "force":
+            done = self.run()
+            assert done.status == 0, done.err
+            kept = root / "old"
+            os.rename(self.final, kept)
+            (kept / "an older file").write_bytes(b"older")
+            self.old = snapshot(kept)
+            self.args.append("--force")
+            self.reset()
+        done = self.run()
+        assert done.status == 0, done.err
+        self.operations = done.ops
+        self.new = snapshot(self.final)
+        self.check_clean()
+
+    def reset(self) -> None:
+        """The state before the command."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir()
+        if self.old is not None:
+            shutil.copytree(self.root / "old", self.final)
+
+    def run(self, *extra: str, **fault: Any) -> Ran:
+        """The command, in a forked process, with a fault."""
+        return self.server.run([*self.args, *extra], under=self.place, **fault)
+
+    # -- invariant I ----------------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """`absent`, `old` or `new`; fails when the final name holds anything else."""
+        if not os.path.lexists(self.final):
+            return "absent"
+        have = snapshot(self.final)
+        if have == self.new:
+            return "new"
+        assert have == self.old, f"the output is neither the old one nor the new one: {sorted(have)}"
+        return "old"
+
+    def check_invariant(self) -> str:
+        """After any fault: the source untouched, the name whole, only our staging folder beside it."""
+        assert snapshot(self.source, times=True) == self.source_before, "the source was touched"
+        beside = set(os.listdir(self.place)) - {self.final.name}
+        assert beside <= {f".{self.final.name}.ckpt-partial"}, f"left beside the output: {beside}"
+        state = self.state()
+        if self.kind == "force":
+            assert state != "absent", "the old output was lost before the new one was there"
+        return state
+
+    def check_clean(self) -> None:
+        """After a run that ended well: nothing beside the output."""
+        assert self.state() == "new"
+        assert os.listdir(self.place) == [self.final.name], f"left beside the output: {os.listdir(self.place)}"
+
+    def check_recovery(self) -> None:
+        """The same command again ends with the bytes of an undisturbed run."""
+        before = self.check_invariant()
+        again = self.run()
+        if before == "new" and self.kind != "force":
+            assert (again.status, again.error["code"]) == (5, "E0501"), again.err
+        else:
+            assert again.status == 0, again.err
+        self.check_clean()
+        assert snapshot(self.source, times=True) == self.source_before, "the source was touched"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultServer]:
+    process = FaultServer(tmp_path_factory.mktemp("server"))
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module", params=["folder", "file", "force"])
+def ground(request: pytest.FixtureRequest, server: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    """Each kind of output in turn."""
+    return Ground(tmp_path_factory.mktemp(request.param), server, request.param)
+
+
+@pytest.fixture(scope="module")
+def folder_ground(server: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    return Ground(tmp_path_factory.mktemp("folder_only"), server, "folder")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 1 MiB; skips where mounting is not permitted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "ckpt-test", str(disk)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"a tmpfs can't be mounted here: {done.stderr.strip()}")
+    yield disk
+    with contextlib.suppress(subprocess.CalledProcessError):
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -1,0 +1,208 @@
+"""Runs the command line in forked children, with a fault at the Nth file operation below one folder.
+
+Started by `conftest.py` as a process of its own (fork needs one without threads). One JSON object a line on stdin:
+
+    {"args": ["convert", ...], "under": "/tmp/x", "fault": {"at": 7, "do": "kill"}, "out": PATH, "err": PATH, "ops": PATH}
+
+and one on stdout: {"status": 0..255 or -signal}. Operations are counted in one sequence over all threads; only those
+on paths or descriptors below `under` count. What can be done at operation `at` (of kind `op`, or of any kind):
+
+    kill        SIGKILL instead of the operation        tear     half of a write, then SIGKILL
+    errno N     the operation fails                     short    a read or write of one byte; from then on too with `on`
+    stop N      the signal N to the process, the operation goes on
+
+`ops` gets one line an operation: kind, path. It wraps the functions of `os` that the tool calls, and the one libc call
+that it makes; what happens below them is the kernel's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil  # noqa: F401  before the wrapping: it looks up what `os` supports
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+READS = ("pread", "preadv", "read")
+WRITES = ("write", "pwrite")
+BY_PATH = ("open", "mkdir", "unlink", "rmdir", "chmod", "rename", "replace", "truncate")
+BY_FD = (*READS, *WRITES, "fsync", "ftruncate", "posix_fallocate", "copy_file_range", "close")
+
+
+class Fault:
+    """The one fault of one run."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.under = os.path.realpath(job["under"])
+        fault = job.get("fault") or {}
+        self.at, self.op, self.do, self.on = (
+            fault.get("at", 0),
+            fault.get("op"),
+            fault.get("do"),
+            fault.get("on", False),
+        )
+        self.number, self.path = fault.get("number", 0), fault.get("path", "")
+        self.reads = fault.get("reads", False)
+        self.count = 0
+        self.lock = threading.Lock()
+        self.ops = open(job["ops"], "w", buffering=1) if job.get("ops") else None
+
+    def due(self, op: str, path: str | None) -> bool:
+        """Count the operation; is it the one?"""
+        if path is None or not (path + "/").startswith(self.under + "/") or (op in READS and not self.reads):
+            return False
+        if self.op is not None and op not in self.op.split(","):
+            return False
+        if self.path and self.path not in path:
+            return False
+        with self.lock:
+            self.count += 1
+            if self.ops is not None:
+                self.ops.write(f"{op} {os.path.relpath(path, self.under)}\n")
+            return self.count == self.at or (self.on and self.at and self.count > self.at)
+
+    def strike(self, op: str, path: str) -> None:
+        if self.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.do == "errno":
+            raise OSError(self.number, os.strerror(self.number), path)
+        elif self.do == "stop":
+            os.kill(os.getpid(), self.number)
+
+
+def wrap(fault: Fault) -> None:
+    """Put the fault between the tool and `os`."""
+    real_readlink = os.readlink
+
+    def path_of(fd: Any) -> str | None:
+        try:
+            return real_readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            return None
+
+    def by_path(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            where = os.fsdecode(path) if not isinstance(path, int) else path_of(path)
+            folder = kwargs.get("dir_fd")
+            if where is not None:
+                base = path_of(folder) if isinstance(folder, int) else os.getcwd()
+                where = os.path.normpath(os.path.join(base or "/", where))
+            if fault.due(name, where):
+                fault.strike(name, where or "")
+            return real(path, *args, **kwargs)
+
+        return call
+
+    def by_fd(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: Any, *args: Any, **kwargs: Any) -> Any:
+            where = path_of(args[0] if name == "copy_file_range" else fd)
+            if not fault.due(name, where):
+                return real(fd, *args, **kwargs)
+            if fault.do == "errno" and name == "close":
+                real(fd)  # a failing close has closed the descriptor
+            fault.strike(name, where or "")
+            if fault.do in ("tear", "short"):
+                return shortened(name, real, fd, args, tear=fault.do == "tear")
+            return real(fd, *args, **kwargs)
+
+        return call
+
+    def shortened(name: str, real: Callable[..., Any], fd: int, args: Any, *, tear: bool) -> Any:
+        if name in ("write", "pwrite"):
+            half = len(args[0]) // 2 if tear else min(1, len(args[0]))
+            result = real(fd, bytes(args[0][:half]), *args[1:])
+        elif name in ("read", "pread"):
+            result = real(fd, min(1, args[0]), *args[1:])
+        elif name == "preadv":
+            result = real(fd, [memoryview(args[0][0])[:1]], *args[1:])
+        elif name == "copy_file_range":
+            result = real(fd, args[0], min(1, args[1]), *args[2:])
+        else:
+            result = real(fd, *args)
+        if tear:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    for name in BY_PATH:
+        setattr(os, name, by_path(name, getattr(os, name)))
+    for name in BY_FD:
+        setattr(os, name, by_fd(name, getattr(os, name)))
+    from ckpt_tool.storage import staging
+
+    real_rename = staging._renameat2
+
+    def renameat2(old: Any, new: Any, flags: int) -> None:
+        if fault.due("renameat2", os.path.abspath(new)):
+            fault.strike("renameat2", os.fspath(new))
+        real_rename(old, new, flags)
+
+    staging._renameat2 = renameat2  # type: ignore[assignment]
+
+
+def child(job: dict[str, Any]) -> int:
+    """The forked process: one run of the command line."""
+    from ckpt_tool import cli
+
+    for number, path in ((1, job["out"]), (2, job["err"])):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0, closefd=False), write_through=True)
+    wrap(Fault(job))
+    return cli.run(job["args"])
+
+
+def preload() -> None:
+    """Import what a run imports, once, before the forks."""
+    import numpy  # noqa: F401
+
+    import ckpt_tool.cli
+    import ckpt_tool.cli_parser
+    import ckpt_tool.cli_verbs
+    import ckpt_tool.commands.carry_out
+    import ckpt_tool.commands.convert
+    import ckpt_tool.formats.registry as registry
+    import ckpt_tool.report.writing
+    import ckpt_tool.run.executor
+    import ckpt_tool.run.scan  # noqa: F401
+
+    for name in registry.NAMES:
+        with contextlib.suppress(ImportError):
+            registry.by_name(name)
+
+
+def main() -> None:
+    preload()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            status = 99
+            try:
+                status = child(job)
+                sys.stdout.flush()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        while True:
+            try:
+                _, status = os.waitpid(pid, 0)
+                break
+            except OSError as e:
+                if e.errno != errno.EINTR:
+                    raise
+        print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
