@@ -1,0 +1,141 @@
+"""`ckpt diff` and `ckpt verify` as pages: what was found, by tensor, and one line that says how it stands.
+
+Reads the documents of cli.md: `equal`, `compared`, `differences`; `ok`, `findings`, `digests`; and, where given, the
+`left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `notes`, `elapsed_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.report.inspection import note_text
+from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.text import count, duration, more, plural
+
+Document = Mapping[str, Any]
+LISTED = 40  # differences or findings that are listed without -v
+KINDS = {
+    "value": "values differ",
+    "shape": "shapes differ",
+    "dtype": "dtypes differ",
+    "missing_left": "only in the second",
+    "missing_right": "only in the first",
+}
+
+
+def comparison(document: Document, *, everything: bool = False) -> Page:
+    """The page of `ckpt diff`."""
+    differences = document.get("differences") or ()
+    blocks: list[Block] = []
+    sides = [
+        (label, str(document[key])) for key, label in (("left", "first"), ("right", "second")) if document.get(key)
+    ]
+    if sides:
+        blocks.append(Facts(tuple(sides)))
+    if differences:
+        listed = differences if everything else differences[:LISTED]
+        columns = (Column("tensor"), Column("state", drop=1), Column("what"), Column("where, how much"))
+        rows = tuple((d["name"], d.get("state", ""), KINDS.get(d["kind"], d["kind"]), _detail(d)) for d in listed)
+        blocks.append(Table("", columns, rows, more=more(len(differences) - len(listed), "difference")))
+        blocks.append(_by_kind(differences))
+    blocks += _notes(document)
+    if document.get("extras_differ"):
+        blocks.append(Lines("extras that differ (shown, not counted)", tuple(map(str, document["extras_differ"]))))
+    compared = int(document.get("compared", 0))
+    if document.get("equal"):
+        blocks.append(Verdict(True, f"equal: {plural(compared, 'tensor')} compared{_in(document)}"))
+    else:
+        names = len({(d["name"], d.get("state")) for d in differences})
+        blocks.append(
+            Verdict(
+                False, f"not equal: {plural(names, 'tensor')} of {count(max(compared, names))} differ{_in(document)}"
+            )
+        )
+    return Page("ckpt diff", tuple(blocks))
+
+
+def verification(document: Document, *, everything: bool = False) -> Page:
+    """The page of `ckpt verify`."""
+    findings = document.get("findings") or ()
+    blocks: list[Block] = []
+    facts: list[tuple[str, Cell]] = [
+        (key, str(document[key])) for key in ("path", "format", "mode") if document.get(key)
+    ]
+    if facts:
+        blocks.append(Facts(tuple(facts)))
+    blocks += _digests(document.get("digests") or {}, everything=everything)
+    if findings:
+        listed = findings if everything else findings[:LISTED]
+        columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
+        rows = tuple(
+            (Styled(f.get("code") or "", "bad"), f.get("tensor") or "", f.get("file") or "", f.get("message") or "")
+            for f in listed
+        )
+        narrow = any(len(row[3]) > 60 for row in rows)
+        blocks.append(_as_lines(rows) if narrow else Table("findings", columns, rows))
+        if len(findings) > len(listed):
+            blocks.append(Lines("", (more(len(findings) - len(listed), "finding"),)))
+    nonfinite = document.get("nonfinite") or {}
+    if nonfinite:
+        lines = [f"{name}: {count(number)}" for name, number in nonfinite.items()]
+        listed = lines if everything else lines[:LISTED]
+        blocks.append(
+            Lines("NaN or Inf values (shown, not counted)", (*listed, more(len(lines) - len(listed), "tensor")))
+        )
+    blocks += _notes(document)
+    tensors = sum(len(names) for names in (document.get("digests") or {}).values())
+    checked = f", {plural(tensors, 'tensor')}" if tensors else ""
+    if document.get("ok"):
+        blocks.append(Verdict(True, f"sound: no findings{checked}{_in(document)}"))
+    else:
+        blocks.append(Verdict(False, f"not sound: {plural(len(findings), 'finding')}{checked}{_in(document)}"))
+    return Page(f"ckpt verify {document.get('path', '')}", tuple(blocks))
+
+
+def _detail(difference: Document) -> str:
+    parts = []
+    if difference.get("first_index") is not None:
+        parts.append(f"first at {list(difference['first_index'])}")
+    if difference.get("max_ulp") is not None:
+        parts.append(f"max {count(int(difference['max_ulp']))} ulp")
+    if difference.get("elements") is not None:
+        parts.append(plural(int(difference["elements"]), "element"))
+    if difference.get("max_abs") is not None:
+        parts.append(f"max abs {float(difference['max_abs']):.4g}")
+    parts += [f"{difference['left']} / {difference['right']}"] if "left" in difference and "right" in difference else []
+    return ", ".join(parts)
+
+
+def _by_kind(differences: Any) -> Lines:
+    kinds: dict[str, int] = {}
+    for difference in differences:
+        kinds[difference["kind"]] = kinds.get(difference["kind"], 0) + 1
+    return Lines("", tuple(f"{KINDS.get(kind, kind)}: {count(number)}" for kind, number in kinds.items()))
+
+
+def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
+    """Long findings, one each: code, message, then where."""
+    lines = []
+    for code, tensor, file, message in rows:
+        where = ", ".join(str(part) for part in (file, tensor) if part)
+        lines.append(f"{code.text if isinstance(code, Styled) else code}: {message}{f' ({where})' if where else ''}")
+    return Lines("findings", tuple(lines))
+
+
+def _digests(digests: Mapping[str, Mapping[str, str]], *, everything: bool) -> list[Block]:
+    rows = [(name, state, digest) for state, names in digests.items() for name, digest in names.items()]
+    if not rows:
+        return []
+    listed = rows if everything else rows[:LISTED]
+    columns = (Column("tensor"), Column("state", drop=1), Column("digest"))
+    return [Table("", columns, tuple(listed), more=more(len(rows) - len(listed), "digest"))]
+
+
+def _notes(document: Document) -> list[Block]:
+    notes = document.get("notes") or ()
+    return [Lines("notes", tuple(note_text(note) for note in notes))] if notes else []
+
+
+def _in(document: Document) -> str:
+    return f" in {duration(document['elapsed_s'])}" if document.get("elapsed_s") is not None else ""

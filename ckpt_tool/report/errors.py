@@ -1,0 +1,66 @@
+"""An error on a screen: three lines, what was found and wanted, where, and what to do.
+
+    error[E0311]: header length is 9000 bytes, but the file has 12 after its first 8
+      at: model.safetensors, byte 0
+      hint: the download may be cut short: compare the file size with the source
+
+Further faults of the same pass follow the first line, one each. Under `--json` it is one JSON object instead. Names
+are escaped here: an error may quote the file that caused it.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.report.plain import Look
+from ckpt_tool.report.text import count, shown
+
+FAULTS_SHOWN = 200
+MESSAGE_LIMIT = 2000
+# What helps where the error itself has no better idea, by exit code.
+_HINTS = {
+    2: "ckpt --help lists the verbs, ckpt VERB --help the options",
+    3: "ckpt inspect shows what can be read of it",
+    4: "ckpt inspect --security shows what the files ask for; nothing was run",
+    5: "choose another output, or pass --force to replace it in one step",
+    6: "run the command again when nothing writes to the source any more",
+    7: "check the disk, its space and its permissions; the same command resumes",
+    70: "please report this with the output of the same command and -vv",
+    130: "the same command resumes",
+    143: "the same command resumes",
+}
+
+
+def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: BaseException | None = None) -> str:
+    """The error as lines. everything: all faults, not the first 200. trace: print this exception's traceback too."""
+    hint = hint_of(error)
+    lines = [
+        look.paint(f"error[{error.code}]:", "bad") + " " + look.paint(shown(error.message, MESSAGE_LIMIT), "strong")
+    ]
+    listed = error.faults if everything else error.faults[:FAULTS_SHOWN]
+    lines += [f"  also: {shown(fault, MESSAGE_LIMIT)}" for fault in listed]
+    if len(error.faults) > len(listed):
+        lines.append(f"  also: {count(len(error.faults) - len(listed))} more; -v lists all")
+    if error.where():
+        lines.append(f"  {look.paint('at:', 'dim')} {shown(error.where(), MESSAGE_LIMIT)}")
+    if hint:
+        lines.append(f"  {look.paint('hint:', 'name')} {shown(hint, MESSAGE_LIMIT)}")
+    text = "\n".join(lines) + "\n"
+    if trace is not None:
+        raw = "".join(traceback.format_exception(trace))
+        text = "".join(f"{shown(line, MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
+    return text
+
+
+def as_json(error: CkptError) -> str:
+    """The error as one line of JSON, ASCII only."""
+    document = error.to_json()
+    document["error"] = {**document["error"], "hint": hint_of(error)}  # type: ignore[dict-item]
+    return json.dumps(document) + "\n"
+
+
+def hint_of(error: CkptError) -> str:
+    """What to do: the error's own idea, or what helps with its kind."""
+    return error.hint or _HINTS.get(error.exit_code, "")

@@ -1,0 +1,141 @@
+"""A page as one self-contained HTML file (`--report FILE.html`): no script, no link, no request.
+
+Every text goes through `report.text.shown` and `html.escape`; a Content-Security-Policy forbids whatever might slip
+through. The file is written beside its name and renamed, and replaces nothing but an earlier report.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from html import escape
+
+from ckpt_tool.errors import OutputExists, StorageError, wrap_os_error
+from ckpt_tool.report.page import Block, Cell, Facts, Lines, Page, Table, Verdict, style_of, text_of
+from ckpt_tool.report.text import count, shown
+
+MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
+ROWS_SHOWN = 5000
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --dim: #777; --good: #18794e; --warn: #9a5b00; --bad: #c0232c; }
+@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --warn: #f0a83c; --bad: #ff6369; --dim: #999; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .3rem; }
+table { border-collapse: collapse; margin: .4rem 0; } .wide { overflow-x: auto; }
+th { text-align: left; font-weight: 600; color: var(--dim); border-bottom: 1px solid var(--line); }
+th, td { padding: .12rem 1.2rem .12rem 0; vertical-align: top; } tr:hover td { background: #8881; }
+td, li, dd { font-family: ui-monospace, monospace; font-size: .9em; } td.right, th.right { text-align: right; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1.2rem; margin: .4rem 0; }
+dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; } ul { padding-left: 1.2rem; margin: .3rem 0; }
+.strong { font-weight: 600; } .dim { color: var(--dim); } .good { color: var(--good); } .warn { color: var(--warn); }
+.bad { color: var(--bad); font-weight: 600; }
+.verdict { padding: .5rem .9rem; border-left: 4px solid currentColor; font-weight: 600; margin-top: 1.6rem; }
+"""
+
+
+def check_target(path: str, source_roots: Iterable[str]) -> None:
+    """Refuse before any work: a folder that is not there (exit 7), a file that is no report of ours, a place inside
+    a source (exit 5)."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise StorageError(
+            f"the folder of --report does not exist: {folder}", code="E0702", path=path, hint="make it first"
+        )
+    real = os.path.realpath(folder)
+    for root in source_roots:
+        inside = os.path.realpath(root)
+        if os.path.isdir(inside) and os.path.commonpath([real, inside]) == inside:
+            raise OutputExists(
+                f"the report would lie in the source {root}", code="E0510", path=path, hint="write the report elsewhere"
+            )
+    try:
+        with open(path, "rb") as file:
+            ours = file.read(len(MARK)) == MARK.encode()
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise wrap_os_error(e, path, "opening the file of --report") from e
+    if not ours:
+        raise OutputExists(
+            "the file of --report exists and is no report", code="E0511", path=path, hint="choose another name; only an earlier report is replaced"
+        )  # fmt: skip
+
+
+def save(page: Page, path: str, *, title: str = "", facts: Iterable[tuple[str, str]] = ()) -> None:
+    """Write the page to `path` in one step. facts: what to say above it (command, version). Raises StorageError."""
+    data = document(replace(page, title=title or page.title), facts=facts).encode("utf-8", errors="backslashreplace")
+    temporary = ""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=".ckpt-report-", dir=os.path.dirname(os.path.abspath(path)))
+        with open(fd, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except OSError as e:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise wrap_os_error(e, path, "writing the report") from e
+
+
+def document(page: Page, *, facts: Iterable[tuple[str, str]] = ()) -> str:
+    """The whole HTML text."""
+    title = escape(shown(page.title))
+    head = Facts(tuple(facts))
+    body = "\n".join(_block(block) for block in ((head, *page.blocks) if head.rows else page.blocks))
+    return (
+        f'{MARK}<html lang="en">\n<meta charset="utf-8">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n"
+    )
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Facts):
+        rows = "\n".join(f"<dt>{escape(shown(label))}<dd{_class(value)}>{_text(value)}" for label, value in block.rows)
+        return f"{_title(block.title)}<dl>\n{rows}\n</dl>"
+    if isinstance(block, Table):
+        return _title(block.title) + _table(block)
+    if isinstance(block, Lines):
+        items = "\n".join(f"<li{_class(line)}>{_text(line)}" for line in block.lines if text_of(line))
+        return f"{_title(block.title)}<ul>\n{items}\n</ul>"
+    return _verdict(block)
+
+
+def _verdict(verdict: Verdict) -> str:
+    style = "" if verdict.ok is None else " good" if verdict.ok else " bad"
+    return f'<p class="verdict{style}">{escape(shown(verdict.text, 2000))}</p>'
+
+
+def _title(title: str) -> str:
+    return f"<h2>{escape(shown(title))}</h2>\n" if title else ""
+
+
+def _table(table: Table) -> str:
+    right = [' class="right"' if column.right else "" for column in table.columns]
+    head = "".join(f"<th{r}>{escape(column.title)}" for column, r in zip(table.columns, right, strict=True))
+    rows = []
+    for number, row in enumerate(table.rows[:ROWS_SHOWN]):
+        level = min(table.indents[number], 12) if table.indents else 0
+        pad = f' style="padding-left: {level * 1.2:g}rem"' if level else ""
+        cells = []
+        for i, (cell, column) in enumerate(zip(row, table.columns, strict=True)):
+            cells.append(f"<td{_class(cell, right=column.right)}{pad if i == 0 else ''}>{_text(cell)}")
+        rows.append("<tr>" + "".join(cells))
+    hidden = len(table.rows) - ROWS_SHOWN
+    more = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
+    closing = f'<p class="dim">{escape(shown(more))}</p>' if more else ""
+    return f'<div class="wide"><table>\n<tr>{head}\n' + "\n".join(rows) + f"\n</table></div>{closing}"
+
+
+def _text(cell: Cell) -> str:
+    return escape(shown(text_of(cell), 2000))
+
+
+def _class(cell: Cell, *, right: bool = False) -> str:
+    names = ["right"] * right + [style_of(cell)] * (style_of(cell) != "plain")
+    return f' class="{" ".join(names)}"' if names else ""

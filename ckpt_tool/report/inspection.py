@@ -1,0 +1,221 @@
+"""`ckpt inspect` as a page: what lies there, its states and dtypes, and its tensors folded into a tree.
+
+Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`; `resolved`
+(why another folder than the given one was taken), `notes`, `security` ({unsafe: [...], globals: [...]}), a tensor's
+`chunks` (`--placement`) and `stats` (`--stats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table
+from ckpt_tool.report.text import count, more, parameters, plural, shape, size
+from ckpt_tool.report.tree import Tree
+
+Document = Mapping[str, Any]
+EXTRAS_SHOWN = 16
+FILES_SHOWN = 40
+STATS = ("min", "max", "mean", "std", "zeros", "nan", "inf")
+
+
+def inspection(document: Document, *, depth: int | None = None, everything: bool = False) -> Page:
+    """The page. depth: levels of the tree, None for what is best seen. everything: list files and extras uncut."""
+    blocks: list[Block] = [_head(document)]
+    security = _security(document)
+    if security:
+        blocks.append(security)
+    tensors = document.get("tensors") or ()
+    blocks += _states_and_dtypes(document, tensors)
+    if any("stats" in tensor for tensor in tensors):
+        blocks.append(_stats(tensors))
+    elif tensors:
+        blocks.append(_tree(tensors, depth))
+    blocks += _files(tensors, everything=everything)
+    if document.get("extras"):
+        blocks.append(_extras(document["extras"], everything=everything))
+    if document.get("notes"):
+        blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
+    return Page(f"ckpt inspect {document.get('path', '')}", tuple(blocks))
+
+
+def mesh_text(mesh: Mapping[str, int] | None) -> str:
+    """`tp 2 x pp 4`; "one rank" where nothing is cut."""
+    dims = [f"{name} {degree}" for name, degree in (mesh or {}).items() if degree != 1]
+    return " x ".join(dims) or "one rank"
+
+
+def note_text(note: Any) -> str:
+    """A note of the catalog or a plain line."""
+    if not isinstance(note, Mapping):
+        return str(note)
+    where = ", ".join(str(note[key]) for key in ("path", "file", "tensor", "key") if note.get(key))
+    return f"{note.get('message', '')} ({where})" if where else str(note.get("message", ""))
+
+
+def _head(document: Document) -> Facts:
+    total = document.get("total") or {}
+    rows: list[tuple[str, Cell]] = [("path", Styled(str(document.get("path", "")), "strong"))]
+    if document.get("resolved"):
+        rows.append(("", f"({document['resolved']})"))
+    rows.append(("format", str(document.get("format", "?"))))
+    rows.append(("mesh", mesh_text(document.get("mesh"))))
+    numbers = [plural(int(total.get("tensors", 0)), "tensor"), size(total.get("bytes", 0))]
+    if total.get("parameters"):
+        numbers.insert(1, f"{parameters(total['parameters'])} parameters")
+    rows.append(("total", ", ".join(numbers)))
+    return Facts(tuple(rows))
+
+
+def _security(document: Document) -> Lines | None:
+    """Every global that the pickles name, those that would run code in red and first."""
+    if "security" not in document:
+        return None
+    unsafe = [str(entry) for entry in document["security"].get("unsafe") or ()]
+    lines: list[Cell] = [Styled(f"UNSAFE global {text}", "bad") for text in unsafe]
+    lines += [text for entry in document["security"].get("globals") or () if (text := str(entry)) not in unsafe]
+    return Lines("security", tuple(lines) or ("no pickle names a global",))
+
+
+def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Iterator[Table]:
+    by_state: dict[str, dict[str, None]] = {}
+    by_dtype: dict[str, list[int]] = {}
+    for tensor in tensors:
+        dtype = tensor["dtype"]
+        by_state.setdefault(tensor["state"], {})[dtype] = None
+        row = by_dtype.setdefault(dtype, [0, 0])
+        row[0] += 1
+        row[1] += tensor["bytes"]
+    states = document.get("states") or {}
+    numbers = (Column("tensors", right=True), Column("bytes", right=True))
+    yield Table("", (Column("state"), *numbers, Column("dtypes")), tuple(
+        (name, count(row["tensors"]), size(row["bytes"]), " ".join(by_state.get(name, ()))) for name, row in states.items()
+    ))  # fmt: skip
+    if len(by_dtype) > 1:
+        ordered = sorted(by_dtype.items(), key=lambda item: -item[1][1])
+        yield Table(
+            "",
+            (Column("dtype"), *numbers),
+            tuple((name, count(number), size(nbytes)) for name, (number, nbytes) in ordered),
+        )
+
+
+def _tree(tensors: Sequence[Document], depth: int | None) -> Table:
+    """The names as a tree; a tensor's states share its line."""
+    placed = any("chunks" in tensor for tensor in tensors)
+    states = list(dict.fromkeys(tensor["state"] for tensor in tensors))
+    rows = (
+        (
+            t["name"],
+            (t["state"], t["dtype"], tuple(t["shape"]), _cut(t) if placed else ""),
+            t["bytes"],
+        )
+        for t in tensors
+    )
+    lines = Tree(rows if len(states) == 1 else _joined(rows)).lines(depth=depth)
+    columns = [Column("tensor"), Column("count", right=True, drop=3), Column("dtype"), Column("shape")]
+    columns += [Column("cut", drop=1)] if placed else []
+    columns.append(Column("bytes", right=True, drop=2))
+    table: list[tuple[Cell, ...]] = []
+    for line in lines:
+        dtype, extents, cut = _leaf(line.what) if line.what is not None else ("", "", "")
+        label: Cell = f"{line.label} (as {line.twin})" if line.twin else line.label
+        if line.what is None:
+            label = Styled(str(label), "name")
+        table.append((label, count(line.tensors), dtype, extents, *([cut] if placed else []), size(line.nbytes)))
+    title = "" if len(states) == 1 else f"each name with its states: {', '.join(states)}"
+    return Table(title, tuple(columns), tuple(table), tuple(line.level for line in lines))
+
+
+def _joined(rows: Iterator[tuple[str, tuple[Any, ...], int]]) -> Iterator[tuple[str, tuple[Any, ...], int]]:
+    """One row a name: its states' facts as a tuple, its bytes as their sum."""
+    whats: dict[str, tuple[Any, ...]] = {}
+    sizes: dict[str, int] = {}
+    for name, what, nbytes in rows:
+        whats[name] = (*whats.get(name, ()), what)
+        sizes[name] = sizes.get(name, 0) + nbytes
+    for name, states in whats.items():
+        yield name, states, sizes[name]
+
+
+def _leaf(what: Any) -> tuple[str, str, str]:
+    """(dtypes, shape, cut) of a tensor, or of one in several states: the shape is the parameter's, scalars aside."""
+    states = what if isinstance(what[0], tuple) else (what,)
+    main = max(states, key=lambda state: len(state[2]))
+    return " ".join(dict.fromkeys(state[1] for state in states)), shape(main[2]), main[3]
+
+
+def _cut(tensor: Document) -> str:
+    """How the chunks tile the tensor: `4 x 1`, with the number of copies where there are replicas."""
+    chunks = tensor.get("chunks") or ()
+    offsets = [tuple(chunk["offset"]) for chunk in chunks]
+    boxes = len(set(offsets))
+    if not chunks or not tensor["shape"]:
+        return f"{len(chunks)} copies" if len(chunks) > 1 else ""
+    grid = [len({offset[dim] for offset in offsets}) for dim in range(len(tensor["shape"]))]
+    text = "x".join(map(str, grid)) if prod(grid) == boxes else f"{boxes} boxes"
+    return f"{text}, {len(chunks)} chunks" if len(chunks) != boxes else text if boxes > 1 else "whole"
+
+
+def _stats(tensors: Sequence[Document]) -> Table:
+    columns = (
+        Column("tensor"),
+        Column("state", drop=2),
+        Column("dtype", drop=1),
+        *(Column(s, right=True) for s in STATS),
+    )
+    rows = []
+    for tensor in tensors:
+        stats = tensor.get("stats") or {}
+        cells: list[Cell] = []
+        for key in STATS:
+            value = stats.get(key)
+            text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            cells.append(Styled(text, "bad") if key in ("nan", "inf") and value else text)
+        rows.append((tensor["name"], tensor["state"], tensor["dtype"], *cells))
+    return Table("values", columns, tuple(rows))
+
+
+def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[Table]:
+    """Which file holds how much, and for which rank (with `--placement` alone)."""
+    files: dict[str, list[Any]] = {}
+    for tensor in tensors:
+        numel = prod(tensor["shape"])
+        for chunk in tensor.get("chunks") or ():
+            row = files.setdefault(chunk["file"], [chunk.get("rank") or {}, 0, 0.0])
+            row[1] += 1
+            row[2] += tensor["bytes"] * prod(chunk["shape"]) / numel if numel else 0
+    if not files:
+        return
+    columns = (Column("file"), Column("rank", drop=1), Column("chunks", right=True), Column("bytes", right=True))
+    names = sorted(files)
+    listed = names if everything else names[:FILES_SHOWN]
+    rows = []
+    for name in listed:
+        rank, chunks, nbytes = files[name]
+        coords = " ".join(f"{dim} {at}" for dim, at in rank.items()) if isinstance(rank, Mapping) else str(rank)
+        rows.append((name, coords, count(chunks), size(nbytes)))
+    yield Table("", columns, tuple(rows), more=more(len(names) - len(listed), "file"))
+
+
+def _extras(extras: Mapping[str, Any], *, everything: bool) -> Facts:
+    names = list(extras) if everything else list(extras)[:EXTRAS_SHOWN]
+    rows: list[tuple[str, Cell]] = [(str(name), _extra(extras[name])) for name in names]
+    if len(extras) > len(names):
+        rows.append(("...", f"{len(extras) - len(names)} more; -v lists all"))
+    return Facts(tuple(rows), title="extras")
+
+
+def _extra(value: Any) -> str:
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(str, list(value)[:4]))
+        return f"{{{keys}{', ...' if len(value) > 4 else ''}}} ({plural(len(value), 'entry')})"
+    if isinstance(value, list | tuple):
+        return (
+            str(list(value))
+            if len(value) <= 8 and all(not isinstance(v, list | Mapping) for v in value)
+            else f"[{len(value)} items]"
+        )
+    return str(value)

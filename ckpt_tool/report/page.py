@@ -1,0 +1,90 @@
+"""Page: a result as blocks, before anything is known of screen, pipe or browser.
+
+Every verb's document becomes a `Page` (`report.inspection`, `report.writing`, ...), and a page becomes text
+(`report.plain`) or HTML (`report.html`). Blocks hold raw text: both renderers escape, so a builder can't forget to.
+
+    Page("ckpt verify", (Facts((("path", "run/7"),)), Verdict(ok=True, text="sound: 291 tensors")))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Style = Literal["plain", "strong", "dim", "good", "warn", "bad", "name"]
+
+
+class Styled(NamedTuple):
+    """Text with a meaning that colour may show. Colour never carries the meaning alone."""
+
+    text: str
+    style: Style
+
+
+Cell = str | Styled
+
+
+def text_of(cell: Cell) -> str:
+    return cell.text if isinstance(cell, Styled) else cell
+
+
+def style_of(cell: Cell) -> Style:
+    return cell.style if isinstance(cell, Styled) else "plain"
+
+
+class Column(NamedTuple):
+    """right: numbers. drop: which columns go first where the window is narrow (highest first; 0 stays)."""
+
+    title: str
+    right: bool = False
+    drop: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labels and values, one a line."""
+
+    rows: tuple[tuple[str, Cell], ...]
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under columns. indents: levels by row, for trees. more: a closing line ("... 340 more")."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    indents: tuple[int, ...] = ()
+    more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A title and plain lines, each wrapped on its own."""
+
+    title: str
+    lines: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The last line. ok: None for a mere statement."""
+
+    ok: bool | None
+    text: str
+
+
+Block = Facts | Table | Lines | Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A titled sequence of blocks. The title is for the HTML page; a terminal shows the blocks alone."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+    def verdict(self) -> Page:
+        """The page with its verdict alone, for `-q`."""
+        return Page(self.title, tuple(block for block in self.blocks if isinstance(block, Verdict)))

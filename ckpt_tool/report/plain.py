@@ -1,0 +1,219 @@
+"""A page as text: aligned columns, colour where the stream wants it, readable from 40 columns up.
+
+Where a table doesn't fit, columns that can be missed go first (`Column.drop`), then long names take a line of their
+own and the numbers follow below, still aligned. In a pipe nothing is cut: no width, no colour. This renderer needs
+no library, so `ckpt inspect` doesn't pay for one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Style, Table, Verdict, style_of, text_of
+from ckpt_tool.report.text import cells, shown
+
+_CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
+GUTTER = 2
+LEAST_NAME = 16  # columns that the first column of a narrow table keeps
+LEAST_WIDTH = 30
+LEAST_TEXT = 12  # columns that wrapped text keeps, whatever stands before it
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a stream can show. width: columns of the window, None for a pipe."""
+
+    colour: bool = False
+    width: int | None = None
+
+    def paint(self, text: str, style: Style) -> str:
+        return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.colour and style in _CODES and text else text
+
+
+def look_of(stream: TextIO | None, color: str = "auto") -> Look:
+    """The look of a stream: `color` is `auto`, `always` or `never`; `auto` honours NO_COLOR, FORCE_COLOR and TERM."""
+    tty = is_terminal(stream)
+    if color == "auto":
+        dumb = os.environ.get("TERM", "") in ("", "dumb")
+        colour = bool(os.environ.get("FORCE_COLOR")) or (tty and not dumb)
+        colour = colour and not os.environ.get("NO_COLOR")
+    else:
+        colour = color == "always"
+    return Look(colour, _width(stream, tty=tty))
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _width(stream: TextIO | None, *, tty: bool) -> int | None:
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and 0 < int(asked) < 100_000:
+        return max(int(asked), LEAST_WIDTH)
+    if not tty or stream is None:
+        return None
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 80
+    return max(columns, LEAST_WIDTH) if columns else 80
+
+
+def render(page: Page, look: Look) -> str:
+    """The page as text that ends with a newline; "" for a page without blocks."""
+    parts = ["\n".join(_block(block, look)) for block in page.blocks]
+    parts = [part for part in parts if part]
+    return "\n\n".join(parts) + "\n" if parts else ""
+
+
+def write(stream: TextIO | None, text: str) -> None:
+    """Write and flush. A stream that is not there takes everything."""
+    if stream is not None and text:
+        stream.write(text)
+        stream.flush()
+
+
+def _block(block: Block, look: Look) -> Iterator[str]:
+    if isinstance(block, Facts):
+        yield from _facts(block, look)
+    elif isinstance(block, Table):
+        yield from _table(block, look)
+    elif isinstance(block, Lines):
+        if block.title:
+            yield look.paint(shown(block.title), "strong")
+        for line in filter(text_of, block.lines):
+            yield from _wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
+    elif isinstance(block, Verdict):
+        style: Style = "plain" if block.ok is None else "good" if block.ok else "bad"
+        for line in _wrapped(shown(block.text, 2000), look, style):
+            yield line
+
+
+def _wrapped(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
+    """Lines of at most the window's width, broken at spaces, at any place where there are none."""
+    start = first
+    while cells(text) > (limit := max(look_width(look) - cells(start), LEAST_TEXT)):
+        cut = _fit(text, limit)
+        space = text.rfind(" ", 1, cut + 1)
+        cut = space if space > limit // 3 else cut
+        yield start + look.paint(text[:cut].rstrip(), style)
+        text, start = text[cut:].lstrip(), rest
+    yield start + look.paint(text, style)
+
+
+def look_width(look: Look) -> int:
+    return look.width if look.width is not None else sys.maxsize
+
+
+def _fit(text: str, columns: int) -> int:
+    """How many characters of `text` fit in `columns`, at least one."""
+    taken = 0
+    for index, char in enumerate(text):
+        taken += cells(char)
+        if taken > columns:
+            return max(index, 1)
+    return len(text)
+
+
+def _facts(facts: Facts, look: Look) -> Iterator[str]:
+    if facts.title:
+        yield look.paint(shown(facts.title), "strong")
+    indent = "  " if facts.title else ""
+    labels = [shown(label, 60) for label, _ in facts.rows]
+    pad = min(max(map(cells, labels), default=0), max(look_width(look) // 3, LEAST_TEXT))
+    hang = " " * (len(indent) + pad + GUTTER)
+    for label, (_, value) in zip(labels, facts.rows, strict=True):
+        lines = list(_wrapped(shown(text_of(value), 1000), look, style_of(value), first=hang, rest=hang))
+        if cells(label) <= pad:
+            space = " " * (pad - cells(label) + GUTTER)
+            yield indent + look.paint(label, "dim") + space + lines.pop(0)[len(hang) :]
+        else:  # a label as long as a sentence stands above its value
+            yield from _wrapped(label, look, "dim", first=indent, rest=indent)
+        yield from lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A table's texts, ready to be laid out."""
+
+    columns: tuple[Column, ...]
+    texts: list[list[str]]
+    styles: list[list[Style]]
+    indents: list[int]  # terminal columns
+
+    def widths(self) -> list[int]:
+        first = [cells(row[0]) + indent for row, indent in zip(self.texts, self.indents, strict=True)]
+        others = [
+            max([cells(column.title), *(cells(row[i]) for row in self.texts)])
+            for i, column in enumerate(self.columns)
+            if i
+        ]
+        return [max([cells(self.columns[0].title), *first]), *others]
+
+    def without(self, index: int) -> _Grid:
+        return _Grid(
+            self.columns[:index] + self.columns[index + 1 :],
+            [row[:index] + row[index + 1 :] for row in self.texts],
+            [row[:index] + row[index + 1 :] for row in self.styles],
+            self.indents,
+        )
+
+
+def _table(table: Table, look: Look) -> Iterator[str]:
+    if table.title:
+        yield look.paint(shown(table.title), "strong")
+    base = 2 if table.title else 0
+    indents = table.indents or (0,) * len(table.rows)
+    grid = _Grid(
+        table.columns,
+        [[shown(text_of(cell)) for cell in row] for row in table.rows],
+        [[style_of(cell) for cell in row] for row in table.rows],
+        [min(level, 12) * 2 for level in indents],
+    )
+    grid, widths = _narrowed(grid, look_width(look) - base)
+    if any(column.title for column in grid.columns):
+        titles = [column.title for column in grid.columns]
+        yield " " * base + _row(titles, ["dim"] * len(titles), 0, grid.columns, widths, look)
+    for texts, styles, indent in zip(grid.texts, grid.styles, grid.indents, strict=True):
+        if cells(texts[0]) + indent > widths[0] and len(texts) > 1:
+            yield from _wrapped(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
+            texts, styles, indent = ["", *texts[1:]], styles, 0
+            if not any(texts):
+                continue
+        yield " " * base + _row(texts, styles, indent, grid.columns, widths, look)
+    if table.more:
+        yield from _wrapped(shown(table.more), look, "dim", first=" " * base, rest=" " * base)
+
+
+def _narrowed(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:
+    """The grid with as few columns dropped, and the first column as little squeezed, as fits in `room`."""
+    while True:
+        widths = grid.widths()
+        total = sum(widths) + GUTTER * (len(widths) - 1)
+        if total <= room:
+            return grid, widths
+        squeezed = room - (total - widths[0])
+        least = min(widths[0], LEAST_NAME)
+        droppable = [(column.drop, i) for i, column in enumerate(grid.columns) if i and column.drop]
+        if squeezed >= max(least, min(widths[0], room // 2)) or not droppable:
+            return grid, [max(squeezed, least), *widths[1:]]
+        grid = grid.without(max(droppable)[1])
+
+
+def _row(
+    texts: Sequence[str], styles: Sequence[Style], indent: int, columns: Sequence[Column], widths: list[int], look: Look
+) -> str:
+    parts = []
+    for i, (text, style, column, width) in enumerate(zip(texts, styles, columns, widths, strict=True)):
+        space = " " * max(width - cells(text) - (indent if i == 0 else 0), 0)
+        lead = " " * indent if i == 0 else ""
+        painted = look.paint(text, style)
+        parts.append(lead + (space + painted if column.right else painted + space))
+    return (" " * GUTTER).join(parts).rstrip()

@@ -1,0 +1,238 @@
+"""How a long run tells of itself on stderr: a bar, lines, JSON lines, or nothing.
+
+`auto` draws the bar on a terminal and a line every few seconds elsewhere. Workers call `advance` for every copy, so
+it only adds under a lock and looks at the clock; drawing happens at most a few times a second. A screen that goes
+away (closed stderr, a broken pipe) ends the reporting, never the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from ckpt_tool.core.progress import Progress, Silent
+from ckpt_tool.report.plain import Look, is_terminal, look_of, render
+from ckpt_tool.report.text import duration, shown, size
+
+PLAIN_INTERVAL = 5.0  # seconds between two lines
+JSON_INTERVAL = 1.0
+BAR_INTERVAL = 0.1
+BAR_PATIENCE = 0.3  # seconds before there is a bar: short runs don't flicker and don't load rich
+
+
+def progress_of(
+    mode: str,
+    stream: TextIO | None,
+    *,
+    color: str = "auto",
+    json_result: bool = False,
+    everything: bool = False,
+    plans: bool = True,
+) -> Progress:
+    """The progress that `--progress mode` means on this stream.
+
+    json_result: the run prints JSON; then `auto` says nothing unless a person is watching. everything: notes and
+    plans uncut (`-v`). plans: False where the plan is the result and would be shown twice (`--dry-run`).
+    """
+    if mode == "auto":
+        watched = is_terminal(stream) and os.environ.get("TERM", "") not in ("", "dumb")
+        mode = "tty" if watched else "none" if json_result else "plain"
+    if mode == "none" or stream is None:
+        return Silent()
+    if mode == "json":
+        return JsonLines(stream)
+    kind = Bar if mode == "tty" else Lines
+    return kind(stream, look_of(stream, color), everything=everything, plans=plans)
+
+
+class _Meter:
+    """What all reporters share: the count, the clock, and a stream that may go away."""
+
+    interval = PLAIN_INTERVAL
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self._lock = threading.RLock()
+        self._done = 0
+        self._total = 0
+        self._what = ""
+        self._began = self._drawn = 0.0
+        self._running = False
+
+    def start(self, total_bytes: int, what: str) -> None:
+        with self._lock:
+            self._done, self._total, self._what = 0, max(total_bytes, 0), what
+            self._began = self._drawn = time.monotonic()
+            self._running = True
+            self._opened()
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if now - self._drawn >= self.interval and self._running:
+                self._drawn = now
+                self._moved(now - self._began)
+
+    def finish(self) -> None:
+        with self._lock:
+            if self._running:
+                self._running = False
+                self._closed(time.monotonic() - self._began)
+
+    def _say(self, text: str) -> None:
+        """One write; a stream that is gone is given up."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+
+    def _opened(self) -> None:
+        pass
+
+    def _moved(self, elapsed: float) -> None:
+        pass
+
+    def _closed(self, elapsed: float) -> None:
+        pass
+
+
+class Lines(_Meter):
+    """Plain lines: for logs, pipes and terminals that can't redraw."""
+
+    def __init__(self, stream: TextIO, look: Look, *, everything: bool = False, plans: bool = True) -> None:
+        super().__init__(stream)
+        self._look = look
+        self._everything = everything
+        self._plans = plans
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        if self._plans:
+            from ckpt_tool.report.writing import before
+
+            page = before(document, everything=self._everything)
+            with self._lock:
+                self._say(render(page, self._look))
+
+    def note(self, message: str) -> None:
+        with self._lock:
+            self._say(f"{self._look.paint('note:', 'dim')} {shown(message, 2000)}\n")
+
+    def _moved(self, elapsed: float) -> None:
+        speed = self._done / elapsed if elapsed > 0 else 0.0
+        if not self._total:
+            self._say(f"{self._what}: {size(self._done)}, {size(speed)}/s\n")
+            return
+        left = duration((self._total - self._done) / speed) if speed and self._done <= self._total else "?"
+        percent = min(100 * self._done // self._total, 100)
+        self._say(
+            f"{self._what}: {percent}%, {size(self._done)} of {size(self._total)}, {size(speed)}/s, {left} left\n"
+        )
+
+    def _closed(self, elapsed: float) -> None:
+        if elapsed >= self.interval:
+            self._say(f"{self._what}: {size(self._done)} in {duration(elapsed)}\n")
+
+
+class Bar(Lines):
+    """The bar of a terminal: bytes, speed, time left. rich draws it and is loaded only for a run that takes a while."""
+
+    interval = BAR_INTERVAL
+
+    def __init__(self, stream: TextIO, look: Look, *, everything: bool = False, plans: bool = True) -> None:
+        super().__init__(stream, look, everything=everything, plans=plans)
+        self._draw: Callable[[int], None] | None = None
+        self._stop: Callable[[], None] | None = None
+        self._print: Callable[[str], None] | None = None
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        console = Console(
+            file=self._stream, force_terminal=True, no_color=not self._look.colour, highlight=False, markup=False,
+            width=self._look.width,
+        )  # fmt: skip
+        wide = (self._look.width or 80) >= 70
+        columns = [TextColumn("{task.description}"), BarColumn(bar_width=None if wide else 12)]
+        columns += [DownloadColumn(), TransferSpeedColumn()] if wide else [TransferSpeedColumn()]
+        columns += [TimeRemainingColumn(compact=True)] if self._total else [TimeElapsedColumn()]
+        bar = Progress(
+            *columns, console=console, transient=True, expand=wide, refresh_per_second=8, speed_estimate_period=10,
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        task = bar.add_task(self._what, total=self._total or None)
+        self._draw = lambda done: bar.update(task, completed=done)
+        self._stop = bar.stop
+        self._print = lambda text: console.print(text, end="", soft_wrap=True)
+        self._guarded(bar.start)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Draw; when the terminal is gone, go on without."""
+        try:
+            call()
+        except (OSError, ValueError):
+            self._stream = None
+            self._draw = self._stop = self._print = None
+
+    def _moved(self, elapsed: float) -> None:
+        if self._draw is None and self._stream is not None and elapsed >= BAR_PATIENCE:
+            self._show()
+        draw = self._draw
+        if draw is not None:
+            self._guarded(lambda: draw(self._done))
+
+    def _closed(self, elapsed: float) -> None:
+        """Take the bar away; the verdict that follows says how long it took."""
+        if self._stop is not None:
+            self._guarded(self._stop)
+        self._draw = self._stop = self._print = None
+
+    def _say(self, text: str) -> None:
+        printer = self._print
+        if printer is None:
+            super()._say(text)
+        else:  # above the running bar
+            from rich.text import Text
+
+            self._guarded(lambda: printer(Text.from_ansi(text)))  # type: ignore[arg-type]
+
+
+class JsonLines(_Meter):
+    """One JSON object a line, for programs that watch a run."""
+
+    interval = JSON_INTERVAL
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        self._event("plan", **{key: value for key, value in document.items() if key != "schema_version"})
+
+    def note(self, message: str) -> None:
+        self._event("note", message=message)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        with self._lock:
+            self._say(json.dumps({"schema_version": 1, "event": event, **fields}) + "\n")
+
+    def _opened(self) -> None:
+        self._event("start", what=self._what, total_bytes=self._total)
+
+    def _moved(self, elapsed: float) -> None:
+        self._event("progress", what=self._what, bytes=self._done, total_bytes=self._total, elapsed_s=round(elapsed, 3))
+
+    def _closed(self, elapsed: float) -> None:
+        self._event("finish", what=self._what, bytes=self._done, total_bytes=self._total, elapsed_s=round(elapsed, 3))

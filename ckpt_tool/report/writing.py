@@ -1,0 +1,157 @@
+"""What a writer (`reshard`, `convert`, `merge`, `apply`) is about to do, and what it did, as pages.
+
+Reads the document of cli.md: `plan`, `fallbacks`, `removed`, `removed_bytes`, `dropped`, `elapsed_s`,
+`digest_checked`; and `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`, `committed`. `before` goes to stderr before the first byte moves, `after` to stdout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.report.inspection import mesh_text, note_text
+from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
+from ckpt_tool.report.text import count, duration, more, plural, shape, size
+
+Document = Mapping[str, Any]
+LISTED = 12  # fallbacks, removed tensors and dropped names that are listed without -v
+
+
+def before(document: Document, *, everything: bool = False) -> Page:
+    """The plan: from where to where, how much, and what will not be as asked."""
+    blocks: list[Block] = [Facts(tuple(_plan_rows(document)))]
+    blocks += _travelling(document)
+    blocks += _warnings(document, everything=everything)
+    return Page("ckpt plan", tuple(blocks))
+
+
+def after(document: Document, *, everything: bool = False) -> Page:
+    """The result: what went, what stayed behind, and one line that says it is done."""
+    if "elapsed_s" not in document:
+        page, saved = before(document, everything=everything), document.get("plan_file")
+        text = f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
+        return Page("ckpt plan", (*page.blocks, Verdict(None, text)))
+    return Page("ckpt", (*_warnings(document, everything=everything, notes=False), _done(document)))
+
+
+def whole(document: Document) -> Page:
+    """Plan and result on one page, uncut, for `--report`."""
+    plan = before(document, everything=True)
+    last = after(document).verdict()
+    return Page(plan.title, (*plan.blocks, *last.blocks))
+
+
+def _plan_rows(document: Document) -> list[tuple[str, Cell]]:
+    plan, source, target = (document.get(key) or {} for key in ("plan", "source", "target"))
+    rows: list[tuple[str, Cell]] = []
+    if source:
+        paths = source.get("paths") or [source.get("path") or ""]
+        rows.append(("from", f"{', '.join(map(str, paths))}  ({_kind(source)})"))
+        if source.get("resolved"):
+            rows.append(("", f"({source['resolved']})"))
+    if target:
+        rows.append(("to", f"{target.get('path') or ''}  ({_kind(target)})"))
+    if document.get("layout_source"):
+        rows.append(("layout", str(document["layout_source"])))
+    if plan:
+        rows.append(("reads", size(plan.get("bytes_read", 0))))
+        files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
+        copies = f", {plural(int(plan['copies']), 'copy')}" if plan.get("copies") else ""
+        rows.append(("writes", f"{size(plan.get('bytes_written', 0))}{files}{copies}"))
+        if plan.get("peak_memory"):
+            rows.append(("memory", f"at most {size(plan['peak_memory'])}"))
+    return rows
+
+
+def _kind(side: Document) -> str:
+    """`megatron-dist, tp 2 x pp 4`."""
+    parts = [str(side["format"])] if side.get("format") else []
+    if side.get("mesh") is not None:
+        parts.append(mesh_text(side["mesh"]))
+    return ", ".join(parts) or "?"
+
+
+def _travelling(document: Document) -> list[Block]:
+    states = document.get("states") or {}
+    if len(states) < 2:
+        return []
+    columns = (Column("state"), Column("tensors", right=True), Column("bytes", right=True))
+    return [
+        Table("", columns, tuple((name, count(row["tensors"]), size(row["bytes"])) for name, row in states.items()))
+    ]
+
+
+def _warnings(document: Document, *, everything: bool, notes: bool = True) -> list[Block]:
+    blocks: list[Block] = []
+    fallbacks = document.get("fallbacks") or ()
+    if fallbacks:
+        blocks.append(_listed("fallbacks", [fallback_text(f) for f in fallbacks], "fallback", everything, style=True))
+    removed = document.get("removed") or ()
+    if removed:
+        blocks.append(_removed(document, removed, everything=everything))
+    dropped = document.get("dropped") or ()
+    if dropped:
+        blocks.append(_listed("left behind", [_dropped(entry) for entry in dropped], "entry", everything))
+    if notes and document.get("notes"):
+        blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
+    return blocks
+
+
+def _listed(title: str, texts: list[str], noun: str, everything: bool, *, style: bool = False) -> Lines:
+    listed = texts if everything else texts[:LISTED]
+    lines: list[Cell] = [Styled(text, "warn") if style else text for text in listed]
+    if len(texts) > len(listed):
+        lines.append(more(len(texts) - len(listed), noun))
+    return Lines(title, tuple(lines))
+
+
+def fallback_text(fallback: Document) -> str:
+    """A fallback in a line: `12 tensors such as w [10, 4]: asked dp x tp, cut by dp; 4.1 MB more on disk`."""
+    number = int(fallback.get("tensors", 1))
+    which = (
+        str(fallback.get("example", "?")) if number == 1 else f"{count(number)} tensors such as {fallback['example']}"
+    )
+    asked, used, better = (" x ".join(fallback.get(key) or ()) for key in ("requested", "used", "better"))
+    how = {"padded": f"cut by {used}, padded with zeros", "uneven": f"cut by {used} into uneven parts"}
+    text = f"{which} {shape(fallback.get('shape') or ())}: asked {asked}, "
+    text += how.get(str(fallback.get("reason")), f"cut by {used}" if used else "replicated")
+    if fallback.get("extra_bytes"):
+        text += f"; {size(fallback['extra_bytes'])} more on disk"
+    return text + (f"; --on-indivisible best-subset would cut by {better}" if better else "")
+
+
+def _removed(document: Document, removed: Sequence[Document], *, everything: bool) -> Block:
+    """By state: how many tensors and bytes went. With -v their names."""
+    states: dict[str, list[int]] = {}
+    for tensor in removed:
+        row = states.setdefault(tensor.get("state", ""), [0, 0])
+        row[0] += 1
+        row[1] += tensor.get("bytes", 0)
+    total = document.get("removed_bytes", sum(row[1] for row in states.values()))
+    lines: list[Cell] = [f"{state}: {plural(row[0], 'tensor')}, {size(row[1])}" for state, row in states.items()]
+    if everything:
+        lines += [f"{tensor['name']} [{tensor.get('state', '')}] {size(tensor.get('bytes', 0))}" for tensor in removed]
+    return Lines(f"removed {plural(len(removed), 'tensor')}, {size(total)}", tuple(lines))
+
+
+def _dropped(entry: Document) -> str:
+    """`exp_avg: 291 tensors, 26.0 GB (safetensors holds the model only)`."""
+    parts = [plural(int(entry["tensors"]), "tensor")] if entry.get("tensors") else []
+    parts += [size(entry["bytes"])] if entry.get("bytes") else []
+    names = entry.get("names") or ()
+    parts += [", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")] if names else []
+    reason = f" ({entry['reason']})" if entry.get("reason") else ""
+    return f"{entry.get('state', '?')}: {', '.join(parts) or 'nothing'}{reason}"
+
+
+def _done(document: Document) -> Verdict:
+    plan, target = document.get("plan") or {}, document.get("target") or {}
+    seconds, nbytes = float(document["elapsed_s"]), plan.get("bytes_written", 0)
+    if document.get("committed") is False:
+        part, of = document.get("part") or (1, 1)
+        return Verdict(None, f"part {part} of {of} is done; the output appears when the last part is")
+    where = f" to {target['path']}" if target.get("path") else ""
+    files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
+    speed = f" ({size(nbytes / seconds)}/s)" if seconds >= 0.1 and nbytes >= 10**6 else ""
+    checked = "; digests checked" if document.get("digest_checked") else ""
+    return Verdict(True, f"wrote {size(nbytes)}{files}{where} in {duration(seconds)}{speed}{checked}")
