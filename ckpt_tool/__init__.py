@@ -11,8 +11,6 @@ return the document that `--json` prints; they raise `ckpt_tool.errors.CkptError
 importing this package costs nothing.
 """
 
-from __future__ import annotations
-
 TYPE_CHECKING = False  # `typing` alone would cost 3 ms here
 if TYPE_CHECKING:
     from ckpt_tool.face import convert, diff, merge, open, reshard, verify

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from ckpt_tool.commands import values
 from ckpt_tool.commands.values import BadValue
@@ -148,20 +148,21 @@ class CallOptions(ReadingOptions, WritingOptions, total=False):
 
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
-class _Taker:
-    """Takes options out of a mapping one by one and keeps every fault until the end."""
+class Taken:
+    """Options taken out of a mapping one by one; every fault is kept until `settle`."""
 
-    def __init__(self, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    def __init__(self, given: Mapping[str, Any], known: Iterable[str] = ()) -> None:
         self._given = given
         self._faults: list[BadValue] = []
-        for name in given:
+        for name in given if known else ():
             if name not in known:
-                miss = near_misses(name, known)
-                self._faults.append(BadValue(f"unknown option {name!r}", hint=miss or "see help(ckpt_tool.convert)"))
+                hint = near_misses(name, known) or f"the options are {', '.join(known)}"
+                self._faults.append(BadValue(f"unknown option {name!r}", hint=hint))
 
-    def take(self, name: str, parse: Callable[[Any], T], default: T) -> T:
+    def take(self, name: str, parse: Callable[[Any], T], default: D) -> T | D:
         """The parsed value of `name`; `default` when it is missing, None or bad."""
         value = self._given.get(name)
         if value is None:
@@ -176,66 +177,62 @@ class _Taker:
         self._faults.append(BadValue(message, hint=hint))
 
     def settle(self) -> None:
-        if self._faults:
-            raise_faults(self._faults)
+        """Raise all faults as one UsageError (E0280), if there are any."""
+        if not self._faults:
+            return
+        first, *others = self._faults
+        faults = [f"{fault} ({fault.hint})" if fault.hint else str(fault) for fault in others]
+        raise UsageError(str(first), code="E0280", path=first.path, hint=first.hint, faults=faults)
 
 
 def flag(name: str) -> str:
     """The option as it is typed: `from_format` -> `--from`."""
-    return "--" + {"from_format": "from"}.get(name, name).replace("_", "-")
-
-
-def raise_faults(faults: list[BadValue]) -> NoReturn:
-    """All faults of one call as one UsageError."""
-    first = faults[0]
-    raise UsageError(
-        str(first), code="E0280", path=first.path, hint=first.hint, faults=[str(fault) for fault in faults[1:]]
-    )
+    return "--" + {"from_format": "from", "map_file": "map"}.get(name, name).replace("_", "-")
 
 
 def reading_from(given: Mapping[str, Any]) -> Reading:
     """`Reading` from keywords. Raises UsageError."""
-    taker = _Taker(given, ReadingOptions.__annotations__)
-    reading = _reading(taker)
-    taker.settle()
+    taken = Taken(given, ReadingOptions.__annotations__)
+    reading = _reading(taken)
+    taken.settle()
     return reading
 
 
 def writing_from(given: Mapping[str, Any]) -> Writing:
     """`Writing` from keywords. Raises UsageError."""
-    taker = _Taker(given, WritingOptions.__annotations__)
-    writing = _writing(taker)
-    taker.settle()
+    taken = Taken(given, WritingOptions.__annotations__)
+    writing = _writing(taken)
+    taken.settle()
     return writing
 
 
 def both_from(given: Mapping[str, Any]) -> tuple[Reading, Writing]:
     """Both from one set of keywords, all faults at once. Raises UsageError."""
-    taker = _Taker(given, CallOptions.__annotations__)
-    reading, writing = _reading(taker), _writing(taker)
-    taker.settle()
+    taken = Taken(given, CallOptions.__annotations__)
+    reading, writing = _reading(taken), _writing(taken)
+    taken.settle()
     return reading, writing
 
 
-def _reading(taker: _Taker) -> Reading:
+def _reading(taken: Taken) -> Reading:
     return Reading(
-        from_format=taker.take("from_format", values.one_of(FORMATS), None),
-        follow_symlinks=taker.take("follow_symlinks", bool, False),
-        lenient=taker.take("lenient", bool, False),
-        allow_compressed=taker.take("allow_compressed", bool, False),
-        require_checksums=taker.take("require_checksums", bool, False),
-        prefer=taker.take("prefer", values.text, None),
-        replica_policy=taker.take("replica_policy", values.text, None),
+        from_format=taken.take("from_format", values.one_of(FORMATS), None),
+        follow_symlinks=taken.take("follow_symlinks", bool, False),
+        lenient=taken.take("lenient", bool, False),
+        allow_compressed=taken.take("allow_compressed", bool, False),
+        require_checksums=taken.take("require_checksums", bool, False),
+        prefer=taken.take("prefer", values.text, None),
+        replica_policy=taken.take("replica_policy", values.text, None),
     )
 
 
-def _writing(taker: _Taker) -> Writing:
-    take = taker.take
+def _writing(taken: Taken) -> Writing:
+    take = taken.take
     degrees = {name: size for name in DEGREES if (size := take(name, values.count, 0))}
     policy = take("on_indivisible", values.one_of(POLICIES), "")
     if take("strict_shard", bool, False):
         if policy not in ("", "error"):
-            taker.fault(
+            taken.fault(
                 f"--strict-shard means --on-indivisible error, but --on-indivisible is {policy}", "give one of the two"
             )
         policy = "error"

@@ -122,10 +122,16 @@ def one_of(known: Iterable[str]) -> Callable[[Any], str]:
     return parse
 
 
+def several(value: Any) -> list[Any]:
+    """One value or several, as a list."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return [value]
+    return list(value)
+
+
 def words(value: Any) -> tuple[str, ...]:
     """Names, split at commas; a list of such texts counts as one."""
-    parts = [value] if isinstance(value, str) else list(value)
-    found = [word.strip() for part in parts for word in text(part).split(",")]
+    found = [word.strip() for part in several(value) for word in text(part).split(",")]
     if not all(found):
         raise BadValue(f"found {value!r}, want names with commas between them")
     return tuple(dict.fromkeys(found))
@@ -133,8 +139,7 @@ def words(value: Any) -> tuple[str, ...]:
 
 def counts(value: Any) -> tuple[int, ...]:
     """Whole numbers split at commas, none negative: `8,9,9,6`."""
-    parts = value.split(",") if isinstance(value, str) else list(value)
-    numbers = tuple(integer(part) for part in parts)
+    numbers = tuple(integer(part) for part in (value.split(",") if isinstance(value, str) else several(value)))
     if not numbers or min(numbers) < 0:
         raise BadValue(f"found {value!r}, want whole numbers with commas between them, like 8,9,9,6")
     return numbers
@@ -142,10 +147,9 @@ def counts(value: Any) -> tuple[int, ...]:
 
 def numbers(value: Any) -> tuple[float, ...]:
     """Finite numbers: one, several, or texts split at commas."""
-    if isinstance(value, int | float):
-        return (number(value),)
-    parts = [value] if isinstance(value, str) else list(value)
-    return tuple(number(word) for part in parts for word in (part.split(",") if isinstance(part, str) else (part,)))
+    return tuple(
+        number(word) for part in several(value) for word in (part.split(",") if isinstance(part, str) else (part,))
+    )
 
 
 def share(value: Any) -> tuple[int, int]:
@@ -182,9 +186,8 @@ def dtypes(value: Any) -> dict[str, str]:
 
 def patterns(value: Any) -> tuple[str, ...]:
     """Patterns on tensor names: shell globs, `re:EXPRESSION`, or `@FILE` with one pattern a line (`#`: a comment)."""
-    given = [value] if isinstance(value, str) else list(value)
     found: list[str] = []
-    for pattern in given:
+    for pattern in several(value):
         found.extend(_pattern_file(pattern[1:]) if text(pattern).startswith("@") else [pattern])
     for pattern in found:
         if pattern.startswith("re:"):

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+MODES = ("auto", "tty", "plain", "json", "none")  # of `--progress`
+
 
 class Progress(Protocol):
     """Where a command reports to. Thread-safe; never raises, whatever becomes of the screen."""

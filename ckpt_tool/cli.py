@@ -1,0 +1,267 @@
+"""The rim: parse -> command -> report -> exit code. The only place that catches what nobody expected.
+
+`run` never raises and never shows a traceback unasked (-vv). Results go to stdout, all else to stderr; under --json
+each of them is one JSON document. Signals become exceptions in the main thread, once: a second one ends at once, and
+what a killed run leaves behind is what the same command resumes from.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
+
+if TYPE_CHECKING:
+    from ckpt_tool.cli_verbs import Job, Show
+
+PIPE_CLOSED = 141  # what a shell reports for a process that SIGPIPE ended
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, raised where a Ctrl-C would be."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    gc.set_threshold(50_000, 20, 50)  # parsing makes many small lasting objects; looking through them is pure cost
+    _prepare_streams()
+    _catch_signals()
+    job: Job | None = None
+    try:
+        if not arguments and "_CKPT_COMPLETE" not in os.environ:
+            from ckpt_tool.cli_parser import help_text
+
+            _say(sys.stderr, help_text())
+            return 2
+        from ckpt_tool.cli_parser import parse
+
+        parsed = parse(arguments)
+        if isinstance(parsed, int):
+            return parsed
+        job = parsed
+        return _run(job)
+    except KeyboardInterrupt as stop:
+        return _interrupted(stop, job, arguments)
+    except BrokenPipeError:
+        return _pipe_closed()
+    except Exception as fault:
+        error = _as_ours(fault)
+        _tell(error, arguments, job, trace=fault)
+        return error.exit_code
+
+
+def _run(job: Job) -> int:
+    from ckpt_tool.report import html
+    from ckpt_tool.report.progress import progress_of
+
+    show = job.show
+    if show.report:
+        html.check_target(show.report, job.sources)
+    mode = "none" if show.quiet else show.progress
+    progress = progress_of(
+        mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, plans=job.plans
+    )
+    try:
+        document = job.run(progress)
+    finally:
+        progress.finish()  # whatever happens, the bar goes before anything else is said
+    sound = job.sound(document)
+    if show.json:
+        _result(as_json(document))
+    elif not (show.quiet and job.writes):
+        _result(_as_text(job, document, show, quiet=show.quiet))
+    if show.report:
+        _save_report(job, document, show.report)
+    return 0 if sound else 1
+
+
+def _as_text(job: Job, document: dict[str, Any], show: Show, *, quiet: bool) -> str:
+    from ckpt_tool.report.plain import look_of, render
+
+    page = job.page(document, show.verbose > 0)
+    last = page.verdict()
+    return render(last if quiet and last.blocks else page, look_of(sys.stdout, show.color))
+
+
+def as_json(document: dict[str, Any]) -> str:
+    """One line of JSON. Exact text, ASCII only; a NaN or an infinity, which JSON lacks, becomes its name."""
+    import json
+
+    try:
+        return json.dumps(document, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(document), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
+    from ckpt_tool import __version__
+    from ckpt_tool.report import html
+
+    page = job.page(document, True)
+    if job.writes:
+        from ckpt_tool.report.writing import whole
+
+        page = whole(document)
+    html.save(page, path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
+
+
+def _result(text: str) -> None:
+    """The result on stdout, all of it or an error: a full disk behind `> file` is no success."""
+    if sys.stdout is None:
+        return
+    try:
+        _write_whole(sys.stdout, text)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        _drop(sys.stdout)
+        raise wrap_os_error(e, "standard output", "writing the result") from e
+
+
+def _write_whole(stream: TextIO, text: str) -> None:
+    """Every byte, also where a write takes only a part: an unbuffered stdout (PYTHONUNBUFFERED) would drop the rest
+    in silence, and a non-blocking one (as some parents leave it) would raise in the middle."""
+    binary = getattr(stream, "buffer", None)
+    if binary is None:
+        stream.write(text)
+        stream.flush()
+        return
+    stream.flush()
+    data = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
+    while data:
+        try:
+            taken = binary.write(data)
+        except BlockingIOError as e:
+            taken = e.characters_written
+        data = data[taken or 0 :]
+        if not taken:
+            select.select([], [binary], [])
+    binary.flush()
+
+
+def _say(stream: Any, text: str) -> None:
+    """A message; a stream that is gone takes it too."""
+    try:
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
+    except (OSError, ValueError):
+        _drop(stream)
+
+
+def _drop(stream: Any) -> None:
+    """Point a stream at /dev/null, so that the interpreter's last flush can't fail."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    except (OSError, ValueError, AttributeError):
+        pass
+
+
+def _prepare_streams() -> None:
+    """Names in other scripts must not crash a terminal of another encoding: what it lacks is spelled out."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def _catch_signals() -> None:
+    """SIGINT, SIGTERM and SIGHUP raise in the main thread; the second of any ends at once. An ignored one (nohup)
+    stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    caught: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if caught:
+            os._exit(130 if number == signal.SIGINT else 143)
+        caught.append(number)
+        raise (KeyboardInterrupt if number == signal.SIGINT else Terminated)(number)
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def _interrupted(stop: KeyboardInterrupt, job: Job | None, arguments: Sequence[str]) -> int:
+    number = int(signal.SIGTERM) if isinstance(stop, Terminated) else int(signal.SIGINT)
+    hint = "the same command resumes" if job is not None and job.writes else "nothing was written"
+    error = Interrupted(f"interrupted by {signal.Signals(number).name}", signal=number, hint=hint)
+    error.place = f"ckpt {job.verb}" if job is not None else "ckpt"
+    _tell(error, arguments, job, trace=stop)
+    if threading.active_count() > 1:  # a worker in the middle of a large write would hold the exit up
+        os._exit(error.exit_code)
+    return error.exit_code
+
+
+def _pipe_closed() -> int:
+    _drop(sys.stdout)
+    return PIPE_CLOSED
+
+
+def _as_ours(fault: Exception) -> CkptError:
+    """Any exception as one of ours; what nobody foresaw is a bug of ours (exit 70)."""
+    if isinstance(fault, CkptError):
+        return fault
+    if isinstance(fault, MemoryError):
+        return StorageError("out of memory", code="E0704", hint="pass a smaller --memory or fewer --threads")
+    if isinstance(fault, OSError):
+        return wrap_os_error(fault, fault.filename or "", "the operation")
+    place = _last_frame(fault)
+    return InternalError(
+        f"a bug of ours: {type(fault).__name__}: {fault}", code="E7000", place=place,
+        hint="please report it with the output of the same command and -vv; nothing was committed",
+    )  # fmt: skip
+
+
+def _last_frame(fault: BaseException) -> str:
+    """`ckpt_tool/plan/plan.py, line 12`: the innermost frame of our own."""
+    place, trace = "", fault.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if f"{os.sep}ckpt_tool{os.sep}" in name:
+            place = f"ckpt_tool{os.sep}{name.rpartition(f'{os.sep}ckpt_tool{os.sep}')[2]}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _tell(error: CkptError, arguments: Sequence[str], job: Job | None, *, trace: BaseException) -> None:
+    """The error on stderr, as text or as JSON."""
+    from ckpt_tool.report.errors import as_json as error_json
+    from ckpt_tool.report.errors import as_text
+    from ckpt_tool.report.plain import look_of
+
+    typed = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
+    if job is not None:
+        as_document, verbose, color = job.show.json, job.show.verbose, job.show.color
+    else:  # the line could not be parsed: take what was plainly asked for
+        as_document = "--json" in typed
+        verbose = 2 if "-vv" in typed else typed.count("-v") + typed.count("--verbose")
+        color = next((c for c in ("always", "never") if f"--color={c}" in typed), "auto")
+    if as_document:
+        _say(sys.stderr, error_json(error))
+        return
+    look = look_of(sys.stderr, color)
+    _say(sys.stderr, as_text(error, look, everything=verbose > 0, trace=trace if verbose > 1 else None))

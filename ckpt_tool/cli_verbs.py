@@ -1,0 +1,360 @@
+"""The verbs as typer sees them: each turns its options into a Job, a command that is ready to run.
+
+Parsing ends here and nothing has been read yet; `cli.run` runs the job, shows its document and gives the exit code.
+A verb's command is imported when the job runs, so `--help` and usage errors cost no format, NumPy or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tool.cli_options import (
+    APPLY,
+    CLEAN,
+    DIFF,
+    INSPECT,
+    KEYS,
+    LAYOUT,
+    MERGE,
+    PLAN,
+    READING,
+    RUN,
+    TO,
+    TRAVEL,
+    VERIFICATION,
+    Destination,
+    Given,
+    Source,
+    takes,
+)
+from ckpt_tool.commands import values
+from ckpt_tool.commands.options import (
+    METHODS,
+    Reading,
+    ReadingOptions,
+    Taken,
+    Writing,
+    WritingOptions,
+    both_from,
+    reading_from,
+    writing_from,
+)
+from ckpt_tool.core.progress import MODES, Progress
+from ckpt_tool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tool.report.page import Page
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """How a result is shown. verbose: 0, 1 (lists uncut), 2 (tracebacks)."""
+
+    json: bool = False
+    progress: str = "auto"
+    quiet: bool = False
+    verbose: int = 0
+    report: str | None = None
+    color: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A verb, ready to run.
+
+    run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing to find fault
+    with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it writes.
+    sources: where no report may be put.
+    """
+
+    verb: str
+    show: Show
+    run: Callable[[Progress], Document]
+    page: Callable[[Document, bool], Page]
+    sound: Callable[[Document], bool] = lambda document: True
+    writes: bool = False
+    plans: bool = False
+    sources: tuple[str, ...] = ()
+
+
+def _show(given: Given) -> Show:
+    taken = Taken(given)
+    show = Show(
+        json=bool(given.get("json")),
+        progress=taken.take("progress", values.one_of(MODES), "auto"),
+        quiet=bool(given.get("quiet")),
+        verbose=int(given.get("verbose") or 0),
+        report=taken.take("report", values.text, None),
+        color=taken.take("color", values.one_of(("auto", "always", "never")), "auto"),
+    )
+    taken.settle()
+    return show
+
+
+def _only(given: Given, known: Mapping[str, Any]) -> Document:
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _reading(given: Given) -> Reading:
+    return reading_from(_only(given, ReadingOptions.__annotations__))
+
+
+def _writing(given: Given) -> Writing:
+    return writing_from(_only(given, WritingOptions.__annotations__))
+
+
+def _both(given: Given) -> tuple[Reading, Writing]:
+    known = {**ReadingOptions.__annotations__, **WritingOptions.__annotations__}
+    return both_from(_only(given, known))
+
+
+def _written(document: Document, uncut: bool) -> Page:
+    from ckpt_tool.report.writing import after
+
+    return after(document, everything=uncut)
+
+
+@takes(INSPECT, READING)
+def inspect(src: Source, given: Given) -> Job:
+    """What is in a checkpoint, read from headers alone. Nothing in it is ever run."""
+    show, taken = _show(given), Taken(given)
+    match, states = taken.take("match", values.patterns, ()), taken.take("state", values.words, ())
+    depth = taken.take("depth", values.count, None)
+    taken.settle()
+    reading = _reading(_without(given, "state"))
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.inspect import inspect as command
+
+        wanted = {name: bool(given[name]) for name in ("placement", "security", "stats")}
+        return command(src, reading, match=match, states=states, **wanted)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.inspection import inspection
+
+        return inspection(document, depth=depth, everything=uncut)
+
+    return Job("inspect", show, run, page, sources=(src,))
+
+
+def _without(given: Given, *names: str) -> Given:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+@takes(LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN)
+def reshard(src: Source, dst: Destination, given: Given) -> Job:
+    """The same checkpoint for other parallel degrees: model, optimizer, experts, scalars and extras together."""
+    show, (reading, writing) = _show(given), _both(given)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.convert import reshard as command
+
+        return command(src, dst, reading, writing, progress)
+
+    return Job("reshard", show, run, _written, writes=True, plans=not writing.dry_run, sources=(src,))
+
+
+@takes(TO, LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN)
+def convert(src: Source, dst: Destination, given: Given) -> Job:
+    """Another format and, where the names differ, another dialect; degrees too, so one hop is always enough."""
+    show, (reading, writing) = _show(given), _both(given)
+    if writing.to is None:
+        raise UsageError(
+            "convert needs --to FORMAT", code="E0282", place="ckpt convert",
+            hint="ckpt convert --help lists the formats; for other degrees alone there is ckpt reshard",
+        )  # fmt: skip
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.convert import convert as command
+
+        return command(src, dst, reading, writing, progress)
+
+    return Job("convert", show, run, _written, writes=True, plans=not writing.dry_run, sources=(src,))
+
+
+@takes(TO, LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN, MERGE)
+def merge(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="SRC... DST", help="The sources, then the output.", show_default=False)
+    ],
+    given: Given,
+) -> Job:
+    """Join shards, strip keys, fold LoRA adapters, merge models."""
+    *sources, dst = paths
+    show, taken = _show(given), Taken(given)
+    options: Document = {
+        "method": taken.take("method", values.one_of(METHODS), "union"),
+        "weights": taken.take("weight", values.numbers, ()),
+        "base": taken.take("base", values.text, None),
+        "density": taken.take("density", values.number, None),
+        "t": taken.take("t", values.number, None),
+        "seed": taken.take("seed", values.integer, None),
+        "config": taken.take("config", values.text, None),
+        "on_conflict": taken.take("on_conflict", values.one_of(("error", "first", "last")), "error"),
+    }
+    taken.settle()
+    reading, writing = _both(_without(given, "config"))
+    _check_sources(sources, dst, options)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.merge import merge as command
+
+        return command(sources, dst, reading, writing, progress, **options)
+
+    return Job("merge", show, run, _written, writes=True, plans=not writing.dry_run, sources=tuple(sources))
+
+
+def _check_sources(sources: list[str], dst: str, options: Mapping[str, Any]) -> None:
+    if not sources and options["config"] is None:
+        raise UsageError(
+            f"merge needs a source before the output {dst}", code="E0282", place="ckpt merge",
+            hint="ckpt merge SRC... DST; with --config the sources stand in the file",
+        )  # fmt: skip
+    if sources and options["config"] is not None:
+        raise UsageError(
+            f"--config names the sources, but {sources[0]} is given too", code="E0283", place="ckpt merge",
+            hint="with --config give the output alone",
+        )  # fmt: skip
+
+
+@takes(DIFF, READING)
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another, in any format and layout.", show_default=False)],
+    given: Given,
+) -> Job:
+    """Are two checkpoints equal in value, in whatever formats and layouts they lie? Exit 1 when they are not."""
+    show, taken = _show(given), Taken(given)
+    options: Document = {
+        "rtol": taken.take("rtol", values.tolerance, 0.0),
+        "atol": taken.take("atol", values.tolerance, 0.0),
+        "map_file": taken.take("map_file", values.text, None),
+        "states": taken.take("state", values.words, ()),
+    }
+    taken.settle()
+    reading = _reading(given)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.diff import diff as command
+
+        return command(a, b, reading, progress=progress, **options)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.comparison import comparison
+
+        return comparison(document, everything=uncut)
+
+    return Job("diff", show, run, page, sound=lambda document: bool(document["equal"]), sources=(a, b))
+
+
+@takes(VERIFICATION, READING)
+def verify(src: Source, given: Given) -> Job:
+    """Is it complete and sound? Headers, extents, cover, replicas, checksums, finite values. Exit 1 when it is not."""
+    show, taken = _show(given), Taken(given)
+    mode = taken.take("mode", values.one_of(("quick", "full")), "full")
+    taken.settle()
+    reading = _reading(given)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.verify import verify as command
+
+        return command(src, reading, mode=mode, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.comparison import verification
+
+        return verification(document, everything=uncut)
+
+    return Job("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
+
+
+@takes(APPLY, RUN)
+def apply(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A file that --plan saved.", show_default=False)],
+    given: Given,
+) -> Job:
+    """Run a saved plan, or one share of it: on as many machines as there are."""
+    show, taken = _show(given), Taken(given)
+    part = taken.take("part", values.share, None)
+    taken.settle()
+    writing = _writing(given)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.apply import apply as command
+
+        return command(plan, part, writing, progress)
+
+    return Job("apply", show, run, _written, writes=True, plans=not writing.dry_run)
+
+
+@takes()
+def doctor(given: Given) -> Job:
+    """What this machine offers: versions, disk, file system, GPU, nvcc, extras; and a self-test."""
+    return Job("doctor", _show(given), _doctor, _listing("ckpt doctor"), sound=_self_test)
+
+
+def _doctor(progress: Progress) -> Document:
+    from ckpt_tool.commands.doctor import doctor as command
+
+    return command()
+
+
+def _self_test(document: Document) -> bool:
+    return bool(document["self_test"] == "ok")
+
+
+@takes(CLEAN)
+def clean(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where outputs were to appear.", show_default=False)],
+    given: Given,
+) -> Job:
+    """What interrupted runs left in a folder: list it, or remove it."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.clean import clean as command
+
+        return command(folder, remove=bool(given["remove"]))
+
+    return Job("clean", _show(given), run, _listing("ckpt clean"))
+
+
+def _listing(title: str) -> Callable[[Document, bool], Page]:
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.listing import listing
+
+        return listing(document, title)
+
+    return page
+
+
+@takes()
+def validate(
+    rest: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Not yet.", show_default=False)] = None,
+    *,
+    given: Given,
+) -> Job:
+    """The training harness: train, save sharded, kill, reshard, resume, compare. Not in this build."""
+    raise _absent("validate", "the training harness")
+
+
+@takes()
+def kernels(
+    rest: Annotated[list[str] | None, typer.Argument(metavar="[build|info|check|bench]", show_default=False)] = None,
+    *,
+    given: Given,
+) -> Job:
+    """The CUDA reshard kernels. Not in this build."""
+    raise _absent("kernels", "the CUDA kernels")
+
+
+def _absent(verb: str, what: str) -> UsageError:
+    return UsageError(
+        f"this build does not contain {what}", code="E0285", place=f"ckpt {verb}",
+        hint="every other verb works without them; ckpt --help lists the verbs",
+    )  # fmt: skip

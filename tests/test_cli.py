@@ -1,0 +1,661 @@
+"""The rim: what is typed reaches the command, what comes back reaches the screen, and every end has its exit code.
+
+The commands are stood in for here (their own tests run them); a few tests at the end start the real process, because
+imports, signals, pipes and closed streams only exist there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_tool
+from ckpt_tool import cli, cli_options, cli_parser, cli_verbs
+from ckpt_tool.commands import apply, clean, convert, diff, doctor, inspect, merge, verify
+from ckpt_tool.commands.options import Reading, ReadingOptions, Writing, WritingOptions
+from ckpt_tool.errors import (
+    CorruptFile,
+    OutputExists,
+    SourceChanged,
+    StorageError,
+    UnsafeInput,
+    UsageError,
+)
+
+CATALOG: dict[str, Any] = {
+    "schema_version": 1, "format": "dcp", "path": "x", "resolved": "", "mesh": {}, "extras": {}, "notes": [],
+    "total": {"tensors": 1, "bytes": 4, "parameters": 1}, "states": {"model": {"tensors": 1, "bytes": 4}},
+    "tensors": [{"name": "w", "state": "model", "dtype": "F32", "shape": [1], "bytes": 4}],
+}  # fmt: skip
+PLAN = {"plan": {"bytes_read": 4, "bytes_written": 4, "peak_memory": 4, "files": 1, "copies": 1}}
+WRITTEN = {"schema_version": 1, **PLAN, "fallbacks": [], "removed": [], "removed_bytes": 0, "dropped": [],
+           "elapsed_s": 0.1, "digest_checked": True}  # fmt: skip
+DRY = {key: value for key, value in WRITTEN.items() if key not in ("elapsed_s", "digest_checked")}
+
+
+@pytest.fixture(autouse=True)
+def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`run` sets what belongs to its own process: signal handlers, the collector's thresholds."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    thresholds = gc.get_threshold()
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    gc.set_threshold(*thresholds)
+
+
+class Stub:
+    """Stands in for a command and keeps what it was given."""
+
+    def __init__(self, document: dict[str, Any] | BaseException) -> None:
+        self.document = document
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.args, self.kwargs = args, kwargs
+        if isinstance(self.document, BaseException):
+            raise self.document
+        return self.document
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stub]:
+    """Every command stood in for."""
+    homes = {
+        "inspect": (inspect, CATALOG), "reshard": (convert, WRITTEN), "convert": (convert, WRITTEN),
+        "merge": (merge, WRITTEN), "diff": (diff, {"equal": True, "compared": 1, "differences": []}),
+        "verify": (verify, {"ok": True, "findings": [], "digests": {}}), "apply": (apply, WRITTEN),
+        "doctor": (doctor, {"self_test": "ok"}), "clean": (clean, {"folder": ".", "leavings": []}),
+    }  # fmt: skip
+    stubs = {}
+    for name, (module, document) in homes.items():
+        stubs[name] = Stub(document)
+        monkeypatch.setattr(module, name, stubs[name])
+    return stubs
+
+
+def run(*arguments: str) -> int:
+    return cli.run(arguments)
+
+
+# -- what is typed arrives ----------------------------------------------------------------------------------------------
+
+
+def test_inspect_arrives(stub: dict[str, Stub]) -> None:
+    assert (
+        run("inspect", "x", "--from", "dcp", "--match", "a*", "--match", "re:b", "--state", "model,ema", "--stats") == 0
+    )
+    assert stub["inspect"].args == ("x", Reading(from_format="dcp"))
+    assert stub["inspect"].kwargs == {
+        "match": ("a*", "re:b"), "states": ("model", "ema"), "placement": False, "security": False, "stats": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["reshard", "convert"])
+def test_writers_arrive(verb: str, stub: dict[str, Stub]) -> None:
+    options = "--tp 8 --pp 2 --pp-split 3,5 --zero 1 --strict-shard --state model --drop ema --dtype bf16 --no-resume"
+    options += " --remove-keys a --remove-keys b --memory 64MiB --max-shard-size 2GB --threads 3 --verify full --force"
+    to = ["--to", "dcp"] if verb == "convert" else []
+    assert run(verb, "in", "out", *options.split(), *to, "--follow-symlinks") == 0
+    src, dst, reading, writing, progress = stub[verb].args
+    assert (src, dst, reading) == ("in", "out", Reading(follow_symlinks=True)) and hasattr(progress, "advance")
+    assert writing == Writing(
+        to="dcp" if to else None, degrees={"tp": 8, "pp": 2}, pp_split=(3, 5), zero=1, on_indivisible="error",
+        states=("model",), drop=("ema",), dtypes={"": "BF16"}, resume=False, remove_keys=("a", "b"), memory=64 << 20,
+        max_shard_size=2 * 10**9, threads=3, verify="full", force=True,
+    )  # fmt: skip
+
+
+def test_merge_arrives(stub: dict[str, Stub]) -> None:
+    assert run("merge", "a", "b", "out", "--method", "dare_ties", "--weight", "0.3", "--weight", "0.7", "--base", "c",
+               "--density", "0.5", "--seed", "7", "--on-conflict", "last", "--to", "safetensors") == 0  # fmt: skip
+    assert stub["merge"].args[:3] == (["a", "b"], "out", Reading())
+    assert stub["merge"].args[3].to == "safetensors"
+    assert stub["merge"].kwargs == {
+        "method": "dare-ties", "weights": (0.3, 0.7), "base": "c", "density": 0.5, "t": None, "seed": 7, "config": None,
+        "on_conflict": "last",
+    }  # fmt: skip
+
+
+def test_merge_config_is_not_the_model_config(stub: dict[str, Stub]) -> None:
+    assert run("merge", "out", "--config", "m.yaml") == 0
+    assert stub["merge"].args[0] == [] and stub["merge"].args[3].config is None
+    assert stub["merge"].kwargs["config"] == "m.yaml"
+
+
+def test_the_other_verbs_arrive(stub: dict[str, Stub]) -> None:
+    assert run("diff", "a", "b", "--rtol", "1e-5", "--map", "m", "--state", "ema") == 0
+    assert stub["diff"].args == ("a", "b", Reading())
+    assert {k: v for k, v in stub["diff"].kwargs.items() if k != "progress"} == {
+        "rtol": 1e-5, "atol": 0.0, "map_file": "m", "states": ("ema",),
+    }  # fmt: skip
+    assert run("verify", "a") == 0 and stub["verify"].kwargs["mode"] == "full"
+    assert run("verify", "a", "--verify", "quick") == 0 and stub["verify"].kwargs["mode"] == "quick"
+    assert run("apply", "p.json", "--part", "3/8", "--threads", "2") == 0
+    assert stub["apply"].args[:3] == ("p.json", (3, 8), Writing(threads=2))
+    assert run("clean", "d") == 0 and stub["clean"].kwargs == {"remove": False}
+    assert run("clean", "d", "--remove") == 0 and stub["clean"].kwargs == {"remove": True}
+    assert run("doctor") == 0
+
+
+def test_values_may_look_like_options_after_two_dashes(stub: dict[str, Stub]) -> None:
+    assert run("inspect", "--", "--odd-name") == 0
+    assert stub["inspect"].args[0] == "--odd-name"
+
+
+def test_reporting_options_may_come_before_the_verb(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--color=never", "--progress", "none", "-v", "inspect", "x") == 0
+    assert json.loads(capsys.readouterr().out) == CATALOG
+
+
+def test_the_options_of_the_shell_are_those_of_python() -> None:
+    typed = {option.name for group in (cli_options.READING,) for option in group}
+    assert typed == set(ReadingOptions.__annotations__)
+    groups = (
+        cli_options.TO,
+        cli_options.LAYOUT,
+        cli_options.TRAVEL,
+        cli_options.KEYS,
+        cli_options.RUN,
+        cli_options.PLAN,
+    )
+    assert {option.name for group in groups for option in group} == set(WritingOptions.__annotations__)
+
+
+CONTRACT = {
+    "inspect": "--match --state --depth --placement --security --stats --from --follow-symlinks --lenient",
+    "reshard": "--tp --pp --ep --etp --dp --cp --vpp --layout --pp-split --zero --on-indivisible --strict-shard --state "
+    "--drop --dtype --remove-keys --keep-keys --model-only --max-shard-size --force --resume --no-resume --memory "
+    "--threads --verify --dry-run --plan --ray --from --replica-policy",
+    "convert": "--to --dialect --family --config --as-model --dequantize --allow-lossy --tp --dry-run --plan",
+    "merge": "--method --weight --base --density --t --seed --config --on-conflict --remove-keys --to",
+    "diff": "--rtol --atol --map --state --from",
+    "verify": "--mode --from --require-checksums",
+    "apply": "--part --threads --memory --resume",
+    "clean": "--remove",
+    "doctor": "",
+}
+
+
+@pytest.mark.parametrize("verb", CONTRACT)
+def test_every_option_of_the_contract_is_there(verb: str) -> None:
+    have = {name for param in cli_parser.build(verb).params for name in (*param.opts, *param.secondary_opts)}
+    wanted = f"{CONTRACT[verb]} --json --progress --quiet -q --verbose -v --report --color".split()
+    assert set(wanted) <= have
+
+
+# -- what comes back is shown -------------------------------------------------------------------------------------------
+
+
+def test_results_go_to_stdout_alone(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", "x") == 0
+    out, err = capsys.readouterr()
+    assert "format  dcp" in out and err == ""
+
+
+def test_json_is_the_document_and_nothing_else(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\udcff\x1b\u202e\n"
+    stub["inspect"].document = {**CATALOG, "tensors": [{**CATALOG["tensors"][0], "name": name}]}
+    assert run("inspect", "x", "--json") == 0
+    out, err = capsys.readouterr()
+    assert out.isascii() and out.endswith("\n") and out.count("\n") == 1 and err == ""
+    assert json.loads(out) == stub["inspect"].document
+
+
+def test_json_has_no_nan(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    stub["diff"].document = {"equal": False, "compared": 1, "differences": [
+        {"name": "w", "state": "model", "kind": "value", "max_abs": float("nan"), "first_index": (0,)}]}  # fmt: skip
+    assert run("diff", "a", "b", "--json") == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    difference = json.loads(capsys.readouterr().out, parse_constant=refuse)["differences"][0]
+    assert difference["max_abs"] == "nan" and difference["first_index"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "document", "code"),
+    [
+        ("diff", ["a", "b"], {"equal": True, "compared": 1, "differences": []}, 0),
+        ("diff", ["a", "b"], {"equal": False, "compared": 1, "differences": [{"name": "w", "kind": "value"}]}, 1),
+        ("verify", ["a"], {"ok": True, "findings": [], "digests": {}}, 0),
+        ("verify", ["a"], {"ok": False, "findings": [{"code": "E0331", "message": "x"}], "digests": {}}, 1),
+        ("doctor", [], {"self_test": "ok"}, 0),
+        ("doctor", [], {"self_test": "failed: x"}, 1),
+    ],
+)
+def test_findings_are_exit_1(
+    verb: str, arguments: list[str], document: dict[str, Any], code: int, stub: dict[str, Stub]
+) -> None:
+    stub[verb].document = document
+    assert run(verb, *arguments) == code
+    assert run(verb, *arguments, "--json") == code
+    assert run(verb, *arguments, "-q") == code
+
+
+def test_quiet(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("convert", "a", "b", "--to", "dcp", "-q") == 0
+    assert run("diff", "a", "b", "-q") == 0
+    out, err = capsys.readouterr()
+    assert out == "equal: 1 tensor compared\n" and err == ""
+
+
+def test_a_plan_is_shown_once(
+    stub: dict[str, Stub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(src: str, dst: str, reading: Reading, writing: Writing, progress: Any) -> dict[str, Any]:
+        progress.plan(DRY)
+        return DRY if writing.dry_run else WRITTEN
+
+    monkeypatch.setattr(convert, "convert", command)
+    assert run("convert", "a", "b", "--to", "dcp", "--progress", "plain") == 0
+    out, err = capsys.readouterr()
+    assert "writes" in err and out == "wrote 4 B in 1 file in 0.1 s; digests checked\n"
+    assert run("convert", "a", "b", "--to", "dcp", "--progress", "plain", "--dry-run") == 0
+    out, err = capsys.readouterr()
+    assert "writes" in out and "dry run: nothing was written" in out and err == ""
+
+
+def test_the_bar_is_gone_before_an_error_is_told(stub: dict[str, Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    class Progress:
+        def finish(self) -> None:
+            ended.append(True)
+
+    from ckpt_tool.report import progress
+
+    monkeypatch.setattr(progress, "progress_of", lambda *args, **kwargs: Progress())
+    stub["verify"].document = CorruptFile("x")
+    assert run("verify", "a") == 3 and ended == [True]
+
+
+def test_report(stub: dict[str, Stub], tmp_path: Path) -> None:
+    report = tmp_path / "r.html"
+    assert run("convert", "a", "b", "--to", "dcp", "--report", str(report)) == 0
+    source = report.read_text()
+    assert "ckpt convert" in source and "wrote 4 B" in source and "writes" in source
+    assert run("inspect", "x", "--json", "--report", str(report)) == 0 and "ckpt inspect" in report.read_text()
+
+
+def test_a_report_that_can_not_be_written_is_refused_first(stub: dict[str, Stub], tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"weights")
+    assert run("convert", "a", "b", "--to", "dcp", "--report", str(tmp_path / "w.safetensors")) == 5
+    assert run("convert", "a", "b", "--to", "dcp", "--report", str(tmp_path / "no" / "r.html")) == 7
+    assert run("inspect", str(tmp_path), "--report", str(tmp_path / "r.html")) == 5
+    assert stub["convert"].args == () and stub["inspect"].args == ()
+    assert (tmp_path / "w.safetensors").read_bytes() == b"weights"
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (CorruptFile("x"), 3),
+        (UnsafeInput("x"), 4),
+        (OutputExists("x"), 5),
+        (SourceChanged("x"), 6),
+        (StorageError("x"), 7),
+        (OSError(28, "No space left on device", "f"), 7),
+        (MemoryError(), 7),
+        (ValueError("surprise"), 70),
+        (RecursionError("deep"), 70),
+        (KeyboardInterrupt(), 130),
+        (cli.Terminated(), 143),
+        (BrokenPipeError(), 141),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_error_has_its_exit_code(
+    error: BaseException, code: int, as_json: bool, stub: dict[str, Stub], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub["verify"].document = error
+    assert run("verify", "a", *(["--json"] if as_json else [])) == code
+    out, err = capfd.readouterr()
+    assert out == "" and "Traceback" not in err
+    if code == 141:
+        assert err == ""
+    elif as_json:
+        document = json.loads(err)
+        assert document["schema_version"] == 1 and document["error"]["exit_code"] == code
+        assert document["error"]["code"].startswith(f"E{code:02d}") and document["error"]["hint"]
+    else:
+        assert err.startswith(f"error[E{code:02d}") and "  hint: " in err
+
+
+def test_a_bug_of_ours_asks_to_be_reported(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    stub["verify"].document = KeyError("w")
+    assert run("verify", "a") == 70
+    err = capsys.readouterr().err
+    assert "a bug of ours: KeyError: 'w'" in err and "please report" in err and "at: ckpt_tool" in err
+    assert run("verify", "a", "-vv") == 70
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_traceback_only_when_asked(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    stub["verify"].document = CorruptFile("x")
+    for asked, shown in (([], False), (["-v"], False), (["-v", "-v"], True), (["-vv"], True)):
+        run("verify", "a", *asked)
+        assert ("Traceback" in capsys.readouterr().err) is shown
+
+
+USAGE = {
+    "isnpect": ("'isnpect' is no verb of ckpt", "ckpt", "inspect"),
+    "x y z": ("'x' is no verb of ckpt", "ckpt", "the verbs are inspect,"),
+    "convert a": ("DST is missing", "ckpt convert", "SRC DST"),
+    "merge": ("SRC... DST is missing", "ckpt merge", "SRC... DST"),
+    "merge a": ("merge needs a source", "ckpt merge", "SRC... DST"),
+    "merge a b --config c": ("--config names the sources", "ckpt merge", "output alone"),
+    "convert a b": ("convert needs --to FORMAT", "ckpt convert", "ckpt reshard"),
+    "convert a b --tpp 3": ("there is no option --tpp", "ckpt convert", "--tp"),
+    "inspect a --to dcp": ("there is no option --to", "ckpt inspect", "--to belongs to ckpt convert"),
+    "reshard a b --tp": ("option '--tp' requires an argument", "ckpt reshard", "--help"),
+    "reshard a b --tp x": ("--tp: found 'x', want a whole number", "ckpt reshard", "--help"),
+    "reshard a b --tp=0": ("--tp: found 0, want at least 1", "ckpt reshard", "--help"),
+    "convert a b --to safetensor": ("--to: found 'safetensor'", "ckpt convert", "safetensors"),
+    "diff a b c": ("got unexpected extra argument", "ckpt diff", "--help"),
+    "inspect a --depth 0": ("--depth: found 0", "ckpt inspect", "--help"),
+    "verify a --mode off": ("--mode: found 'off'", "ckpt verify", "--help"),
+    "apply p --part 9/8": ("--part: found '9/8'", "ckpt apply", "1/8"),
+    "inspect a --progress fancy": ("--progress: found 'fancy'", "ckpt inspect", "--help"),
+    "validate": ("does not contain the training harness", "ckpt validate", "every other verb"),
+    "kernels build": ("does not contain the CUDA kernels", "ckpt kernels", "every other verb"),
+}
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_usage_errors_are_three_lines_too(line: str, stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
+    what, where, hint = USAGE[line]
+    assert run(*line.split()) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 3, err
+    assert lines[0].startswith("error[E02") and what in lines[0]
+    assert lines[1] == f"  at: {where}" and lines[2].startswith("  hint: ") and hint in lines[2]
+    verb, *rest = line.split()
+    assert run(verb, "--json", *rest) == 2
+    document = json.loads(capsys.readouterr().err)["error"]
+    assert what in document["message"] and document["place"] == where and hint in document["hint"]
+    assert not any(stand.args for stand in stub.values()), "nothing was run"
+
+
+def test_a_path_without_a_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(tmp_path)) == 2
+    assert f"hint: say what to do with it: ckpt inspect {tmp_path}" in capsys.readouterr().err
+
+
+def test_no_verb_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and all(verb in err for verb in cli_parser.VERBS)
+
+
+# -- help -------------------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb} " in out for verb in cli_parser.VERBS) and "Exit codes" in out
+
+
+@pytest.mark.parametrize("verb", cli_parser.VERBS)
+@pytest.mark.parametrize("width", ["60", "100"])
+def test_every_verb_has_help(
+    verb: str, width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    assert run(verb, "--help") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: ckpt {verb} [OPTIONS]") and "Reporting:" in out and "--json" in out
+    body = out.split("Examples:")[0]  # an example is one line, to be copied
+    assert max(map(len, body.splitlines())) <= int(width)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"ckpt {ckpt_tool.__version__}\n"
+
+
+def test_examples_parse() -> None:
+    """What the help shows can be typed."""
+    import shlex
+
+    for examples in cli_parser.EXAMPLES.values():
+        for example in examples:
+            for command in example.split("&&"):
+                _, *arguments = shlex.split(command)
+                assert isinstance(cli_parser.parse(arguments), cli_verbs.Job), command
+
+
+# -- Python -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_python_face_mirrors_the_verbs(stub: dict[str, Stub]) -> None:
+    assert ckpt_tool.convert(Path("a"), "b", to="dcp", tp=2, remove_keys=["x"], memory="64MiB") == WRITTEN
+    assert stub["convert"].args[:4] == (
+        "a", "b", Reading(), Writing(to="dcp", degrees={"tp": 2}, remove_keys=("x",), memory=64 << 20),
+    )  # fmt: skip
+    ckpt_tool.reshard("a", "b", dp=3, zero=1, strict_shard=True, from_format="dcp")
+    assert stub["reshard"].args[2].from_format == "dcp" and stub["reshard"].args[3].on_indivisible == "error"
+    ckpt_tool.merge(["a", Path("b")], "c", method="slerp", t=0.5, weight=(0.1, 0.9), config="m.yaml")
+    assert stub["merge"].args[0] == ["a", "b"] and stub["merge"].kwargs["weights"] == (0.1, 0.9)
+    assert stub["merge"].kwargs["config"] == "m.yaml" and stub["merge"].args[3].config is None
+    ckpt_tool.diff("a", "b", rtol=1e-3, state="model", map="m")
+    assert stub["diff"].kwargs["states"] == ("model",) and stub["diff"].kwargs["map_file"] == "m"
+    ckpt_tool.verify("a", mode="quick")
+    assert stub["verify"].kwargs["mode"] == "quick"
+    with pytest.raises(UsageError, match="unknown option 'tpp'"):
+        ckpt_tool.convert("a", "b", to="dcp", tpp=2)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="--mode"):
+        ckpt_tool.verify("a", mode="off")
+
+
+def test_the_package_has_only_its_face() -> None:
+    assert set(dir(ckpt_tool)) >= {"open", "reshard", "convert", "merge", "diff", "verify", "__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'conver'"):
+        ckpt_tool.conver  # type: ignore[attr-defined]  # noqa: B018
+
+
+# -- the process ------------------------------------------------------------------------------------------------------------
+
+CKPT = [sys.executable, "-m", "ckpt_tool"]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    options.setdefault("env", environment())
+    options.setdefault("errors", "replace")
+    return subprocess.run([*CKPT, *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+def seconds(command: list[str]) -> float:
+    """CPU seconds of the best of five: what the machine's other work can't make longer."""
+    best = 1e9
+    for _ in range(5):
+        before = os.times()
+        subprocess.run(command, capture_output=True, env=environment(), check=True)
+        after = os.times()
+        best = min(best, after.children_user + after.children_system - before.children_user - before.children_system)
+    return best
+
+
+def test_starting_costs_little() -> None:
+    bare = seconds([sys.executable, "-c", "pass"])
+    assert seconds([*CKPT, "--version"]) - bare <= 0.030
+    assert seconds([*CKPT, "--help"]) <= 0.150
+    assert seconds([*CKPT, "convert", "--help"]) <= 0.150
+
+
+@pytest.mark.parametrize("line", ["--help", "convert --help", "merge --help", "inspect /nowhere", "nonsense"])
+def test_no_heavy_import_without_need(line: str) -> None:
+    code = f"import sys; sys.argv = ['ckpt', *{line.split()!r}]\nfrom ckpt_tool.__main__ import main\ntry: main()\n"
+    code += "except SystemExit: pass\nprint(sorted(m for m in sys.modules if '.' not in m), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    loaded = set(eval(done.stderr.splitlines()[-1]))  # noqa: S307
+    heavy = {"torch", "numpy", "rich", "pydantic", "ssl", "asyncio", "safetensors", "ml_dtypes", "yaml", "transformers"}
+    assert not loaded & heavy
+
+
+def test_importing_the_package_costs_nothing() -> None:
+    code = "import sys; before = set(sys.modules); import ckpt_tool; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert done.stdout.strip() == "['ckpt_tool']"
+
+
+def test_modules_in_the_working_folder_are_not_ours(tmp_path: Path) -> None:
+    """A checkpoint's folder may hold a `json.py`; `python -m ckpt_tool` from there must not run it."""
+    for name in ("typer", "json", "numpy", "rich", "gc", "ckpt"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('ran code of the working folder')\n")
+    done = process("inspect", "nowhere", cwd=tmp_path)
+    assert done.returncode == 7 and "does not exist" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_crash(closed: str) -> None:
+    for arguments, code in ((["--help"], 0), (["inspect", "/nowhere"], 7), (["--version"], 0), (["nonsense"], 2)):
+        line = " ".join([*CKPT, *arguments, closed])
+        assert (
+            subprocess.run(["bash", "-c", line], capture_output=True, env=environment(), timeout=60).returncode == code
+        )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}],
+)
+def test_other_locales_do_not_crash(more: dict[str, str]) -> None:
+    env = {name: value for name, value in environment(**more).items() if name not in ("TERM", "LANG", "LC_CTYPE")}
+    done = process("inspect", "/nowhere/层é\udcff", env=env)
+    assert done.returncode == 7 and "does not exist" in done.stderr
+
+
+# A command that says `ready` and then waits, inside a real `ckpt convert`.
+WAITING = """
+import sys, threading, time
+from ckpt_tool.commands import convert
+def command(src, dst, reading, writing, progress):
+    if src == "threads":
+        threading.Thread(target=time.sleep, args=(30,)).start()
+    print("ready", flush=True)
+    while True:
+        try:
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            if src != "stubborn":
+                raise
+            print("again", flush=True)
+convert.convert = command
+from ckpt_tool.cli import run
+sys.exit(run(["convert", sys.argv[1], "out", "--to", "dcp", *sys.argv[2:]]))
+"""
+
+
+def waiting(kind: str, *arguments: str, ignore: int | None = None) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING, kind, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), preexec_fn=(lambda: signal.signal(ignore, signal.SIG_IGN)) if ignore else None,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "name"),
+    [(signal.SIGINT, 130, "SIGINT"), (signal.SIGTERM, 143, "SIGTERM"), (signal.SIGHUP, 143, "SIGTERM")],
+)
+@pytest.mark.parametrize("kind", ["plain", "threads"])
+def test_signals(number: int, code: int, name: str, kind: str) -> None:
+    child = waiting(kind)
+    began = time.monotonic()
+    child.send_signal(number)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode == code and time.monotonic() - began < 10
+    assert err.splitlines() == [
+        f"error[E{code}0]: interrupted by {name}",
+        "  at: ckpt convert",
+        "  hint: the same command resumes",
+    ]
+
+
+def test_signals_as_json() -> None:
+    child = waiting("plain", "--json")
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode == 143 and json.loads(err)["error"]["code"] == "E1430"
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    child = waiting("stubborn")
+    child.send_signal(signal.SIGINT)
+    assert child.stdout is not None and child.stdout.readline() == "again\n"
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=20)
+    assert child.returncode == 130
+
+
+def test_nohup_is_honoured() -> None:
+    child = waiting("plain", ignore=signal.SIGHUP)
+    child.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(timeout=0.5)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=20)
+    assert child.returncode == 143
+
+
+BIG = """
+import sys
+from ckpt_tool.commands import inspect
+tensors = [{"name": f"t{i}x", "state": "model", "dtype": "F32", "shape": [1], "bytes": 4} for i in range(50_000)]
+inspect.inspect = lambda *args, **kwargs: {
+    "format": "dcp", "path": "x", "mesh": {}, "total": {}, "states": {}, "tensors": tensors, "extras": {}, "notes": []}
+from ckpt_tool.cli import run
+sys.exit(run(["inspect", "x", "--depth", "1", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("more", ["", "--json"])
+def test_a_reader_that_leaves_is_quiet(more: str) -> None:
+    line = f'{sys.executable} -c "$BIG" {more} | head -c 100 >/dev/null; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment(BIG=BIG), timeout=60)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_full_disk_behind_stdout_is_no_success() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", BIG], stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60
+        )
+    assert done.returncode == 7 and done.stderr.startswith("error[E0701]: writing the result failed")
+
+
+def test_completion_knows_verbs_and_options() -> None:
+    base = {"_CKPT_COMPLETE": "complete_bash"}
+    done = process(env=environment(**base, COMP_WORDS="ckpt in", COMP_CWORD="1"))
+    assert done.stdout.split() == ["inspect"]
+    done = process(env=environment(**base, COMP_WORDS="ckpt convert --to megatron-", COMP_CWORD="3"))
+    assert done.stdout.split() == ["megatron-dist"]
