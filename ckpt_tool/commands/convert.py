@@ -14,6 +14,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.state_paths import clean
 from ckpt_tool.plan.schedule import Stored
 
 
@@ -75,7 +76,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherited: Mes
     return Chosen(
         (opened,),
         tuple(stored),
-        without_removed(extras, {key.name for key in removed if key.state == MODEL}),
+        without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
         tuple(catalog.tensors[key] for key in removed),
         tuple(dropped),
         inherited,
@@ -84,14 +85,40 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherited: Mes
 
 
 def without_removed(value: Any, names: set[str]) -> Any:
-    """Extras without the removed parameters' names in lists such as `param_groups[i]["params"]`."""
+    """Extras whose optimizer groups no longer list the removed parameters; all else stays, whatever it is called.
+
+    Groups are `param_groups: [{"params": [name, ...]}]`, with numbers and `param_names` side by side in torch's own,
+    and keys such as `param_groups.NAME.lr` in the flat spelling.
+    """
     if not names:
         return value
     if isinstance(value, dict):
-        return {key: without_removed(item, names) for key, item in value.items() if key not in names}
+        return {
+            key: [_group_without(group, names) for group in item]
+            if key == "param_groups" and isinstance(item, list)
+            else without_removed(item, names)
+            for key, item in value.items()
+            if not (isinstance(key, str) and _flat_parameter(key) in names)
+        }
     if isinstance(value, list):
-        return [without_removed(item, names) for item in value if not (isinstance(item, str) and item in names)]
+        return [without_removed(item, names) for item in value]
     return value
+
+
+def _flat_parameter(key: str) -> str:
+    """`w` of `param_groups.w.lr`; "" for any other key."""
+    _, found, rest = f".{key}".partition(".param_groups.")
+    return clean(rest.rpartition(".")[0]) if found else ""
+
+
+def _group_without(group: Any, names: set[str]) -> Any:
+    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+        return group
+    params, listed = group["params"], group.get("param_names")
+    beside = isinstance(listed, list) and len(listed) == len(params)
+    keep = [clean(str(name)) not in names for name in group["param_names" if beside else "params"]]
+    fields = ("params", "param_names") if beside else ("params",)
+    return {**group, **{field: [item for item, kept in zip(group[field], keep, strict=True) if kept] for field in fields}}
 
 
 def _as_model(stored: Iterable[Stored], state: str) -> tuple[list[Stored], list[dict[str, Any]]]:
