@@ -1,0 +1,168 @@
+"""Strict JSON against Python's own parser, and every rule it adds."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage import strict_json
+from ckpt_tool.storage.strict_json import members, parse, pointer, value_at
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def exact(raw):
+    """The slow road alone."""
+    parser = strict_json._Exact(raw, "x.json", 0, "")
+    value, end = parser.value(0)
+    parser.expect_end(end)
+    return value
+
+
+def verdict(road, raw):
+    try:
+        return repr(road(raw))
+    except CorruptFile as fault:
+        return fault.code
+
+
+@given(VALUES, st.booleans(), st.sampled_from([None, 1]))
+def test_both_roads_read_what_python_writes(value, ascii_only, indent):
+    raw = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    assert repr(parse(raw, path="x.json")) == repr(json.loads(raw)) == repr(exact(raw))
+
+
+@given(VALUES, st.data())
+def test_both_roads_give_one_verdict_on_damaged_text(value, data):
+    raw = bytearray(json.dumps(value).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        piece = data.draw(st.sampled_from(list(b'{}[],:"\\0-1eu.nN \xff\0')) | st.integers(0, 255))
+        if data.draw(st.booleans()):
+            raw[at] = piece
+        else:
+            raw.insert(at, piece)
+    raw = bytes(raw)
+    got = verdict(lambda text: parse(text, path="x.json"), raw)
+    assert got == verdict(exact, raw)
+    if not got.startswith("E03"):
+        assert got.replace("-0.0", "0") == repr(json.loads(raw)).replace("-0.0", "0")
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=5))
+@example({"": 0})
+@example({})
+def test_members_are_those_of_the_object_and_tell_where_they_lie(value):
+    raw = json.dumps(value).encode()
+    found = list(members(raw, path="x.json", offset=100))
+    assert [repr((each.key, each.value)) for each in found] == [repr(item) for item in value.items()]
+    for each in found:
+        assert raw[each.key_offset - 100 : each.key_offset - 99] == b'"'
+        assert repr(value_at(raw, each.value_offset - 100, path="x.json")[0]) == repr(each.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "offset", "place"),
+    [
+        (b'{"a": 1, "a": 1}', "E0321", 9, "/a"),
+        (b'{"a": {"b": [1, {"c": 1, "c": 2}]}}', "E0321", 25, "/a/b/1/c"),
+        (b'{"a": 1, "\\u0061": 1}', "E0321", 9, "/a"),
+        (b'{"x/y~": [NaN]}', "E0322", 10, "/x~1y~0/0"),
+        (b"[Infinity]", "E0322", 1, "/0"),
+        (b"[-Infinity]", "E0322", 1, "/0"),
+        (b"[1e999]", "E0322", 1, "/0"),
+        (b"[[0]" + b",[0]" * 3 + b",-1e999]", "E0322", 17, "/4"),
+        (b'["\\ud800"]', "E0324", 1, "/0"),
+        (b'{"\\udfff": 1}', "E0324", 1, None),
+        (b'["\\ud83d\\ude00\\ud83d"]', "E0324", 1, "/0"),
+        (b"[" + b"9" * 4301 + b"]", "E0323", 1, "/0"),
+        (b'{"a": "\xff"}', "E0319", 7, "/a"),
+        (b"\xef\xbb\xbf{}", "E0320", 0, None),
+        (b'{"a": 1}x', "E0320", 8, None),
+        (b"", "E0320", 0, None),
+        (b"[01]", "E0320", 2, "/1"),
+        (b"[1.]", "E0320", 2, "/1"),
+        (b"[+1]", "E0320", 1, "/0"),
+        (b'["a\nb"]', "E0320", 1, "/0"),
+        (b'["\\x41"]', "E0320", 1, "/0"),
+        (b"{'a': 1}", "E0320", 1, None),
+        (b'{"a": 1,}', "E0320", 8, "/a"),
+        (b"[1,]", "E0320", 3, "/1"),
+        (b"[1", "E0320", 2, "/1"),
+        (b"[tru]", "E0320", 1, "/0"),
+        (b'{"a" 1}', "E0320", 1, None),
+        (b"]", "E0320", 0, None),
+    ],
+)
+def test_every_rule_says_where_it_was_broken(raw, code, offset, place):
+    with pytest.raises(CorruptFile) as caught:
+        parse(raw, path="x.json", offset=1000, place="")
+    assert (caught.value.code, caught.value.offset, caught.value.place) == (code, 1000 + offset, place)
+    assert caught.value.path == "x.json" and caught.value.hint
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
+def test_depth_is_bounded_without_a_recursion_error(opening):
+    for raw in (opening * 100_000, opening * 65 + b"0"):
+        with pytest.raises(CorruptFile) as caught:
+            parse(raw, path="x.json")
+        assert caught.value.code == "E0323"
+    assert exact(b"[" * 64 + b"]" * 64) == parse(b"[" * 64 + b"]" * 64, path="x.json")
+    with pytest.raises(CorruptFile):
+        parse(b"[" * 65 + b"]" * 65, path="x.json")
+
+
+def test_the_number_of_values_is_bounded(monkeypatch):
+    monkeypatch.setattr(strict_json, "VALUE_LIMIT", 1000)
+    parser = strict_json._Exact(b"[" + b"0," * 1000 + b"0]", "x.json", 0, "", 1000)
+    with pytest.raises(CorruptFile, match="more than 1000 values"):
+        parser.value(0)
+    raw = b'{"a": [' + b"0," * 5000 + b"0]}"
+    with pytest.raises(CorruptFile, match="more than 100 values"):
+        list(members(raw, path="x.json", limit=100))
+
+
+def test_a_fault_in_the_first_of_many_bytes_is_found_at_once():
+    raw = b'{"a":1,"a":1,"b":"' + b"x" * 50_000_000 + b'"}'
+    start = time.perf_counter()
+    with pytest.raises(CorruptFile, match="duplicate key"):
+        list(members(raw, path="x.json"))
+    assert time.perf_counter() - start < 2
+
+
+def test_bad_utf8_is_found_across_blocks(monkeypatch):
+    monkeypatch.setattr(strict_json, "_BLOCK", 4)
+    good = "aé€😀".encode() * 5
+    strict_json.check_utf8(good, path="x.json")
+    for at in range(len(good)):
+        for bad in (good[:at] + b"\xff" + good[at:], good[:at] + b"\xc3"):
+            try:
+                bad.decode()
+            except UnicodeDecodeError as e:
+                with pytest.raises(CorruptFile) as caught:
+                    strict_json.check_utf8(bad, path="x.json", offset=7)
+                assert caught.value.offset == 7 + e.start
+
+
+@pytest.mark.parametrize("raw", [b"-0", b" -0 ", b"[-0]", b"[1,-0]", b'{"a":-0}', b"[-0\n]"])
+def test_minus_zero_is_a_float_on_both_roads(raw):
+    assert "-0.0" in repr(parse(raw, path="x.json")) and repr(parse(raw, path="x.json")) == repr(exact(raw))
+
+
+def test_pointers_escape_and_are_short():
+    assert pointer("a/b", "~", 3) == "/a~1b/~0/3"
+    assert len(pointer("x" * 10_000)) == 201
