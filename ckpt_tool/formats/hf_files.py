@@ -1,0 +1,188 @@
+"""Which files of a folder make up one Hugging Face model, by their names.
+
+The one idea: the choice is made once, from the listing, as a value that `detect` explains and `read` follows. In
+order: an index; DCP shards (`shard-00001-model-00001-of-00002.safetensors`) where no whole files lie beside them;
+numbered files (`model-00001-of-00002.safetensors`); `model.safetensors`; all safetensors files there are.
+
+    choose(["model.safetensors", "extra.safetensors", "config.json"]).files == ("model.safetensors",)
+
+Folders that other formats own are left to them: `ckpt.index.json` (sharded), `.metadata` (dcp), Paddle's
+`master_weights*` and `optimizer*` (paddle-unified), an adapter alone (peft). Reads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import islice
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+DCP_FOLDER = "sharded/"  # torch 2.13 _hf_utils.SHARDED_DIR_NAME
+DCP_NOTE = "W-sharded-folder"
+MISSING, MIXED = "E0380", "E0384"
+SHOWN = 20  # names that one message lists
+
+SIDEFILES = (
+    "config.json", "generation_config.json", "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*", "*preprocessor_config.json",
+    "processor_config.json", "README.md", "LICENSE*",
+)  # fmt: skip
+# What a lone index file's folder is asked for: it is not listed.
+SIDEFILES_BY_NAME = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
+)  # fmt: skip
+
+_NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
+_DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
+_PADDLE = re.compile(r"(master_weights|optimizer)([-.].*)?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """The files that count. kind: `index`, `dcp`, `numbered`, `one` or `union`. files: weights, sorted ((): the index
+    tells). why: in words for a person. notes: what lies beside them and is not taken."""
+
+    kind: str
+    why: str
+    files: tuple[str, ...] = ()
+    index: str | None = None
+    notes: tuple[Note, ...] = ()
+
+
+def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | None:
+    """The files that count, None where the folder holds no model of this format.
+
+    listing: paths relative to the folder, sub-folders' too. prefer: the index to take where several lie there.
+    Never raises: what is wrong with the set is told by `check`.
+    """
+    paths = sorted(listing)
+    names = [path for path in paths if "/" not in path]
+    if "ckpt.index.json" in names or ".metadata" in names or any(_PADDLE.fullmatch(name) for name in names):
+        return None
+    weights = [name for name in names if name.endswith(SUFFIX) and not name.startswith("adapter_model")]
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("adapter_model")]
+    dcp = [name for name in weights if _DCP_SHARD.fullmatch(name)]
+    whole = [name for name in weights if name not in set(dcp)]
+    below = [path for path in paths if path.startswith(DCP_FOLDER) and _DCP_SHARD.fullmatch(path[len(DCP_FOLDER) :])]
+    if indexes or whole:
+        chosen = _indexed(indexes, prefer) if indexes else _whole_files(whole)
+        message = f"{DCP_FOLDER} holds the per-rank shards that the whole files were made of: not read"
+        return replace(chosen, notes=(*chosen.notes, Note(DCP_NOTE, message, DCP_FOLDER))) if below else chosen
+    if dcp:
+        return FileSet("dcp", f"{len(dcp)} per-rank files shard-*-model-*{SUFFIX}", tuple(dcp))
+    if below:
+        note = Note(DCP_NOTE, f"read from {DCP_FOLDER}: the whole files were never written", DCP_FOLDER)
+        return FileSet("dcp", f"{len(below)} per-rank files in {DCP_FOLDER}", tuple(below), notes=(note,))
+    return None
+
+
+def one_file(name: str, why: str) -> FileSet:
+    """The set of a single file that the user named."""
+    found = _NUMBERED.fullmatch(name)
+    notes: tuple[Note, ...] = ()
+    if found and int(found[3]) > 1:
+        message = f"one of {int(found[3])} files, by its name: pass the folder to read the whole model"
+        notes = (Note("W-one-of-many", message, name),)
+    return FileSet("one", why, (name,), notes=notes)
+
+
+def _indexed(indexes: list[str], prefer: str | None) -> FileSet:
+    wanted = [name for name in indexes if prefer in (name, name.removesuffix(INDEX_SUFFIX))]
+    usual = [name for name in indexes if name == "model" + INDEX_SUFFIX]
+    index = (wanted or usual or indexes)[0]
+    others = [name for name in indexes if name != index]
+    notes = []
+    if others:
+        notes.append(Note("W-other-index", f"not read: {', '.join(others)}; pass an index itself to read by it", index))
+    return FileSet("index", f"an index, {index}", index=index, notes=tuple(notes))
+
+
+def _whole_files(weights: list[str]) -> FileSet:
+    """Files that hold whole tensors, without an index."""
+    stems: dict[str, list[str]] = {}
+    for name in weights:
+        found = _NUMBERED.fullmatch(name)
+        if found:
+            stems.setdefault(found[1], []).append(name)
+    if "model" in stems or len(stems) == 1:
+        stem = "model" if "model" in stems else next(iter(stems))
+        files = stems[stem]
+        kind, why = "numbered", f"{len(files)} numbered files {stem}-*-of-*{SUFFIX} without an index"
+    elif "model" + SUFFIX in weights:
+        files, kind, why = ["model" + SUFFIX], "one", "model" + SUFFIX
+    elif len(weights) == 1:
+        files, kind, why = weights, "one", weights[0]
+    else:
+        files, kind, why = weights, "union", f"{len(weights)} safetensors files without an index"
+    return FileSet(kind, why, tuple(files))
+
+
+def check(chosen: FileSet, *, path: str) -> None:
+    """Raise where the names alone show that the set is not whole. path: the folder, for messages.
+
+    Incomplete (E0380) for numbers that are missing; InconsistentCheckpoint (E0384) for two saves mixed in one folder.
+    """
+    if chosen.kind in ("numbered", "union"):
+        stems: dict[str, list[tuple[int, int]]] = {}
+        for match in _matches(chosen.files, _NUMBERED):
+            stems.setdefault(match[1], []).append((int(match[2]), int(match[3])))
+        for stem, found in stems.items():
+            _check_numbers(f"{stem}-", found, path)
+    if chosen.kind == "dcp":
+        shards = _matches(chosen.files, _DCP_SHARD)
+        last = max(int(match[1]) for match in shards)
+        _check_numbers("shard-*-model-", [(int(match[2]), int(match[3])) for match in shards], path)
+        _check_numbers("shard-", [(int(match[1]), last) for match in shards], path)
+
+
+def ignored(listing: Iterable[str], taken: Iterable[str]) -> tuple[Note, ...]:
+    """A note that names the files that lie beside the checkpoint and are not read (`sharded/` has its own)."""
+    known = set(taken)
+    left = [
+        path
+        for path in listing
+        if path not in known and not path.startswith(DCP_FOLDER) and not path.rpartition("/")[2].startswith(".")
+    ]
+    if not left:
+        return ()
+    some = ", ".join(left[:SHOWN]) + (f" and {len(left) - SHOWN} more" if len(left) > SHOWN else "")
+    return (Note("W-ignored", f"not part of the model, not read: {some}"),)
+
+
+def is_sidefile(name: str) -> bool:
+    """Is it a small file beside the weights that a conversion copies as it is?"""
+    return any(fnmatchcase(name, pattern) for pattern in SIDEFILES)
+
+
+def _matches(files: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    return [match for name in files if (match := pattern.fullmatch(name.rpartition("/")[2]))]
+
+
+def _check_numbers(label: str, found: list[tuple[int, int]], path: str) -> None:
+    """found: (number, of how many) as the file names state them. Each number must be there, from 1 (or from 0)."""
+    totals = sorted({total for _, total in found})
+    have = {number for number, _ in found}
+    first = 0 if 0 in have else 1
+    total = totals[0]
+    if len(totals) > 1 or max(have) >= first + total:
+        raise InconsistentCheckpoint(
+            f"files of two saves lie together: {label}*-of-{' and -of-'.join(f'{n:05d}' for n in totals)}"
+            if len(totals) > 1 else f"{label}{max(have):05d} of {total} files",
+            code=MIXED, path=path, hint="remove the files of the older save",
+        )  # fmt: skip
+    absent = total - len(have)
+    if absent:
+        shown = islice((n for n in range(first, first + total) if n not in have), SHOWN)
+        names = [f"{label}{number:05d}" for number in shown]
+        raise Incomplete(
+            f"{absent} of {total} numbers are missing: {', '.join(names)}{', ...' if absent > SHOWN else ''}",
+            code=MISSING, path=path, faults=(f"missing: {name}" for name in names[1:]),
+            hint="fetch the missing files; their names count them",
+        )  # fmt: skip
