@@ -249,6 +249,82 @@ def dcp_folder(stream):
     return make
 
 
+class Name(str):
+    """A global, `module name`."""
+
+
+class Spelled(pickle._Pickler):
+    """Pickles our stand-ins under the names of torch's classes, which nobody has to import."""
+
+    def reducer_override(self, obj):
+        return obj if isinstance(obj, Name) else NotImplemented
+
+    def save_global(self, obj, name=None):
+        module, qualname = obj.split() if isinstance(obj, Name) else (obj.__module__, obj.__name__)
+        self.write(globals()["name"](module, qualname))
+        self.memoize(obj)
+
+
+def stand_in(module, qualname):
+    return type(qualname, (), {"__module__": module})
+
+
+_DCP = "torch.distributed.checkpoint"
+METADATA, TENSOR, CHUNK, INDEX, PROPERTIES = (
+    stand_in(f"{_DCP}.metadata", each)
+    for each in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties")
+)
+INFO = stand_in(f"{_DCP}.filesystem", "_StorageInfo")
+
+
+def made(kind, **fields):
+    out = kind()
+    out.__dict__.update(fields)
+    return out
+
+
+def metadata(
+    shape=(4, 3), chunks=(((0, 0), (2, 3)), ((2, 0), (2, 3))), places=None, planner=None, tensors=None, before=b""
+):
+    """The `.metadata` of one tensor `w` in boxes (offset, shape). places: (file, offset, length) of each box."""
+    item = len(ITEM)
+    places = places or [("__0_0.distcp", i * item, item) for i in range(len(chunks))]
+    properties = made(PROPERTIES, dtype=Name("torch float32"), layout=None, requires_grad=False, pin_memory=False)
+    boxes = [made(CHUNK, offsets=offset, sizes=size) for offset, size in chunks]
+    tensor_ = made(TENSOR, properties=properties, size=shape, chunks=boxes)
+    storage = {
+        made(INDEX, fqn="w", offset=chunks[i][0], index=i): made(INFO, relative_path=file, offset=at, length=nbytes)
+        for i, (file, at, nbytes) in enumerate(places)
+    }
+    planner = {"w": ("w",)} if planner is None else planner
+    whole = made(
+        METADATA, state_dict_metadata={"w": tensor_} if tensors is None else tensors, planner_data=planner,
+        storage_data=storage, storage_meta=None, version="1.0.0",
+    )  # fmt: skip
+    out = io.BytesIO()
+    Spelled(out, protocol=4).dump(whole)
+    return out.getvalue()[:2] + before + out.getvalue()[2:]
+
+
+ITEM = zipped(b"\x80\x02" + tensor() + b".")
+
+
+def saved(before=None, **changes):
+    """A DCP folder of two boxes of [2, 3]; `before`: opcodes of the folder, run and dropped before the metadata."""
+
+    def make(folder):
+        (folder / "__0_0.distcp").write_bytes(ITEM * 2)
+        payload = before(folder) + b"0" if before else b""
+        (folder / ".metadata").write_bytes(metadata(before=payload, **changes))
+        return folder
+
+    return make
+
+
+def box(*offset_and_shape):
+    return tuple((tuple(offset), tuple(shape)) for offset, shape in offset_and_shape)
+
+
 CASES = [
     ("D0-sound", put(state(w=tensor())), 0, ()),
     *((f"D1-D2-{module}.{qualname}", evil(module, qualname), SHOWN, (qualname,)) for module, qualname in GADGETS),
@@ -308,6 +384,22 @@ CASES = [
     ("D11-key-dotdot", put(state(w=tensor(storage(key="../0")))), 4, ("../0",)),
     ("D11-two-sizes", put(state(w=tensor(), x=tensor(storage(kind="IntStorage")))), 3, ("storage 0",)),
     ("D12-metadata", dcp_folder(metadata_payload), 4, ("posix.system",)),
+    ("D12-behind-metadata", saved(before=system), SHOWN, ("posix.system",)),
+    ("D13-sound", saved(), 0, ()),
+    ("D13-chunk-outside", saved(chunks=box(((0, 0), (2, 3)), ((3, 0), (2, 3)))), 3, ("w",)),
+    ("D13-chunks-overlap", saved(shape=(3, 3), chunks=box(((0, 0), (2, 3)), ((1, 0), (2, 3)))), 3, ("overlap",)),
+    ("D13-chunk-missing", saved(chunks=box(((0, 0), (2, 3)))), 3, ("w",)),
+    ("D13-item-missing", saved(places=[("__0_0.distcp", 0, len(ITEM))]), 3, ("w",)),
+    ("D13-other-shape", saved(chunks=box(((0, 0), (2, 3)), ((2, 0), (2, 2))), shape=(4, 3)), 3, ("w",)),
+    ("D13-rank", saved(chunks=box(((0,), (2,)), ((2, 0), (2, 3)))), 3, ("w",)),
+    ("D13-path-dotdot", saved(places=[("../__0_0.distcp", 0, len(ITEM))] * 2), 4, ("..",)),
+    ("D13-path-absolute", saved(places=[("/etc/passwd", 0, len(ITEM))] * 2), 4, ("absolute",)),
+    ("D13-negative-offset", saved(places=[("__0_0.distcp", -len(ITEM), len(ITEM))] * 2), 3, ()),
+    ("D13-beyond-the-file", saved(places=[("__0_0.distcp", len(ITEM) * 2, len(ITEM))] * 2), 3, ()),
+    ("D13-length-too-short", saved(places=[("__0_0.distcp", 0, 100)] * 2), 3, ()),
+    ("D13-planner-list", saved(planner=["w"]), 3, ("planner_data",)),
+    ("D13-tensors-list", saved(tensors=["w"]), 3, ()),
+    ("D13-huge", saved(shape=(1 << 62, 1 << 62), chunks=box(((0, 0), (1 << 62, 1 << 62)))), 3, ()),
     ("D14-namespace", put(beside(opaque("argparse", "Namespace", lr=b"K\1"))), 0, ()),
     ("D14-enum", put(beside(called("megatron.core.enums", "ModelType", b"K\1"))), 0, ()),
     ("D14-training-arguments", put(beside(opaque("transformers.training_args", "TrainingArguments", lr=b"K\1"))), 0, ()),

@@ -295,7 +295,7 @@ CASES = [
     ("C19-lfs-pointer", put(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), 3, ("git lfs",)),
     ("C19-html", put(b"<!DOCTYPE html><html><body>404</body></html>" + bytes(200)), 3, ("html",)),
     ("C19-gzip", put(b"\x1f\x8b\x08" + bytes(200)), 3, ("gzip",)),
-    ("C19-empty", put(b""), 3, ("empty",)),
+    ("C19-empty", put(b""), 3, ()),
     ("C19-one-byte", put(b"P"), 3, ()),
 ]
 

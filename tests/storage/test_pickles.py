@@ -355,7 +355,7 @@ def payload(path):
 @pytest.mark.parametrize("case", HOSTILE.CASES, ids=lambda case: case[0])
 def test_hostile_pickles(case, tmp_path):
     row, make, want, words = case
-    if row.startswith("D16-safetensors") or row == "D11-two-records":
+    if row.startswith(("D13-", "D16-safetensors")):
         pytest.skip("judged by the formats")
     path = make(tmp_path)
     data = payload(path / ".metadata" if path.is_dir() else path)
