@@ -74,13 +74,17 @@ def read_index(tree: Tree, path: str) -> Index:
             hint="no real index is this large",
         )  # fmt: skip
     index = _quick(tree, path, size) or _strict(tree, path, shown)
-    if len(index) > TENSOR_LIMIT:
-        raise CorruptFile(
-            f"an index of {len(index)} tensors, want at most {TENSOR_LIMIT}", code=TOO_BIG, path=shown,
-            hint="no real checkpoint has as many",
-        )  # fmt: skip
+    _check_count(len(index), shown)
     _check_names(index, shown)
     return index
+
+
+def _check_count(count: int, shown: str) -> None:
+    if count > TENSOR_LIMIT:
+        raise CorruptFile(
+            f"an index of {count} tensors, want at most {TENSOR_LIMIT}", code=TOO_BIG, path=shown,
+            hint="no real checkpoint has as many",
+        )  # fmt: skip
 
 
 def write_index(weight_map: Mapping[str, str], *, total_parameters: int, total_size: int) -> bytes:
@@ -124,6 +128,7 @@ def _quick(tree: Tree, path: str, size: int) -> Index | None:
         return None
     collected.rising = collected.rising and collected.last < last[1]
     collected.add([(last[1], last[3])])
+    _check_count(sum(collected.counts.values()), tree.display(path))
     if not collected.names_differ() or (start[1] and end[1]):
         return None
     metadata: dict[str, Any] = {}

@@ -204,7 +204,7 @@ def _refuse_missing(tree: Tree, index: Index) -> None:
         if file in listed:
             continue
         try:
-            tree.fd(file)  # not listed: missing, or a folder, which is refused here
+            tree.size(file)  # not listed: missing, or a folder, which is refused here
         except Incomplete:
             missing.append((file, len(names)))
     if missing:
@@ -301,7 +301,7 @@ def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
     found = []
     for name in hf_files.SIDEFILES_BY_NAME:
         try:
-            tree.fd(name)
+            tree.size(name)
         except Incomplete:
             continue
         found.append(name)

@@ -296,11 +296,11 @@ def ranks(*offsets: int, numbers: tuple[int, ...] = (1, 2), of: int = 1) -> dict
     }
 
 
-_dcp("D-sound", ranks(0, 3), 0)
-_dcp("D-rank", ranks(0, 6, numbers=(1, 3)), 3, "missing", "shard-00002")
-_dcp("D-file", ranks(0, 3, of=2), 3, "missing", "model-00002")
-_dcp("D-gap", ranks(0, 4), 3, "in no file")
-_dcp("D-overlap", ranks(0, 2), 3, "overlap")
+_dcp("DCP-sound", ranks(0, 3), 0)
+_dcp("DCP-rank", ranks(0, 6, numbers=(1, 3)), 3, "missing", "shard-00002")
+_dcp("DCP-file", ranks(0, 3, of=2), 3, "missing", "model-00002")
+_dcp("DCP-gap", ranks(0, 4), 3, "in no file")
+_dcp("DCP-overlap", ranks(0, 2), 3, "overlap")
 for label, offset in {
     "negative": [-1],
     "rank": [0, 0],
@@ -309,4 +309,4 @@ for label, offset in {
     "none": None,
     "text": "0",
 }.items():
-    _dcp(f"D-offset-{label}", {"00001-model-00001-of-00001": dcp_shard("a", offset)}, 3, "dcp_sharding_info")
+    _dcp(f"DCP-offset-{label}", {"00001-model-00001-of-00001": dcp_shard("a", offset)}, 3, "dcp_sharding_info")
