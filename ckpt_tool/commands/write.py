@@ -78,7 +78,12 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
     trees = {opened.tree.shown: opened.tree for opened in chosen.sources}
     digests = {key: text for opened in chosen.sources for key, text in opened.catalog.digests.items()}
-    result = execute(plan, trees, writing, progress, recorded=digests)
+    if writing.ray:
+        from ckpt_tool.commands.on_ray import execute_on_ray
+
+        result: dict[TensorKey, int] | None = execute_on_ray(plan, writing, progress, recorded=digests)
+    else:
+        result = execute(plan, trees, writing, progress, recorded=digests)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     if result:
