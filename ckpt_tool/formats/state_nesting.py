@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Wanted, WantedTensor
-from ckpt_tool.core.tensor import MODEL, Path
+from ckpt_tool.core.tensor import MODEL, Path, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.state_paths import Roots, clean
+from ckpt_tool.formats.optimizer_ids import Candidate, align
+from ckpt_tool.formats.state_paths import Leaf, Roots, clean, name_leaves
 from ckpt_tool.formats.state_tree import SLOT, dotted, join
 from ckpt_tool.storage.pickle_values import OrderedMap
 from ckpt_tool.storage.pickle_writer import dumps
@@ -38,41 +39,137 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     """Put `places[i]` where tensor i of `wanted` belongs.
 
     whole_numbers: number an optimizer's parameters by integers, as `torch.optim` asks; False keeps DCP's text keys.
-    Raises UsageError E0241 for two tensors at one path.
+    Whoever reads the state by the rules of `state_paths` finds the wanted names again: where the old paths would not
+    give them (a filter took the evidence away), the layout above is taken; where an optimizer's numbers would not, its
+    groups are given `param_names`. Raises UsageError E0241 for two tensors at one path, E0243 for names that no place
+    gives.
     """
-    roots = Roots.from_hints(wanted.hints) or Roots()
-    kept_paths = Roots.from_hints(wanted.hints) is not None
     extras, left_out = writable(wanted.extras)
-    extras = _without_removed(extras, wanted, roots)
-    paths = [_path(tensor, roots, kept=kept_paths) for tensor in wanted.tensors]
-    if whole_numbers:
-        paths = [_with_integer(path, extras) for path in paths]
-    _check_distinct(wanted, paths)
-    tree = join(extras, zip(paths, places, strict=True))
-    for path, attributes in wanted.hints.get("ordered", ()):
-        tree = _order(tree, tuple(path), attributes)
     notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
+    known = Roots.from_hints(wanted.hints)
+    attempts: list[tuple[Roots, bool]] = [(Roots(), False)] if known is None else [(known, True), (Roots(), False)]
+    for roots, kept in attempts:
+        here = _without_removed(extras, wanted, roots)
+        paths = _paths(wanted, roots, here, kept=kept, whole_numbers=whole_numbers)
+        _check_distinct(wanted, paths)
+        here, named = _with_param_names(here, wanted, paths, roots)
+        wrong = _unlike(wanted, paths, here)
+        if wrong is None:
+            break
+    else:
+        raise UsageError(
+            f"no place in a nested state gives {wrong} its name back",
+            code="E0243",
+            key=str(wrong),
+            hint="rename it, leave it out with --remove-keys, or write --to sharded",
+        )
+    if known is not None and not kept:
+        notes.append("laid out as get_state_dict does: at their old paths, the tensors left could not be told apart")
+    notes += [f"{dotted(path)}: param_names were added, order and shape do not name its parameters" for path in named]
+    tree = join(here, zip(paths, places, strict=True))
+    for path, attributes in wanted.hints.get("ordered", ()) if kept else ():
+        tree = _order(tree, tuple(path), attributes)
     return Nested(tree, paths, notes)
 
 
-def _path(tensor: WantedTensor, roots: Roots, *, kept: bool) -> Path:
-    """The tensor's own path if it still is its name's, else the place of its kind."""
-    if kept and tensor.path:
-        named = {n for names in roots.ids.values() for n in names.values()}
-        if tensor.key.name in clean(dotted(tensor.path)) or tensor.key.name in named:
-            return tensor.path
-    return roots.path(tensor.key)
+def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: bool, whole_numbers: bool) -> list[Path]:
+    """Each tensor's own path if it still is its name's, else the place of its kind."""
+    numbered = {name for names in roots.ids.values() for name in names.values()}
+    out = []
+    for tensor in wanted.tensors:
+        path, name = tensor.path, tensor.key.name
+        if not kept or not path or not (name in numbered or name in clean(dotted(path))):
+            path = roots.path(tensor.key)
+        out.append(_with_integer(path, extras) if whole_numbers else path)
+    return out
+
+
+def _unlike(wanted: Wanted, paths: Sequence[Path], extras: Mapping[Any, Any]) -> TensorKey | None:
+    """The first tensor whose path would be read under another name, None when all come back."""
+    order = _order_in_file(paths, extras)
+    leaves = [Leaf(paths[i], wanted.tensors[i].shape) for i in order]
+    found = name_leaves(leaves, extras).keys
+    return next(
+        (wanted.tensors[i].key for i, key in zip(order, found, strict=True) if wanted.tensors[i].key != key), None
+    )
+
+
+def _order_in_file(paths: Sequence[Path], extras: Mapping[Any, Any]) -> list[int]:
+    """The tensors' numbers in the order in which a walk of the nested state meets them."""
+    ranks: dict[Path, int] = {(key,): n for n, key in enumerate(extras)}
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            ranks.setdefault(path[:depth], len(ranks))
+    return sorted(range(len(paths)), key=lambda i: [ranks[paths[i][:d]] for d in range(1, len(paths[i]) + 1)])
+
+
+def _with_param_names(
+    extras: dict[Any, Any], wanted: Wanted, paths: Sequence[Path], roots: Roots
+) -> tuple[dict[Any, Any], list[Path]]:
+    """(extras, the optimizers whose groups were given names): where a reader could not name the numbers by himself."""
+    by_optimizer: dict[Path, dict[int, str]] = {}
+    for path, tensor in zip(paths, wanted.tensors, strict=True):
+        if "state" in path[:-2] and str(path[path.index("state") + 1]).isdigit():
+            at = path.index("state")
+            by_optimizer.setdefault(path[:at], {})[int(path[at + 1])] = tensor.key.name
+    added = []
+    order = _order_in_file(paths, extras) if by_optimizer else []
+    for root, names in by_optimizer.items():
+        groups = _look(extras, (*root, "param_groups"))
+        if not isinstance(groups, list) or not _all_numbers(groups):
+            continue
+        model = [Candidate(t.key.name, t.shape) for t in (wanted.tensors[i] for i in order) if t.key.state == MODEL]
+        moments: dict[int, dict[str, tuple[int, ...]]] = {}
+        for path, tensor in zip(paths, wanted.tensors, strict=True):
+            if path[: len(root) + 1] == (*root, "state"):
+                moments.setdefault(int(path[len(root) + 1]), {})[str(path[len(root) + 2])] = tensor.shape
+        found = align(groups, moments, model).names
+        if {n: found.get(n, str(n)) for n in names} != names:
+            every = {int(n): name for n, name in roots.ids.get(root, {}).items()} | names
+            extras = _edit(extras, (*root, "param_groups"), lambda groups, every=every: _name_groups(groups, every))
+            added.append(root)
+    return extras, added
+
+
+def _name_groups(groups: list[Any], names: Mapping[int, str]) -> list[Any]:
+    return [{**group, "param_names": [names.get(n, str(n)) for n in group["params"]]} for group in groups]
+
+
+def _all_numbers(groups: list[Any]) -> bool:
+    return all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list)
+        and all(type(n) is int for n in group["params"])
+        for group in groups
+    )
+
+
+def _look(value: Any, path: Path) -> Any:
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
 
 
 def _check_distinct(wanted: Wanted, paths: Sequence[Path]) -> None:
+    """Raise where two tensors hang at one path, or one hangs below another."""
     seen: dict[Path, WantedTensor] = {}
     for path, tensor in zip(paths, wanted.tensors, strict=True):
         other = seen.setdefault(path, tensor)
         if other is not tensor:
-            raise UsageError(
-                f"{other.key} and {tensor.key} both belong at {dotted(path)}", code="E0241", key=str(tensor.key),
-                hint="leave one of them out with --remove-keys, or write another format",
-            )  # fmt: skip
+            raise _at_one_path(other, tensor, path)
+    for path, tensor in seen.items():
+        for depth in range(1, len(path)):
+            if path[:depth] in seen:
+                raise _at_one_path(seen[path[:depth]], tensor, path[:depth])
+
+
+def _at_one_path(a: WantedTensor, b: WantedTensor, path: Path) -> UsageError:
+    return UsageError(
+        f"{a.key} and {b.key} both belong at {dotted(path)}",
+        code="E0241",
+        key=str(b.key),
+        hint="leave one of them out with --remove-keys, or write another format",
+    )
 
 
 def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
@@ -81,14 +178,9 @@ def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
         return path
     at = path.index("state")
     number = path[at + 1]
-    node: Any = extras
-    for step in path[:at]:
-        node = node.get(step) if isinstance(node, Mapping) else None
-    groups = node.get("param_groups") if isinstance(node, Mapping) else None
-    if isinstance(number, str) and number.isdigit() and isinstance(groups, list):
-        listed = [n for group in groups if isinstance(group, Mapping) for n in group.get("params") or ()]
-        if listed and all(type(n) is int for n in listed):
-            return (*path[: at + 1], int(number), *path[at + 2 :])
+    groups = _look(extras, (*path[:at], "param_groups"))
+    if isinstance(number, str) and number.isdigit() and isinstance(groups, list) and _all_numbers(groups):
+        return (*path[: at + 1], int(number), *path[at + 2 :])
     return path
 
 

@@ -23,7 +23,8 @@ Rules, in this order:
 2. `ema`, `model_ema`, ... hold the state `ema`; `master_weights`, `fp32_params`, ... the state `master`.
 3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the top
    or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
-4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name.
+4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a level
+   that itself is called `extras`.
 5. `_checkpoint_wrapped_module.`, `_orig_mod.`, `_fsdp_wrapped_module.` are left by wrappers and taken out of names.
 
 Sources of the layouts: torch 2.13 `distributed/checkpoint/state_dict.py` (get_state_dict; the flattened form), torchtitan
@@ -103,7 +104,7 @@ class Roots:
         elif key.state == MASTER:
             path = (*self.master, key.name)
         elif key.state == EXTRAS:
-            path = (key.name,)
+            path = (EXTRAS, key.name)
         elif self.flat:
             path = (*self.optimizer, f"state.{key.name}.{key.state}")
         else:
@@ -327,6 +328,9 @@ class _Naming:
             path, shape = self.leaves[i].path, self.leaves[i].shape
             word = str(path[0])
             counter = training and len(path) == 1 and word in _COUNTERS and shape in ((), (1,))
+            if path[0] == EXTRAS and len(path) > 1:
+                self._extra(i)
+                continue
             rng = _RNG.search(dotted(path)) and (len(path) > 1 or "." not in word)
             if bare and len(path) > 1 or rng or counter:
                 self._extra(i)
@@ -358,7 +362,8 @@ class _Naming:
         return False
 
     def _extra(self, i: int) -> None:
-        self.keys[i] = TensorKey(dotted(self.leaves[i].path), EXTRAS)
+        path = self.leaves[i].path
+        self.keys[i] = TensorKey(dotted(path[1:] if path[0] == EXTRAS and len(path) > 1 else path), EXTRAS)
 
     # -- numbers, notes, and that every key is one ---------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ def _looks(tree: Tree, name: str) -> bool:
     if tree.listing()[name] < 16:
         return False
     try:
-        head = tree.head(name, 64)
+        head = tree.head(name, 320)  # a local header and the longest name; 200 files of it are 64 KB
     except CkptError:  # not readable: whoever reads the folder will say so
         return False
     return is_stream(head) or head[:4] == b"PK\x03\x04" and b"/data.pkl" in head

@@ -48,7 +48,7 @@ from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf_index import read_index, write_index
 from ckpt_tool.formats.hf_safetensors import pack
 from ckpt_tool.formats.state_nesting import nest
-from ckpt_tool.formats.state_paths import Leaf, Roots, name_leaves
+from ckpt_tool.formats.state_paths import Leaf, Named, Roots, clean, name_leaves
 from ckpt_tool.formats.state_tree import SLOT, dotted, part
 from ckpt_tool.formats.torch_choice import Chosen
 from ckpt_tool.storage import pickles
@@ -215,7 +215,10 @@ def _catalog(tree: Tree, chosen: Chosen, files: Mapping[str, _File], notes: list
     for file in files.values():
         extras.update(file.extras if isinstance(file.extras, dict) else {"value": file.extras})
     leaves = [Leaf(path, array.shape, (array.path, array.offset, array.shape, array.strides)) for path, array in found]
-    named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")))
+    if _is_hugging_face(chosen, leaves, extras):
+        named = Named([TensorKey(clean(str(leaf.path[0]))) for leaf in leaves], [], Roots(model=()))
+    else:
+        named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")))
     tensors: dict[TensorKey, LogicalTensor] = {}
     for key, (path, array) in zip(named.keys, found, strict=True):
         tensors[key] = simple_tensor(key, array, path)
@@ -231,6 +234,13 @@ def _catalog(tree: Tree, chosen: Chosen, files: Mapping[str, _File], notes: list
         "torch", tensors, extras, files=((chosen.index, *names) if chosen.index else names), sidefiles=sidefiles,
         notes=tuple(notes), unsafe=tuple(line for file in files.values() for line in file.unsafe), hints=hints,
     )  # fmt: skip
+
+
+def _is_hugging_face(chosen: Chosen, leaves: Sequence[Leaf], extras: Mapping[str, Any]) -> bool:
+    """A model by its file names, flat as Hugging Face keeps it: every key is a tensor's name, whatever it looks like."""
+    named = chosen.index is not None or all(name.startswith("pytorch_model") for name in chosen.files)
+    names = {clean(str(leaf.path[0])) for leaf in leaves}
+    return named and not extras and all(len(leaf.path) == 1 for leaf in leaves) and len(names) == len(leaves)
 
 
 def _sharing(tensors: Mapping[TensorKey, LogicalTensor]) -> list[Note]:
@@ -279,19 +289,22 @@ def _target(wanted: Wanted) -> Target:
     if wanted.single is None and not wanted.extras and all(tensor.key.state == MODEL for tensor in wanted.tensors):
         return Target("torch", (*_hugging_face(wanted), *copies))
     places = [stored(str(i), tensor.shape, tensor.dtype) for i, tensor in enumerate(wanted.tensors)]
-    nested = nest(wanted, places, whole_numbers=True)
-    tree = nested.tree
-    if (
-        not wanted.extras
-        and Roots.from_hints(wanted.hints) is None
-        and all(tensor.key.state == MODEL for tensor in wanted.tensors)
-    ):
-        tree = {tensor.key.name: place for tensor, place in zip(wanted.tensors, places, strict=True)}
+    if _bare(wanted):
+        state: Mapping[Any, Any] = {t.key.name: place for t, place in zip(wanted.tensors, places, strict=True)}
+        notes: list[str] = []
+    else:
+        state, _, notes = nest(wanted, places, whole_numbers=True)
     name = wanted.single or SINGLE
-    file = _file(name, dumps(tree), wanted.tensors, range(len(wanted.tensors)))
-    return Target(
-        "torch", (file,) if wanted.single else (file, *copies), single=wanted.single, notes=tuple(nested.notes)
-    )
+    file = _file(name, dumps(state), wanted.tensors, range(len(wanted.tensors)))
+    return Target("torch", (file,) if wanted.single else (file, *copies), single=wanted.single, notes=tuple(notes))
+
+
+def _bare(wanted: Wanted) -> bool:
+    """Is it a model alone, of a source without nesting, whose names a reader will take for what they are?"""
+    if wanted.extras or Roots.from_hints(wanted.hints) or any(t.key.state != MODEL for t in wanted.tensors):
+        return False
+    found = name_leaves([Leaf((t.key.name,), t.shape) for t in wanted.tensors], {})
+    return found.keys == [t.key for t in wanted.tensors]
 
 
 def _hugging_face(wanted: Wanted) -> list[TargetFile]:

@@ -249,7 +249,7 @@ def test_the_layout_for_a_source_without_paths(tmp_path: Path) -> None:
     flat = load(tmp_path)
     names = {
         "w": "model.w", "w [exp_avg]": "optim.state.w.exp_avg", "w [step]": "optim.state.w.step", "w [master]": "master.w",
-        "w [ema]": "ema.w", "rng_state [extras]": "rng_state",
+        "w [ema]": "ema.w", "rng_state [extras]": "extras.rng_state",
     }  # fmt: skip
     for key, tensor in TENSORS.items():
         assert same_bits(flat[names.get(str(key), f"model.{key.name}")], tensor), key
