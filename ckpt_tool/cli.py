@@ -60,11 +60,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(job: Job) -> int:
-    from ckpt_tool.report import html
     from ckpt_tool.report.progress import progress_of
 
     show = job.show
     if show.report:
+        from ckpt_tool.report import html
+
         html.check_target(show.report, job.sources)
     mode = "none" if show.quiet else show.progress
     progress = progress_of(
