@@ -81,7 +81,10 @@ class HfSafetensors:
                 "no safetensors files here", code=FOREIGN, path=tree.display(), hint="pass the folder that holds them"
             )
         with gc_paused():
-            return _read(tree, chosen, lenient=bool(options.get("lenient")))
+            catalog = _read(tree, chosen, lenient=bool(options.get("lenient")))
+        if not prefer and BIN_INDEX in tree.listing():
+            _agree(tree, catalog)
+        return catalog
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output: one file where it fits `shard_size` (or one is asked for), else files and their index."""
@@ -89,10 +92,24 @@ class HfSafetensors:
 
 
 FORMAT = HfSafetensors()
+BIN_INDEX = "pytorch_model.bin.index.json"
 _TORCH_KINDS = ("a zip archive", "a bare pickle", "a torch file")  # what the torch formats claim by content
 _NO_SHAPES = Note(
     NO_GLOBAL_SHAPE, "the shards record no global shapes: a tensor whose last part is missing reads as a smaller one"
 )
+
+
+def _agree(tree: Tree, catalog: Catalog) -> None:
+    """The old `.bin` index beside the safetensors must name the same tensors, or one of the two is of another save."""
+    theirs = {str(name) for names in read_index(tree, BIN_INDEX).shards.values() for name in names}
+    mine = {key.name for key in catalog.tensors}
+    if theirs != mine:
+        odd = sorted(theirs ^ mine)
+        raise InconsistentCheckpoint(
+            f"{BIN_INDEX} and the safetensors files name different tensors, {len(odd)} of them, such as {odd[0]}",
+            code="E0394", path=tree.display(BIN_INDEX),
+            hint="say which is right: --prefer safetensors, or --from torch", faults=odd[1:50],
+        )  # fmt: skip
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

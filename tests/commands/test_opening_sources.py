@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.source import open_source
-from ckpt_tool.errors import UnknownFormat, UnsafeInput
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat, UnsafeInput
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -52,14 +52,17 @@ def test_several_without_a_pointer_are_listed_and_one_is_taken(tmp_path):
     assert "checkpoint-20" in caught.value.hint
 
 
-def test_two_formats_in_one_folder_are_both_named(tmp_path):
+def test_two_indexes_that_disagree_are_refused(tmp_path):
     shutil.copytree(FIXTURES / "safetensors" / "hf_llama_sharded", tmp_path / "m")
     index = {"metadata": {"total_size": 4}, "weight_map": {"w": "pytorch_model-00001-of-00001.bin"}}
     (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnknownFormat, match="safetensors and torch") as caught:
+    with pytest.raises(InconsistentCheckpoint, match="name different tensors") as caught:
         open_source(str(tmp_path / "m"), Reading())
-    assert caught.value.exit_code == 3
-    assert len(open_source(str(tmp_path / "m"), Reading(from_format="safetensors")).catalog.tensors) == 21
+    assert caught.value.exit_code == 3 and "--prefer" in caught.value.hint
+    assert len(open_source(str(tmp_path / "m"), Reading(prefer="safetensors")).catalog.tensors) == 21
+    real = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(json.dumps({**index, "weight_map": real["weight_map"]}))
+    assert len(open_source(str(tmp_path / "m"), Reading()).catalog.tensors) == 21
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path):
