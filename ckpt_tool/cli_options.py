@@ -117,6 +117,7 @@ RUN = group(
     flag(
         "resume", "Go on where an interrupted run stopped (the default).", names=["--resume/--no-resume"], default=True
     ),
+    flag("fsync", "Wait for the disk before the commit (the default).", names=["--fsync/--no-fsync"], default=True),
     flag("dry_run", "Show the plan; write nothing."),
     text("memory", "SIZE", "Bound on working memory. Default 1GiB."),
     text("threads", "N", "Threads that move bytes."),

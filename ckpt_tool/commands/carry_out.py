@@ -55,7 +55,7 @@ def execute(
         verify=writing.verify,
         resume=writing.resume,
         force=writing.force,
-        fsync=getattr(writing, "fsync", True),
+        fsync=writing.fsync,
         allow_lossy=writing.allow_lossy,
         part=part,
         progress=progress,

@@ -84,6 +84,7 @@ class Writing:
     max_shard_size: int = DEFAULT_SHARD_SIZE
     force: bool = False
     resume: bool = True
+    fsync: bool = True
     memory: int = DEFAULT_MEMORY
     threads: int | None = None
     verify: str = "quick"
@@ -135,6 +136,7 @@ class WritingOptions(TypedDict, total=False):
     max_shard_size: str | int | None
     force: bool
     resume: bool
+    fsync: bool
     memory: str | int | None
     threads: int | None
     verify: str | None
@@ -258,6 +260,7 @@ def _writing(taken: Taken) -> Writing:
         max_shard_size=take("max_shard_size", values.size, DEFAULT_SHARD_SIZE),
         force=take("force", bool, False),
         resume=take("resume", bool, True),
+        fsync=take("fsync", bool, True),
         memory=take("memory", values.size, DEFAULT_MEMORY),
         threads=take("threads", values.count, None),
         verify=take("verify", values.one_of(VERIFY), "quick"),
