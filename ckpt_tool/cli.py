@@ -79,18 +79,26 @@ def _run(job: Job) -> int:
     if show.json:
         _result(as_json(document))
     elif not (show.quiet and job.writes):
-        _result(_as_text(job, document, show, quiet=show.quiet))
+        _result(_as_text(job, document, show, brief=show.quiet or _plan_is_in_sight(job, mode)))
     if show.report:
         _save_report(job, document, show.report)
     return 0 if sound else 1
 
 
-def _as_text(job: Job, document: dict[str, Any], show: Show, *, quiet: bool) -> str:
+def _plan_is_in_sight(job: Job, mode: str) -> bool:
+    """Did the same terminal show the plan, with all that goes or stays behind, a moment ago?"""
+    from ckpt_tool.report.plain import is_terminal
+
+    return job.plans and mode in ("auto", "tty", "plain") and is_terminal(sys.stderr) and is_terminal(sys.stdout)
+
+
+def _as_text(job: Job, document: dict[str, Any], show: Show, *, brief: bool) -> str:
+    """The result for people. brief: its last line alone, where it has one."""
     from ckpt_tool.report.plain import look_of, render
 
     page = job.page(document, show.verbose > 0)
     last = page.verdict()
-    return render(last if quiet and last.blocks else page, look_of(sys.stdout, show.color))
+    return render(last if brief and last.blocks else page, look_of(sys.stdout, show.color))
 
 
 def as_json(document: dict[str, Any]) -> str:

@@ -271,6 +271,17 @@ def test_a_plan_is_shown_once(
     assert "writes" in out and "dry run: nothing was written" in out and err == ""
 
 
+def test_a_terminal_is_not_told_twice(stub: dict[str, Stub], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from ckpt_tool.report import plain
+
+    stub["convert"].document = {**WRITTEN, "dropped": [{"state": "ema", "tensors": 1, "bytes": 4}]}
+    assert run("convert", "a", "b", "--to", "dcp") == 0
+    assert "ema: 1 tensor, 4 B" in capsys.readouterr().out
+    monkeypatch.setattr(plain, "is_terminal", lambda stream: True)
+    assert run("convert", "a", "b", "--to", "dcp", "--color", "never") == 0
+    assert capsys.readouterr().out == "wrote 4 B in 1 file in 0.1 s; digests checked\n"
+
+
 def test_the_bar_is_gone_before_an_error_is_told(stub: dict[str, Stub], monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
