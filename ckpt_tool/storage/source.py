@@ -111,6 +111,7 @@ class Tree:
         self.bytes_read = 0
         self._listing: dict[str, int] | None = None
         self._links = follow_symlinks
+        self._seen: dict[str, Identity] = {}
         self._local = threading.local()
         self._lock = threading.Lock()
         try:
@@ -289,14 +290,25 @@ class Tree:
             fd = cache[path] = self.open(path)
             if len(cache) > 4:
                 os.close(cache.popitem(last=False)[1])
+            self._hold(path, fd)
         else:
             cache.move_to_end(path)
         return fd
 
     def identity(self, path: str) -> Identity:
-        """Device, inode, size, times of the file as it is opened now."""
-        fd = self.fd(path)
-        return identity_of(os.fstat(fd))
+        """Device, inode, size, times of the file at first sight. Raises SourceChanged when it has others by now."""
+        return self._hold(path, self.fd(path))
+
+    def _hold(self, path: str, fd: int) -> Identity:
+        """A file is one file for as long as the tree is open: a header of one and bytes of another never mix."""
+        now = identity_of(os.fstat(fd))
+        first = self._seen.setdefault(path, now)
+        if first != now:
+            raise SourceChanged(
+                "the file changed after its header was read", code="E0602", path=self.display(path),
+                hint="run again when nothing writes into the checkpoint any more",
+            )  # fmt: skip
+        return first
 
     def identity_by_name(self, path: str) -> Identity:
         """The identity of the file that now bears the name, opened afresh."""

@@ -30,6 +30,7 @@ from ckpt_tool.storage.destination import staging_path
 JOURNAL = ".ckpt-journal"
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
+_REPLACED = "user.ckpt.replaced"
 
 
 class Staging:
@@ -72,6 +73,14 @@ class Staging:
         fresh = self._lock_folder()
         if not fresh:
             self._check_ours()
+        if not self._force and os.path.lexists(self.destination):  # an equal run committed while we came
+            if fresh:
+                os.rmdir(self.path)
+            self._release()
+            raise OutputExists(
+                f"{self.destination} exists", code="E0501", path=self.destination,
+                hint="choose a new name, or --force to replace it in one step",
+            )  # fmt: skip
         try:
             self._journal_fd = os.open(
                 self.path / name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -149,7 +158,7 @@ class Staging:
         """Refuse a staging folder that this user's earlier run cannot have left."""
         if os.fstat(self._folder_fd).st_uid != os.geteuid():
             raise self._foreign("belongs to another user")
-        if not any(name.startswith(JOURNAL) for name in os.listdir(self.path)) and not self._force:
+        if not any(name.startswith(JOURNAL) for name in os.listdir(self.path)) and not _was_replaced(self.path):
             found = {
                 os.path.relpath(os.path.join(at, name), self.path)
                 for at, _, names in os.walk(self.path)
@@ -163,7 +172,11 @@ class Staging:
 
     def _owner(self, name: str) -> str:
         lines = self._lines(name)
-        return f"process {lines[0].get('pid')} on {lines[0].get('host')}" if lines else "it has just started"
+        return (
+            f"process {lines[0].get('pid')} on {lines[0].get('host')}"
+            if lines
+            else "it is just starting or about to end"
+        )
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """The journal's whole lines; a torn last line (the kill came while it was written) is left out."""
@@ -293,6 +306,7 @@ class Staging:
     def _rename(self, staged: Path, final: Path) -> None:
         try:
             if self._force and os.path.lexists(final):
+                _mark_replaced(final)
                 _renameat2(staged, final, _RENAME_EXCHANGE)
                 if staged != self.path and staged.is_dir():
                     shutil.rmtree(staged, ignore_errors=True)
@@ -318,6 +332,22 @@ class Staging:
 
     def __exit__(self, *_: object) -> None:
         self._release()
+
+
+def _mark_replaced(old: Path) -> None:
+    """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the staging
+    name, and the next run must know that it may go. Where the file system has no such marks, that run will ask."""
+    try:
+        os.setxattr(old, _REPLACED, b"1", follow_symlinks=False)
+    except OSError:
+        return
+
+
+def _was_replaced(path: Path) -> bool:
+    try:
+        return os.getxattr(path, _REPLACED, follow_symlinks=False) == b"1"
+    except OSError:
+        return False
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -76,9 +76,19 @@ class FaultServer:
         assert line, "the fault server died"
         return line.strip()
 
-    def run(self, args: list[str], *, under: Path, **fault: Any) -> Ran:
+    def run(
+        self, args: list[str], *, under: Path, uid: int = 0, limits: dict[str, int] | None = None, **fault: Any
+    ) -> Ran:
+        """One run in a forked process. uid: give up root for it. limits: RLIMIT_* names and values."""
         files = {name: self._work / name for name in ("out", "err", "ops")}
-        job = {"args": args, "under": str(under), "fault": fault, **{name: str(path) for name, path in files.items()}}
+        job = {
+            "args": args,
+            "under": str(under),
+            "fault": fault,
+            "uid": uid,
+            "limits": limits,
+            **{name: str(path) for name, path in files.items()},
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -124,8 +134,12 @@ class Ground:
         self.new = snapshot(self.final)
         self.check_clean()
 
-    def reset(self) -> None:
-        """The state before the command."""
+    def reset(self, *, source: bool = False) -> None:
+        """The state before the command. source: lay a fresh source too."""
+        if source:
+            shutil.rmtree(self.source)
+            shutil.copytree(FIXTURE, self.source)
+            self.source_before = snapshot(self.source, times=True)
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
         if self.old is not None:

@@ -10,6 +10,11 @@ on paths or descriptors below `under` count. What can be done at operation `at` 
     kill        SIGKILL instead of the operation        tear     half of a write, then SIGKILL
     errno N     the operation fails                     short    a read or write of one byte; from then on too with `on`
     stop N      the signal N to the process, the operation goes on
+    truncate, grow, rewrite, replace   someone else does that to the file, then the operation goes on
+    fill PATH   someone else fills the disk with a file at PATH
+    pause PATH  the operation waits until there is a file PATH; PATH.there appears when it begins to wait
+
+With `on` the fault strikes at every operation from `at` on. `uid`: the child gives up root first.
 
 `ops` gets one line an operation: kind, path. It wraps the functions of `os` that the tool calls, and the one libc call
 that it makes; what happens below them is the kernel's.
@@ -19,13 +24,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import io
 import json
 import os
+import pkgutil
+import resource
 import shutil  # noqa: F401  before the wrapping: it looks up what `os` supports
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +57,8 @@ class Fault:
             fault.get("do"),
             fault.get("on", False),
         )
-        self.number, self.path = fault.get("number", 0), fault.get("path", "")
+        self.number, self.path, self.file = fault.get("number", 0), fault.get("path", ""), fault.get("file", "")
+        self.done = False
         self.reads = fault.get("reads", False)
         self.count = 0
         self.lock = threading.Lock()
@@ -75,6 +85,40 @@ class Fault:
             raise OSError(self.number, os.strerror(self.number), path)
         elif self.do == "stop":
             os.kill(os.getpid(), self.number)
+        elif self.do in ("truncate", "grow", "rewrite", "replace"):
+            disturb(path, self.do)
+        elif self.do == "fill":
+            fill_disk(self.file)
+        elif self.do == "pause":
+            open_file(self.file + ".there", "w").close()
+            while not exists(self.file):
+                time.sleep(0.01)
+
+
+open_file, exists, rename_file = open, os.path.exists, os.rename  # as they are before the wrapping
+
+
+def disturb(path: str, how: str) -> None:
+    """What another process does to a source. The bytes differ, the size only for two of the four."""
+    with open_file(path, "rb") as f:
+        data = f.read()
+    if how == "replace":
+        with open_file(path + ".new", "wb") as f:
+            f.write(data)
+        rename_file(path + ".new", path)
+        return
+    changed = {"truncate": data[: len(data) // 2], "grow": data + b"more", "rewrite": data[:-1] + bytes([data[-1] ^ 1])}
+    with open_file(path, "r+b") as f:
+        f.write(changed[how])
+        f.truncate()
+
+
+def fill_disk(path: str) -> None:
+    with contextlib.suppress(OSError), open_file(path, "wb", buffering=0) as f:
+        for size in (1 << 16, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    f.write(bytes(size))
 
 
 def wrap(fault: Fault) -> None:
@@ -156,27 +200,27 @@ def child(job: dict[str, Any]) -> int:
         os.close(fd)
     sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0, closefd=False), write_through=True)
-    wrap(Fault(job))
+    fault = Fault(job)
+    if job.get("uid"):
+        os.setgroups([])
+        os.setgid(job["uid"])
+        os.setuid(job["uid"])
+    for name, limit in (job.get("limits") or {}).items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
+    wrap(fault)
     return cli.run(job["args"])
 
 
 def preload() -> None:
     """Import what a run imports, once, before the forks."""
-    import numpy  # noqa: F401
+    import ckpt_tool
 
-    import ckpt_tool.cli
-    import ckpt_tool.cli_parser
-    import ckpt_tool.cli_verbs
-    import ckpt_tool.commands.carry_out
-    import ckpt_tool.commands.convert
-    import ckpt_tool.formats.registry as registry
-    import ckpt_tool.report.writing
-    import ckpt_tool.run.executor
-    import ckpt_tool.run.scan  # noqa: F401
-
-    for name in registry.NAMES:
-        with contextlib.suppress(ImportError):
-            registry.by_name(name)
+    for module in pkgutil.walk_packages(ckpt_tool.__path__, "ckpt_tool."):
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(
+                Exception
+            ):  # an extra that is not installed; what is broken fails where it is used
+                importlib.import_module(module.name)
 
 
 def main() -> None:
