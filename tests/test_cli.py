@@ -571,9 +571,12 @@ from ckpt_tool.commands import convert
 def command(src, dst, reading, writing, progress):
     if src == "threads":
         threading.Thread(target=time.sleep, args=(30,)).start()
-    print("ready", flush=True)
+    said = False
     while True:
         try:
+            if not said:
+                said = True
+                print("ready", flush=True)
             time.sleep(0.01)
         except KeyboardInterrupt:
             if src != "stubborn":
