@@ -115,7 +115,7 @@ def by_state(nested: Mapping[str, Any]) -> Tensors:
     """`STATE/NAME` of every tensor of a training state dict, by the field's own conventions alone: `model`, `ema`,
     `optim.state.NAME.STATE` (or its flat spelling); a dict without any of these is a bare model."""
     found: Tensors = {}
-    rooted = any(key in nested for key in ("model", "ema", "model_state_dict"))
+    roots = [key for key in ("model", "ema", "model_state_dict") if isinstance(nested.get(key), Mapping)]
     for path, value in leaves(nested):
         if not isinstance(value, torch.Tensor):
             continue
@@ -123,10 +123,10 @@ def by_state(nested: Mapping[str, Any]) -> Tensors:
         if words[0] in ("optim", "optimizer", "optimizer_state_dict") or ".".join(words).startswith("state."):
             dotted = ".".join(words).split("state.", 1)[1]
             name, state = dotted.rsplit(".", 1)
-        elif words[0] in ("model", "ema", "model_state_dict"):
+        elif words[0] in roots:
             name, state = ".".join(words[1:]), words[0].removesuffix("_state_dict")
         else:
-            name, state = ".".join(words), "extras" if rooted else "model"
+            name, state = ".".join(words), "extras" if roots else "model"
         assert f"{state}/{name}" not in found
         found[f"{state}/{name}"] = value
     return found

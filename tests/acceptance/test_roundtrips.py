@@ -14,18 +14,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peers import Tensors, assert_same, by_state, load_dcp, load_sharded
 from safetensors.torch import load_file, save_file
 
 import ckpt_tool
+from ckpt_tool.errors import UsageError
 
 FORMATS = ("safetensors", "torch", "dcp", "sharded")
 PAIRS = [(a, b) for a in FORMATS for b in FORMATS]
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int8", "uint8", "int64", "bool", "uint16")
 
-words = st.sampled_from(("w", "0", "1", "layers", "b.c", "weight", "exp", "model", "é", "x y", "a-b", "_", "state_x"))
+# Words that a reader may take for a state: names are made of them too.
+STATE_WORDS = ("state", "ema", "exp_avg", "optim", "step", "module", "master", "param_groups", "rng")
+words = st.sampled_from(
+    ("w", "0", "1", "layers", "b.c", "weight", "exp", "model", "é", "x y", "a-b", "_", "state_x", *STATE_WORDS)
+)
 names = st.lists(words, min_size=1, max_size=4).map(".".join)
 shapes = st.lists(st.sampled_from((0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 13)), max_size=3).map(tuple)
 
@@ -96,7 +101,7 @@ def read(format_: str, path: Path) -> tuple[Tensors, Any]:
     if format_ == "safetensors":
         return {f"model/{k}": v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}, None
     if format_ == "sharded":
-        if len(list(path.glob("model*.safetensors"))) > 1:
+        if not (path / "model.safetensors").exists():  # cut over ranks
             joined = path.with_name("joined")
             ckpt_tool.convert(path, joined, to="sharded")
             return load_sharded(joined), None
@@ -106,6 +111,8 @@ def read(format_: str, path: Path) -> tuple[Tensors, Any]:
         loaded = load_dcp(path)
     else:
         loaded = torch.load(path, weights_only=True)
+    if all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        return {f"model/{name}": value for name, value in loaded.items()}, None
     optimizer = loaded.get("optim", loaded.get("optimizer", {}))
     return by_state(loaded), optimizer.get("param_groups")
 
@@ -127,8 +134,12 @@ def there_and_back(first: str, second: str, drawn: Drawn, out: Mapping[str, Any]
         source = write(first, drawn, folder / "a")
         middle = folder / ("b.pt" if second == "torch" else "b")
         end = folder / ("c.pt" if first == "torch" else "c")
-        ckpt_tool.convert(source, middle, to=second, **out)
-        ckpt_tool.convert(middle, end, to=first, **back)
+        try:
+            ckpt_tool.convert(source, middle, to=second, **out)
+            ckpt_tool.convert(middle, end, to=first, **back)
+        except UsageError as refused:
+            assume("pipeline stages" not in refused.message)  # a name drew a layer number, and 2 stages want 2 layers
+            raise
         got, groups = read(first, end)
     weights_alone = "safetensors" in (first, second)
     assert_same(got, {k: v for k, v in drawn.tensors.items() if not weights_alone or k.startswith("model/")})
