@@ -4,8 +4,9 @@ Each item is one complete `torch.save` zip at [offset, offset + length) of its f
 an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file and every
 item's offset is 0; its entry is found by the item's name. The file's first bytes decide, never its name.
 
-The one idea: thousands of items differ in nothing but their bytes, so their pickles repeat: a pickle is read once, and
-known by its bytes afterwards. What is left per item is the zip's directory, read beside the storage, never the storage.
+The one idea: thousands of items differ in nothing but their values, so their pickles repeat, and so do the zips around
+them: a pickle is read once and known by its bytes afterwards, a zip by comparison (`formats.dcp_twins`). The storage
+itself is never read.
 
     item at 1577 of __0_0.distcp, 2217 bytes  ->  StoredArray("__0_0.distcp", 1577 + 704, F32, (17, 10), crc=(...))
 
@@ -18,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
 from ckpt_tool.formats.dcp_metadata import ObjectEntry, Piece, TensorEntry
+from ckpt_tool.formats.dcp_twins import Twin, twin_of
 from ckpt_tool.storage import pickles, strict_json
 from ckpt_tool.storage.pickle_values import Pickled, TensorRef
 from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
@@ -89,6 +92,8 @@ class Items:
         self.unsafe: list[str] = []
         self.globals: dict[str, None] = {}
         self._known: dict[bytes, Pickled] = {}
+        self._twins: dict[tuple[DType, tuple[int, ...], int], Twin | None] = {}
+        self._seen: dict[tuple[DType, tuple[int, ...], int], int] = {}
         self._tails: dict[int, int] = {}
         self._headers: dict[str, tuple[Header, dict[str, int], dict[str, list[int]]] | None] = {}
 
@@ -135,6 +140,12 @@ class Items:
     def _array(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
         if self._safetensors(piece.file):
             return self._in_safetensors(tensor, piece)
+        kind = (tensor.dtype, piece.shape, piece.length)
+        twin = self._twins.get(kind)
+        if twin is not None and piece.at + piece.length <= self.tree.size(piece.file):
+            found = twin.of(self.tree, piece.file, piece.at)
+            if found is not None:
+                return found
         zip_, pickled = self._open(piece.file, piece.at, piece.length, tensor.fqn)
         ref = pickled.value
         if not isinstance(ref, TensorRef):
@@ -144,10 +155,15 @@ class Items:
         if ref.shape != piece.shape or ref.dtype != tensor.dtype:
             raise self._mismatch(tensor, piece, f"the item holds {ref.dtype.name} {list(ref.shape)}")
         try:
-            return zip_.array(ref)
+            array = zip_.array(ref)
         except CkptError as e:
             e.key = e.key or tensor.fqn
             raise
+        if twin is None and not pickled.unsafe:
+            self._seen[kind] = self._seen.get(kind, 0) + 1
+            if self._seen[kind] == 2:
+                self._twins[kind] = twin_of(zip_, array)
+        return array
 
     def _mismatch(self, tensor: TensorEntry, piece: Piece, found: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(

@@ -114,7 +114,8 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
 
 def _folders(hints: Mapping[str, Any]) -> dict[str, str]:
     """accelerate's folders: first step of a path -> folder with a slash. {} for a plain checkpoint."""
-    names = [str(name) for name in hints.get("folders", ())]
+    said = hints.get("folders", ())
+    names = [str(name) for name in said] if isinstance(said, list | tuple) else []
     if len(names) != 2 or not is_pair(names) or any("/" in name for name in names):
         return {}
     optimizer = next(name for name in names if name.startswith("optim"))

@@ -11,7 +11,7 @@ foreign class could hold are left out, and named. Cost: one visit a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.extras import Opaque, Symbol
@@ -19,7 +19,8 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, Path, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.optimizer_ids import Candidate, align
-from ckpt_tool.formats.state_paths import Leaf, Roots, clean, name_leaves
+from ckpt_tool.formats.state_paths import Leaf, clean, name_leaves
+from ckpt_tool.formats.state_roots import Roots
 from ckpt_tool.formats.state_tree import SLOT, dotted, join
 from ckpt_tool.storage.pickle_values import OrderedMap
 from ckpt_tool.storage.pickle_writer import dumps
@@ -67,8 +68,8 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
         notes.append("laid out as get_state_dict does: at their old paths, the tensors left could not be told apart")
     notes += [f"{dotted(path)}: param_names were added, order and shape do not name its parameters" for path in named]
     tree = join(here, zip(paths, places, strict=True))
-    for path, attributes in wanted.hints.get("ordered", ()) if kept else ():
-        tree = _order(tree, tuple(path), attributes)
+    for path, attributes in _ordered(wanted.hints) if kept else ():
+        tree = _order(tree, path, attributes)
     return Nested(tree, paths, notes)
 
 
@@ -216,6 +217,17 @@ def _prune(groups: Any, numbers: set[int], names: set[str]) -> Any:
                 group["param_names"] = [name for name in group["param_names"] if clean(str(name)) not in names]
         out.append(group)
     return out
+
+
+def _ordered(hints: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The OrderedDicts of the source that carried attributes, as far as the hints are sound."""
+    said = hints.get("ordered", ())
+    for entry in said if isinstance(said, list | tuple) else ():
+        if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], Mapping):
+            path = tuple(entry[0]) if isinstance(entry[0], list | tuple) else None
+            attributes, left_out = writable(entry[1])
+            if path is not None and not left_out and all(type(step) in (str, int) for step in path):
+                yield path, attributes
 
 
 def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:

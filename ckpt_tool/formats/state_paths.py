@@ -2,8 +2,8 @@
 
 The one idea: what a tensor is follows from where it hangs, and only from what can be seen there. `name_leaves` turns
 paths into keys and says in notes what it concluded and from what; the path itself is always kept
-(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back where it hung. `Roots.path` is the
-inverse for tensors that have no path, because they come from a format without nesting.
+(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back where it hung. `state_roots.Roots.path`
+is the inverse for tensors that have no path, because they come from a format without nesting.
 
     ("model", "layers.0.w1.weight")                        -> layers.0.w1.weight
     ("optim", "state", "layers.0.w1.weight", "exp_avg")    -> layers.0.w1.weight [exp_avg]
@@ -36,12 +36,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.optimizer_ids import Candidate, align
+from ckpt_tool.formats.state_roots import Roots
 from ckpt_tool.formats.state_tree import dotted
 
 MODEL_ROOTS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "params")
@@ -76,63 +77,6 @@ class Leaf(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     same: Hashable = None
-
-
-@dataclass(frozen=True, slots=True)
-class Roots:
-    """Where a source keeps what: the hints by which tensors without a path find a place. flat: torchtitan's spelling
-    of optimizer states; then the optimizer's path may end in a key's prefix (`("optim.",)`). dotted: the whole path is
-    one key (a DCP without planner_data).
-
-    ids: path of an optimizer -> its numbers' names, as `{"0": "embed.weight"}`.
-    """
-
-    model: Path = ("model",)
-    optimizer: Path = ("optim",)
-    ema: Path = ("ema",)
-    master: Path = ("master",)
-    flat: bool = False
-    dotted: bool = False
-    ids: Mapping[Path, Mapping[str, str]] = field(default_factory=dict)
-
-    def path(self, key: TensorKey) -> Path:
-        """Where a tensor of this key belongs."""
-        if key.state == MODEL:
-            path: Path = (*self.model, key.name)
-        elif key.state == EMA:
-            path = (*self.ema, key.name)
-        elif key.state == MASTER:
-            path = (*self.master, key.name)
-        elif key.state == EXTRAS:
-            path = (EXTRAS, key.name)
-        elif self.flat:
-            path = (*self.optimizer, f"state.{key.name}.{key.state}")
-        else:
-            path = (*self.optimizer, "state", key.name, key.state)
-        return (dotted(path),) if self.dotted else path
-
-    def to_hints(self) -> dict[str, Any]:
-        """Plain values for `Catalog.hints`."""
-        return {
-            "roots": {
-                "model": list(self.model), "optimizer": list(self.optimizer), "ema": list(self.ema),
-                "master": list(self.master), "flat": self.flat, "dotted": self.dotted,
-                "ids": [[list(path), dict(names)] for path, names in self.ids.items()],
-            }
-        }  # fmt: skip
-
-    @staticmethod
-    def from_hints(hints: Mapping[str, Any]) -> Roots | None:
-        """What `to_hints` left in a catalog's hints; None where a source has no nesting of this kind."""
-        said = hints.get("roots")
-        if not isinstance(said, Mapping):
-            return None
-        model, optimizer, ema, master = (
-            tuple(said.get(name, (default,)))
-            for name, default in (("model", "model"), ("optimizer", "optim"), ("ema", "ema"), ("master", "master"))
-        )
-        ids = {tuple(path): dict(names) for path, names in said.get("ids", ())}
-        return Roots(model, optimizer, ema, master, bool(said.get("flat")), bool(said.get("dotted")), ids)
 
 
 class Named(NamedTuple):

@@ -48,7 +48,8 @@ from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf_index import read_index, write_index
 from ckpt_tool.formats.hf_safetensors import pack
 from ckpt_tool.formats.state_nesting import nest
-from ckpt_tool.formats.state_paths import Leaf, Named, Roots, clean, name_leaves
+from ckpt_tool.formats.state_paths import Leaf, Named, clean, name_leaves
+from ckpt_tool.formats.state_roots import Roots
 from ckpt_tool.formats.state_tree import SLOT, dotted, part
 from ckpt_tool.formats.torch_choice import Chosen
 from ckpt_tool.storage import pickles

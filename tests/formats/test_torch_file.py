@@ -21,7 +21,9 @@ from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.torch_file import FORMAT
 from ckpt_tool.storage.source import Tree
 
-CASES = sorted(path.name.removesuffix(".truth.safetensors") for path in (FIXTURES / "torch").glob("*.truth.safetensors"))
+CASES = sorted(
+    path.name.removesuffix(".truth.safetensors") for path in (FIXTURES / "torch").glob("*.truth.safetensors")
+)
 
 
 def path_of(case: str) -> Path:
@@ -329,7 +331,11 @@ def test_a_model_alone_goes_into_hugging_faces_layout(tmp_path: Path) -> None:
 
 
 def test_more_than_a_model_is_one_file(tmp_path: Path) -> None:
-    tensors = {**TENSORS, TensorKey("a.w", "exp_avg"): ramp((4, 3), start=50), TensorKey("a.w", "ema"): ramp((4, 3), start=90)}
+    tensors = {
+        **TENSORS,
+        TensorKey("a.w", "exp_avg"): ramp((4, 3), start=50),
+        TensorKey("a.w", "ema"): ramp((4, 3), start=90),
+    }
     wanted = wanted_of(tensors, extras={"epoch": 3, "optim": {"param_groups": [{"lr": 0.5}]}})
     target = FORMAT.target(wanted, along_rows(wanted))
     assert [file.path for file in target.files] == ["checkpoint.pt"] and target.single is None
@@ -354,7 +360,9 @@ def test_bytes_do_not_depend_on_the_name_of_the_file() -> None:
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
-    wanted = wanted_of(TENSORS, extras={"a": [1, Opaque("some.Class")], "b": Opaque("other.Class"), "c": 3}, single="m.pt")
+    wanted = wanted_of(
+        TENSORS, extras={"a": [1, Opaque("some.Class")], "b": Opaque("other.Class"), "c": 3}, single="m.pt"
+    )
     target = FORMAT.target(wanted, along_rows(wanted))
     assert "a.1: some.Class" in target.notes[0] and "b: other.Class" in target.notes[0]
     write(target, tmp_path, [bits(t) for t in TENSORS.values()])
