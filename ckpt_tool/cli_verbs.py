@@ -133,7 +133,7 @@ def inspect(src: Source, given: Given) -> Job:
         from ckpt_tool.commands.inspect import inspect as command
 
         wanted = {name: bool(given[name]) for name in ("placement", "security", "stats")}
-        return command(src, reading, match=match, states=states, **wanted)
+        return command(src, reading, match=match, states=states, columns=not show.json, **wanted)
 
     def page(document: Document, uncut: bool) -> Page:
         from ckpt_tool.report.inspection import inspection

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +12,8 @@ from ckpt_tool.commands.select import matcher, state_filter
 from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
-from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.core.listing import Listing
+from ckpt_tool.core.tensor import MODEL, TensorKey
 
 
 def inspect(
@@ -23,16 +25,28 @@ def inspect(
     placement: bool = False,
     security: bool = False,
     stats: bool = False,
+    columns: bool = False,
 ) -> dict[str, Any]:
-    """The document of `inspect --json`. match, states: narrow what is listed; the totals are of what is listed."""
+    """The document of `inspect --json`. match, states: narrow what is listed; the totals are of what is listed.
+
+    columns: `tensors` may be a `core.listing.Listing`, which makes its rows when asked (it is no list for JSON).
+    """
     opened = open_source(src, reading)
     catalog = opened.catalog
-    rows = list(_rows(catalog, match, states))
+    blocks = getattr(catalog.tensors, "blocks", None)
+    rows: Sequence[dict[str, Any]]
+    tally: Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
+    if columns and blocks is not None and not (match or states or placement or stats):
+        rows = listing = Listing(blocks())
+        tally = listing.tally()
+    else:
+        rows = list(_rows(catalog, match, states))
+        tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
     by_state: dict[str, dict[str, int]] = {}
-    for row in rows:
-        entry = by_state.setdefault(row["state"], {"tensors": 0, "bytes": 0})
-        entry["tensors"] += 1
-        entry["bytes"] += row["bytes"]
+    for (state, (_, _, nbytes)), count in tally.items():
+        entry = by_state.setdefault(state, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += count
+        entry["bytes"] += count * nbytes
     document: dict[str, Any] = {
         "schema_version": 1,
         "format": catalog.format,
@@ -41,8 +55,8 @@ def inspect(
         "mesh": catalog.mesh.to_json(),
         "total": {
             "tensors": len(rows),
-            "bytes": sum(row["bytes"] for row in rows),
-            "parameters": sum(prod(row["shape"]) for row in rows if row["state"] == "model"),
+            "bytes": sum(entry["bytes"] for entry in by_state.values()),
+            "parameters": sum(count * prod(shape) for (state, (_, shape, _)), count in tally.items() if state == MODEL),
         },
         "states": by_state,
         "tensors": rows,

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ckpt_tool.core.listing import Listing
+from ckpt_tool.report.folding import Folding
 from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import Tree
@@ -29,11 +31,14 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
         blocks.append(security)
     tensors = document.get("tensors") or ()
     blocks += _states_and_dtypes(document, tensors)
-    if any("stats" in tensor for tensor in tensors):
+    if isinstance(tensors, Listing):
+        blocks.append(_folded(tensors, depth))
+    elif any("stats" in tensor for tensor in tensors):
         blocks.append(_stats(tensors))
     elif tensors:
         blocks.append(_tree(tensors, depth))
-    blocks += _files(tensors, everything=everything)
+    if not isinstance(tensors, Listing):
+        blocks += _files(tensors, everything=everything)
     if document.get("extras"):
         blocks.append(_extras(document["extras"], everything=everything))
     if document.get("notes"):
@@ -82,12 +87,11 @@ def _security(document: Document) -> Lines | None:
 def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Iterator[Table]:
     by_state: dict[str, dict[str, None]] = {}
     by_dtype: dict[str, list[int]] = {}
-    for tensor in tensors:
-        dtype = tensor["dtype"]
-        by_state.setdefault(tensor["state"], {})[dtype] = None
+    for state, dtype, number, nbytes in _kinds(tensors):
+        by_state.setdefault(state, {})[dtype] = None
         row = by_dtype.setdefault(dtype, [0, 0])
-        row[0] += 1
-        row[1] += tensor["bytes"]
+        row[0] += number
+        row[1] += nbytes
     states = document.get("states") or {}
     numbers = (Column("tensors", right=True), Column("bytes", right=True))
     yield Table("", (Column("state"), *numbers, Column("dtypes")), tuple(
@@ -102,6 +106,30 @@ def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Itera
         )
 
 
+def _kinds(tensors: Sequence[Document]) -> Iterator[tuple[str, str, int, int]]:
+    """(state, dtype, tensors, bytes), of single tensors or of many alike."""
+    if isinstance(tensors, Listing):
+        for (state, (dtype, _, nbytes)), number in tensors.tally().items():
+            yield state, dtype.name, number, number * nbytes
+        return
+    for tensor in tensors:
+        yield tensor["state"], tensor["dtype"], 1, tensor["bytes"]
+
+
+def _folded(listing: Listing, depth: int | None) -> Table:
+    """The names as a tree, from columns. Names of several states are joined row by row."""
+    if len({block.state for block in listing.blocks}) > 1:
+        return _tree(listing, depth)
+    folding = Folding()
+    for state, names, kinds in listing.blocks:
+        numbers = {
+            id(kind): folding.leaf((state, kind[0].name, kind[1], ""), kind[2])
+            for kind in {id(kind): kind for kind in kinds}.values()
+        }
+        folding.add(names(), map(numbers.__getitem__, map(id, kinds)))
+    return _table(Tree(folding), depth, placed=False, title="")
+
+
 def _tree(tensors: Sequence[Document], depth: int | None) -> Table:
     """The names as a tree; a tensor's states share its line."""
     placed = any("chunks" in tensor for tensor in tensors)
@@ -114,7 +142,12 @@ def _tree(tensors: Sequence[Document], depth: int | None) -> Table:
         )
         for t in tensors
     )
-    lines = Tree(rows if len(states) == 1 else _joined(rows)).lines(depth=depth)
+    title = "" if len(states) == 1 else f"each name with its states: {', '.join(states)}"
+    return _table(Tree(rows if len(states) == 1 else _joined(rows)), depth, placed=placed, title=title)
+
+
+def _table(tree: Tree, depth: int | None, *, placed: bool, title: str) -> Table:
+    lines = tree.lines(depth=depth)
     columns = [Column("tensor"), Column("count", right=True, drop=3), Column("dtype"), Column("shape")]
     columns += [Column("cut", drop=1)] if placed else []
     columns.append(Column("bytes", right=True, drop=2))
@@ -125,7 +158,6 @@ def _tree(tensors: Sequence[Document], depth: int | None) -> Table:
         if line.what is None:
             label = Styled(str(label), "name")
         table.append((label, count(line.tensors), dtype, extents, *([cut] if placed else []), size(line.nbytes)))
-    title = "" if len(states) == 1 else f"each name with its states: {', '.join(states)}"
     return Table(title, tuple(columns), tuple(table), tuple(line.level for line in lines))
 
 

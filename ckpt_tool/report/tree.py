@@ -9,20 +9,17 @@ are one line with a range; one that differs stands alone, so a layer with a miss
       mlp.experts.[0-255]
         down_proj.weight    ...
 
-The idea: fold bottom-up and give equal subtrees one number (hash-consing), so that comparing 58 layers of 256 experts
-compares integers. Cost: about 2 us a tensor. It does not look at values.
+The idea: equal subtrees have one number (`report.folding`), so comparing 58 layers of 256 experts compares integers;
+what is left here is to choose what to show. Cost: about 1 us a tensor. It does not look at values.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ckpt_tool.report.text import ranges
-
-SEGMENTS = 40  # dots beyond this many belong to the last segment: a hostile name can't make a deep tree
-_LEAF = None  # the key under which a trie node keeps its own tensor: no segment is None
+from ckpt_tool.report.folding import Folding, Subtree
 
 
 class Line(NamedTuple):
@@ -41,90 +38,14 @@ class Line(NamedTuple):
     twin: str = ""
 
 
-class _Item(NamedTuple):
-    """A child of a subtree: `copies` subtrees of one shape, `number`."""
-
-    label: str
-    copies: int
-    numeric: bool
-    number: int
-
-
-class _Subtree(NamedTuple):
-    """tensors, nbytes: of one copy. leaf: number of the tensor of this very name, -1 for none."""
-
-    leaf: int
-    items: tuple[_Item, ...]
-    tensors: int
-    nbytes: int
-
-
 class Tree:
     """The folded tree of (name, what, nbytes) triples; `what` is all that must be equal for tensors to be one line."""
 
-    def __init__(self, tensors: Iterable[tuple[str, Hashable, int]]) -> None:
-        self._whats: list[Hashable] = []
-        self._sizes: list[int] = []
-        self._subtrees: list[_Subtree] = []
-        self._numbers: dict[Hashable, int] = {}
-        self._root = self._fold(self._trie(tensors))
-
-    def _trie(self, tensors: Iterable[tuple[str, Hashable, int]]) -> dict[Any, Any]:
-        root: dict[Any, Any] = {}
-        parents: dict[str, dict[Any, Any]] = {}  # name up to its last dot, with that dot -> node
-        known: dict[Hashable, int] = {}
-        for name, what, nbytes in tensors:
-            leaf = known.get((what, nbytes))
-            if leaf is None:
-                leaf = known[(what, nbytes)] = len(self._whats)
-                self._whats.append(what)
-                self._sizes.append(nbytes)
-            head, dot, tail = name.rpartition(".")
-            head += dot
-            node = parents.get(head) if name.count(".") < SEGMENTS else None
-            if node is None:
-                node = root
-                *path, tail = name.split(".", SEGMENTS)
-                for segment in path:
-                    node = node.setdefault(segment, {})
-                if len(path) < SEGMENTS:
-                    parents[head] = node
-            node.setdefault(tail, {})[_LEAF] = leaf
-        return root
-
-    def _fold(self, node: dict[Any, Any]) -> int:
-        """The number of the node's subtree; equal subtrees have equal numbers. Depth is at most SEGMENTS."""
-        leaf = -1
-        numeric: dict[int, list[int]] = {}
-        named: list[tuple[str, int]] = []
-        for segment, child in node.items():
-            if segment is _LEAF:
-                leaf = child
-                continue
-            number = self._fold(child)
-            if segment.isdecimal() and segment.isascii() and len(segment) < 10 and str(int(segment)) == segment:
-                numeric.setdefault(number, []).append(int(segment))
-            else:
-                named.append((segment, number))
-        key = (leaf, tuple(named), tuple((number, tuple(sorted(found))) for number, found in numeric.items()))
-        known = self._numbers.get(key)
-        if known is None:
-            known = self._numbers[key] = len(self._subtrees)
-            self._subtrees.append(self._subtree(leaf, named, numeric))
-        return known
-
-    def _subtree(self, leaf: int, named: list[tuple[str, int]], numeric: dict[int, list[int]]) -> _Subtree:
-        items = [_Item(segment, 1, False, number) for segment, number in named]
-        for number, found in sorted(numeric.items(), key=lambda pair: min(pair[1])):
-            label = str(found[0]) if len(found) == 1 else f"[{ranges(found)}]"
-            items.append(_Item(label, len(found), True, number))
-        below = [(item.copies, self._subtrees[item.number]) for item in items]
-        return _Subtree(
-            leaf,
-            tuple(items),
-            (leaf >= 0) + sum(copies * subtree.tensors for copies, subtree in below),
-            (self._sizes[leaf] if leaf >= 0 else 0) + sum(copies * subtree.nbytes for copies, subtree in below),
-        )
+    def __init__(self, tensors: Iterable[tuple[str, Hashable, int]] | Folding) -> None:
+        """tensors: rows, or a folding that has taken its columns (the road for very many)."""
+        folding = tensors if isinstance(tensors, Folding) else _folding(tensors)
+        self._root = folding.fold()
+        self._whats, self._sizes, self._subtrees = folding.whats, folding.sizes, folding.subtrees
 
     def lines(self, *, depth: int | None = None, most: int = 48) -> list[Line]:
         """The tree top down: all of it down to `depth` levels, or, without a depth, what is best seen in `most` lines.
@@ -195,8 +116,19 @@ class Tree:
     def _bare(self) -> int:
         """The number of a subtree with nothing below it."""
         if self._subtrees[-1].items or self._subtrees[-1].tensors:
-            self._subtrees.append(_Subtree(-1, (), 0, 0))
+            self._subtrees.append(Subtree(-1, (), 0, 0))
         return len(self._subtrees) - 1
+
+
+def _folding(tensors: Iterable[tuple[str, Hashable, int]]) -> Folding:
+    folding = Folding()
+    names: list[bytes] = []
+    leaves: list[int] = []
+    for name, what, nbytes in tensors:
+        names.append(name.encode("utf-8", "surrogatepass"))
+        leaves.append(folding.leaf(what, nbytes))
+    folding.add(names, leaves)
+    return folding
 
 
 class _Node:

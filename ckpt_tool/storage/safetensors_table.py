@@ -13,6 +13,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from itertools import accumulate
 
 from ckpt_tool.core.catalog import Row
+from ckpt_tool.core.listing import Block
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.storage.safetensors_file import Header
 
@@ -32,6 +33,10 @@ class HeaderTable(Mapping[TensorKey, LogicalTensor]):
         for header in self.headers:
             for name, kind in zip(header.names, header.kinds, strict=True):
                 yield Row(name, state, kind.dtype, kind.shape, kind.nbytes)
+
+    def blocks(self) -> Iterator[Block]:
+        """The tensors as columns, one block a header."""
+        return (Block(self.state, header.names.encoded, header.kinds) for header in self.headers)
 
     def header_of(self, name: str) -> tuple[Header, int]:
         """The header that holds tensor `name`, and its row there. Raises KeyError."""

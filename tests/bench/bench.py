@@ -29,8 +29,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import measure  # noqa: E402
-from measure import Contestant, Failed, Sample, in_turns, median, median_ratio, say  # noqa: E402
+import measure
+from measure import Contestant, Failed, Sample, in_turns, median, median_ratio, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

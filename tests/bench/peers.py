@@ -140,7 +140,7 @@ def _save_rank(rank: int, world: int, src: str, out: str) -> None:
     state: dict[str, Any] = {}
     for path in sorted(Path(src).glob("*.safetensors")):
         with safe_open(path, "pt") as f:
-            for name in f.keys():  # noqa: SIM118
+            for name in f.keys():
                 part = f.get_slice(name)
                 shape = part.get_shape()
                 step = -(-shape[0] // world)
@@ -158,7 +158,7 @@ def _save_rank(rank: int, world: int, src: str, out: str) -> None:
 def _read(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as f:
-            for name in f.keys():  # noqa: SIM118
+            for name in f.keys():
                 yield name, f.get_tensor(name)
 
 
@@ -166,7 +166,7 @@ def _training(folder: str) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(state, name, values) of a `sharded` folder of one rank."""
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as f:
-            for name in f.keys():  # noqa: SIM118
+            for name in f.keys():
                 yield path.name.split(".")[0], name, f.get_tensor(name)
 
 
@@ -198,7 +198,7 @@ def same_tp(hf: str, out: str, ranks: str) -> None:
     if len(files) != int(ranks):
         raise SystemExit(f"{len(files)} rank files, want {ranks}")
     handles = [safe_open(path, "pt").__enter__() for path in files]
-    names = {name for handle in handles for name in handle.keys()}  # noqa: SIM118
+    names = {name for handle in handles for name in handle.keys()}
     compared, wrong = 0, []
     for name, tensor in _read(hf):
         dim = cut_dim(name)

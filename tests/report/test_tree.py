@@ -9,6 +9,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.report.folding import Folding
 from ckpt_tool.report.tree import Line, Tree
 
 SEGMENT = st.sampled_from(["0", "1", "2", "3", "10", "a", "b", "weight", "01", "", "٣"])
@@ -122,3 +123,18 @@ def test_a_hostile_name_makes_no_deep_tree() -> None:
 def test_numbers_that_are_none_stay_names() -> None:
     labels = {line.label for line in Tree((f"x.{n}.w", 0, 1) for n in ("01", "1", "٣", "9" * 30)).lines(depth=9)}
     assert labels == {"x", "01.w", "1.w", "٣.w", "9" * 30 + ".w"}
+
+
+def test_the_order_of_a_layers_tensors_makes_no_difference() -> None:
+    """Files are cut anywhere and sort by dtype first, so equal layers come in different orders."""
+    rows = llama(3)
+    tensors = [*rows[:6], *reversed(rows[6:11]), *rows[11:]]
+    assert [line.label for line in Tree(tensors).lines(depth=1)] == ["embed.weight", "layers.[0-2]"]
+
+
+def test_columns_fold_as_rows_do() -> None:
+    rows = [*llama(12), ("7.head", "F32", 4), (".", "F32", 4), ("", "F32", 4), ("a\nb.3", "F32", 4)]
+    folding = Folding()
+    for part in (rows[:20], rows[20:]):
+        folding.add([name.encode() for name, _, _ in part], [folding.leaf(what, size) for _, what, size in part])
+    assert Tree(folding).lines(depth=9) == Tree(rows).lines(depth=9)

@@ -1,0 +1,35 @@
+"""A listing says what its rows say, whatever it was made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.listing import Block, Kind, Listing
+
+BF16, F32 = DTYPES["BF16"], DTYPES["F32"]
+MATRIX: Kind = (BF16, (2, 3), 12)
+VECTOR: Kind = (F32, (3,), 12)
+
+
+def listing() -> Listing:
+    first = Block("model", lambda: [b"a", b"b.\xc3\xa9", b"c"], [MATRIX, VECTOR, (BF16, (2, 3), 12)])
+    return Listing([first, Block("ema", lambda: [b"a"], [MATRIX])])
+
+
+def test_rows_are_what_json_shows() -> None:
+    rows = list(listing())
+    assert [(row["state"], row["name"]) for row in rows] == [
+        ("model", "a"),
+        ("model", "b.é"),
+        ("model", "c"),
+        ("ema", "a"),
+    ]
+    assert rows[0] == {"name": "a", "state": "model", "dtype": "BF16", "shape": [2, 3], "bytes": 12}
+    assert len(listing()) == 4 and listing()[-1] == rows[3] and listing()[1:3] == rows[1:3]
+
+
+def test_the_tally_counts_equal_kinds_together() -> None:
+    rows = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in listing())
+    tally = {(state, (kind[0].name, *kind[1:])): count for (state, kind), count in listing().tally().items()}
+    assert tally == rows and tally["model", ("BF16", (2, 3), 12)] == 2
