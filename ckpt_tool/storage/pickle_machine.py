@@ -31,6 +31,7 @@ from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, NumpyArray, Order
 MARK_LIMIT = 1000
 NAME_LIMIT = 10_000  # distinct globals of one pickle
 BYTES_LIMIT = 256 << 20  # bytes of one string
+LONG_TEXT = 1024  # bytes; a string longer than this, shared often, could make a value huge written out
 _BININT = struct.Struct("<i").unpack_from
 _LONG_INDEX = struct.Struct("<I").unpack_from
 
@@ -52,8 +53,9 @@ class Machine:
     """
 
     __slots__ = (
-        "at", "condemned", "copies", "count", "data", "end", "good_getattr", "items", "memo", "meta", "opcodes",
-        "origin", "pos", "protocol", "refill", "size", "span_from", "stack", "stopped", "storages", "symbols", "tiers", "uses",
+        "at", "condemned", "copies", "count", "data", "end", "good_getattr", "items", "longest", "memo", "meta",
+        "opcodes", "origin", "pos", "protocol", "refill", "size", "span_from", "stack", "start", "stopped", "storages",
+        "symbols", "tiers", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +68,8 @@ class Machine:
         self.opcodes = opcodes
         self.span_from = span_from
         self.refill = refill
+        self.start = origin
+        self.longest = 0  # bytes of the longest string so far
         self.protocol = 0
         self.count = 0  # number of the opcode being executed, from 0
         self.at = 0  # its index in data
@@ -255,7 +259,7 @@ class Machine:
                     continue
                 elif op == 0x58:  # BINUNICODE
                     end = pos + 4 + _LONG_INDEX(data, pos)[0]
-                    if end > len(data):
+                    if end - pos > LONG_TEXT or end > len(data):
                         self.fits(end - at, at)
                     push(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
                     pos = end
@@ -293,6 +297,7 @@ class Machine:
             raise Misuse(f"an argument of {nbytes} bytes, want at most {limit}", "E0369")
         if at + nbytes > len(self.data):
             raise MoreWanted(nbytes)
+        self.longest = max(self.longest, nbytes)
 
     def put(self, index: int, value: Any) -> None:
         """Memo entry `index`. Picklers number from 0 (Python 2's C pickler from 1), so a jump is a fault: a list that

@@ -53,6 +53,7 @@ def _line(m: Machine, pos: int, limit: int = LINE_LIMIT) -> tuple[bytes, int]:
         if m.origin + len(m.data) >= m.end:
             raise Misuse("the pickle ends inside a text argument", "E0360")
         raise MoreWanted(min(pos - m.at + limit + 1, m.end - m.origin - m.at))
+    m.longest = max(m.longest, end - pos)
     return m.data[pos:end], end + 1
 
 

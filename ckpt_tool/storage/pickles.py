@@ -14,8 +14,9 @@ are references to storages. It imports nothing that a file names, and the standa
 Every name falls into one of three tiers (`pickle_globals`): understood, kept as a record, unsafe. Unsafe names do not
 stop the reading: `inspect` shows them, every other caller passes the result to `refuse_unsafe`.
 
-Cost: about 0.1 us an opcode; 100,000 chunks of DCP metadata in about a second. Values nest at most 200 deep and, fully
-written out, hold at most 100 million parts, so that no caller meets a billion laughs or a list that holds itself.
+Cost: about 0.1 us an opcode; 100,000 chunks of DCP metadata in about a second. Values nest at most 200 deep and, written
+out in full, have at most a million parts and 16 for each opcode, so that no caller meets a billion laughs or a list that
+holds itself.
 What it does not do: check that a dict key was written once (the last wins, as for every unpickler), follow storages,
 keep NumPy's scalar types.
 """
@@ -29,7 +30,7 @@ from typing import Any
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
-from ckpt_tool.storage.pickle_machine import Machine
+from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
     GlobalUse,
     MissingField,
@@ -55,7 +56,6 @@ __all__ = [
 OPCODE_LIMIT = 10_000_000  # of one pickle
 METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves: about 80 opcodes a chunk
 DEPTH_LIMIT = 200  # of nested values
-PARTS_LIMIT = 100_000_000  # containers of a value written out in full, shared parts counted each time
 _WINDOW = 1 << 20  # bytes read at a time by load_file
 
 
@@ -172,7 +172,8 @@ def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) ->
     gc.disable()  # a million new containers would be scanned again and again; nothing here makes garbage in cycles
     try:
         value = machine.run()
-        _check_shape(value, machine.count + 1)
+        stream = machine.origin + machine.pos - machine.start
+        _check_shape(value, machine.count + 1, stream, texts=machine.longest > LONG_TEXT)
     except Misuse as e:
         raise _fault(e, machine, path, member) from e
     finally:
@@ -246,6 +247,8 @@ def _parts(item: Any) -> Any:
         return (item.attributes,)
     if kind is WrapperRef:
         return (item.local, item.spec, item.state)
+    if kind is NumpyArray:
+        return (item.data,)
     return ()
 
 
@@ -263,59 +266,71 @@ def _holds_tensor(value: Any) -> bool:
     return False
 
 
-def _check_shape(value: Any, opcodes: int) -> None:
+def _check_shape(value: Any, opcodes: int, nbytes: int, *, texts: bool) -> None:
     """Raise Misuse E0370 when the value holds itself, nests too deep or would be huge written out.
 
-    Level by level through containers alone. A value without sharing has no more containers than opcodes; one that
-    shares gets the exact count instead.
+    opcodes, nbytes: of the stream. texts: does it hold strings long enough to matter?
+    Level by level through containers alone. A value without sharing has no more parts than opcodes; one that shares
+    gets the exact count instead.
     """
     budget = 2 * opcodes + 1000
     level, depth = ([value] if type(value) in _INSIDE else []), 0
-    while level:
+    while level and depth < DEPTH_LIMIT and budget >= 0 and not texts:
         depth += 1
         budget -= len(level)
-        if depth > DEPTH_LIMIT or budget < 0:
-            _check_shared(value)
-            return
         below: list[Any] = []
         for item in level:
             kind = type(item)
             if kind is dict:
                 below += [part for part in item.values() if type(part) in _INSIDE]
                 below += [part for part in item if type(part) is tuple]
+                budget -= len(item)
             elif kind is Record:
                 if item.state is not None:
                     below.append(item.state)
                 if item.args:
                     below.append(item.args)
             else:
-                below += [part for part in _parts(item) if type(part) in _INSIDE]
+                parts = _parts(item)
+                below += [part for part in parts if type(part) in _INSIDE]
+                budget -= len(parts)
+            if budget < 0:
+                break
         level = below
+    if level or budget < 0:
+        _check_shared(value, 1_000_000 + 16 * opcodes, (1 << 26) + 16 * nbytes)
 
 
-def _check_shared(value: Any) -> None:
-    """The exact check, each container once: depth and size of the value written out, cycles included."""
-    size: dict[int, int] = {}
+def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
+    """The exact check, each container once: depth, parts and characters of the value written out, cycles included."""
     depth: dict[int, int] = {}
+    size: dict[int, int] = {}
+    text: dict[int, int] = {}
     todo: list[tuple[Any, bool]] = [(value, False)]
     while todo:
         item, done = todo.pop()
         key = id(item)
-        parts = [part for part in _parts(item) if type(part) in _INSIDE]
+        if not done and key in depth:
+            continue
+        parts = _parts(item)
+        inside = [part for part in parts if type(part) in _INSIDE]
         if not done:
-            if key in depth:
-                continue
             depth[key] = 0  # open: meeting it again below means that it holds itself
             todo.append((item, True))
-            for part in parts:
+            for part in inside:
                 if depth.get(id(part)) == 0:
                     raise Misuse(f"a {type(part).__name__} holds itself", "E0370")
                 if id(part) not in depth:
                     todo.append((part, False))
             continue
-        depth[key] = 1 + max((depth[id(part)] for part in parts), default=0)
-        size[key] = 1 + sum(size[id(part)] for part in parts)
+        depth[key] = 1 + max((depth[id(part)] for part in inside), default=0)
+        size[key] = len(parts) + sum(size[id(part)] for part in inside)
+        text[key] = sum(text[id(part)] for part in inside) + sum(
+            len(part) for part in parts if type(part) is str or type(part) is bytes
+        )
         if depth[key] > DEPTH_LIMIT:
             raise Misuse(f"values nest more than {DEPTH_LIMIT} deep", "E0370")
-        if size[key] > PARTS_LIMIT:
-            raise Misuse(f"written out in full the value has more than {PARTS_LIMIT} parts", "E0370")
+        if size[key] > most_parts or text[key] > most_text:
+            raise Misuse(
+                f"written out in full the value has more than {most_parts} parts or {most_text} characters", "E0370"
+            )

@@ -74,6 +74,8 @@ class Archive:
         for at, piece in (self._ahead, self._tail, self._first):
             if at <= offset and offset + nbytes <= at + len(piece):
                 return piece[offset - at : offset - at + nbytes]
+        if offset + nbytes + ahead > self.length:
+            raise self.corrupt(f"{nbytes} bytes wanted at {offset} of {self.length}", "E0341", min(offset, self.length))
         piece = self.tree.read(self.path, self.start + offset, nbytes + ahead)
         self._ahead = (offset, piece)
         if offset == 0:

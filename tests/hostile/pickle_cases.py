@@ -169,6 +169,17 @@ def laughs():
     return out + b"."
 
 
+def wide_laughs():
+    """One list of 100,000 numbers in 100,000 places: 10^10 parts in half a megabyte."""
+    items = b"](" + b"K\1" * 100_000 + b"e"
+    return b"\x80\x02" + items + b"q\x000](" + b"h\x00" * 100_000 + b"e."
+
+
+def long_laughs():
+    """One text of a megabyte in 100,000 places."""
+    return b"\x80\x02" + text("x" * 1_000_000) + b"q\x000](" + b"h\x00" * 100_000 + b"e."
+
+
 def itself():
     return b"\x80\x02]q\x00h\x00a."
 
@@ -359,6 +370,8 @@ CASES = [
     ("D7-negative-get", put(b"\x80\x02]q\0g-1\n."), 3, ("memo index",)),
     ("D7-copies", put(copies()), 3, ("again",)),
     ("D8-laughs", put(laughs()), 3, ("parts",)),
+    ("D8-wide-laughs", put(wide_laughs()), 3, ("parts",)),
+    ("D8-long-laughs", put(long_laughs()), 3, ("characters",)),
     ("D8-itself", put(itself()), 3, ("holds itself",)),
     ("D8-itself-by-a-tuple", put(itself_by_a_tuple()), 3, ("holds itself",)),
     ("D8-deep-tuples", put(deep_tuples()), 3, ("deep",)),
