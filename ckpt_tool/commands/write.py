@@ -241,7 +241,8 @@ def _layout(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tu
             )  # fmt: skip
         degrees = {name: size for name, size in degrees.items() if name not in foreign}
     cuts = {row.tensor.key.name: dim for row in chosen.stored
-            if row.tensor.key.state == MODEL and (dim := _cut_dim(row.tensor)) is not None}  # fmt: skip
+            if row.tensor.key.state == MODEL
+            and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None}  # fmt: skip
     zero = fmt.holds.zero if writing.zero is None else writing.zero
     return lay_out(
         wanted.tensors, Wishes(Mesh.of(**degrees), zero, writing.on_indivisible, rules, cuts, writing.pp_split)
@@ -271,15 +272,24 @@ def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, in
     return out
 
 
-def _cut_dim(tensor: LogicalTensor) -> int | None:
-    """The one dim along which the source's ranks cut the tensor, None when none or several."""
+def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
+    """The one dim along which the source's tensor parallel ranks cut the tensor, None when none or several.
+
+    mesh: the source's, where it is known: a cut into as many bands as there are data ranks alone is no tensor cut.
+    """
     dims = {
         d
         for chunk in tensor.chunks
         for d, (n, full) in enumerate(zip(chunk.box.shape, tensor.shape, strict=True))
         if n != full
     }
-    return dims.pop() if len(dims) == 1 else None
+    if len(dims) != 1:
+        return None
+    dim = dims.pop()
+    bands, tp = len({chunk.box.offset[dim] for chunk in tensor.chunks}), mesh["tp"]
+    if mesh.dims and (tp == 1 or bands not in (tp, tp * mesh["dp"] * mesh["ep"])):
+        return None
+    return dim
 
 
 def _report(

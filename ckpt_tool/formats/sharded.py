@@ -24,9 +24,9 @@ Specification, version 1 (ours; the container is safetensors as of `safetensors`
   extents, from the array's first element, that hold values; the rest is zeros.
 * `ckpt.index.json`: `mesh`; `files` with path, size in bytes, state, rank and a hash of the boxes; `tensors` by state and
   name with dtype, shape, digest, the number of their placement, and `path` where the source nested them; `placements`:
-  `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims, their `granules` [[tensor dim, elements], ...];
-  `layout`, the rule that gave them; `fallbacks` {requested, used, reason, better, tensors}; `extras` and `source.hints` in
-  the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`; `schema_version`.
+  `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims
+  with their `granules` [[tensor dim, elements], ...]; `fallbacks` {requested, used, reason, better, tensors}; `extras` and
+  `source.hints` in the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`; `schema_version`.
 * A digest of 32 zeros or 32 `-` means that it was not computed.
 
 Reading costs the index and every header, and holds each against the other: a file that is missing, of another size, of
@@ -208,7 +208,6 @@ def _index_file(wanted: Wanted, layout: Layout, extras: object, files: list[File
         },
         placements=tuple(numbers),
         fallbacks=fallbacks_of([item.key for item in wanted.tensors], layout),
-        layout=layout.source,
         extras=extras,
         source_format=str(wanted.hints.get(ORIGIN, wanted.source_format)),
         hints=_plain(hints, "hints"),

@@ -65,14 +65,13 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The whole index. extras, hints: in the JSON form of `core.extras`. layout: which rule gave the placements."""
+    """The whole index. extras, hints: in the JSON form of `core.extras`."""
 
     mesh: Mesh
     files: tuple[FileEntry, ...]
     tensors: Mapping[TensorKey, TensorEntry]
     placements: tuple[Placement, ...]
     fallbacks: tuple[dict[str, Any], ...] = ()
-    layout: str = ""
     extras: Any = None
     source_format: str = ""
     hints: Any = None
@@ -151,7 +150,6 @@ def index_text(index: Index) -> tuple[bytes, dict[TensorKey, int]]:
         f'"extras":{dumps(index.extras)},\n',
         f'"fallbacks":{_lines(map(dumps, index.fallbacks), "[]")},\n',
         f'"files":{_lines((dumps(_file_json(f)) for f in sorted(index.files, key=lambda f: f.path)), "[]")},\n',
-        f'"layout":{dumps(index.layout)},\n',
         f'"mesh":{dumps(index.mesh.to_json())},\n',
         f'"placements":{_lines((dumps(_placement_json(p)) for p in index.placements), "[]")},\n',
         f'"save":"{index.save}",\n',
@@ -317,7 +315,6 @@ def parse_index(document: object, path: str) -> Index:
         },
         placements=placements,
         fallbacks=tuple({name: part.value for name, part in item.items()} for item in top["fallbacks"].each()),
-        layout=top["layout"].text(),
         extras=top["extras"].value,
         source_format=top["source"]["format"].text(),
         hints=top["source"]["hints"].value,

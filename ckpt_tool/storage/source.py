@@ -305,7 +305,7 @@ class Tree:
         first = self._seen.setdefault(path, now)
         if first != now:
             raise SourceChanged(
-                "the file changed after its header was read", code="E0602", path=self.display(path),
+                "the file changed after its header was read", code="E0604", path=self.display(path),
                 hint="run again when nothing writes into the checkpoint any more",
             )  # fmt: skip
         return first

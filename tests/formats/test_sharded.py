@@ -207,7 +207,6 @@ def test_the_index_says_everything(tiny: Path) -> None:
     assert index["placements"][entry["placement"]] == {"shard": [[0, ["tp"]], [1, ["dp"]]]}
     rng = index["placements"][index["tensors"]["extras"]["rng"]["placement"]]
     assert rng == {"shard": [], "at": {"tp": 0, "dp": 1}}
-    assert index["layout"] == "by hand"
     assert index["source"] == {"format": "dcp", "hints": {"prefix": "model."}}
     assert index["extras"] == {"iteration": 7, "betas": {"$tuple": [0.9, 0.95]}}
     assert index["sidefiles"] == ["config.json"]
