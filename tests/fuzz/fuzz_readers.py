@@ -210,9 +210,9 @@ def main():
     atheris.Setup(
         [
             sys.argv[0],
-            corpus,
+            os.path.join(corpus, mode),
             f"-max_len={LIMIT}",
-            "-timeout=10",
+            "-timeout=25",
             "-rss_limit_mb=2048",
             f"-artifact_prefix={corpus}/{mode}-",
             *options,
