@@ -24,24 +24,19 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.extras import Symbol
 from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.dcp_folders import METADATA, is_pair
+from ckpt_tool.formats.dcp_pickle import MetadataPickle
 from ckpt_tool.formats.state_nesting import nest
 from ckpt_tool.formats.state_tree import dotted
-from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.pickle_writer import dumps, stored
 from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
 
-VERSION = "1.0.0"
 ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
 ALIGNMENT = 64  # bytes between items
-_META = "torch.distributed.checkpoint.metadata."
-_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_ENCODING = Symbol(_META + "_MEM_FORMAT_ENCODING", (0,))
 
 
 class _Slot(NamedTuple):
@@ -233,42 +228,20 @@ class _Writer:
 
     def _metadata(self, leaves: Mapping[str, tuple[Path, Any]], folder: str) -> bytes:
         """`.metadata` of these leaves, file names relative to `folder`."""
-        states: dict[str, Record] = {}
-        storage: dict[Record, Record] = {}
+        writer = MetadataPickle()
         for key, (_, value) in leaves.items():
-            items = self.items[key]
             if isinstance(value, _Slot):
                 tensor = self.wanted.tensors[value.number]
-                chunks = [_record("ChunkStorageMetadata", offsets=i.offset, sizes=i.shape) for i in items]
-                states[key] = _record(
-                    "TensorStorageMetadata", properties=_properties(tensor.dtype), size=tensor.shape, chunks=chunks
-                )
+                boxes = ((item.offset or (), item.shape) for item in self.items[key])
+                writer.tensor(key, tensor.dtype, tensor.shape, boxes)
             else:
-                states[key] = _record("BytesStorageMetadata")
-            for number, item in enumerate(items):
-                index = _record(
-                    "MetadataIndex", fqn=key, offset=item.offset, index=None if item.offset is None else number
-                )
-                info = {"relative_path": item.file.removeprefix(folder), "offset": item.at, "length": item.nbytes}
-                storage[index] = Record(_INFO, (), info)
-        metadata = _record(
-            "Metadata", state_dict_metadata=states, planner_data={key: path for key, (path, _) in leaves.items()},
-            storage_data=storage,
-            storage_meta=_record("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
-            version=VERSION,
-        )  # fmt: skip
-        return dumps(metadata, protocol=4)
-
-
-def _record(name: str, **state: Any) -> Record:
-    return Record(_META + name, (), state)
-
-
-def _properties(dtype: DType) -> Record:
-    return _record(
-        "TensorProperties", dtype=Symbol(f"torch.{dtype.torch}"), layout=Symbol("torch.strided"), requires_grad=False,
-        memory_format=_ENCODING, pin_memory=False,
-    )  # fmt: skip
+                writer.obj(key)
+        items = (
+            (key, item.offset, None if item.offset is None else number, item.file[len(folder) :], item.at, item.nbytes)
+            for key in leaves
+            for number, item in enumerate(self.items[key])
+        )
+        return writer.close({key: path for key, (path, _) in leaves.items()}, items)
 
 
 def _held(tensor: WantedTensor) -> DType:
