@@ -260,9 +260,9 @@ def _zip64(archive: Archive, extra: bytes, fields: tuple[int, ...], where: int) 
 def _plain(archive: Archive, raw: bytes, flags: int, mode: int, where: int) -> str:
     """The member's name as text, refused unless it is a plain relative path to a regular file or a folder."""
     try:
-        name = raw.decode("utf-8" if flags & 0x800 else "cp437")
+        name = raw.decode("utf-8" if flags & 0x800 else "ascii")
     except UnicodeDecodeError as e:
-        raise archive.corrupt(f"a member's name is not UTF-8: {e.reason}", "E0341", where) from e
+        raise archive.corrupt(f"a member's name is neither ASCII nor UTF-8: {e.reason}", "E0341", where) from e
     reason = ""
     parts = name.split("/")
     if not _PLAIN_NAME.match(name) or "." in parts or ".." in parts:

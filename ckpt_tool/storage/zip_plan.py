@@ -16,7 +16,6 @@ and the sizes, so equal input gives equal bytes. What it does not do: TorchScrip
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from collections.abc import Sequence
@@ -87,6 +86,8 @@ def plan_zip(root: str, pickle: bytes, storages: Sequence[tuple[str, int]], *, b
 
 def _serialization_id(pickle: bytes, storages: Sequence[tuple[str, int]]) -> bytes:
     """40 decimal digits, as torch writes; torch hashes names and CRCs, this hashes what is known before the values."""
+    import hashlib  # OpenSSL behind it takes longer to load than most checkpoints to inspect
+
     digest = hashlib.sha256(pickle + repr([tuple(item) for item in storages]).encode()).digest()
     return str(int.from_bytes(digest[:17], "big") % 10**40).zfill(40).encode()
 

@@ -8,6 +8,9 @@ import json
 import math
 import pathlib
 import random
+import subprocess
+import sys
+import textwrap
 import zipfile
 import zlib
 
@@ -406,6 +409,37 @@ def test_hostile_zips(case, tmp_path):
         assert all(word.lower() in text for word in words), text
         assert error.hint and error.path and isinstance(error, CorruptFile | UnsafeInput | InputError)
     assert path.read_bytes() == before
+
+
+def test_reading_opens_the_file_and_does_nothing_else(tmp_path):
+    """Every hostile zip again in a fresh process whose audit hook records what the interpreter is asked to do."""
+    for number, (_, make, _, _) in enumerate(HOSTILE.CASES):
+        folder = tmp_path / f"{number:03}"
+        folder.mkdir()
+        make(folder)
+    script = """
+    import os, sys
+    from ckpt_tool.errors import CkptError
+    from ckpt_tool.storage import pickles, pickle_opcodes, source, torch_stream, torchzip
+    trees = [source.Tree(os.path.join(sys.argv[1], folder, "model.pt")) for folder in sorted(os.listdir(sys.argv[1]))]
+    seen = set()
+    sys.addaudithook(lambda event, args: seen.add((event, str(args[0]) if event != "builtins.id" else "")))
+    for tree in trees:
+        try:
+            if torch_stream.is_stream(tree.head("model.pt")):
+                torch_stream.TorchStream.open(tree, "model.pt")
+            else:
+                torchzip.TorchZip.open(tree, "model.pt").pickled()
+        except CkptError as e:
+            e.to_json()
+    print(len(trees), sorted({event for event, _ in seen} - {"builtins.id"}))
+    print({name for event, name in seen if event == "open" and not name.endswith("model.pt")})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True,
+        cwd=HERE.parents[1], check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [f"{len(HOSTILE.CASES)} ['open']", "set()"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("form", ["zip", "stream"])
