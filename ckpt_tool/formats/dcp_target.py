@@ -104,7 +104,20 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
             writer.tensor(key, path, value.number)
     files = writer.finished(leaves)
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
-    return Target("dcp", (*files, *copies), notes=tuple(nested.notes))
+    empty = list(_empty_dicts(nested.tree))
+    lost = [f"empty dicts leave no trace in a DCP: {', '.join(empty[:20])}"] if empty else []
+    return Target("dcp", (*files, *copies), notes=(*nested.notes, *lost))
+
+
+def _empty_dicts(value: Any, path: Path = ()) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if not value and path:
+            yield dotted(path)
+        for key, item in value.items():
+            yield from _empty_dicts(item, (*path, str(key)))
+    elif isinstance(value, list) and not _terminal(value):
+        for i, item in enumerate(value):
+            yield from _empty_dicts(item, (*path, i))
 
 
 def _folders(hints: Mapping[str, Any]) -> dict[str, str]:

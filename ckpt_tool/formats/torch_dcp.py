@@ -37,7 +37,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
-from ckpt_tool.formats import dcp_folders, hf_files
+from ckpt_tool.formats import checksums, dcp_folders, hf_files
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.dcp_folders import Save
 from ckpt_tool.formats.dcp_items import Items, ReadObject
@@ -68,7 +68,8 @@ class _Dcp:
         return Evidence(dcp_folders.why(saves)) if saves else None
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
-        """The catalog, from `.metadata` and the zip directories of the items; object items are read whole.
+        """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
+        `require_checksums` (bool) refuses files without CRCs (E0397).
 
         Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes), InconsistentCheckpoint (E0308
         overlap, E0389, E0394), InputError (E0393, E0395, E0396, E0399), and what the containers raise.
@@ -82,7 +83,7 @@ class _Dcp:
         dcp_folders.check(saves, tree.display())
         listings = [read_listing(tree, save.folder, save.metadata) for save in saves]
         _check_files(tree, saves, listings)
-        catalog = _Reading(tree, saves, listings).catalog()
+        catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
         catalog.check()
         return catalog
 
@@ -123,7 +124,7 @@ class _Reading:
         self.tensors: list[LogicalTensor] = []  # keys are given later
         self.extras = _Extras()
 
-    def catalog(self) -> Catalog:
+    def catalog(self, *, required: bool) -> Catalog:
         for listing in self.listings:
             arrays = self.items.arrays(listing.tensors.values())
             for entry in listing.tensors.values():
@@ -153,7 +154,7 @@ class _Reading:
             mesh,
             (*self._metadata(), *files),
             tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
-            (*named.notes, *self._notes(files)),
+            (*named.notes, *self._notes(files), *checksums.missing(self.tree, tensors.values(), required=required)),
             tuple(
                 dict.fromkeys((*(u for each in self.listings for u in each.unsafe), *self.items.unsafe, *self.unsafe))
             ),

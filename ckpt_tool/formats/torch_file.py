@@ -35,7 +35,6 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import (
-    CorruptFile,
     Incomplete,
     InconsistentCheckpoint,
     InputError,
@@ -43,7 +42,7 @@ from ckpt_tool.errors import (
     UnsafeInput,
     UsageError,
 )
-from ckpt_tool.formats import hf_files, torch_choice
+from ckpt_tool.formats import checksums, hf_files, torch_choice
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf_index import read_index, write_index
 from ckpt_tool.formats.hf_safetensors import pack
@@ -60,7 +59,7 @@ from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refus
 from ckpt_tool.storage.torchzip import TorchZip, plan_zip
 
 MISSING, ABSENT, STRANGER, TWICE = "E0380", "E0381", "E0382", "E0383"
-FOREIGN, NO_CHECKSUM, DTENSOR = "E0393", "E0397", "E0399"
+FOREIGN, DTENSOR = "E0393", "E0399"
 SINGLE = "checkpoint.pt"
 ROOT = "archive"  # one name for all, so that a file's bytes do not depend on what it is called
 SHOWN = 100
@@ -109,7 +108,7 @@ class _Torch:
         expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
         files = {name: _read_file(tree, name) for name in expected}
         notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=bool(options.get("lenient")))]
-        return _catalog(tree, chosen, files, notes, checksums=bool(options.get("require_checksums")))
+        return _catalog(tree, chosen, files, notes, required=bool(options.get("require_checksums")))
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """One file, or Hugging Face's layout for a model alone."""
@@ -210,7 +209,7 @@ def _hold_against(tree: Tree, expected: Mapping[str, Any], files: Mapping[str, _
     return notes
 
 
-def _catalog(tree: Tree, chosen: Chosen, files: Mapping[str, _File], notes: list[Note], *, checksums: bool) -> Catalog:
+def _catalog(tree: Tree, chosen: Chosen, files: Mapping[str, _File], notes: list[Note], *, required: bool) -> Catalog:
     found = [leaf for file in files.values() for leaf in file.leaves]
     extras: dict[str, Any] = {}
     for file in files.values():
@@ -230,7 +229,7 @@ def _catalog(tree: Tree, chosen: Chosen, files: Mapping[str, _File], notes: list
     }
     names = tuple(files)
     sidefiles = () if tree.single else tuple(name for name in tree.names() if hf_files.is_sidefile(name))
-    notes += [*named.notes, *_sharing(tensors), *_checksums(tree, tensors, required=checksums)]
+    notes += [*named.notes, *_sharing(tensors), *checksums.missing(tree, tensors.values(), required=required)]
     return Catalog(
         "torch", tensors, extras, files=((chosen.index, *names) if chosen.index else names), sidefiles=sidefiles,
         notes=tuple(notes), unsafe=tuple(line for file in files.values() for line in file.unsafe), hints=hints,
@@ -265,20 +264,6 @@ def _sharing(tensors: Mapping[TensorKey, LogicalTensor]) -> list[Note]:
             Note("N-expanded", f"{len(repeated)} tensors repeat their elements (stride 0), written in full: {shown}")
         )
     return notes
-
-
-def _checksums(tree: Tree, tensors: Mapping[TensorKey, LogicalTensor], *, required: bool) -> list[Note]:
-    without = [tensor for tensor in tensors.values() if tensor.numel and tensor.chunks[0].array.crc is None]
-    if not without:
-        return []
-    path = without[0].chunks[0].array.path
-    message = f"{len(without)} of {len(tensors)} tensors have no checksum in the file"
-    if required:
-        raise CorruptFile(
-            message, code=NO_CHECKSUM, path=tree.display(path), key=str(without[0].key),
-            hint="it was written without CRCs (or before torch 1.6): save it again, or drop --require-checksums",
-        )  # fmt: skip
-    return [Note("N-no-checksum", message, path)]
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------

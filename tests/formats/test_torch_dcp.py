@@ -354,6 +354,20 @@ def test_what_our_pickles_cannot_hold_is_left_out_and_named() -> None:
     assert any("args: some.framework.Config" in note for note in target.notes)
 
 
+def test_empty_dicts_are_lost_and_named(tmp_path: Path) -> None:
+    wanted = wanted_of({TensorKey("w"): ramp((2,))}, extras={"a": {"b": {}, "c": 1}, "d": [{}], "e": []})
+    target = FORMAT.target(wanted, along_rows(wanted))
+    assert any("a.b, d.0" in note for note in target.notes)
+    write(target, tmp_path, [bits(ramp((2,)))])
+    assert set(load(tmp_path)) == {"model.w", "a.c", "e"}
+
+
+def test_checksums_can_be_required() -> None:
+    FORMAT.read(Tree(FIXTURES / "dcp" / "fsdp2_dp4"), {"require_checksums": True})
+    with pytest.raises(CkptError, match="no checksum"):
+        FORMAT.read(Tree(FIXTURES / "dcp" / "safetensors_2d"), {"require_checksums": True})
+
+
 def test_what_cannot_be_written_is_a_usage_error() -> None:
     clash = wanted_of({TensorKey("a.b"): ramp((2,)), TensorKey("c"): ramp((2,))}, extras={"model": {"a": {"b": 3}}})
     with pytest.raises(UsageError, match="flatten") as raised:

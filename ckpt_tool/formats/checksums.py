@@ -1,0 +1,34 @@
+"""Which tensors of a torch container have a CRC in their file, told in a note, or refused where checksums are required.
+
+A torch zip has a CRC-32 a storage, valid unless the writer switched it off; a legacy stream and a safetensors file inside a
+DCP folder have none. The CRC itself is checked by whoever reads the bytes. Cost: one look at each array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.source import Tree
+
+NO_CHECKSUM = "E0397"
+
+
+def missing(tree: Tree, tensors: Iterable[LogicalTensor], *, required: bool) -> list[Note]:
+    """A note about tensors without a CRC. Raises CorruptFile (E0397) when `required`."""
+    without = [t for t in tensors if t.numel and any(chunk.array.crc is None for chunk in t.chunks)]
+    if not without:
+        return []
+    path = next(chunk.array.path for chunk in without[0].chunks if chunk.array.crc is None)
+    message = f"{len(without)} tensors have no checksum in their file"
+    if required:
+        raise CorruptFile(
+            message,
+            code=NO_CHECKSUM,
+            path=tree.display(path),
+            key=str(without[0].key),
+            hint="it was written without CRCs (or before torch 1.6): save it again, or drop --require-checksums",
+        )
+    return [Note("N-no-checksum", message, path)]
