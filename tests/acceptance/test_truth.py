@@ -61,7 +61,7 @@ def test_the_truth_is_what_torch_loads(case: Case) -> None:
     assert_same(got, case.truth())
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", ALL + cases("sharded"))
 def test_inspect_lists_what_the_run_held(case: Case, ckpt: Runner) -> None:
     said = ckpt("inspect", case.path)
     truth = case.truth()
@@ -98,7 +98,7 @@ def shown_as_length(got: object, want: object) -> bool:
     return isinstance(got, str) and isinstance(want, str) and got == f"<{len(want) // 2} bytes>"
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", ALL + cases("sharded"))
 def test_verify_finds_it_sound_and_sharded_holds_every_bit(case: Case, ckpt: Runner, tmp_path: Path) -> None:
     said = ckpt("verify", case.path)
     assert said["ok"] is True and [row for row in said["findings"] if not row["code"].startswith("W-")] == []
