@@ -36,7 +36,8 @@ from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree, safe_relative
 
-INDEX_LIMIT = 256 << 20  # bytes; 700,000 tensors
+INDEX_LIMIT = 256 << 20  # bytes; DeepSeek-V3 with its optimizer's states has 55 MB
+INDEX_VALUES = 20_000_000  # JSON values in it
 METADATA = "/__metadata__"
 
 _Found = dict[TensorKey, list[Chunk]]
@@ -56,7 +57,8 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
             hint="run the command that wrote it again, or copy the index too if this is a copy",
         )  # fmt: skip
     shown = tree.display(INDEX)
-    index = parse_index(strict_json.parse(tree.read_whole(INDEX, limit=INDEX_LIMIT), path=shown), shown)
+    text = tree.read_whole(INDEX, limit=INDEX_LIMIT)
+    index = parse_index(strict_json.parse(text, path=shown, limit=INDEX_VALUES), shown)
     sidefiles = _check_files(tree, index)
     found: _Found = {}
     faults: list[CkptError] = []

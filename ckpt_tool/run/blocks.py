@@ -65,8 +65,16 @@ class FdCache:
         return fd
 
     def close(self) -> None:
+        """Close them all; then raise the first failure: a network file system may tell of a lost write only here."""
+        failed: OSError | None = None
         while self._fds:
-            os.close(self._fds.popitem()[1])
+            fd = self._fds.popitem()[1]
+            try:
+                os.close(fd)
+            except OSError as e:
+                failed = failed or e
+        if failed is not None:
+            raise failed
 
 
 class Files(Protocol):
@@ -373,4 +381,7 @@ class Writer:
             self.pieces.setdefault(file, Pieces()).add(offset, view, breaks=starts.__contains__)
 
     def close(self) -> None:
-        self.fds.close()
+        try:
+            self.fds.close()
+        except OSError as e:
+            raise wrap_os_error(e, self._staging.path, "closing a staged file") from e

@@ -270,8 +270,12 @@ class Executor:
                 for pieces, into in ((reader.pieces, state.source_pieces), (writer.pieces, state.output_pieces)):
                     for file, collected in pieces.items():
                         into.setdefault(file, []).extend(collected.take())
-            reader.close()
-            writer.close()
+            try:
+                reader.close()
+                writer.close()
+            except (OSError, CkptError) as e:
+                with state.lock:
+                    state.error = state.error or e
 
     def _next(self, state: _State, me: int) -> tuple[int, Unit] | None:
         """The first unit whose output files no other thread is writing, else the first."""
@@ -341,6 +345,8 @@ class Executor:
         if self._fsync:
             sync_all(staging, self._names)
         staging.commit(single=self.plan.single)
+        if self.progress and staging.left is not None:
+            self.progress.note(f"{staging.left} could not be removed; the output is complete: ckpt clean removes it")
         if not self.hashing:
             digests = digests_out = {}
         return Result(digests, digests_out, overflows, committed=True)

@@ -385,7 +385,11 @@ class _FdCache(OrderedDict[str, int]):
 
     def close(self) -> None:
         while self:
-            os.close(self.popitem()[1])
+            fd = self.popitem()[1]
+            try:
+                os.close(fd)
+            except OSError:  # nothing was written through it: nothing is lost
+                continue
 
     def __del__(self) -> None:
         self.close()

@@ -205,6 +205,11 @@ class Staging:
                 os.unlink(entry.path)
 
     @property
+    def left(self) -> Path | None:
+        """After a commit: the staging folder where it could not be removed."""
+        return self.path if os.path.lexists(self.path) else None
+
+    @property
     def worth_keeping(self) -> bool:
         """Is there finished work in the folder that the same command could go on from?"""
         return self._recorded or any("unit" in line for line in self.resumed)
@@ -268,13 +273,19 @@ class Staging:
             os.fsync(fd)
         except OSError as e:
             self.failed_sync = True
-            raise wrap_os_error(e, self.path / name, "fsync") from e
-        finally:
             os.close(fd)
+            raise wrap_os_error(e, self.path / name, "fsync") from e
+        try:
+            os.close(fd)
+        except OSError as e:
+            self.failed_sync = True
+            raise wrap_os_error(e, self.path / name, "closing") from e
 
     def discard(self) -> None:
-        """Remove the staging folder: nothing of this run is left."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the staging folder: nothing of this run is left. One part of a plan leaves it: others' finished work
+        lies there too; but for a failed fsync, after which nothing in it can be trusted."""
+        if self.part is None or self.failed_sync:
+            _remove(self.path)
         self._release()
 
     def commit(self, *, single: str | None = None) -> None:
@@ -301,7 +312,7 @@ class Staging:
         finally:
             self._release()
             if self.path.exists():  # what --force replaced, or the emptied folder of a single file
-                shutil.rmtree(self.path, ignore_errors=True)
+                _remove(self.path)
 
     def _rename(self, staged: Path, final: Path) -> None:
         try:
@@ -309,7 +320,7 @@ class Staging:
                 _mark_replaced(final)
                 _renameat2(staged, final, _RENAME_EXCHANGE)
                 if staged != self.path and staged.is_dir():
-                    shutil.rmtree(staged, ignore_errors=True)
+                    _remove(staged)
             else:
                 _renameat2(staged, final, _RENAME_NOREPLACE)
         except FileExistsError as e:
@@ -348,6 +359,14 @@ def _was_replaced(path: Path) -> bool:
         return os.getxattr(path, _REPLACED, follow_symlinks=False) == b"1"
     except OSError:
         return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that is not needed any more; what can't be removed stays for `ckpt clean`."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # rmtree closes a descriptor twice when the first close fails
+        return
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -65,21 +65,22 @@ def pointer(*parts: str | int) -> str:
     return "".join("/" + str(part)[:200].replace("~", "~0").replace("/", "~1") for part in parts)
 
 
-def parse(raw: bytes, *, path: str, offset: int = 0, place: str = "") -> Any:
+def parse(raw: bytes, *, path: str, offset: int = 0, place: str = "", limit: int = VALUE_LIMIT) -> Any:
     """The value of the JSON document `raw`.
 
     Args:
         raw: the whole document.
         path: the file, for messages. offset: bytes from its start to `raw[0]`.
         place: the pointer of the document itself where it lies inside another one.
+        limit: values of the document.
 
     Raises CorruptFile (E0319 not UTF-8, E0320 syntax, E0321 duplicate key, E0322 NaN or Infinity, E0323 a limit,
     E0324 lone surrogate) with byte offset and JSON pointer.
     """
-    found = _quick(raw)
+    found = _quick(raw, limit)
     if found is not None:
         return found[0]
-    exact = _Exact(raw, path, offset, place)
+    exact = _Exact(raw, path, offset, place, limit)
     value, end = exact.value(0)
     exact.expect_end(end)
     return value

@@ -16,7 +16,7 @@ on paths or descriptors below `under` count. What can be done at operation `at` 
 
 With `on` the fault strikes at every operation from `at` on. `uid`: the child gives up root first.
 
-`ops` gets one line an operation: kind, path. It wraps the functions of `os` that the tool calls, and the one libc call
+`ops` gets one line an operation: kind, path; a `close_ro` is a close of what was open for reading alone. It wraps the functions of `os` that the tool calls, and the one libc call
 that it makes; what happens below them is the kernel's.
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import importlib
 import io
 import json
@@ -131,6 +132,9 @@ def wrap(fault: Fault) -> None:
         except OSError:
             return None
 
+    def read_only(fd: int) -> bool:
+        return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+
     def by_path(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             where = os.fsdecode(path) if not isinstance(path, int) else path_of(path)
@@ -147,7 +151,8 @@ def wrap(fault: Fault) -> None:
     def by_fd(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(fd: Any, *args: Any, **kwargs: Any) -> Any:
             where = path_of(args[0] if name == "copy_file_range" else fd)
-            if not fault.due(name, where):
+            kind = "close_ro" if name == "close" and where is not None and read_only(fd) else name
+            if not fault.due(kind, where):
                 return real(fd, *args, **kwargs)
             if fault.do == "errno" and name == "close":
                 real(fd)  # a failing close has closed the descriptor
