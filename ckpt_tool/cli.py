@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ckpt_tool.cli_job import plain_job
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
-    from ckpt_tool.cli_verbs import Job, Show
+    from ckpt_tool.cli_job import Job, Show
 
 PIPE_CLOSED = 141  # what a shell reports for a process that SIGPIPE ended
 
@@ -42,12 +43,14 @@ def run(arguments: Sequence[str]) -> int:
 
             _say(sys.stderr, help_text())
             return 2
-        from ckpt_tool.cli_parser import parse
+        job = plain_job(arguments)
+        if job is None:
+            from ckpt_tool.cli_parser import parse
 
-        parsed = parse(arguments)
-        if isinstance(parsed, int):
-            return parsed
-        job = parsed
+            parsed = parse(arguments)
+            if isinstance(parsed, int):
+                return parsed
+            job = parsed
         return _run(job)
     except KeyboardInterrupt as stop:
         return _interrupted(stop, job, arguments)

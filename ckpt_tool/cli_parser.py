@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from ckpt_tool.errors import UsageError, near_misses
 
 if TYPE_CHECKING:
-    from ckpt_tool.cli_verbs import Job
+    from ckpt_tool.cli_job import Job
 
 # verb -> what the list of verbs says of it
 VERBS = {

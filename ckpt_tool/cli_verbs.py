@@ -7,11 +7,11 @@ A verb's command is imported when the job runs, so `--help` and usage errors cos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tool.cli_job import Document, Job, Show, inspect_job
 from ckpt_tool.cli_options import (
     APPLY,
     CLEAN,
@@ -48,39 +48,6 @@ from ckpt_tool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tool.report.page import Page
-
-Document = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Show:
-    """How a result is shown. verbose: 0, 1 (lists uncut), 2 (tracebacks)."""
-
-    json: bool = False
-    progress: str = "auto"
-    quiet: bool = False
-    verbose: int = 0
-    report: str | None = None
-    color: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A verb, ready to run.
-
-    run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing to find fault
-    with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it writes.
-    sources: where no report may be put.
-    """
-
-    verb: str
-    show: Show
-    run: Callable[[Progress], Document]
-    page: Callable[[Document, bool], Page]
-    sound: Callable[[Document], bool] = lambda document: True
-    writes: bool = False
-    plans: bool = False
-    sources: tuple[str, ...] = ()
 
 
 def _show(given: Given) -> Show:
@@ -129,18 +96,8 @@ def inspect(src: Source, given: Given) -> Job:
     taken.settle()
     reading = _reading(_without(given, "state"))
 
-    def run(progress: Progress) -> Document:
-        from ckpt_tool.commands.inspect import inspect as command
-
-        wanted = {name: bool(given[name]) for name in ("placement", "security", "stats")}
-        return command(src, reading, match=match, states=states, columns=not show.json, **wanted)
-
-    def page(document: Document, uncut: bool) -> Page:
-        from ckpt_tool.report.inspection import inspection
-
-        return inspection(document, depth=depth, everything=uncut)
-
-    return Job("inspect", show, run, page, sources=(src,))
+    wanted = {name: bool(given[name]) for name in ("placement", "security", "stats")}
+    return inspect_job(src, show, reading, depth=depth, match=match, states=states, **wanted)
 
 
 def _without(given: Given, *names: str) -> Given:

@@ -21,6 +21,7 @@ import pytest
 
 import ckpt_tool
 from ckpt_tool import cli, cli_options, cli_parser, cli_verbs
+from ckpt_tool.cli_job import plain_job
 from ckpt_tool.commands import apply, clean, convert, diff, doctor, inspect, merge, verify
 from ckpt_tool.commands.options import Reading, ReadingOptions, Writing, WritingOptions
 from ckpt_tool.errors import (
@@ -102,7 +103,19 @@ def test_inspect_arrives(stub: dict[str, Stub]) -> None:
     assert stub["inspect"].args == ("x", Reading(from_format="dcp"))
     assert stub["inspect"].kwargs == {
         "match": ("a*", "re:b"), "states": ("model", "ema"), "placement": False, "security": False, "stats": True,
+        "columns": True,
     }  # fmt: skip
+
+
+def test_a_bare_inspect_is_the_same_job_without_the_parser(stub: dict[str, Stub]) -> None:
+    calls = []
+    for line in (["inspect", "x"], ["inspect", "x", "--progress", "auto"]):
+        assert run(*line) == 0
+        calls.append((stub["inspect"].args, stub["inspect"].kwargs))
+    (args, kwargs), parsed = calls
+    defaults = {"match": (), "states": (), "placement": False, "security": False, "stats": False}
+    assert (args, {**defaults, **kwargs}) == parsed
+    assert all(plain_job(line) is None for line in (["inspect"], ["inspect", "--help"], ["inspect", ""], ["diff", "x"]))
 
 
 @pytest.mark.parametrize("verb", ["reshard", "convert"])

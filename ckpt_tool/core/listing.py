@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, overload
 
@@ -62,9 +63,16 @@ class Listing(Sequence[dict[str, Any]]):
     def tally(self) -> dict[tuple[str, Kind], int]:
         """How many tensors there are of each state and kind, in order of first sight."""
         found: dict[tuple[str, Kind], int] = {}
-        for state, _, kinds in self.blocks:
-            by_object = {id(kind): kind for kind in kinds}  # a reader gives equal tensors one kind: hash it once
-            for number, count in Counter(map(id, kinds)).items():
-                key = (state, by_object[number])
-                found[key] = found.get(key, 0) + count
+        for (state, _, _), kinds in zip(self.blocks, self.distinct, strict=True):
+            for kind, count in kinds:
+                found[state, kind] = found.get((state, kind), 0) + count
         return found
+
+    @cached_property
+    def distinct(self) -> tuple[tuple[tuple[Kind, int], ...], ...]:
+        """For each block its kinds, one entry an object, and how many tensors have it."""
+        return tuple(
+            tuple((objects[number], count) for number, count in Counter(map(id, block.kinds)).items())
+            for block in self.blocks
+            for objects in (dict(zip(map(id, block.kinds), block.kinds, strict=True)),)
+        )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
 
 
 @dataclass(frozen=True, slots=True)

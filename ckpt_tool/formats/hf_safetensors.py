@@ -26,12 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, InternalError
 from ckpt_tool.formats import hf_files, hf_shards
@@ -49,6 +47,10 @@ from ckpt_tool.storage.safetensors_file import (
 )
 from ckpt_tool.storage.safetensors_table import HeaderTable, first_twice
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor
 
 STEM = "model"
 METADATA = {"format": "pt"}
@@ -329,6 +331,8 @@ def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
 
 
 def _target(wanted: Wanted) -> Target:
+    from ckpt_tool.core.target import Target, TargetFile, whole_file
+
     if any(tensor.key.state != "model" for tensor in wanted.tensors):
         raise InternalError("a model-only format was asked for training state")
     if wanted.single is not None:
@@ -374,6 +378,8 @@ def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _file(path: str, tensors: Sequence[WantedTensor], rows: Sequence[int]) -> TargetFile:
+    from ckpt_tool.core.target import TargetArray, TargetFile
+
     chosen = [tensors[row] for row in rows]
     head, offsets, size = build_header([(each.key.name, each.dtype, each.shape) for each in chosen], METADATA)
     arrays = (

@@ -47,7 +47,8 @@ def _may_be_dcp(tree: Tree) -> bool:
 
 
 def _may_be_sharded(tree: Tree) -> bool:
-    return any(name.count(".") > 1 for name in tree.names())  # ckpt.index.json, model.tp00.safetensors
+    names = tree.names()
+    return "ckpt.index.json" in names or any(n.endswith(".safetensors") and n.count(".") > 1 for n in names)
 
 
 def _may_be(tree: Tree) -> bool:

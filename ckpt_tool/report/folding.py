@@ -95,7 +95,7 @@ class Folding:
         self._rows: list[_Row] = []
         self._row_numbers = _Made(self._row)
         self._tails = _Made(self._tail)
-        self._cuts = _Made(_cut)
+        self._splits = _Made(self._split)
         self._root: list[int] = []
         self._groups: list[_Group] = []
         self._group_rows: list[int] = []
@@ -113,13 +113,15 @@ class Folding:
         masks: Sequence[bytes] = b"\n".join(names).translate(_MASK).split(b"\n")
         if len(masks) != len(names):  # a name with a line feed
             masks = [name.translate(_MASK) for name in names]
-        cuts, blocks, tails, root = self._cuts, self._blocks, self._tails, self._root
-        for name, mask, leaf in zip(names, masks, leaves, strict=True):
-            cut = cuts[mask]
+        splits, blocks, tails, root = self._splits, self._blocks, self._tails, self._root
+        for name, key in zip(names, zip(masks, leaves, strict=True), strict=True):
+            cut, tail = splits[key]
+            if tail < 0:
+                tail = tails[name[cut:] if cut else b"." + name, key[1]]
             if cut:
-                blocks[name[:cut]].append(tails[name[cut:], leaf])
+                blocks[name[:cut]].append(tail)
             else:
-                root.append(tails[b"." + name, leaf])
+                root.append(tail)
 
     def fold(self) -> int:
         """The number of the whole tree's subtree."""
@@ -143,6 +145,13 @@ class Folding:
     def _row(self, row: _Row) -> int:
         self._rows.append(row)
         return len(self._rows) - 1
+
+    def _split(self, key: tuple[bytes, int]) -> tuple[int, int]:
+        """Where to cut a name of this mask and leaf, and its tail; -1 where that has digits, which the mask hides."""
+        mask, leaf = key
+        cut = _cut(mask)
+        text = mask[cut:] if cut else b"." + mask
+        return cut, -1 if b"0" in text or b"1" in text else self._tails[text, leaf]
 
     def _tail(self, key: tuple[bytes, int]) -> int:
         text, leaf = key

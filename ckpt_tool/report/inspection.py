@@ -121,11 +121,8 @@ def _folded(listing: Listing, depth: int | None) -> Table:
     if len({block.state for block in listing.blocks}) > 1:
         return _tree(listing, depth)
     folding = Folding()
-    for state, names, kinds in listing.blocks:
-        numbers = {
-            id(kind): folding.leaf((state, kind[0].name, kind[1], ""), kind[2])
-            for kind in {id(kind): kind for kind in kinds}.values()
-        }
+    for (state, names, kinds), distinct in zip(listing.blocks, listing.distinct, strict=True):
+        numbers = {id(kind): folding.leaf((state, kind[0].name, kind[1], ""), kind[2]) for kind, _ in distinct}
         folding.add(names(), map(numbers.__getitem__, map(id, kinds)))
     return _table(Tree(folding), depth, placed=False, title="")
 

@@ -136,8 +136,13 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
             known[spelled] = kind
         names += columns[0]
         kinds += map(known.__getitem__, columns[1])
+        first = len(begins)
         begins.extend(map(int, columns[2]))
-        ends.extend(map(int, columns[3]))
+        if columns[3][:-1] == columns[2][1:]:  # end to end, as nearly always: don't read the same digits twice
+            ends.extend(begins[first + 1 :])
+            ends.append(int(columns[3][-1]))
+        else:
+            ends.extend(map(int, columns[3]))
     if not _sound_names(names) or list(map(sub, ends, begins)) != [kind.nbytes for kind in kinds]:
         return None
     if not _tiles(begins, ends):
@@ -187,11 +192,12 @@ def _kind(spelled: bytes, spelling: _Spelling) -> Kind | None:
 
 
 def _sound_names(names: Sequence[bytes]) -> bool:
+    distinct = set(names)
     return (
         len(names) <= TENSOR_LIMIT
         and max(map(len, names)) <= NAME_LIMIT
-        and len(set(names)) == len(names)
-        and METADATA.encode() not in names
+        and len(distinct) == len(names)
+        and METADATA.encode() not in distinct
     )
 
 
