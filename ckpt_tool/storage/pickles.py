@@ -15,7 +15,7 @@ Every name falls into one of three tiers (`pickle_globals`): understood, kept as
 stop the reading: `inspect` shows them, every other caller passes the result to `refuse_unsafe`.
 
 Cost: about 0.1 us an opcode; 100,000 chunks of DCP metadata in about a second. Values nest at most 200 deep and, written
-out in full, have at most a million parts and 16 for each opcode, so that no caller meets a billion laughs or a list that
+out in full, have at most 100,000 parts and 16 for each opcode, so that no caller meets a billion laughs or a list that
 holds itself.
 What it does not do: check that a dict key was written once (the last wins, as for every unpickler), follow storages,
 keep NumPy's scalar types.
@@ -298,7 +298,7 @@ def _check_shape(value: Any, opcodes: int, nbytes: int, *, texts: bool) -> None:
                 break
         level = below
     if level or budget < 0:
-        _check_shared(value, 1_000_000 + 16 * opcodes, (1 << 26) + 16 * nbytes)
+        _check_shared(value, 100_000 + 16 * opcodes, (1 << 22) + 16 * nbytes)
 
 
 def _check_shared(value: Any, most_parts: int, most_text: int) -> None:

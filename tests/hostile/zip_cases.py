@@ -98,6 +98,35 @@ def both(raw, member, field, value, code="<H"):
     return patched(raw, central(raw, member) + field + 2, value, code)
 
 
+class Pipe(io.RawIOBase):
+    """A stream that zipfile can't seek in, so that it writes data descriptors, as torch does."""
+
+    def __init__(self):
+        self.data = bytearray()
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.data += data
+        return len(data)
+
+
+def described():
+    """A zip with data descriptors."""
+    pipe = Pipe()
+    with zipfile.ZipFile(pipe, "w") as zipped:
+        for member, data in sound():
+            zipped.writestr(zipfile.ZipInfo("model/" + member), data)
+    return bytes(pipe.data)
+
+
+def descriptor(field, value):
+    """The descriptor of data/0 with one of its words changed: 4 its CRC, 8 and 12 its sizes."""
+    raw = described()
+    return patched(raw, raw.index(FLOATS) + len(FLOATS) + field, value, "<I")
+
+
 def put(raw, filename="model.pt"):
     def make(folder):
         path = folder / filename
@@ -198,12 +227,14 @@ def bad_crc():
     return both(raw, "model/data.pkl", 14, 0x12345678, "<I")
 
 
-def legacy(tail=b""):
+def legacy(tail=b"", numel=6):
     """The stream of torch before 1.6, one float tensor."""
     ref = b"(" + text("storage") + name("torch", "FloatStorage") + text("7") + text("cpu") + plain(6) + b"NtQ"
     system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     parts = [pickle.dumps(value, protocol=2) for value in (0x1950A86A20F9469CFC6C, 1001, system)]
-    return b"".join([*parts, state(w=tensor(ref=ref)), pickle.dumps(["7"], protocol=2), struct.pack("<q", 6)]) + tail
+    return (
+        b"".join([*parts, state(w=tensor(ref=ref)), pickle.dumps(["7"], protocol=2), struct.pack("<q", numel)]) + tail
+    )
 
 
 def tar():
@@ -248,6 +279,10 @@ CASES = [
         {"*": 4},
         (),
     ),
+    ("C5-described", put(described), 0, ()),
+    ("C5-descriptor-crc", put(lambda: descriptor(4, 7)), 4, ("descriptor",)),
+    ("C5-descriptor-size", put(lambda: descriptor(12, 20)), 4, ("descriptor",)),
+    ("C5-descriptor-mark", put(lambda: descriptor(0, 20)), 4, ("descriptor",)),
     ("C6-same-bytes", put(lambda: overlapping(False)), 4, ()),
     ("C6-quoted", put(lambda: overlapping(True)), 4, ("overlap",)),
     ("C7-bomb", put(bomb), 4, ("deflate",)),
@@ -282,11 +317,13 @@ CASES = [
     ("C13-missing", put(zipped(byteorder=None)), 0, ()),
     ("C14-prepended", put(lambda: b"MZ" + bytes(510) + archive()), 4, ()),
     ("C14-comment", put(lambda: commented(b"c" * 65535)), 4, ("follow",)),
+    ("C14-comment-that-is-not", put(lambda: patched(archive(), len(archive()) - 2, 5)), 4, ()),
     ("C14-fake-end", put(lambda: commented(b"PK\5\6" + bytes(40))), 4, ()),
     ("C14-hidden-gap", put(lambda: _gap(b"hidden" * 10)), 4, ("bytes",)),
     ("C15-tar", put(tar), 3, ("tar",)),
     ("C15-legacy", put(lambda: legacy(FLOATS)), 0, ()),
     ("C15-legacy-truncated", put(lambda: legacy(FLOATS[:-1])), 3, ("storage 7",)),
+    ("C15-legacy-other-size", put(lambda: legacy(FLOATS, 5)), 3, ("5 elements",)),
     ("C15-legacy-trailing", put(lambda: legacy(FLOATS + b"x")), 4, ("follow",)),
     ("C16-million", put(many), 3, ()),
     ("C17-bad-pickle-crc", put(bad_crc), 3, ("crc", "data.pkl")),

@@ -134,7 +134,7 @@ def test_the_opcode_number_and_offset_of_a_name_are_told():
 
 def test_a_value_may_share_parts():
     big = list(range(1000))
-    value = [big] * 500 + [{"again": big}]
+    value = [big] * 80 + [{"again": big}]
     assert value_of(pickle.dumps(value)) == value
 
 
@@ -309,6 +309,22 @@ def test_weights_on_unknown_objects_are_refused():
     with pytest.raises(CkptError, match="sparse") as sparse:
         pickles.refuse_weight_bearing([Opaque("torch._utils._rebuild_sparse_tensor", ((tensor,),))], "x.pt")
     assert sparse.value.code == "E0374" and sparse.value.exit_code == 3
+
+
+@pytest.mark.parametrize("end", [b".", b"\x94.", b"\x94\x94.", b"0N."], ids=repr)
+def test_runs_of_opcodes_taken_in_one_step_mean_the_same(end):
+    """`torch.Size((2, 3))` and `Class()` with a state, as CPython writes them and as it does not."""
+    size = b"\x80\x04ctorch\nSize\n\x94K\x02K\x03\x86"
+    want = None if end == b"0N." else (2, 3)
+    for middle in (b"\x94\x85\x94R", b"\x85\x94R", b"\x94\x85R", b"\x85R"):
+        done = read(size + middle + end)
+        assert done.value == want and done.opcodes == len(middle + end) + 6
+    record = b"\x80\x04ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n\x94"
+    for middle in (b")\x81\x94}\x94(", b")\x81}\x94(", b")\x81\x94}("):
+        done = read(record + middle + b"\x8c\x07offsetsK\x05ub.")
+        assert done.value.offsets == 5 and done.opcodes == len(middle) + 8
+    shared = b"\x80\x04(" + size[2:] + b"\x94\x85\x94R\x94h\x01h\x02h\x03t."
+    assert value_of(shared) == ((2, 3), (2, 3), ((2, 3),), (2, 3))
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

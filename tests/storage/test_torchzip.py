@@ -247,6 +247,15 @@ def test_an_item_inside_a_file_takes_two_reads(tmp_path):
         head = item.head
 
 
+def test_bytes_of_no_member_are_not_read(tmp_path):
+    raw = HOSTILE._gap(bytes(20 << 20))
+    (tmp_path / "model.pt").write_bytes(raw)
+    tree = Tree(tmp_path / "model.pt")
+    with pytest.raises(UnsafeInput, match="belong"):
+        TorchZip.open(tree, "model.pt")
+    assert tree.bytes_read < 300_000
+
+
 def test_a_directory_repacked_by_another_zip_tool_is_read(tmp_path):
     """No descriptors, no alignment, folder entries, other order of members."""
     torch.save({"w": ramp((4, 5), torch.int64)}, tmp_path / "a.pt")
@@ -357,7 +366,7 @@ def test_a_root_is_a_plain_name(root):
         plan_zip(root, b"", [])
 
 
-def test_archives_beyond_4_gib(tmp_path):
+def test_archives_beyond_4_gib(tmp_path, monkeypatch):
     """Zip64: a storage of more than 4 GiB, one behind it, and a directory behind that; the storages are holes."""
     path = tmp_path / "big.pt"
     big, small = (1 << 32) + 100, 40
@@ -372,7 +381,14 @@ def test_archives_beyond_4_gib(tmp_path):
         for hole in plan.crcs[1]:
             file.seek(hole)
             file.write(zlib.crc32(blob).to_bytes(4, "little"))
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # torch then checks the offsets that it computes
     got = torch.load(path, weights_only=True, mmap=True)
+    from torch.utils.serialization import config
+
+    config.load.calculate_storage_offsets = True
+    calculated = torch.load(path, weights_only=True, mmap=True)
+    config.load.calculate_storage_offsets = False
+    assert torch.equal(calculated["b"], got["b"])
     assert got["a"].shape == (big,) and got["a"][-1] == 7 and got["a"][:5].sum() == 0
     assert torch.equal(got["b"], ramp((10,), torch.float32))
     with zipfile.ZipFile(path) as zipped:
