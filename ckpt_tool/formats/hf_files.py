@@ -41,6 +41,9 @@ SIDEFILES_BY_NAME = (
 
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
+_SHARDED = re.compile(
+    r"[\w%-]+(?:[._](?:tp|pp|ep|etp|dp|cp|vpp)\d{2,})+\.safetensors"
+)  # a rank's, its index lost or not
 _PADDLE = re.compile(r"(master_weights|optimizer)([-.].*)?\.safetensors(\.index\.json)?")
 
 
@@ -64,7 +67,9 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     """
     paths = sorted(listing)
     names = [path for path in paths if "/" not in path]
-    if "ckpt.index.json" in names or ".metadata" in names or any(_PADDLE.fullmatch(name) for name in names):
+    if "ckpt.index.json" in names or any(_SHARDED.fullmatch(name) for name in names):
+        return None
+    if ".metadata" in names or any(_PADDLE.fullmatch(name) for name in names):
         return None
     weights = [name for name in names if name.endswith(SUFFIX) and not name.startswith("adapter_model")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("adapter_model")]

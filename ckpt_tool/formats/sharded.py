@@ -27,6 +27,9 @@ Specification, version 1 (ours; the container is safetensors as of `safetensors`
   `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims
   with their `granules` [[tensor dim, elements], ...]; `fallbacks` {requested, used, reason, better, tensors}; `extras` and
   `source.hints` in the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`; `schema_version`.
+* Hashes are the 32 hex digits of BLAKE2b-128 over UTF-8 text. Canonical JSON has sorted keys, no spaces, ASCII. A file's
+  `boxes` in the index: of the metadata's `boxes`, followed by the canonical JSON of the sorted [[name, dtype, shape], ...]
+  of its arrays. `save`: of the canonical JSON of [mesh, extras, {path: boxes}].
 * A digest of 32 zeros or 32 `-` means that it was not computed.
 
 Reading costs the index and every header, and holds each against the other: a file that is missing, of another size, of

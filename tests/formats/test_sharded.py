@@ -34,6 +34,7 @@ from ckpt_tool.errors import (
     UnsafeInput,
     UsageError,
 )
+from ckpt_tool.formats import registry
 from ckpt_tool.formats.sharded import FORMAT
 from ckpt_tool.formats.sharded_index import INDEX, boxes_hash, file_name, save_id
 from ckpt_tool.storage.source import Tree
@@ -476,6 +477,7 @@ def test_without_its_index_a_save_is_unfinished(tiny: Path) -> None:
     (tiny / INDEX).unlink()
     evidence = FORMAT.detect(Tree(tiny))
     assert evidence is not None and "missing" in evidence.why
+    assert registry.detect(Tree(tiny))[0].name == "sharded", "no other format may take the ranks' files for a model"
     error = fault(tiny, Incomplete, "E0395")
     assert "written last" in error.message and "not finished" in error.message and error.exit_code == 3
 
