@@ -5,7 +5,7 @@
             standard classes that real checkpoints carry: kept as records of their arguments and state
     tier 3  everything else: `os.system`, `builtins.eval`, unknown modules, dotted names, torch's loaders: unsafe
 
-    >>> tier("torch._utils", "_rebuild_tensor_v2"), tier("megatron.core.enums", "ModelType"), tier("posix", "system")
+    >>> tier("torch._utils", "_rebuild_tensor_v2"), tier("megatron.training.x", "Thing"), tier("posix", "system")
     (1, 2, 3)
     >>> tier("collections", "OrderedDict.__reduce__")      # a dotted name walks attributes: never in a table
     3

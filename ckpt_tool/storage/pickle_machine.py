@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.storage.pickle_builders import BUILDERS, COPYING, enum_member
-from ckpt_tool.storage.pickle_globals import ENUMS, GETATTR, RECORDS, canonical, full_name, function_like, tier
-from ckpt_tool.storage.pickle_numpy import set_array_state, set_dtype_state
-from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, NumpyArray, OrderedMap, Record, StorageRef, safe_key
+from ckpt_tool.storage.pickle_builders import BUILDERS
+from ckpt_tool.storage.pickle_calls import build_state, call, dict_of, list_of
+from ckpt_tool.storage.pickle_globals import GETATTR, RECORDS, canonical, full_name, tier
+from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, Record, StorageRef, safe_key
 
 MARK_LIMIT = 1000
 NAME_LIMIT = 10_000  # distinct globals of one pickle
@@ -121,6 +121,8 @@ class Machine:
         raise Misuse("an opcode finds too few objects, or no such memo entry", "E0363") from error
 
     def _loop(self) -> None:
+        """Execute until STOP or an exception. One long function by intent: a call for each opcode would double the
+        time, and the opcodes inlined here are nine of ten in any file."""
         from ckpt_tool.storage.pickle_opcodes import HANDLERS
 
         data, pos, meta, memo = self.data, self.pos, self.meta, self.memo
@@ -165,7 +167,7 @@ class Machine:
                         if args == () and type(made) is Symbol and made.name in records and not made.args:
                             stack[-1] = Record(made.name)
                         else:
-                            stack[-1] = self.call(made, args)
+                            stack[-1] = call(self, made, args)
                         continue
                     if op == 0x89:  # NEWFALSE
                         push(False)
@@ -215,7 +217,7 @@ class Machine:
                     if type(made) is Record and made.state is None and type(state) is dict:
                         made.state = state
                     else:
-                        self.build(made, state)
+                        build_state(self, made, state)
                     continue
                 elif op == 0x75:  # SETITEMS
                     items = stack
@@ -225,7 +227,7 @@ class Machine:
                         raise Misuse("SETITEMS with a key and no value", "E0363")
                     target = stack[-1]
                     if type(target) is not dict:
-                        target = self.dict_of(target)
+                        target = dict_of(self, target)
                     for i in range(0, len(items), 2):
                         key = items[i]
                         target[key if type(key) is str and len(key) < 4096 else safe_key(key)] = items[i + 1]
@@ -235,14 +237,14 @@ class Machine:
                     made = stack[-1]
                     build = builders.get(made.name) if type(made) is Symbol else None
                     if build is None or made.args or type(args) is not tuple:
-                        stack[-1] = self.call(made, args)
+                        stack[-1] = call(self, made, args)
                     else:
                         stack[-1] = build(args)
                     continue
                 elif op == 0x61:  # APPEND
                     last = stack.pop()
                     target = stack[-1]
-                    (target if type(target) is list else self.list_of(target)).append(last)
+                    (target if type(target) is list else list_of(self, target)).append(last)
                     continue
                 elif op == 0x5D:  # EMPTY_LIST
                     push([])
@@ -346,129 +348,3 @@ class Machine:
         self.copies -= nitems
         if self.copies < 0:
             raise Misuse("values are copied again and again", "E0370")
-
-    def call(self, made: Any, args: Any) -> Any:
-        """What a call of `made` with `args` stands for. Nothing is called but our own builders."""
-        if type(args) is not tuple:
-            raise Misuse(f"a call's arguments are {type(args).__name__}, not a tuple", "E0363")
-        if type(made) is Opaque:  # an instance that would be called: whatever that does, it is code
-            self.condemned.add(made.name)
-            return Opaque(made.name, args)
-        if type(made) is not Symbol or made.args:
-            raise Misuse(f"calls a {type(made).__name__}", "E0363")
-        name = made.name
-        build = BUILDERS.get(name) or COPYING.get(name)
-        if build is not None:
-            if name in COPYING:
-                self.charge(sum(len(arg) for arg in args[:3] if hasattr(arg, "__len__")))
-            try:
-                return build(args)
-            except Misuse as e:
-                if e.code != "E0420":
-                    raise
-                self.condemned.add(name)  # `_codecs.encode` with another codec
-                return Opaque(name, args)
-        if name in RECORDS:
-            return Record(name, args, dict(zip(RECORDS[name], args, strict=False)) if args else None)
-        if name in ENUMS and len(args) == 1:
-            return enum_member(name, args[0])
-        if name == GETATTR:
-            return self._getattr(args)
-        if name.startswith("copyreg.") and len(args) > 1:
-            return self._copyreg(name, args)
-        if name == "builtins.type" or (function_like(name) and self.tiers.get(name, 2) == 2):
-            self.condemned.add(name)
-        return Opaque(name, args)
-
-    def _copyreg(self, name: str, args: tuple[Any, ...]) -> Any:
-        """The constructors that protocols 0 and 1 spell as functions: `_reconstructor(class, base, state)` and
-        `__newobj__(class, *args)`, `__newobj_ex__(class, args, kwargs)`."""
-        self.charge(len(args))
-        if name == "copyreg._reconstructor" and len(args) == 3:
-            return self.call(args[0], () if args[2] is None else (args[2],))
-        if name == "copyreg.__newobj_ex__" and len(args) == 3 and type(args[1]) is tuple:
-            return self.call(args[0], (*args[1], args[2]) if args[2] else args[1])
-        if name == "copyreg.__newobj__":
-            return self.call(args[0], args[1:])
-        raise Misuse(f"bad arguments of {name}", "E0363")
-
-    def _getattr(self, args: tuple[Any, ...]) -> Any:
-        """`getattr(Enum, "MEMBER")`, as Python 3.11 pickled enums; anything else is unsafe."""
-        if len(args) == 2 and type(args[0]) is Symbol and not args[0].args and args[0].name in ENUMS:
-            member = args[1]
-            if type(member) is str and member.isidentifier() and not member.startswith("_"):
-                if self.good_getattr is None:
-                    self.good_getattr = True
-                return enum_member(args[0].name, member)
-        self.good_getattr = False
-        return Opaque(GETATTR, args)
-
-    def build(self, made: Any, state: Any) -> None:
-        """BUILD: the object's state, on records alone."""
-        kind = type(made)
-        if kind is Record:
-            fields = _fields_of(made, state)
-            self.charge(len(fields) + len(made.state or ()))
-            made.state = {**(made.state or {}), **fields}
-        elif kind is Opaque:
-            if isinstance(made.state, dict) and isinstance(state, dict):
-                self.charge(len(state) + len(made.state))
-                state = {**made.state, **state}
-            object.__setattr__(made, "state", state)  # filled in place: the memo holds the object already
-        elif kind is NumpyArray:
-            if type(state) is tuple and state and type(state[-1]) is str:
-                self.charge(len(state[-1]))
-            set_array_state(made, state)
-        elif kind is OrderedMap:
-            made.attributes = state
-        elif kind is Symbol and made.name == "numpy.dtype" and made.args:
-            set_dtype_state(made, state)
-        else:
-            raise Misuse(f"BUILD sets the state of a {made.name if kind is Symbol else kind.__name__}", "E0365")
-
-    def dict_of(self, target: Any) -> dict[Any, Any]:
-        """What SETITEM(S) may write to: a dict, or the items of an object of an unknown class."""
-        if isinstance(target, dict):
-            return target
-        made = self._items_of(target, dict, "SETITEM")
-        return made  # type: ignore[no-any-return]
-
-    def list_of(self, target: Any) -> list[Any]:
-        """What APPEND(S) may write to."""
-        if type(target) is list:
-            return target
-        made = self._items_of(target, list, "APPEND")
-        return made  # type: ignore[no-any-return]
-
-    def set_of(self, target: Any) -> set[Any]:
-        """What ADDITEMS may write to."""
-        if type(target) is set:
-            return target
-        made = self._items_of(target, set, "ADDITEMS")
-        return made  # type: ignore[no-any-return]
-
-    def _items_of(self, target: Any, kind: type, opcode: str) -> Any:
-        """The items of a subclass of list, dict or set: the last of the Opaque's arguments."""
-        if type(target) is not Opaque:
-            raise Misuse(f"{opcode} on a {type(target).__name__}", "E0364")
-        _, items = self.items.get(id(target), (None, None))
-        if items is None:
-            self.charge(len(target.args))
-            items = kind()
-            self.items[id(target)] = (target, items)
-            object.__setattr__(target, "args", (*target.args, items))
-        if type(items) is not kind:
-            raise Misuse(f"{opcode} on an object that holds a {type(items).__name__}", "E0364")
-        return items
-
-
-def _fields_of(made: Record, state: Any) -> dict[str, Any]:
-    """A record's state as fields: a dict, a tuple in the class's order, or a pair (dict, dict of slots)."""
-    if isinstance(state, dict):
-        return state
-    if type(state) is tuple and len(state) == 2 and type(state[1]) is dict and (not state[0] or type(state[0]) is dict):
-        return {**(state[0] or {}), **state[1]}
-    names = RECORDS[made.name]
-    if type(state) is tuple and len(state) <= len(names):
-        return dict(zip(names, state, strict=False))
-    raise Misuse(f"state of a {made.name} is malformed", "E0365")

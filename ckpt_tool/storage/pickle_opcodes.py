@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.storage.pickle_builders import storage
+from ckpt_tool.storage.pickle_calls import call, dict_of, list_of, set_of
 from ckpt_tool.storage.pickle_machine import MoreWanted
 from ckpt_tool.storage.pickle_values import Misuse, Span, StorageRef, safe_key
 
@@ -205,19 +206,19 @@ def _empty_set(m: Machine, pos: int) -> int:
 
 def _appends(m: Machine, pos: int) -> int:
     items = _pop_mark(m)
-    m.list_of(m.stack[-1]).extend(items)
+    list_of(m, m.stack[-1]).extend(items)
     return pos
 
 
 def _setitem(m: Machine, pos: int) -> int:
     value, key = m.stack.pop(), m.stack.pop()
-    m.dict_of(m.stack[-1])[safe_key(key)] = value
+    dict_of(m, m.stack[-1])[safe_key(key)] = value
     return pos
 
 
 def _additems(m: Machine, pos: int) -> int:
     items = _pop_mark(m)
-    m.set_of(m.stack[-1]).update(safe_key(item) for item in items)
+    set_of(m, m.stack[-1]).update(safe_key(item) for item in items)
     return pos
 
 
@@ -282,13 +283,13 @@ def _inst(m: Machine, pos: int) -> int:
     module, name, pos = _two_lines(m, pos)
     made = m.name(module, name)
     args = _pop_mark(m)
-    m.stack.append(m.call(made, tuple(args)))
+    m.stack.append(call(m, made, tuple(args)))
     return pos
 
 
 def _obj(m: Machine, pos: int) -> int:
     args = _pop_mark(m)
-    m.stack.append(m.call(args[0], tuple(args[1:])))
+    m.stack.append(call(m, args[0], tuple(args[1:])))
     return pos
 
 
@@ -296,7 +297,7 @@ def _newobj_ex(m: Machine, pos: int) -> int:
     kwargs, args = m.stack.pop(), m.stack.pop()
     if not isinstance(kwargs, dict) or type(args) is not tuple:
         raise Misuse("NEWOBJ_EX wants a tuple and a dict", "E0363")
-    m.stack[-1] = m.call(m.stack[-1], (*args, kwargs) if kwargs else args)
+    m.stack[-1] = call(m, m.stack[-1], (*args, kwargs) if kwargs else args)
     return pos
 
 

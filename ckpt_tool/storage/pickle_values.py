@@ -286,7 +286,7 @@ def _safe_part(key: Any, room: list[int]) -> Any:
     if kind is tuple:
         return tuple(_safe_part(item, room) for item in key)
     if kind is Opaque:
-        plain = all(type(item) in SCALARS for item in key.args)
+        plain = len(key.args) <= 8 and all(type(item) in SCALARS for item in key.args)
         return Symbol(key.name, key.args if plain else (f"object of {len(key.args)} arguments",))
     if kind is TensorRef:  # `optimizer.state` saved as it is has parameters for keys
         return key._replace(attributes=None)

@@ -101,9 +101,9 @@ class TorchZip:
         record = self.records["data.pkl"]
         if record.nbytes > PICKLE_LIMIT:
             raise self._corrupt(f"data.pkl has {record.nbytes} bytes, want at most {PICKLE_LIMIT}", "E0348", "data.pkl")
-        place = f"{self.root}/data.pkl"
-        shown = self.tree.display(self.path)
-        done = pickles.load(self.read("data.pkl"), path=shown, member=place, origin=record.offset, opcodes=opcodes)
+        place = pickles.shown(f"{self.root}/data.pkl")
+        path = self.tree.display(self.path)
+        done = pickles.load(self.read("data.pkl"), path=path, member=place, origin=record.offset, opcodes=opcodes)
         for ref in done.storages:
             self._check_storage(ref)
         return done
@@ -132,7 +132,7 @@ class TorchZip:
         if record is None:
             raise Incomplete(
                 f"the pickle names storage {ref.key}, but the zip has no record data/{ref.key}", code="E0345",
-                path=self.tree.display(self.path), place=f"{self.root}/data/{ref.key}",
+                path=self.tree.display(self.path), place=pickles.shown(f"{self.root}/data/{ref.key}"),
                 hint="the archive was repacked without it: save the file again",
             )  # fmt: skip
         if record.nbytes != ref.nbytes:
@@ -158,7 +158,7 @@ class TorchZip:
     def _corrupt(self, message: str, code: str, name: str, hint: str | None = None) -> CkptError:
         return CorruptFile(
             message, code=code, path=self.tree.display(self.path), offset=self.records[name].offset,
-            place=f"{self.root}/{name}", hint=hint or "the file is damaged: fetch or save it again",
+            place=pickles.shown(f"{self.root}/{name}"), hint=hint or "the file is damaged: fetch or save it again",
         )  # fmt: skip
 
 

@@ -91,13 +91,15 @@ class Archive:
 
     def corrupt(self, message: str, code: str, offset: int, *, place: str | None = None, hint: str = "") -> CkptError:
         return CorruptFile(
-            message, code=code, path=self.tree.display(self.path), offset=self.start + offset, place=place,
+            message, code=code, path=self.tree.display(self.path), offset=self.start + offset,
+            place=shown(place) if place else None,
             hint=hint or "the file is damaged: fetch or save it again",
         )  # fmt: skip
 
     def unsafe(self, message: str, code: str, offset: int, *, place: str | None = None, hint: str = "") -> CkptError:
         return UnsafeInput(
-            message, code=code, path=self.tree.display(self.path), offset=self.start + offset, place=place,
+            message, code=code, path=self.tree.display(self.path), offset=self.start + offset,
+            place=shown(place) if place else None,
             hint=hint or "two readers could see two different files in it; save it again with torch.save",
         )  # fmt: skip
 

@@ -206,6 +206,11 @@ def memory():
     return b"\x80\x02]r" + struct.pack("<I", (1 << 31) - 1) + b"."
 
 
+def constructors():
+    """`copyreg.__newobj__` of itself, of itself, ...: a reader that recursed would run out of stack."""
+    return b"\x80\x02" + name("copyreg", "__newobj__") + b"q\x00(" + b"h\x00" * 5000 + b"tR."
+
+
 def copies():
     """One long list, copied again and again by `builtins.list`."""
     items = b"](" + b"N" * 100_000 + b"e"
@@ -369,6 +374,7 @@ CASES = [
     ("D7-put", put(b"\x80\x02]p2147483647\n."), 3, ("memo index",)),
     ("D7-negative-get", put(b"\x80\x02]q\0g-1\n."), 3, ("memo index",)),
     ("D7-copies", put(copies()), 3, ("again",)),
+    ("D8-constructors", put(constructors()), 3, ("copyreg",)),
     ("D8-laughs", put(laughs()), 3, ("parts",)),
     ("D8-wide-laughs", put(wide_laughs()), 3, ("parts",)),
     ("D8-long-laughs", put(long_laughs()), 3, ("characters",)),

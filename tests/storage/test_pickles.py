@@ -428,6 +428,35 @@ def test_nothing_is_imported_or_run(tmp_path):
     assert done.stdout.split() == [str(len(HOSTILE.CASES)), "quiet"], done.stdout + done.stderr
 
 
+def test_lying_lengths_cost_no_memory(tmp_path):
+    """Rows D7 to D9 and D17 in a fresh process: none makes it grow by more than 100 MB (a deep key's file alone, of a
+    million tuples, makes 56 MB)."""
+    rows = [case for case in HOSTILE.CASES if case[0].startswith(("D7", "D8", "D9", "D17"))]
+    assert len(rows) > 20
+    for number, (_, make, _, _) in enumerate(rows):
+        folder = tmp_path / f"{number:03}"
+        folder.mkdir()
+        (tmp_path / f"{number:03}.pkl").write_bytes(payload(make(folder)))
+    script = """
+    import pathlib, resource, sys
+    from ckpt_tool.errors import CkptError
+    from ckpt_tool.storage import pickles, pickle_opcodes
+    files = [path.read_bytes() for path in sorted(pathlib.Path(sys.argv[1]).glob("*.pkl"))]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for data in files:
+        try:
+            pickles.load(data, path="x")
+        except CkptError:
+            pass
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True,
+        cwd=HERE.parents[1], check=False,
+    )  # fmt: skip
+    assert int(done.stdout) < 100, done.stdout + done.stderr
+
+
 # -- the writer -------------------------------------------------------------------------------------------------------
 
 writable = st.recursive(
