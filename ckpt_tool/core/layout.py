@@ -196,34 +196,43 @@ def held(shape: Sequence[int], placement: Placement, mesh: Mesh, *, granule: int
     Ranks where it does not live (`placement.at`) are left out; those whose block is empty hold an empty box. granule:
     of the dims that are cut unevenly or padded, where the placement does not say.
     """
-    units = dict(placement.granules)
     cut = {name for _, names in placement.shard for name in names}
     fixed = dict(placement.at)
     free = [name for name, size in mesh.dims if name not in cut and name not in fixed]
-    for coords in mesh.ranks():
-        if any(coords.get(name, 0) != index for name, index in fixed.items()):
-            continue
+    cuts = [(dim, names, _blocks(shape, dim, names, placement, mesh, granule)) for dim, names in placement.shard]
+    for coords in mesh.ranks(placement.at):
         offset, extent, stored = [0] * len(shape), list(shape), list(shape)
-        for dim, names in placement.shard:
-            start, n, full = 0, shape[dim], shape[dim]
-            unit = units.get(dim, granule) if dim in placement.uneven or dim in placement.padded else 1
-            if dim in placement.uneven:  # torch.chunk for each mesh dim in turn, as DTensor does
-                for name in names:
-                    inner, n = block(n, mesh[name], coords[name], granule=unit)
-                    start += inner
-                full = n
-            else:
-                index = 0
-                for name in names:
-                    index = index * mesh[name] + coords[name]
-                degree = prod(mesh[name] for name in names)
-                start, n = block(shape[dim], degree, index, granule=unit)
-                full = -(-shape[dim] // unit // degree) * unit if dim in placement.padded else n
-            offset[dim], extent[dim], stored[dim] = start, n, full
+        for dim, names, blocks in cuts:
+            index = 0
+            for name in names:
+                index = index * mesh[name] + coords.get(name, 0)
+            offset[dim], extent[dim], stored[dim] = blocks[index]
         replica = 0
         for name in free:
             replica = replica * mesh[name] + coords[name]
         yield Held(coords, Box(tuple(offset), tuple(extent)), tuple(stored), replica)
+
+
+def _blocks(
+    shape: Sequence[int], dim: int, names: Sequence[str], placement: Placement, mesh: Mesh, granule: int
+) -> list[tuple[int, int, int]]:
+    """(start, extent, stored extent) of the blocks of a tensor dim that the mesh dims `names` cut, major first."""
+    whole, sizes = shape[dim], [mesh[name] for name in names]
+    degree = prod(sizes)
+    if dim not in placement.uneven and dim not in placement.padded:
+        return [(start, n, n) for start, n in (block(whole, degree, index) for index in range(degree))]
+    unit = dict(placement.granules).get(dim, granule)
+    if dim in placement.padded:
+        full = -(-whole // unit // degree) * unit
+        return [(*block(whole, degree, index, granule=unit), full) for index in range(degree)]
+    parts = [(0, whole)]  # torch.chunk for each mesh dim in turn, as DTensor does
+    for size in sizes:
+        parts = [
+            (start + inner, n)
+            for start, here in parts
+            for inner, n in (block(here, size, index, granule=unit) for index in range(size))
+        ]
+    return [(start, n, n) for start, n in parts]
 
 
 @dataclass(frozen=True, slots=True)

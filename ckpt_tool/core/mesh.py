@@ -13,7 +13,7 @@ their data shards over both dims, experts over `dp` alone. Rank order, fastest f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -53,10 +53,13 @@ class Mesh:
         """Ranks."""
         return prod(size for _, size in self.dims)
 
-    def ranks(self) -> Iterator[dict[str, int]]:
-        """Coordinates of every rank, in rank order (rank 0 first, tp fastest)."""
+    def ranks(self, at: Sequence[tuple[str, int]] = ()) -> Iterator[dict[str, int]]:
+        """Coordinates of every rank, in rank order (rank 0 first, tp fastest); with `at` of those at its coordinates."""
+        fixed = dict(at)
+        if any(not 0 <= index < self[name] for name, index in at):
+            return
         names = [name for name in _SLOWEST_FIRST if self[name] > 1]
-        for index in product(*(range(self[name]) for name in names)):
+        for index in product(*((fixed[name],) if name in fixed else range(self[name]) for name in names)):
             yield dict(zip(names, index, strict=True))
 
     def label(self, coords: Coords) -> str:

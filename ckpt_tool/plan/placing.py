@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.layout import Choice, Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh
@@ -38,6 +38,10 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 _STACKED = re.compile(r"(?:^|\.)experts\.(?!\d)")
 _FIRST = re.compile(r"(?:embed|wte|wpe|tok(?:ens|en|_|\.|$)|position)")
 _WEIGHTS = (MODEL, EMA)
+
+Shape = tuple[int, ...]
+At = tuple[tuple[str, int], ...]  # (mesh dim, coordinate) where a tensor lives alone
+Cuts = tuple[tuple[int, tuple[str, ...]], ...]  # (tensor dim, mesh dims that shall cut it, major first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +75,131 @@ def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, li
     """
     if wishes.mesh.size == 1:
         return Layout(wishes.mesh, (Placement(),) * len(tensors), "one rank"), []
-    stages = _stages(tensors, wishes)
-    experts = _experts(tensors, wishes.mesh)
-    shapes = {item.key.name: item.shape for item in reversed(tensors) if item.key.state != "step"}
-    shapes |= {item.key.name: item.shape for item in tensors if item.key.state == MODEL}
-    decided: dict[tuple[Any, ...], Placement] = {}
-    placements, sources = [], dict[str, None]()
-    for item in tensors:
-        name, state = item.key.name, item.key.state
-        at, wish, source = _wish(name, state, shapes.get(name, item.shape), wishes, stages, experts)
-        if item.shape != shapes.get(name, item.shape):
-            wish = ()  # a scalar twin (`step`) lives with its parameter, whole
-        case = (item.shape, wish, at)
-        if case not in decided:
-            decided[case] = place(item.shape, wish, wishes.mesh, at=at, policy=wishes.policy)
-        placements.append(decided[case])
-        sources[source] = None
-    layout = Layout(wishes.mesh, tuple(placements), ", ".join(sources))
+    states = _by_state(tensors)
+    names = {name: _numbered(name) for name in dict.fromkeys(name for held in states.values() for name in held.names)}
+    deciding = _Deciding(wishes, _stages(names, wishes), _experts(names, wishes.mesh), names)
+    shapes = _shapes(states)
+    placements: list[Placement] = [Placement()] * len(tensors)
+    for state, held in states.items():
+        for index, placement in zip(held.indexes, deciding.placements(state, held, shapes), strict=True):
+            placements[index] = placement
+    layout = Layout(wishes.mesh, tuple(placements), ", ".join(deciding.sources))
     return layout, _fallbacks(tensors, placements, wishes.mesh)
+
+
+class _State(NamedTuple):
+    """The tensors of one state as columns. indexes: into the wanted tensors."""
+
+    indexes: list[int]
+    names: list[str]
+    shapes: list[Shape]
+
+
+def _by_state(tensors: Sequence[WantedTensor]) -> dict[str, _State]:
+    indexes: dict[str, list[int]] = {}
+    for index, item in enumerate(tensors):
+        indexes.setdefault(item.key.state, []).append(index)
+    return {
+        state: _State(found, [tensors[i].key.name for i in found], [tensors[i].shape for i in found])
+        for state, found in indexes.items()
+    }
+
+
+def _shapes(states: Mapping[str, _State]) -> dict[str, Shape]:
+    """Name -> the parameter's shape: the model's, else that of its first state that is not a counter."""
+    shapes: dict[str, Shape] = {}
+    for state in sorted(states.keys() - {"step"}, key=lambda state: (state == MODEL, -states[state].indexes[0])):
+        held = states[state]
+        shapes |= zip(held.names, held.shapes, strict=True)
+    return shapes
+
+
+class _Name(NamedTuple):
+    """What a name says of its place. alike: the name without those numbers: equal for what is cut alike."""
+
+    layer: int | None
+    expert: int | None
+    alike: str
+
+
+def _numbered(name: str) -> _Name:
+    layer, expert = _LAYER.search(name), _EXPERT.search(name)
+    if expert is None:
+        return _Name(None, None, name) if layer is None else _Name(int(layer[1]), None, _without(name, layer.span(1)))
+    if layer is None:
+        return _Name(None, int(expert[1]), _without(name, expert.span(1)))
+    first, last = sorted((layer.span(1), expert.span(1)))
+    return _Name(int(layer[1]), int(expert[1]), _without(_without(name, last), first))
+
+
+def _without(name: str, number: tuple[int, int]) -> str:
+    return f"{name[: number[0]]}#{name[number[1] :]}"
+
+
+class _Deciding:
+    """Placements, each distinct case decided once."""
+
+    def __init__(
+        self, wishes: Wishes, stages: Mapping[str, int], experts: Mapping[str, int], names: Mapping[str, _Name]
+    ) -> None:
+        self.wishes, self.stages, self.experts, self.names = wishes, stages, experts, names
+        self.sources: dict[str, None] = {}
+        self._wishes: dict[tuple[Any, ...], tuple[Cuts, str]] = {}
+        self._placements: dict[tuple[Any, ...], Placement] = {}
+        self._by_kind: dict[str, dict[str, Placement]] = {}
+
+    def placements(self, state: str, held: _State, shapes: Mapping[str, Shape]) -> list[Placement]:
+        """The placement of every tensor of the state."""
+        known = self._by_kind.setdefault(self._kind(state), {})
+        mine = dict(zip(held.names, held.shapes, strict=True))
+        for name in [name for name in mine if name not in known] if known else mine:
+            known[name] = self._placement(name, state, shapes.get(name, mine[name]))
+        found = list(map(known.__getitem__, held.names))
+        if mine.items() <= shapes.items():
+            return found
+        return [  # a scalar twin (`step`) lives with its parameter, whole
+            placement if shapes.get(name, shape) == shape else self._decided(shape, (), placement.at)
+            for name, shape, placement in zip(held.names, held.shapes, found, strict=True)
+        ]
+
+    def _kind(self, state: str) -> str:
+        """What the wishes depend on of a state: weights, extras or other; with rules each is its own."""
+        if self.wishes.rules or state == EXTRAS:
+            return state
+        return MODEL if state in _WEIGHTS or self.wishes.zero in (0, 3) else ""
+
+    def _placement(self, name: str, state: str, shape: Shape) -> Placement:
+        if self.wishes.rules:
+            at, wish, source = _wish(name, state, shape, self.wishes, self.stages, self.experts)
+        else:
+            found = self.names[name]
+            alike = (found.alike, found.expert is None, self._kind(state), len(shape), self.wishes.cuts.get(name))
+            if alike not in self._wishes:
+                self._wishes[alike] = _wish(name, state, shape, self.wishes, self.stages, self.experts)[1:]
+            at, (wish, source) = _at(name, self.stages, self.experts), self._wishes[alike]
+        self.sources[source] = None
+        return self._decided(shape, wish, at)
+
+    def _decided(self, shape: Shape, wish: Cuts, at: At) -> Placement:
+        case = (shape, wish, at)
+        found = self._placements.get(case)
+        if found is None:
+            found = self._placements[case] = place(shape, wish, self.wishes.mesh, at=at, policy=self.wishes.policy)
+        return found
 
 
 def _wish(
     name: str, state: str, shape: Sequence[int], wishes: Wishes, stages: Mapping[str, int], experts: Mapping[str, int]
-) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[int, tuple[str, ...]], ...], str]:
+) -> tuple[At, Cuts, str]:
     """(fixed coordinates, dims to cut with their mesh dims, where that came from) for one tensor."""
     mesh = wishes.mesh
     for rule in wishes.rules:
         if fnmatchcase(name, rule.match) and fnmatchcase(state, rule.state):
             return rule.at, rule.shard, "the layout file"
-    at = [("pp", stages[name])] if name in stages else []
+    at = _at(name, stages, experts)
     expert = name in experts or _STACKED.search(name) is not None
-    if name in experts:
-        at.append(("ep", experts[name]))
     if state == EXTRAS:
-        return tuple(at), (), "extras whole"
+        return at, (), "extras whole"
     cut: dict[int, list[str]] = {}
     source = "replicated"
     if not expert and mesh["tp"] > 1 or expert and mesh["tp"] > 1 and mesh["etp"] == 1:
@@ -117,7 +212,12 @@ def _wish(
         data = ["dp"] if expert else ["ep", "dp"]
         cut.setdefault(0, []).extend(dim for dim in data if mesh[dim] > 1)
         source = source if cut.get(0) is None or source != "replicated" else "data shards along dim 0"
-    return tuple(at), tuple((dim, tuple(names)) for dim, names in sorted(cut.items()) if names), source
+    return at, tuple((dim, tuple(names)) for dim, names in sorted(cut.items()) if names), source
+
+
+def _at(name: str, stages: Mapping[str, int], experts: Mapping[str, int]) -> At:
+    at = (("pp", stages[name]),) if name in stages else ()
+    return (*at, ("ep", experts[name])) if name in experts else at
 
 
 def _tensor_parallel_dim(name: str, shape: Sequence[int], cuts: Mapping[str, int]) -> tuple[int | None, str]:
@@ -134,13 +234,12 @@ def _tensor_parallel_dim(name: str, shape: Sequence[int], cuts: Mapping[str, int
     return (0, "dim 0") if len(shape) > 1 else (None, "vectors whole")
 
 
-def _stages(tensors: Sequence[WantedTensor], wishes: Wishes) -> dict[str, int]:
+def _stages(names: Mapping[str, _Name], wishes: Wishes) -> dict[str, int]:
     """Name -> pipeline stage; empty without pipeline ranks."""
     stages = wishes.mesh["pp"]
     if stages == 1:
         return {}
-    layers = {item.key.name: int(m[1]) for item in tensors if (m := _LAYER.search(item.key.name))}
-    count = max(layers.values(), default=-1) + 1
+    count = max((found.layer for found in names.values() if found.layer is not None), default=-1) + 1
     if wishes.pp_split:
         split = wishes.pp_split
         if len(split) != stages or sum(split) != count or min(split) < 1:
@@ -159,21 +258,20 @@ def _stages(tensors: Sequence[WantedTensor], wishes: Wishes) -> dict[str, int]:
     else:
         split = (count // stages,) * stages
     owner = [stage for stage, layers_here in enumerate(split) for _ in range(layers_here)]
-    out = {}
-    for item in tensors:
-        name = item.key.name
-        out[name] = owner[layers[name]] if name in layers else 0 if _FIRST.search(name) else stages - 1
-    return out
+    return {
+        name: owner[found.layer] if found.layer is not None else 0 if _FIRST.search(name) else stages - 1
+        for name, found in names.items()
+    }
 
 
-def _experts(tensors: Sequence[WantedTensor], mesh: Mesh) -> dict[str, int]:
+def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     """Name -> expert-parallel rank, for tensors of one expert each; empty without expert ranks."""
     ranks = mesh["ep"]
     if ranks == 1:
         return {}
-    numbers = {item.key.name: int(m[1]) for item in tensors if (m := _EXPERT.search(item.key.name))}
+    numbers = {name: found.expert for name, found in names.items() if found.expert is not None}
     count = max(numbers.values(), default=-1) + 1
-    stacked = any(_STACKED.search(item.key.name) for item in tensors)
+    stacked = any(_STACKED.search(alike) for alike in {found.alike for found in names.values() if found.expert is None})
     if not count and stacked:
         return {}
     if not count or count % ranks:
@@ -189,8 +287,13 @@ def _fallbacks(tensors: Sequence[WantedTensor], placements: Sequence[Placement],
     """One entry a distinct (requested, used) case: how many tensors, an example, the extra bytes of its replicas."""
     sizes = dict(mesh.dims)
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for item, placement in zip(tensors, placements, strict=True):
-        for choice in placement.choices:
+    odd = {
+        number
+        for number, placement in dict(zip(map(id, placements), placements, strict=True)).items()
+        if any(choice.reason != "even" for choice in placement.choices)
+    }
+    for item, placement in zip(tensors, placements, strict=True) if odd else ():
+        for choice in placement.choices if id(placement) in odd else ():
             if choice.reason == "even":
                 continue
             entry = cases.setdefault(
