@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def main() -> None:
@@ -15,9 +20,27 @@ def main() -> None:
         print(f"ckpt {__version__}")
         sys.exit(0)
     _open_closed_streams()
+    gc.set_threshold(50_000, 20, 50)  # parsing makes many small lasting objects; looking through them is pure cost
     from ckpt_tool.cli import run
 
-    sys.exit(run(arguments))
+    _leave(run(arguments))
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit, whatever has become of the streams and of workers in the middle of a large write."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (
+            OSError,
+            ValueError,
+        ):  # a closed pipe, a full disk: told already, and the last flush must not tell again
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+    if code in (130, 143):
+        os._exit(code)  # a thread that still writes would hold the exit up; the staged output is made for this
+    sys.exit(code)
 
 
 def _open_closed_streams() -> None:

@@ -7,7 +7,6 @@ what a killed run leaves behind is what the same command resumes from.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import select
@@ -32,10 +31,18 @@ class Terminated(KeyboardInterrupt):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
-    gc.set_threshold(50_000, 20, 50)  # parsing makes many small lasting objects; looking through them is pure cost
+    """Run one command line and return its exit code. Leaves the process as it found it, but for its streams' handling
+    of characters that they lack."""
     _prepare_streams()
-    _catch_signals()
+    before = _catch_signals()
+    try:
+        return _run_line(arguments)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_line(arguments: Sequence[str]) -> int:
     job: Job | None = None
     try:
         if not arguments and "_CKPT_COMPLETE" not in os.environ:
@@ -55,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         return _interrupted(stop, job, arguments)
     except BrokenPipeError:
-        return _pipe_closed()
+        return PIPE_CLOSED
     except Exception as fault:
         error = _as_ours(fault)
         _tell(error, arguments, job, trace=fault)
@@ -145,7 +152,6 @@ def _result(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as e:
-        _drop(sys.stdout)
         raise wrap_os_error(e, "standard output", "writing the result") from e
 
 
@@ -177,16 +183,6 @@ def _say(stream: Any, text: str) -> None:
             stream.write(text)
             stream.flush()
     except (OSError, ValueError):
-        _drop(stream)
-
-
-def _drop(stream: Any) -> None:
-    """Point a stream at /dev/null, so that the interpreter's last flush can't fail."""
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-    except (OSError, ValueError, AttributeError):
         pass
 
 
@@ -198,11 +194,11 @@ def _prepare_streams() -> None:
             reconfigure(errors="backslashreplace")
 
 
-def _catch_signals() -> None:
+def _catch_signals() -> dict[int, Any]:
     """SIGINT, SIGTERM and SIGHUP raise in the main thread; the second of any ends at once. An ignored one (nohup)
-    stays ignored."""
+    stays ignored. Returns the handlers as they were."""
     if threading.current_thread() is not threading.main_thread():
-        return
+        return {}
     caught: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -211,10 +207,12 @@ def _catch_signals() -> None:
         caught.append(number)
         raise (KeyboardInterrupt if number == signal.SIGINT else Terminated)(number)
 
+    before = {}
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stop)
+            before[number] = signal.signal(number, stop)
+    return before
 
 
 def _interrupted(stop: KeyboardInterrupt, job: Job | None, arguments: Sequence[str]) -> int:
@@ -223,14 +221,7 @@ def _interrupted(stop: KeyboardInterrupt, job: Job | None, arguments: Sequence[s
     error = Interrupted(f"interrupted by {signal.Signals(number).name}", signal=number, hint=hint)
     error.place = f"ckpt {job.verb}" if job is not None else "ckpt"
     _tell(error, arguments, job, trace=stop)
-    if threading.active_count() > 1:  # a worker in the middle of a large write would hold the exit up
-        os._exit(error.exit_code)
     return error.exit_code
-
-
-def _pipe_closed() -> int:
-    _drop(sys.stdout)
-    return PIPE_CLOSED
 
 
 def _as_ours(fault: Exception) -> CkptError:

@@ -12,8 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,9 @@ DRY = {key: value for key, value in WRITTEN.items() if key not in ("elapsed_s", 
 
 
 @pytest.fixture(autouse=True)
-def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`run` sets what belongs to its own process: signal handlers, the collector's thresholds."""
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    thresholds = gc.get_threshold()
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-    gc.set_threshold(*thresholds)
 
 
 class Stub:
@@ -365,6 +357,20 @@ def test_every_error_has_its_exit_code(
         assert err.startswith(f"error[E{code:02d}") and "  hint: " in err
 
 
+def test_a_run_leaves_the_process_as_it_was(stub: dict[str, Stub]) -> None:
+    """`run` is called by tests and programs too: it ends no process, and its handlers end with it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers], gc.get_threshold()
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    stub["verify"].document = KeyboardInterrupt()
+    assert run("verify", "a") == 130
+    done.set()
+    other.join()
+    assert ([signal.getsignal(number) for number in numbers], gc.get_threshold()) == before
+
+
 def test_a_bug_of_ours_asks_to_be_reported(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
     stub["verify"].document = KeyError("w")
     assert run("verify", "a") == 70
@@ -596,8 +602,9 @@ def command(src, dst, reading, writing, progress):
                 raise
             print("again", flush=True)
 convert.convert = command
-from ckpt_tool.cli import run
-sys.exit(run(["convert", sys.argv[1], "out", "--to", "dcp", *sys.argv[2:]]))
+from ckpt_tool.__main__ import main
+sys.argv[1:] = ["convert", sys.argv[1], "out", "--to", "dcp", *sys.argv[2:]]
+main()
 """
 
 
@@ -660,8 +667,9 @@ from ckpt_tool.commands import inspect
 tensors = [{"name": f"t{i}x", "state": "model", "dtype": "F32", "shape": [1], "bytes": 4} for i in range(50_000)]
 inspect.inspect = lambda *args, **kwargs: {
     "format": "dcp", "path": "x", "mesh": {}, "total": {}, "states": {}, "tensors": tensors, "extras": {}, "notes": []}
-from ckpt_tool.cli import run
-sys.exit(run(["inspect", "x", "--depth", "1", *sys.argv[1:]]))
+from ckpt_tool.__main__ import main
+sys.argv[1:] = ["inspect", "x", "--depth", "1", *sys.argv[1:]]
+main()
 """
 
 
