@@ -32,6 +32,7 @@ from ckpt_tool.errors import CorruptFile, UnknownFormat
 INDEX = "ckpt.index.json"
 VERSION = 1  # of the layout of the files and of the index
 ORIGIN = "source_format"  # the hint under which a catalog remembers where the checkpoint came from first
+Case = tuple[tuple[tuple[object, ...], tuple[type, ...]], ...]
 NO_DIGEST = "0" * DIGEST_CHARS
 RANK_LIMIT = 64  # dims of a tensor
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
@@ -305,11 +306,12 @@ def parse_index(document: object, path: str) -> Index:
         )  # fmt: skip
     mesh = Mesh.of(**top["mesh"].coords())
     placements = tuple(_parse_placement(item, mesh) for item in top["placements"].each())
+    seen: dict[Case, TensorEntry] = {}
     index = Index(
         mesh=mesh,
         files=tuple(_parse_file(item, mesh) for item in top["files"].each()),
         tensors={
-            TensorKey(name, state): _parse_tensor(item, len(placements))
+            TensorKey(name, state): _parse_tensor(item, len(placements), seen)
             for state, names in top["tensors"].items()
             for name, item in names.items()
         },
@@ -361,7 +363,20 @@ def _parse_file(item: Fields, mesh: Mesh) -> FileEntry:
     )
 
 
-def _parse_tensor(item: Fields, placements: int) -> TensorEntry:
+def case_of(*lists: Any) -> Case | None:
+    """A key under which what was checked once is known again: layers repeat. None for what is no list."""
+    try:
+        return tuple((tuple(part), tuple(map(type, part))) for part in lists)
+    except TypeError:
+        return None
+
+
+def _parse_tensor(item: Fields, placements: int, seen: dict[Case, TensorEntry]) -> TensorEntry:
+    value = item.value if type(item.value) is dict else {}
+    case = case_of((value.get("dtype"), value.get("placement")), value.get("shape"))
+    known, digest = seen.get(case) if case else None, value.get("digest")
+    if known is not None and "path" not in value and type(digest) is str and _HEX.fullmatch(digest):
+        return known._replace(digest=digest)
     dtype = item["dtype"].text()
     if dtype not in SAFETENSORS_NAMES:
         raise item["dtype"].fault(f"one of {', '.join(sorted(SAFETENSORS_NAMES))}")
@@ -371,10 +386,8 @@ def _parse_tensor(item: Fields, placements: int) -> TensorEntry:
     path = []
     for part in item.get("path", []).each():
         path.append(part.value if type(part.value) is int else part.text())
-    return TensorEntry(
-        DTYPES[dtype],
-        item["shape"].shape(),
-        number,
-        tuple(path),
-        NO_DIGEST if item["digest"].value == _NOT_TAKEN else item["digest"].hex32(),
-    )
+    entry = TensorEntry(DTYPES[dtype], item["shape"].shape(), number)
+    if case is not None:
+        seen[case] = entry
+    stated = NO_DIGEST if digest == _NOT_TAKEN else item["digest"].hex32()
+    return entry._replace(path=tuple(path), digest=stated)

@@ -12,23 +12,25 @@ Cost: one read of the index, two small reads a file, and O(boxes). Values are no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.extras import from_json
 from ckpt_tool.core.mesh import DIMS
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.hf_files import is_sidefile
 from ckpt_tool.formats.sharded_index import (
     INDEX,
     NO_DIGEST,
     ORIGIN,
+    Case,
     Fields,
     FileEntry,
     Index,
     boxes_hash,
+    case_of,
     file_name,
     parse_index,
 )
@@ -178,7 +180,7 @@ def _read_file(tree: Tree, entry: FileEntry, index: Index, found: _Found, *, len
     shown = tree.display(entry.path)
     _check_whose(header, entry, index, shown)
     boxes = _json(header, "boxes", shown)
-    names = list(header.names)
+    names, seen = list(header.names), dict[Case, _Place]()
     held = {} if not isinstance(boxes.value, dict) else boxes.value
     if set(names) != set(held):
         odd = sorted(set(names) ^ set(held))
@@ -193,7 +195,7 @@ def _read_file(tree: Tree, entry: FileEntry, index: Index, found: _Found, *, len
         raise _contradiction("its boxes are not those that the index states", shown, f"{METADATA}/boxes")
     for row, name in enumerate(names):
         key = TensorKey(name, entry.state)
-        chunk = _chunk(header, row, boxes[name], index, key, shown)
+        chunk = _chunk(header, row, boxes[name], index, key, shown, seen)
         if chunk is not None:
             found.setdefault(key, []).append(chunk)
 
@@ -227,23 +229,45 @@ def _json(header: Header, name: str, shown: str) -> Fields:
     return Fields(strict_json.parse(text.encode("utf-8"), path=shown, place=pointer), shown, pointer)
 
 
-def _chunk(header: Header, row: int, item: Fields, index: Index, key: TensorKey, shown: str) -> Chunk | None:
-    """The chunk of one array; None where it holds nothing but padding."""
+class _Place(NamedTuple):
+    """A box that was checked: the tensor's shape, the box in it, and the same extents in the array."""
+
+    shape: tuple[int, ...]
+    box: Box
+    within: Box
+
+
+def _chunk(
+    header: Header, row: int, item: Fields, index: Index, key: TensorKey, shown: str, seen: dict[Case, _Place]
+) -> Chunk | None:
+    """The chunk of one array; None where it holds nothing but padding. seen: boxes that were checked before."""
     array, entry = header.stored(row), index.tensors.get(key)
     if entry is None:
         raise _contradiction("the index does not know this tensor", shown, item.pointer, key=str(key))
+    value = item.value if type(item.value) is dict else {}
+    case = case_of(value.get("offset"), value.get("shape"), value.get("box", ()), array.shape)
+    place = seen.get(case) if case else None
+    if place is None:
+        place = _place(item, array, shown, key)
+        if case is not None:
+            seen[case] = place
+    if (place.shape, array.dtype) != (entry.shape, entry.dtype):
+        have, want = f"{array.dtype.name} {list(place.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
+        raise _contradiction(f"it is {have} in all, the index says {want}", shown, item.pointer, key=str(key))
+    return Chunk(place.box, array, place.within) if place.box.numel or not entry.numel else None
+
+
+def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Place:
+    """One entry of `boxes`, which must fit its array and its tensor."""
     shape, offset = item["shape"].shape(), item["offset"].shape()
     extents = item.get("box", list(array.shape)).shape()
     box, within = Box(offset, extents), Box((0,) * len(array.shape), extents)
-    if (shape, array.dtype) != (entry.shape, entry.dtype):
-        have, want = f"{array.dtype.name} {list(shape)}", f"{entry.dtype.name} {list(entry.shape)}"
-        raise _contradiction(f"it is {have} in all, the index says {want}", shown, item.pointer, key=str(key))
     if len(offset) != len(shape) or not box.inside(shape) or not within.inside(array.shape):
         raise _contradiction(
             f"the box at {list(offset)} of {list(extents)} fits neither an array of {list(array.shape)} nor a tensor of"
             f" {list(shape)}", shown, item.pointer, key=str(key),
         )  # fmt: skip
-    return Chunk(box, array, within) if box.numel or not entry.numel else None
+    return _Place(shape, box, within)
 
 
 def _check_all_found(index: Index, found: _Found, shown: str) -> None:

@@ -47,6 +47,7 @@ _KEY = re.compile(rb'[ \t\n\r]*+("[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x
 # An object without objects inside, as header entries are: its end is found without parsing it.
 _FLAT = re.compile(rb'\{[^{}"\\]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^{}"\\]*+)*+\}', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE = re.compile("[\ud800-\udfff]")
 _MINUS_ZERO = re.compile(rb"-0(?![^ \t\n\r,\]}])(?<![^ \t\n\r,:\[]-0)")  # as a whole number token
 _WORDS = {b"true": True, b"false": False, b"null": None}
 
@@ -281,7 +282,7 @@ class _Exact:
             text = str(json.loads(f'"{text}"'))
         except ValueError:
             self.fail("a string holds an escape that JSON does not know", SYNTAX, at)
-        if any("\ud800" <= char <= "\udfff" for char in text):
+        if _LONE.search(text):
             self.fail("a string holds a lone surrogate, which no encoding can write", SURROGATE, at)
         return text
 
