@@ -218,9 +218,14 @@ def child(job: dict[str, Any]) -> int:
 
 def preload() -> None:
     """Import what a run imports, once, before the forks."""
+    import typer
+
     import ckpt_tool
 
-    for module in pkgutil.walk_packages(ckpt_tool.__path__, "ckpt_tool."):
+    found = list(pkgutil.walk_packages(ckpt_tool.__path__, "ckpt_tool."))
+    # a run that has given its rights away may be unable to read the environment that it would still import from
+    found += pkgutil.walk_packages(typer.__path__, "typer.")
+    for module in found:
         if not module.name.endswith("__main__"):
             with contextlib.suppress(
                 Exception
