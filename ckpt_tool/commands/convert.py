@@ -15,7 +15,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_paths import clean
-from ckpt_tool.plan.schedule import Stored
+from ckpt_tool.plan.moves import Stored
 
 
 def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.plan.schedule import Stored
+from ckpt_tool.plan.moves import Stored
 
 BUILT = ("union",)
 

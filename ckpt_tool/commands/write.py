@@ -23,13 +23,14 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
-from ckpt_tool.core.tensor import MODEL, LogicalTensor
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
 from ckpt_tool.plan.plan import Plan, SourceFile
-from ckpt_tool.plan.schedule import Stored, build_moves
+from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.storage.destination import check_destination, check_space, staging_path, sweep_leavings
 
 
@@ -158,8 +159,8 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     single = destination.name if fmt.holds.single and _is_file_name(destination, chosen) else None
     dtypes = _dtypes(writing)
     wanted = Wanted(
-        tuple(WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes), row.tensor.path)
-              for row in chosen.stored),
+        tuple([WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes) if dtypes else row.tensor.dtype,
+                            row.tensor.path) for row in chosen.stored]),
         chosen.extras,
         first.catalog.hints,
         first.catalog.format,
@@ -181,7 +182,11 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         if file.copy_of is not None:
             number_of(0, file.copy_of)
     if chosen.first_replica:
-        moves = tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
+        moves = (
+            moves.first_replicas()
+            if isinstance(moves, LaterMoves)
+            else tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
+        )
     sources = tuple(
         SourceFile(chosen.sources[i].tree.shown, path, tuple(chosen.sources[i].tree.identity(path)))
         for i, path in numbers
@@ -277,6 +282,8 @@ def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
 
     mesh: the source's, where it is known: a cut into as many bands as there are data ranks alone is no tensor cut.
     """
+    if len(tensor.chunks) == 1:
+        return None
     dims = {
         d
         for chunk in tensor.chunks
@@ -296,13 +303,14 @@ def _report(
     chosen: Chosen, plan: Plan, target: Target, layout: Layout, fallbacks: list[dict[str, Any]], writing: Writing
 ) -> dict[str, Any]:
     """The writers' document as far as it is known before a byte moves."""
-    from ckpt_tool.plan.schedule import count_copies
-
     states: dict[str, dict[str, int]] = {}
-    for move in plan.moves:
-        row = states.setdefault(move.key.state, {"tensors": 0, "bytes": 0})
-        row["tensors"] += 1
-        row["bytes"] += move.numel * move.item_out
+    if isinstance(plan.moves, LaterMoves):
+        states = {state: {"tensors": count, "bytes": nbytes} for state, (count, nbytes) in plan.moves.states.items()}
+    else:
+        for move in plan.moves:
+            row = states.setdefault(move.key.state, {"tensors": 0, "bytes": 0})
+            row["tensors"] += 1
+            row["bytes"] += move.numel * move.item_out
     removed = removed_rows(chosen.removed)
     first = chosen.sources[0]
     notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]

@@ -75,7 +75,9 @@ class Catalog:
 
     def states(self) -> tuple[str, ...]:
         """The states in order of first sight."""
-        return tuple(dict.fromkeys(row.state for row in self.rows()))
+        if hasattr(self.tensors, "rows"):
+            return tuple(dict.fromkeys(row.state for row in self.rows()))
+        return tuple(dict.fromkeys([key.state for key in self.tensors]))
 
     def check(self) -> None:
         """Raise unless every tensor's boxes tile it. All faults at once."""

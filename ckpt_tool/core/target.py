@@ -2,24 +2,48 @@
 
 A format turns `Wanted` and a `Layout` into files: their sizes, the literal bytes of their heads, and where each box
 of each tensor goes. Numbers that only exist once the values have moved (a zip record's CRC, a tensor's digest) are
-`Patch`es: fixed-size holes that the executor fills at the end. There are no callables here, so a plan is data.
+`Patch`es: fixed-size holes that the executor fills at the end. So a plan is data.
 
     TargetFile("model.safetensors", size=8 + 96 + 24, literals=((0, head),),
                arrays=(TargetArray(tensor=0, box=whole((2, 3)), offset=104),))
+
+Two million boxes on thousands of ranks are not listed to be counted: a format that knows sizes without making heads
+gives `Later`s in their place, and `Places`, which answer for one tensor at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import Path, TensorKey
 
 DIGEST_CHARS = 32  # hex digits of a digest, the size of its hole in an index
+T = TypeVar("T")
+
+
+class Later(Sequence[T]):
+    """A sequence that is made anew whenever it is looked at, and kept by nobody. Always the same values."""
+
+    def __init__(self, make: Callable[[], Sequence[T]]) -> None:
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._make())
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._make())
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._make()[index]
 
 
 class TargetArray(NamedTuple):
@@ -56,20 +80,46 @@ class TargetFile:
 
     path: str
     size: int
-    literals: tuple[tuple[int, bytes], ...] = ()
-    arrays: tuple[TargetArray, ...] = ()
-    patches: tuple[Patch, ...] = ()
+    literals: Sequence[tuple[int, bytes]] = ()
+    arrays: Sequence[TargetArray] = ()
+    patches: Sequence[Patch] = ()
     copy_of: str | None = None
+
+
+class Places(Protocol):
+    """Where the tensors of a large target lie. Tensors of one group have the same boxes."""
+
+    def group(self, tensor: int) -> int:
+        """The number of the group of wanted tensor number `tensor`."""
+        ...
+
+    def groups(self) -> Mapping[int, tuple[int, int]]:
+        """Every group: (how many tensors it has, the number of one of them)."""
+        ...
+
+    def boxes(self, group: int) -> Sequence[Box]:
+        """The boxes of each tensor of the group, a box for every rank that holds it."""
+        ...
+
+    def of(self, tensor: int) -> Sequence[tuple[int, TargetArray]]:
+        """(number of the target's file, array) of the tensor, in the order of the files."""
+        ...
+
+    def identity(self) -> str:
+        """A hash of all that decides the bytes of the files' heads."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Every file of the output. `single`: the output is one file of this name, not a folder."""
+    """Every file of the output. `single`: the output is one file of this name, not a folder. places: given where the
+    files' arrays are `Later`s: the same answers, tensor by tensor."""
 
     format: str
     files: tuple[TargetFile, ...]
     single: str | None = None
     notes: tuple[str, ...] = ()
+    places: Places | None = None
 
     @property
     def nbytes(self) -> int:

@@ -150,7 +150,7 @@ def index_text(index: Index) -> tuple[bytes, dict[TensorKey, int]]:
         f'{{"ckpt_format":"sharded",\n"ckpt_version":{VERSION},\n',
         f'"extras":{dumps(index.extras)},\n',
         f'"fallbacks":{_lines(map(dumps, index.fallbacks), "[]")},\n',
-        f'"files":{_lines((dumps(_file_json(f)) for f in sorted(index.files, key=lambda f: f.path)), "[]")},\n',
+        f'"files":{_lines((dumps(file_json(f)) for f in sorted(index.files, key=lambda f: f.path)), "[]")},\n',
         f'"mesh":{dumps(index.mesh.to_json())},\n',
         f'"placements":{_lines((dumps(_placement_json(p)) for p in index.placements), "[]")},\n',
         f'"save":"{index.save}",\n',
@@ -165,7 +165,7 @@ def index_text(index: Index) -> tuple[bytes, dict[TensorKey, int]]:
     for key in sorted(index.tensors, key=lambda key: (key.state, key.name)):
         opening = ",\n" if key.state == state else f"{'' if state is None else '},'}\n{dumps(key.state)}:{{\n"
         state = key.state
-        before, after = _tensor_text(key.name, index.tensors[key])
+        before, after = tensor_text(key.name, index.tensors[key])
         holes[key] = at + len(opening) + len(before)
         parts.append(opening + before + index.tensors[key].digest + after)
         at += len(parts[-1])
@@ -178,7 +178,7 @@ def _lines(items: Iterable[str], brackets: str) -> str:
     return f"{brackets[0]}\n{body}{brackets[1]}" if body else brackets
 
 
-def _tensor_text(name: str, tensor: TensorEntry) -> tuple[str, str]:
+def tensor_text(name: str, tensor: TensorEntry) -> tuple[str, str]:
     """The entry's text before and after the 32 digits of the digest."""
     rest: dict[str, Any] = {"dtype": tensor.dtype.name, "placement": tensor.placement, "shape": list(tensor.shape)}
     if tensor.path:
@@ -186,7 +186,7 @@ def _tensor_text(name: str, tensor: TensorEntry) -> tuple[str, str]:
     return f'{dumps(name)}:{{"digest":"', '",' + dumps(rest)[1:]
 
 
-def _file_json(entry: FileEntry) -> dict[str, Any]:
+def file_json(entry: FileEntry) -> dict[str, Any]:
     return {"path": entry.path, "size": entry.size, "state": entry.state, "rank": entry.rank, "boxes": entry.boxes}
 
 

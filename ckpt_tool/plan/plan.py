@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +68,30 @@ class Move(NamedTuple):
         return self.numel * self.item
 
 
+class Moves(Sequence[Move]):
+    """Moves that are made when looked at (`plan.moves`): their sums are known without that."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Source bytes that the moves read, replicas included."""
+        raise NotImplementedError
+
+    @property
+    def copies(self) -> int:
+        """See `plan.schedule.count_copies`."""
+        raise NotImplementedError
+
+    @property
+    def states(self) -> Mapping[str, tuple[int, int]]:
+        """State -> (tensors, bytes of their values as written)."""
+        raise NotImplementedError
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that the moves and the files that they fill hang on, but for the source files."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A whole run. outputs: the target's files (their arrays already turned into the moves' output regions).
@@ -80,8 +104,8 @@ class Plan:
     sources: tuple[SourceFile, ...]
     records: tuple[Record, ...]
     outputs: tuple[TargetFile, ...]
-    arrays: tuple[tuple[tuple[int, int], ...], ...]
-    moves: tuple[Move, ...]
+    arrays: Sequence[Sequence[tuple[int, int]]]
+    moves: Sequence[Move]
     format: str
     single: str | None
     destination: str
@@ -91,7 +115,10 @@ class Plan:
     @property
     def bytes_read(self) -> int:
         """Source bytes that the moves read, replicas included, and the side files."""
-        moved = sum(region.numel * move.item for move in self.moves for region in move.sources)
+        if isinstance(self.moves, Moves):
+            moved = self.moves.bytes_read
+        else:
+            moved = sum(region.numel * move.item for move in self.moves for region in move.sources)
         return moved + sum(file.size for file in self.outputs if file.copy_of is not None)
 
     @property
@@ -100,7 +127,12 @@ class Plan:
 
     def identifier(self) -> str:
         """A hash of everything that decides the output's bytes: the same command on the same sources gives it again."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        if isinstance(self.moves, Moves):
+            rest = [self.sources, self.records, self.format, self.single, self.destination, self.options, self.report]
+            document: Any = [PLAN_VERSION, self.moves.identity, *rest]
+        else:
+            document = self.to_json()
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

@@ -8,73 +8,89 @@ write one file (the inode lock makes that cost double; see performance rules in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, first_overlap
-from ckpt_tool.core.target import Target, TargetFile, Wanted
-from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.core.target import Later, Places, Target, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Region, box_region, byte_view, hull, intersect, source_region
+from ckpt_tool.plan.copy import Region, hull
+from ckpt_tool.plan.moves import FileNumber, LaterMoves, Stored, move_of, output_region
 from ckpt_tool.plan.plan import Move, Record
 
 UNIT = 64 << 20  # bytes of source values in one unit, about
 
 
-class Stored(NamedTuple):
-    """A source tensor and the checkpoint it lies in (0 for a single source)."""
-
-    source: int
-    tensor: LogicalTensor
-
-
-FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's source file
-
-
 def build_moves(
     stored: Sequence[Stored], wanted: Wanted, target: Target, file_number: FileNumber
-) -> tuple[tuple[Move, ...], tuple[Record, ...], tuple[tuple[tuple[int, int], ...], ...]]:
+) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[tuple[int, int]]]]:
     """The moves, the checksum records they touch, and each output file's arrays as (offset, nbytes).
 
     stored: aligned with `wanted.tensors`: where each wanted tensor's values come from.
     """
+    if target.places is not None:
+        return _moves_by_group(stored, wanted, target, target.places, file_number)
     outputs: list[list[Region]] = [[] for _ in wanted.tensors]
     boxes: list[list[Box]] = [[] for _ in wanted.tensors]
     arrays = []
     for number, file in enumerate(target.files):
-        extents = []
+        extents = _extents(file, wanted)
         for array in file.arrays:
-            item = wanted.tensors[array.tensor]
-            line, box, size = byte_view(item.shape, array.box, item.dtype)
-            nbytes = item.dtype.nbytes(prod(array.shape if array.shape is not None else array.box.shape))
-            extents.append((array.offset, nbytes))
             if array.box.numel:
-                outputs[array.tensor].append(box_region(line, box, size, number, array.offset, stored=array.shape))
+                outputs[array.tensor].append(output_region(array, wanted.tensors[array.tensor], number))
                 boxes[array.tensor].append(array.box)
         _check_disjoint(file, extents)
         arrays.append(tuple(extents))
     _check_cover(wanted, boxes)
     records: dict[Record, None] = {}
     moves = []
-    for (source, tensor), item, regions in zip(stored, wanted.tensors, outputs, strict=True):
-        if tensor.shape != item.shape:
-            raise InternalError(f"{item.key}: stored {tensor.shape}, wanted {item.shape}")
-        reads = []
-        for chunk in tensor.chunks:
-            if not chunk.box.numel:
-                continue
-            file_index = file_number(source, chunk.array.path)
-            reads.append(source_region(chunk, tensor.shape, file_index))
-            if chunk.array.crc is not None:
-                records[Record(file_index, *chunk.array.crc)] = None
-        size = max(1, tensor.dtype.bits // 8)
-        numel = tensor.nbytes // size if tensor.dtype.bits < 8 else tensor.numel
-        size_out = max(1, item.dtype.bits // 8)
-        moves.append(
-            Move(item.key, item.shape, tensor.dtype, item.dtype, numel, size, size_out, tuple(reads), tuple(regions))
-        )
+    for row, item, regions in zip(stored, wanted.tensors, outputs, strict=True):
+        moves.append(move_of(row, item, tuple(regions), file_number))
+        for chunk in row.tensor.chunks:
+            if chunk.array.crc is not None and chunk.box.numel:
+                records[Record(file_number(row.source, chunk.array.path), *chunk.array.crc)] = None
     return tuple(moves), tuple(records), tuple(arrays)
+
+
+def _moves_by_group(
+    stored: Sequence[Stored], wanted: Wanted, target: Target, places: Places, file_number: FileNumber
+) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[tuple[int, int]]]]:
+    """The same of a large target: nothing is made that nobody looks at. Groups are checked, and files when they are
+    made."""
+    for group, (_, tensor) in places.groups().items():
+        _check_cover_of(wanted.tensors[tensor], [box for box in places.boxes(group) if box.numel], set())
+    read = [
+        (source, chunk.array.path, chunk.array.crc)
+        for source, tensor in stored
+        for chunk in tensor.chunks
+        if 0 not in chunk.box.shape
+    ]
+    for source, path in dict.fromkeys([(source, path) for source, path, _ in read]):
+        file_number(source, path)
+    records = {Record(file_number(source, path), *crc): None for source, path, crc in read if crc is not None}
+
+    def arrays(file: TargetFile) -> list[tuple[int, int]]:
+        extents = _extents(file, wanted)
+        _check_disjoint(file, extents)
+        return extents
+
+    moves = LaterMoves(stored, wanted, places, file_number)
+    return moves, tuple(records), [Later(partial(arrays, file)) for file in target.files]
+
+
+def _extents(file: TargetFile, wanted: Wanted) -> list[tuple[int, int]]:
+    """(offset, nbytes) of the file's arrays."""
+    return [
+        (
+            array.offset,
+            wanted.tensors[array.tensor].dtype.nbytes(
+                prod(array.shape if array.shape is not None else array.box.shape)
+            ),
+        )
+        for array in file.arrays
+    ]
 
 
 def _check_disjoint(file: TargetFile, extents: Sequence[tuple[int, int]]) -> None:
@@ -93,33 +109,20 @@ def _check_cover(wanted: Wanted, boxes: Sequence[Sequence[Box]]) -> None:
     """The distinct boxes of every wanted tensor tile it. Layouts repeat, so verdicts are kept by shape and boxes."""
     known: set[tuple[object, ...]] = set()
     for item, held in zip(wanted.tensors, boxes, strict=True):
-        if len(held) == 1 and held[0].shape == item.shape:
-            continue
-        distinct = list(dict.fromkeys(held))
-        case = (item.shape, *distinct)
-        if case in known:
-            continue
-        numel = prod(item.shape)
-        if first_overlap(distinct) is not None or sum(box.numel for box in distinct) != numel:
-            raise InternalError(f"{item.key}: the target's boxes do not tile shape {item.shape}: {distinct[:8]}")
-        known.add(case)
+        _check_cover_of(item, held, known)
 
 
-def count_copies(moves: Sequence[Move]) -> int:
-    """Strided source-to-destination copies that the moves come to: pairs of regions that share elements."""
-    total = 0
-    for move in moves:
-        sources = [region for region in move.sources if region.replica == 0]
-        if len(sources) == 1 or len(move.outputs) == 1:
-            total += max(len(sources), len(move.outputs)) if sources and move.outputs else 0
-            continue
-        for output in move.outputs:
-            low, high = hull(output)
-            for source in sources:
-                first, last = hull(source)
-                if first < high and low < last and next(intersect(source, output), None) is not None:
-                    total += 1
-    return total
+def _check_cover_of(item: WantedTensor, held: Sequence[Box], known: set[tuple[object, ...]]) -> None:
+    """known: cases that were found good already."""
+    if len(held) == 1 and held[0].shape == item.shape:
+        return
+    distinct = list(dict.fromkeys(held))
+    case = (item.shape, *distinct)
+    if case in known:
+        return
+    if first_overlap(distinct) is not None or sum(box.numel for box in distinct) != prod(item.shape):
+        raise InternalError(f"{item.key}: the target's boxes do not tile shape {item.shape}: {distinct[:8]}")
+    known.add(case)
 
 
 class Item(NamedTuple):

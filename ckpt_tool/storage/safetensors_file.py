@@ -283,7 +283,7 @@ def build_header(
     """
     given = list(tensors)
     _check_writable(given, metadata)
-    order = sorted(range(len(given)), key=lambda i: (_RANK[given[i][1].name], given[i][0]))
+    order = sorted(range(len(given)), key=lambda i: (dtype_rank(given[i][1]), given[i][0]))
     head: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     begins = [0] * len(given)
     at = 0
@@ -301,6 +301,11 @@ def build_header(
         )
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [start + begin for begin in begins], start + at
+
+
+def dtype_rank(dtype: DType) -> int:
+    """What a header sorts by before the names: wide dtypes first. `dtype` must be one that the format holds."""
+    return _RANK[dtype.name]
 
 
 def _check_writable(tensors: list[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]) -> None:

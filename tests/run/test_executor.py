@@ -18,8 +18,9 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError, OutputExists, SourceChanged, StorageError
+from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.plan import Plan, SourceFile
-from ckpt_tool.plan.schedule import Stored, build_moves
+from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor
 from ckpt_tool.storage.destination import staging_path

@@ -1,0 +1,174 @@
+"""One tensor's move, and moves made when looked at: the plan of two million boxes as the rules that give them.
+
+A plan of 184,732 tensors on 2,048 ranks is shown, summed and saved far more often than it is run, and a run needs a move
+at a time. So the moves of a large target are not listed: each is made from its stored tensor and its places when asked
+for, and the sums that a report wants come from groups of tensors that lie alike:
+
+    moves.copies    768 experts of stage 7 on rank 11, each from one stored chunk to 8 boxes: 6,144
+
+Cost: 0.3 us a tensor for all sums, some 10 us a box for a move.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple, overload
+
+from ckpt_tool.core.target import Places, TargetArray, Wanted, WantedTensor
+from ckpt_tool.core.tensor import Chunk, LogicalTensor
+from ckpt_tool.errors import InternalError
+from ckpt_tool.plan.copy import Region, box_region, byte_view, hull, intersect, source_region
+from ckpt_tool.plan.plan import Move, Moves
+
+
+class Stored(NamedTuple):
+    """A source tensor and the checkpoint it lies in (0 for a single source)."""
+
+    source: int
+    tensor: LogicalTensor
+
+
+FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's source file
+
+
+def output_region(array: TargetArray, item: WantedTensor, file: int) -> Region:
+    """The region of an array of the target in its file number `file`."""
+    line, box, size = byte_view(item.shape, array.box, item.dtype)
+    return box_region(line, box, size, file, array.offset, stored=array.shape)
+
+
+def move_of(row: Stored, item: WantedTensor, outputs: tuple[Region, ...], file_number: FileNumber) -> Move:
+    """The move of one tensor to its output regions."""
+    tensor = row.tensor
+    if tensor.shape != item.shape:
+        raise InternalError(f"{item.key}: stored {tensor.shape}, wanted {item.shape}")
+    reads = tuple(
+        source_region(chunk, tensor.shape, file_number(row.source, chunk.array.path))
+        for chunk in tensor.chunks
+        if chunk.box.numel
+    )
+    size = max(1, tensor.dtype.bits // 8)
+    numel = tensor.nbytes // size if tensor.dtype.bits < 8 else tensor.numel
+    return Move(
+        item.key, item.shape, tensor.dtype, item.dtype, numel, size, max(1, item.dtype.bits // 8), reads, outputs
+    )
+
+
+def count_copies(moves: Sequence[Move]) -> int:
+    """Strided source-to-destination copies that the moves come to: pairs of regions that share elements."""
+    if isinstance(moves, Moves):
+        return moves.copies
+    total = 0
+    for move in moves:
+        sources = [region for region in move.sources if region.replica == 0]
+        if len(sources) == 1 or len(move.outputs) == 1:
+            total += max(len(sources), len(move.outputs)) if sources and move.outputs else 0
+            continue
+        for output in move.outputs:
+            low, high = hull(output)
+            for source in sources:
+                first, last = hull(source)
+                if first < high and low < last and next(intersect(source, output), None) is not None:
+                    total += 1
+    return total
+
+
+class LaterMoves(Moves):
+    """The moves of `stored` to `places`. first_replica: the other replicas are neither read nor compared."""
+
+    def __init__(
+        self,
+        stored: Sequence[Stored],
+        wanted: Wanted,
+        places: Places,
+        file_number: FileNumber,
+        *,
+        first_replica: bool = False,
+    ) -> None:
+        self._stored, self._wanted, self._places, self._number = stored, wanted, places, file_number
+        self._first = first_replica
+
+    def first_replicas(self) -> LaterMoves:
+        """The same, of the first replicas alone."""
+        return LaterMoves(self._stored, self._wanted, self._places, self._number, first_replica=True)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @overload
+    def __getitem__(self, index: int) -> Move: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Move]: ...
+    def __getitem__(self, index: int | slice) -> Move | Sequence[Move]:
+        if isinstance(index, slice):
+            return [self._move(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._move(index % len(self))
+
+    def _move(self, index: int) -> Move:
+        item = self._wanted.tensors[index]
+        places = self._places.of(index)
+        outputs = tuple(output_region(array, item, number) for number, array in places if array.box.numel)
+        move = move_of(self._stored[index], item, outputs, self._number)
+        return move._replace(sources=tuple(r for r in move.sources if r.replica == 0)) if self._first else move
+
+    def _read(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        return [chunk for chunk in chunks if not (self._first and chunk.replica) and chunk.box.numel]
+
+    # -- sums ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _several(self) -> list[int]:
+        """The tensors that do not lie in one piece."""
+        return [i for i, row in enumerate(self._stored) if len(row.tensor.chunks) != 1]
+
+    @cached_property
+    def bytes_read(self) -> int:
+        tensors = [row.tensor for row in self._stored]
+        alike = Counter([(tensor.dtype.bits, tensor.shape) for tensor in tensors if len(tensor.chunks) == 1])
+        total = 0
+        for (bits, shape), count in alike.items():
+            total += count * _nbytes(bits, shape)
+        for index in self._several:
+            tensor = tensors[index]
+            total += sum(_nbytes(tensor.dtype.bits, chunk.box.shape) for chunk in self._read(tensor.chunks))
+        return total
+
+    @cached_property
+    def copies(self) -> int:
+        sizes = {group: sum(box.numel > 0 for box in self._places.boxes(group)) for group in self._places.groups()}
+        total = sum(count * sizes[group] for group, (count, _) in self._places.groups().items())
+        known: dict[tuple[object, ...], int] = {}
+        for index in self._several:
+            group, tensor = self._places.group(index), self._stored[index].tensor
+            key = (group, *((chunk.box, chunk.replica) for chunk in tensor.chunks))
+            if key not in known:
+                known[key] = count_copies([self._move(index)])
+            total += known[key] - sizes[group]
+        return total
+
+    @cached_property
+    def states(self) -> Mapping[str, tuple[int, int]]:
+        rows = Counter([(item.key.state, item.dtype.bits, item.shape) for item in self._wanted.tensors])
+        found: dict[str, tuple[int, int]] = {}
+        for (state, bits, shape), count in rows.items():
+            tensors, nbytes = found.get(state, (0, 0))
+            found[state] = (tensors + count, nbytes + count * _nbytes(bits, shape))
+        return found
+
+    @property
+    def identity(self) -> str:
+        digest = blake2b(f"{self._places.identity()} {self._first}".encode(), digest_size=16)
+        for source, tensor in self._stored:
+            digest.update(repr((source, tensor.dtype.name, tensor.chunks)).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+
+def _nbytes(bits: int, shape: Sequence[int]) -> int:
+    for extent in shape:
+        bits *= extent
+    return bits // 8
