@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("ckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ckpt")
+
+
+def pytest_configure() -> None:
+    """A shell that runs tests in the background (`&`, nohup) hands ignored signals down, and `ckpt` honours that. Tests
+    that interrupt it need what a terminal gives."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
