@@ -69,8 +69,13 @@ READING = group(
     flag("lenient", "Warn where a strict reader refuses and no value depends on it."),
     flag("allow_compressed", "Read deflated zip members, within bounds."),
     flag("require_checksums", "Refuse records that carry no checksum."),
-    text("prefer", "FORMAT", "Which of two sets of files in one folder to read."),
-    text("replica_policy", "POLICY", "What to do when replicas differ: error or first."),
+    text("prefer", "WHICH", "Which of two sets of files in one folder: a format or the name of an index."),
+    text(
+        "replica_policy",
+        "error|first",
+        "Replicas that differ: an error, or take the first. Default error.",
+        choices=("error", "first"),
+    ),
 )
 LAYOUT = group(
     "Layout",

@@ -42,7 +42,8 @@ class Reading:
     """How a source is read.
 
     from_format: overrides detection. lenient: accept what a strict reader refuses but no value depends on.
-    prefer: which of two files that hold the same tensors. replica_policy: what to do when replicas differ.
+    prefer: which of two sets of files in one folder, by format or by the name of its index. replica_policy: what to do
+    when replicas differ: "error" (as None), or take the "first" without comparing.
     """
 
     from_format: str | None = None
@@ -224,7 +225,7 @@ def _reading(taken: Taken) -> Reading:
         allow_compressed=taken.take("allow_compressed", bool, False),
         require_checksums=taken.take("require_checksums", bool, False),
         prefer=taken.take("prefer", values.text, None),
-        replica_policy=taken.take("replica_policy", values.text, None),
+        replica_policy=taken.take("replica_policy", values.one_of(("error", "first")), None),
     )
 
 
