@@ -680,6 +680,21 @@ def test_a_reader_that_leaves_is_quiet(more: str) -> None:
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_slow_reader_gets_every_byte(unbuffered: str) -> None:
+    """A non-blocking pipe takes 64 KiB and refuses; an unbuffered stream drops what did not fit. 4 MB arrive whole."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    env = environment(PYTHONUNBUFFERED=unbuffered)
+    child = subprocess.Popen([sys.executable, "-c", BIG, "--json"], stdout=writing, stderr=subprocess.PIPE, env=env)
+    os.close(writing)
+    time.sleep(0.5)
+    with open(reading, "rb") as pipe:
+        document = json.loads(pipe.read())
+    assert len(document["tensors"]) == 50_000
+    assert child.communicate(timeout=60)[1] == b"" and child.returncode == 0
+
+
 def test_a_full_disk_behind_stdout_is_no_success() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
