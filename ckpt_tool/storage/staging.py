@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -179,18 +180,20 @@ class Staging:
         )
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """The journal's whole lines; a torn last line (the kill came while it was written) is left out."""
+        """The journal's lines as far as they are whole and sealed: a torn or edited line ends it."""
         try:
             text = (self.path / name).read_bytes()
         except OSError:
             return []
-        lines = []
+        lines: list[dict[str, Any]] = []
         for raw in text.split(b"\n")[:-1]:
+            seal, _, body = raw.partition(b" ")
             try:
-                line = json.loads(raw)
-            except ValueError:
+                line = json.loads(body)
+                plan = str((lines or [line])[0]["plan"])
+            except (ValueError, TypeError, KeyError):
                 break
-            if not isinstance(line, dict):
+            if seal != _seal(plan, body):
                 break
             lines.append(line)
         return lines
@@ -217,9 +220,10 @@ class Staging:
     # -- the journal ----------------------------------------------------------------------------------------------
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append one line. Torn lines are ignored by `_lines`, so no fsync: a resumed run checks the bytes anyway."""
+        """Append one line, sealed. Torn lines are ignored by `_lines`, so no fsync: a resumed run checks the bytes anyway."""
         self._recorded = self._recorded or "unit" in line
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        body = json.dumps(line, separators=(",", ":")).encode()
+        data = _seal(self.plan_id, body) + b" " + body + b"\n"
         with self._write:
             try:
                 while data:
@@ -343,6 +347,11 @@ class Staging:
 
     def __exit__(self, *_: object) -> None:
         self._release()
+
+
+def _seal(plan_id: str, body: bytes) -> bytes:
+    """What binds a journal line to its plan and its own words. No secret: it finds damage, not forgers."""
+    return hashlib.blake2b(plan_id.encode() + b"\0" + body, digest_size=8).hexdigest().encode()
 
 
 def _mark_replaced(old: Path) -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,109 @@ def test_a_killed_run_is_gone_on_with_and_not_started_over(folder_ground: Any) -
     assert fresh.status == 0
     ground.check_clean()
     assert sum(op.startswith("pwrite") for op in fresh.ops) == first
+
+
+# -- going on from what a kill left, when someone has been at it (G18, G19) ---------------------------------------
+
+
+@pytest.fixture(scope="module")
+def half_done(folder_ground: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The staging folder of a run that was killed when all its units were done and journalled."""
+    ground = folder_ground
+    journal = [i for i, op in enumerate(ground.operations, 1) if op.startswith("write ")]
+    ground.reset()
+    assert ground.run(at=journal[-1] + 1, do="kill").status == KILLED
+    (left,) = ground.place.iterdir()
+    kept = tmp_path_factory.mktemp("half") / "staged"
+    shutil.copytree(left, kept)
+    return kept
+
+
+def go_on(ground: Any, half_done: Path, meddle: Callable[[Path], None]) -> Any:
+    """Lay the half-done staging folder, let `meddle` change it, run the command: it must end right."""
+    ground.reset()
+    staged = ground.place / f".{ground.final.name}.ckpt-partial"
+    shutil.copytree(half_done, staged)
+    meddle(staged)
+    done = ground.run(at=0, do="none")
+    assert done.status == 0, done.err
+    ground.check_clean()
+    return done
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "grow", "delete", "swap"])
+def test_staged_files_that_were_changed_are_written_again(folder_ground: Any, half_done: Path, how: str) -> None:
+    """G18: the journal's word is not enough; every staged byte is hashed again."""
+    names = sorted(path.name for path in half_done.glob("*.safetensors"))
+
+    def meddle(staged: Path) -> None:
+        for name, other in zip(names, [*names[1:], names[0]], strict=True):
+            data = bytearray((half_done / name).read_bytes())
+            if how == "flip":
+                data[-1] ^= 1
+            elif how == "truncate":
+                del data[len(data) // 2 :]
+            elif how == "grow":
+                data += b"more"
+            elif how == "swap":
+                data = bytearray((half_done / other).read_bytes())
+            (staged / name).write_bytes(data)
+            if how == "delete":
+                (staged / name).unlink()
+
+    go_on(folder_ground, half_done, meddle)
+
+
+def test_a_journal_cut_anywhere_is_believed_as_far_as_it_goes(folder_ground: Any, half_done: Path) -> None:
+    """G19."""
+    text = (half_done / ".ckpt-journal").read_bytes()
+    for cut in sorted({0, 1, *range(0, len(text), max(1, len(text) // 10)), len(text) - 1}):
+        go_on(folder_ground, half_done, lambda staged, cut=cut: (staged / ".ckpt-journal").write_bytes(text[:cut]))  # type: ignore[misc]
+
+
+JOURNALS = {
+    "garbage": lambda lines: [b"\xff\x00garbage", *lines],
+    "another plan": lambda lines: [lines[0].replace(b'"plan":"', b'"plan":"0'), *lines[1:]],
+    "units twice": lambda lines: [*lines, *lines[1:]],
+    "units of no plan": lambda lines: [*lines, b'{"unit":999999,"hashes":[],"leaves":[],"overflows":{}}'],
+    "wrong types": lambda lines: [lines[0], b'{"unit":"0","hashes":5,"leaves":null}', b'{"unit":[],"hashes":{}}', b"[]", b"5"],
+    "other leaves": lambda lines: [lines[0], *(re.sub(rb'"leaves":.*,"over', b'"leaves":[],"over', x) for x in lines[1:])],
+    "leaves of no tensor": lambda lines: [
+        lines[0], *(re.sub(rb'"leaves":.*,"over', b'"leaves":[[99,0,"AA==",0,"AA=="]],"over', x) for x in lines[1:])
+    ],
+    "no base64": lambda lines: [lines[0], *(re.sub(rb'"leaves":.*,"over', b'"leaves":[[0,0,"*",0,5]],"over', x) for x in lines[1:])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", list(JOURNALS))
+def test_a_journal_that_was_edited_never_gives_a_wrong_output(folder_ground: Any, half_done: Path, how: str) -> None:
+    """G19: the run ends right or refuses; it never mixes and never calls itself a bug."""
+    ground = folder_ground
+    ground.reset()
+    staged = ground.place / f".{ground.final.name}.ckpt-partial"
+    shutil.copytree(half_done, staged)
+    lines = (half_done / ".ckpt-journal").read_bytes().splitlines()
+    (staged / ".ckpt-journal").write_bytes(b"\n".join(JOURNALS[how](lines)) + b"\n")
+    done = ground.run()
+    assert done.status in (0, 6, 7), (how, done.status, done.err)
+    ground.check_recovery()
+
+
+def test_other_options_start_over(folder_ground: Any, half_done: Path) -> None:
+    """G19: what another plan has staged is wiped, not mixed in."""
+    ground = folder_ground
+    ground.reset()
+    other = [*ground.args, "--dp", "2"]
+    assert ground.server.run(other, under=ground.place).status == 0
+    want = {path.name: path.read_bytes() for path in ground.final.iterdir()}
+    ground.reset()
+    shutil.copytree(half_done, ground.place / f".{ground.final.name}.ckpt-partial")
+    assert ground.server.run(other, under=ground.place).status == 0
+    assert {path.name: path.read_bytes() for path in ground.final.iterdir()} == want
+    assert os.listdir(ground.place) == [ground.final.name]
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
