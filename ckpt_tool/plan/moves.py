@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from math import prod
+from operator import attrgetter
 from typing import NamedTuple, overload
 
 from ckpt_tool.core.target import Places, TargetArray, Wanted, WantedTensor
@@ -22,6 +24,9 @@ from ckpt_tool.core.tensor import Chunk, LogicalTensor
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Region, box_region, byte_view, hull, intersect, source_region
 from ckpt_tool.plan.plan import Move, Moves
+
+_BITS, _SHAPE = attrgetter("tensor.dtype.bits"), attrgetter("tensor.shape")  # of a Stored
+_STATE_BITS_SHAPE = tuple(map(attrgetter, ("key.state", "dtype.bits", "shape")))  # of a WantedTensor
 
 
 class Stored(NamedTuple):
@@ -67,13 +72,37 @@ def count_copies(moves: Sequence[Move]) -> int:
         if len(sources) == 1 or len(move.outputs) == 1:
             total += max(len(sources), len(move.outputs)) if sources and move.outputs else 0
             continue
-        for output in move.outputs:
-            low, high = hull(output)
-            for source in sources:
-                first, last = hull(source)
-                if first < high and low < last and next(intersect(source, output), None) is not None:
-                    total += 1
+        total += _pairs_that_share(move, sources)
     return total
+
+
+def _pairs_that_share(move: Move, sources: Sequence[Region]) -> int:
+    """Pairs of a source and an output region with a common element: by their corners where both are boxes."""
+    ours = [(region, _corners(region, move)) for region in sources]
+    total = 0
+    for output in move.outputs:
+        theirs = _corners(output, move)
+        low, high = hull(output)
+        for source, mine in ours:
+            if mine and theirs:
+                total += all(a <= d and c <= b for (a, b), (c, d) in zip(mine, theirs, strict=True))
+            else:
+                first, last = hull(source)
+                total += first < high and low < last and next(intersect(source, output), None) is not None
+    return total
+
+
+def _corners(region: Region, move: Move) -> list[tuple[int, int]]:
+    """(first, last) index along each dim of the tensor, [] for a region that is no box of it."""
+    if move.dtype.bits < 8 or 0 in region.extents:
+        return []
+    low, end = hull(region)
+    high, spans = end - 1, list[tuple[int, int]]()
+    for extent in reversed(move.shape):
+        spans.append((low % extent, high % extent))
+        low, high = low // extent, high // extent
+    is_box = all(a <= b for a, b in spans) and prod(b - a + 1 for a, b in spans) == region.numel
+    return spans if is_box else []
 
 
 class LaterMoves(Moves):
@@ -128,13 +157,11 @@ class LaterMoves(Moves):
 
     @cached_property
     def bytes_read(self) -> int:
-        tensors = [row.tensor for row in self._stored]
-        alike = Counter([(tensor.dtype.bits, tensor.shape) for tensor in tensors if len(tensor.chunks) == 1])
-        total = 0
-        for (bits, shape), count in alike.items():
-            total += count * _nbytes(bits, shape)
+        rows = Counter(zip(map(_BITS, self._stored), map(_SHAPE, self._stored), strict=True))
+        total = sum(count * _nbytes(bits, shape) for (bits, shape), count in rows.items())
         for index in self._several:
-            tensor = tensors[index]
+            tensor = self._stored[index].tensor
+            total -= _nbytes(tensor.dtype.bits, tensor.shape)
             total += sum(_nbytes(tensor.dtype.bits, chunk.box.shape) for chunk in self._read(tensor.chunks))
         return total
 
@@ -153,7 +180,8 @@ class LaterMoves(Moves):
 
     @cached_property
     def states(self) -> Mapping[str, tuple[int, int]]:
-        rows = Counter([(item.key.state, item.dtype.bits, item.shape) for item in self._wanted.tensors])
+        tensors = self._wanted.tensors
+        rows = Counter(zip(*(map(column, tensors) for column in _STATE_BITS_SHAPE), strict=True))
         found: dict[str, tuple[int, int]] = {}
         for (state, bits, shape), count in rows.items():
             tensors, nbytes = found.get(state, (0, 0))

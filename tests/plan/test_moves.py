@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.layout import Layout, Placement, held
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.formats import sharded_target
+from ckpt_tool.plan.copy import box_region, intersect
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.placing import Wishes, lay_out
-from ckpt_tool.plan.plan import Plan
+from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import build_moves
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=0, max_size=3).map(tuple)
@@ -93,3 +96,25 @@ def test_the_identifier_is_one_for_one_command_and_another_for_another(
         dataclasses.replace(plan, options={"verify": "full"}),
     ]
     assert len({plan.identifier(), *(each.identifier() for each in changed)}) == 5
+
+
+def test_copies_are_counted_as_intersections_are():
+    rng = np.random.default_rng(11)
+    for _ in range(60):
+        shape = tuple(int(n) for n in rng.integers(1, 9, size=rng.integers(1, 4)))
+        sides = []
+        for _ in range(2):
+            boxes = [Box((0,) * len(shape), shape)]
+            for d, n in enumerate(shape):
+                at = int(rng.integers(0, n))
+                if at:
+                    boxes = [
+                        Box((*b.offset[:d], low, *b.offset[d + 1 :]), (*b.shape[:d], high - low, *b.shape[d + 1 :]))
+                        for b in boxes
+                        for low, high in ((0, at), (at, n))
+                    ]
+            sides.append(tuple(box_region(shape, box, 4, 0, 0) for box in boxes))
+        kind = DTYPES["F32"]
+        move = Move(TensorKey("w"), shape, kind, kind, int(np.prod(shape)), 4, 4, *sides)
+        slow = sum(next(intersect(a, b), None) is not None for a in sides[0] for b in sides[1])
+        assert count_copies([move]) == slow
