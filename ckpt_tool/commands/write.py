@@ -32,6 +32,7 @@ from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.storage.destination import check_destination, check_space, staging_path, sweep_leavings
+from ckpt_tool.storage.safetensors_file import gc_paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     for opened in chosen.sources:
         opened.refuse_unsafe()
     chosen = _fit(chosen, fmt, writing)
-    plan, wanted = make_plan(chosen, destination, fmt, writing)
+    with gc_paused():  # a plan is many small values that all live
+        plan, wanted = make_plan(chosen, destination, fmt, writing)
     locals_ = [Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
                for opened in chosen.sources if opened.tree.local]  # fmt: skip
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
@@ -23,9 +24,11 @@ MODEL, MASTER, EMA, STEP, EXTRAS = "model", "master", "ema", "step", "extras"
 # States of the optimizer other than these are named as the optimizer names them (`exp_avg`, `momentum_buffer`, ...).
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TensorKey:
-    """Name and state. States follow their parameter: (`w`, `model`), (`w`, `exp_avg`) are one logical parameter."""
+class TensorKey(NamedTuple):
+    """Name and state. States follow their parameter: (`w`, `model`), (`w`, `exp_avg`) are one logical parameter.
+
+    A tuple, for its hash is taken a dozen times a tensor: 0.06 us, a dataclass takes 0.4.
+    """
 
     name: str
     state: str = MODEL

@@ -193,6 +193,7 @@ class _Large:
     def __init__(self, wanted: Wanted, layout: Layout) -> None:
         self.wanted, self.layout, self.extras = wanted, layout, _plain(wanted.extras, "extras")
         self.grid = Grid(wanted, layout)
+        self._sizes: dict[int, int] = {}  # bytes of tensors in the index, by the id of Sheets
         self.slots, self.paths = self._slots()
         _check_names(wanted, self.paths)
 
@@ -284,15 +285,22 @@ class _Large:
 
     def _tensors_size(self, state: State) -> int:
         """Bytes of one state's tensors in the index. Their names are plain, so they take two quotes more."""
+        opening = len(dumps(state.state)) + len("\n:{\n") - len(",\n")
+        sheets = id(self.grid.sheets[state.state])
         paths = [self.wanted.tensors[number].path for number in state.numbers]
+        bare = not any(paths)
+        if bare and sheets in self._sizes:  # a state that is laid out as another was
+            return opening + self._sizes[sheets]
         keys = list(zip(state.shapes, map(id, state.dtypes), map(id, state.placements), paths, strict=True))
         what = dict(zip(keys, zip(state.shapes, state.dtypes, state.placements, paths, strict=True), strict=True))
-        size = len(dumps(state.state)) + len("\n:{\n") + sum(map(len, state.names)) - len(",\n")
+        size = sum(map(len, state.names))
         for key, count in Counter(keys).items():
             shape, dtype, placement, path = what[key]
             before, after = tensor_text("", TensorEntry(dtype, shape, self._cuts.number(placement), path))
             size += count * (len(before) + DIGEST_CHARS + len(after) + len(",\n"))
-        return size
+        if bare:
+            self._sizes[sheets] = size
+        return opening + size
 
     def identity(self) -> str:
         """A hash of all that decides the heads: the index without files and digests, and every tensor."""

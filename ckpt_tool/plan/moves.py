@@ -180,8 +180,8 @@ class LaterMoves(Moves):
 
     @cached_property
     def states(self) -> Mapping[str, tuple[int, int]]:
-        tensors = self._wanted.tensors
-        rows = Counter(zip(*(map(column, tensors) for column in _STATE_BITS_SHAPE), strict=True))
+        every = self._wanted.tensors
+        rows = Counter(zip(*(map(column, every) for column in _STATE_BITS_SHAPE), strict=True))
         found: dict[str, tuple[int, int]] = {}
         for (state, bits, shape), count in rows.items():
             tensors, nbytes = found.get(state, (0, 0))
