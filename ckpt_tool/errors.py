@@ -186,7 +186,9 @@ def near_misses(wrong: str, known: Iterable[str], *, most: int = 3) -> str:
     return f"did you mean {', '.join(close)}?" if close else ""
 
 
-def wrap_os_error(error: OSError, path: str | os.PathLike[str], doing: str, *, offset: int | None = None) -> StorageError:
+def wrap_os_error(
+    error: OSError, path: str | os.PathLike[str], doing: str, *, offset: int | None = None
+) -> StorageError:
     """An `OSError` as a `StorageError` that names the file and what was being done to it."""
     import errno
 

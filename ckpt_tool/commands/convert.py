@@ -118,7 +118,10 @@ def _group_without(group: Any, names: set[str]) -> Any:
     beside = isinstance(listed, list) and len(listed) == len(params)
     keep = [clean(str(name)) not in names for name in group["param_names" if beside else "params"]]
     fields = ("params", "param_names") if beside else ("params",)
-    return {**group, **{field: [item for item, kept in zip(group[field], keep, strict=True) if kept] for field in fields}}
+    return {
+        **group,
+        **{field: [item for item, kept in zip(group[field], keep, strict=True) if kept] for field in fields},
+    }
 
 
 def _as_model(stored: Iterable[Stored], state: str) -> tuple[list[Stored], list[dict[str, Any]]]:

@@ -35,7 +35,9 @@ def inspect(
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
-    tally: Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
+    tally: Mapping[
+        tuple[str, tuple[Any, tuple[int, ...], int]], int
+    ]  # (state, (dtype, shape, bytes of one)) -> how many
     if columns and blocks is not None and not (match or states or placement or stats):
         rows = listing = Listing(blocks())
         tally = listing.tally()

@@ -20,7 +20,9 @@ from ckpt_tool.plan.plan import Plan
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
 
 
-def share(document: Mapping[str, Any], part: tuple[int, int], writing: Writing, recorded: Mapping[TensorKey, str]) -> Outcome:
+def share(
+    document: Mapping[str, Any], part: tuple[int, int], writing: Writing, recorded: Mapping[TensorKey, str]
+) -> Outcome:
     """One share, on the node that Ray chose: (committed, overflows, what went wrong)."""
     from ckpt_tool.storage.opening import open_tree
 
@@ -51,7 +53,9 @@ def execute_on_ray(
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except (ConnectionError, ValueError, RuntimeError) as e:
             raise UsageError(
-                f"no Ray cluster at {writing.ray}: {e}", code="E0271", hint="start one with ray start --head, or --ray local"
+                f"no Ray cluster at {writing.ray}: {e}",
+                code="E0271",
+                hint="start one with ray start --head, or --ray local",
             ) from e
     cpus = int(ray.cluster_resources().get("CPU", 1))
     threads = writing.threads or 2
@@ -67,12 +71,16 @@ def execute_on_ray(
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
         committed, lost, error = ray.get(done[0])
-        progress.note(f"share {tasks[done[0]]}/{count} done" if error is None else f"share {tasks[done[0]]}/{count} failed")
+        progress.note(
+            f"share {tasks[done[0]]}/{count} done" if error is None else f"share {tasks[done[0]]}/{count} failed"
+        )
         failure = failure or error
         overflows = lost if committed else overflows
     progress.finish()
     if failure is not None:
         raise failure
     if overflows is None:
-        raise InternalError("all shares ended and none committed", hint="please report this; ckpt clean removes the leavings")
+        raise InternalError(
+            "all shares ended and none committed", hint="please report this; ckpt clean removes the leavings"
+        )
     return overflows

@@ -61,7 +61,9 @@ def test_two_indexes_that_disagree_are_refused(tmp_path):
     assert caught.value.exit_code == 3 and "--prefer" in caught.value.hint
     assert len(open_source(str(tmp_path / "m"), Reading(prefer="safetensors")).catalog.tensors) == 21
     real = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
-    (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(json.dumps({**index, "weight_map": real["weight_map"]}))
+    (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(
+        json.dumps({**index, "weight_map": real["weight_map"]})
+    )
     assert len(open_source(str(tmp_path / "m"), Reading()).catalog.tensors) == 21
 
 

@@ -96,7 +96,7 @@ def test_values_equal_the_live_run(name, path):
     opened = open_source(str(path), Reading())
     catalog = OpenCatalog(opened.tree, opened.catalog)
     with safe_open(truth, "pt") as f:
-        want = {tuple(key.split("/", 1)) for key in f.keys()}  # noqa: SIM118
+        want = {tuple(key.split("/", 1)) for key in f.keys()}
         have = {(key.state, key.name) for key in opened.catalog.tensors}
         assert have == want
         for state, key in sorted(want):

@@ -111,13 +111,17 @@ class Save:
         )  # fmt: skip
         chunks = [record(META, "ChunkStorageMetadata", offsets=size(*o), sizes=size(*n)) for o, n in self.chunks]
         states = {
-            "model.w": record(META, "TensorStorageMetadata", properties=properties, size=size(*self.size), chunks=chunks),
+            "model.w": record(
+                META, "TensorStorageMetadata", properties=properties, size=size(*self.size), chunks=chunks
+            ),
             "epoch": Raw(name(META, "BytesStorageMetadata") + b")\x81"),
         }
         storage = {}
         for key, fqn, offset, file, at, length in self.items():
             if key not in self.without:
-                index = record(META, "MetadataIndex", fqn=fqn, offset=None if offset is None else size(*offset), index=0)
+                index = record(
+                    META, "MetadataIndex", fqn=fqn, offset=None if offset is None else size(*offset), index=0
+                )
                 info = {"relative_path": file, "offset": at, "length": length} | self.info.get(key, {})
                 storage[index] = record(STORE, "_StorageInfo", **info)
         return record(

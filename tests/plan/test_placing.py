@@ -69,7 +69,8 @@ def test_experts_go_to_their_ranks():
 
 def test_a_layout_file_wins():
     degrees, rules = rules_from(
-        {"mesh": {"tp": 2}, "rule": [{"match": "*.odd", "shard": {"1": ["tp"]}}, {"match": "lone", "at": {"tp": 1}}]}, "f"
+        {"mesh": {"tp": 2}, "rule": [{"match": "*.odd", "shard": {"1": ["tp"]}}, {"match": "lone", "at": {"tp": 1}}]},
+        "f",
     )
     layout, _ = lay_out(
         tensors(("a.odd", (2, 4), "model"), ("lone", (3,), "model")), Wishes(Mesh.of(**degrees), rules=rules)
