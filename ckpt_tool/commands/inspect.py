@@ -9,11 +9,13 @@ from typing import Any
 
 from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.select import matcher, state_filter
-from ckpt_tool.commands.source import open_source
+from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.tensor import MODEL, TensorKey
+
+Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
 
 def inspect(
@@ -35,9 +37,7 @@ def inspect(
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
-    tally: Mapping[
-        tuple[str, tuple[Any, tuple[int, ...], int]], int
-    ]  # (state, (dtype, shape, bytes of one)) -> how many
+    tally: Tally
     if columns and blocks is not None and not (match or states or placement or stats):
         rows = listing = Listing(blocks())
         tally = listing.tally()
@@ -70,14 +70,18 @@ def inspect(
     if security or catalog.unsafe:
         document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
     if stats:
-        from ckpt_tool.run.stats import statistics
-
-        opened.refuse_unsafe()
-        keys = [TensorKey(row["name"], row["state"]) for row in rows]
-        found = statistics(catalog, opened.tree, keys)
-        for row, key in zip(rows, keys, strict=True):
-            row["stats"] = found.get(key)
+        _add_statistics(opened.refuse_unsafe(), rows)
     return document
+
+
+def _add_statistics(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
+    """Read the values of the listed tensors and say of each what they are like."""
+    from ckpt_tool.run.stats import statistics
+
+    keys = [TensorKey(row["name"], row["state"]) for row in rows]
+    found = statistics(opened.catalog, opened.tree, keys)
+    for row, key in zip(rows, keys, strict=True):
+        row["stats"] = found.get(key)
 
 
 def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iterator[dict[str, Any]]:
