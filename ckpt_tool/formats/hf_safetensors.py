@@ -193,23 +193,26 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header]
     absent: list[tuple[str, str]] = []  # (tensor, file that should hold it)
     strangers: list[tuple[str, str]] = []  # (tensor, file that holds it unasked)
     for file in sorted(shards):
-        wanted = set(shards.pop(file).encoded())
+        column = shards.pop(file)
         try:
             header = read_header(tree, file, lenient=lenient)
         except InputError as fault:
             faults.append(fault)
             continue
+        headers.append(header)
         have = header.names.encoded()
+        if column.same(sorted(have)):  # indexes are sorted, and headers hold sorted runs
+            continue
+        wanted = set(column.encoded())
         if len(wanted) != len(have) or not wanted.issuperset(have):
             absent += [(name.decode(), file) for name in sorted(wanted.difference(have))]
             strangers += [(name.decode(), file) for name in have if name not in wanted]
-            header = header.keep(name in wanted for name in have)
-        headers.append(header)
+            headers[-1] = header.keep(name in wanted for name in have)
     if faults:
         _raise_first(faults)
     if absent:
         raise _absent(tree, absent, total)
-    notes = _total_size(path, metadata.get("total_size"), headers)
+    notes = _total_size(path, metadata.get("total_size"), headers, whole=not strangers)
     if strangers:
         notes.append(_strangers(tree, path, strangers, lenient=lenient))
     return headers, notes
@@ -267,9 +270,13 @@ def _strangers(tree: Tree, path: str, strangers: list[tuple[str, str]], *, lenie
     )  # fmt: skip
 
 
-def _total_size(path: str, stated: object, headers: Sequence[Header]) -> list[Note]:
-    """A note where the index states another size than the files have (`verify` makes it a finding)."""
-    actual = sum(kind.nbytes for header in headers for kind in header.kinds)
+def _total_size(path: str, stated: object, headers: Sequence[Header], *, whole: bool) -> list[Note]:
+    """A note where the index states another size than the files have (`verify` makes it a finding). whole: the headers
+    have all tensors of their files."""
+    if whole:  # tensors tile a file's data
+        actual = sum(header.nbytes for header in headers)
+    else:
+        actual = sum(kind.nbytes for header in headers for kind in header.kinds)
     if stated is None or stated == actual:
         return []
     return [Note(TOTAL_SIZE, f"the index states total_size {str(stated)[:40]}, the tensors have {actual} bytes", path)]

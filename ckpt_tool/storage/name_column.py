@@ -45,6 +45,10 @@ class NameColumn:
         """The first name; "" where there is none."""
         return (self._odd[0] if self._odd else self._joined.partition(b"\n")[0]).decode("utf-8")
 
+    def same(self, names: Sequence[bytes]) -> bool:
+        """Are these the column's names, in its order? No list is made of them."""
+        return not self._odd and len(names) == self._count and b"\n".join(names) == self._joined
+
     def __len__(self) -> int:
         return self._count
 

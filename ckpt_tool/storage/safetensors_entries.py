@@ -23,6 +23,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
 from operator import sub
 from typing import Any, NamedTuple
@@ -96,7 +97,8 @@ def _spelling(colon: bytes, comma: bytes) -> _Spelling:
     return _Spelling(re.compile(entry), kind, mark, comma, len(b'"' + mark + offsets + comma + close))
 
 
-_SPELLINGS = (_spelling(b":", b","), _spelling(b": ", b", "))
+_COMPACT = _spelling(b":", b",")
+_spaced = cache(partial(_spelling, b": ", b", "))  # seldom seen: its patterns wait until then
 _FIRST_METADATA = re.compile(rb'\{"__metadata__": ?')
 _AFTER_METADATA = re.compile(rb", ?")
 
@@ -115,8 +117,8 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
         return None
     check_utf8(text, path=path, offset=offset)
     metadata, at = _leading_metadata(text, path, offset)
-    spelling = next((s for s in _SPELLINGS if text.find(s.mark, at, at + NAME_LIMIT + 64) >= 0), None)
-    if metadata is None or spelling is None:
+    spelling = _COMPACT if text.find(_COMPACT.mark, at, at + NAME_LIMIT + 64) >= 0 else _spaced()
+    if metadata is None or text.find(spelling.mark, at, at + NAME_LIMIT + 64) < 0:
         return None
     names: list[bytes] = []
     kinds: list[Kind] = []
