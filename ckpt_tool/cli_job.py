@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.progress import Progress
 
 if TYPE_CHECKING:
-    from ckpt_tool.commands.options import Reading
+    from ckpt_tool.commands.reading import Reading
     from ckpt_tool.report.page import Page
 
 Document = dict[str, Any]
@@ -58,7 +58,7 @@ def inspect_job(
 
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.inspect import inspect as command
-        from ckpt_tool.commands.options import Reading
+        from ckpt_tool.commands.reading import Reading
 
         return command(src, reading or Reading(), columns=not show.json, **wanted)
 

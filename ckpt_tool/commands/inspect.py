@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpt_tool.commands.options import Reading
+from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.select import matcher, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog

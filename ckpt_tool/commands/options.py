@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
 from ckpt_tool.commands import values
+from ckpt_tool.commands.reading import Reading as Reading
 from ckpt_tool.commands.values import BadValue
 from ckpt_tool.errors import UsageError, near_misses
 
@@ -35,24 +36,6 @@ METHODS = (
 VERIFY = ("off", "quick", "full")
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
 DEFAULT_MEMORY = 1 << 30  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a source is read.
-
-    from_format: overrides detection. lenient: accept what a strict reader refuses but no value depends on.
-    prefer: which of two sets of files in one folder, by format or by the name of its index. replica_policy: what to do
-    when replicas differ: "error" (as None), or take the "first" without comparing.
-    """
-
-    from_format: str | None = None
-    follow_symlinks: bool = False
-    lenient: bool = False
-    allow_compressed: bool = False
-    require_checksums: bool = False
-    prefer: str | None = None
-    replica_policy: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import gc
 import re
 from dataclasses import dataclass
 
-from ckpt_tool.commands.options import Reading
+from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry

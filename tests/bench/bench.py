@@ -313,6 +313,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the samples here too")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
+    measure.as_installed(ROOT, given.work)
     options = Options(
         given.work, given.size, given.rounds, given.peer_rounds, not given.no_peers,
         (False, True) if given.fsync is None else (given.fsync,), _knows_no_fsync(),
@@ -347,7 +348,4 @@ def _knows_no_fsync() -> bool:
 
 
 if __name__ == "__main__":
-    import os
-
-    os.environ["PYTHONPATH"] = str(ROOT)
     sys.exit(main())

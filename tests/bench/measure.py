@@ -90,6 +90,13 @@ def in_turns(contestants: Sequence[Contestant], rounds: int) -> dict[str, list[S
     return samples
 
 
+def as_installed(root: Path, work: Path) -> None:
+    """Let the processes that are measured find `root` as an installed package: with its bytecode, kept below `work`."""
+    os.environ["PYTHONPATH"] = str(root)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
 def settle() -> None:
     """Wait until what earlier runs wrote is on disk: else the next one pays for it."""
     os.sync()

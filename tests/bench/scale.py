@@ -123,6 +123,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "ckpt-bench")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
+    measure.as_installed(ROOT, given.work)
     model, training = sources(given.work)
     bare = "python -c pass"
     samples = rounds_of(
@@ -172,5 +173,4 @@ def _facts(found: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(ROOT)
     sys.exit(main())
