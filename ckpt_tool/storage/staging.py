@@ -21,6 +21,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,11 @@ class Staging:
             try:
                 fcntl.flock(self._folder_fd, kind | fcntl.LOCK_NB)
             except BlockingIOError as e:
-                raise self._locked(self._journal_name(self.part)) from e
+                if self.part is None or os.path.lexists(self.path / JOURNAL):
+                    raise self._locked(self._journal_name(self.part)) from e
+                os.close(self._folder_fd)  # another part looks whether it is the last one, or commits: soon over
+                time.sleep(0.02)
+                continue
             held = os.fstat(self._folder_fd)
             try:
                 now = os.lstat(self.path)

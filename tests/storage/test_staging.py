@@ -1,0 +1,37 @@
+"""Staging's locks, seen by several holders at once. Its life under faults is tested in tests/faults."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from ckpt_tool.errors import OutputExists
+from ckpt_tool.storage.destination import staging_path
+from ckpt_tool.storage.staging import JOURNAL, Staging
+
+
+def test_a_part_waits_while_another_looks_whether_it_is_the_last(tmp_path: Path) -> None:
+    """Two parts of a plan: the second starts in the moment in which the first holds the folder alone."""
+    out = tmp_path / "out"
+    with Staging(out, "plan", ["f"], part=(1, 2)) as first:
+        first.close_part()
+        began = time.monotonic()
+        timer = threading.Timer(0.2, lambda: fcntl.flock(first._folder_fd, fcntl.LOCK_UN))
+        timer.start()
+        with Staging(out, "plan", ["f"], part=(2, 2)) as second:
+            assert time.monotonic() - began > 0.15
+            assert len(second.part_journals(2)) == 2
+        timer.join()
+
+
+def test_a_part_does_not_wait_for_a_whole_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Staging(out, "plan", ["f"]):
+        assert os.path.exists(staging_path(out) / JOURNAL)
+        with pytest.raises(OutputExists) as caught:
+            Staging(out, "plan", ["f"], part=(1, 2))
+        assert caught.value.code == "E0503"
