@@ -10,7 +10,6 @@ from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.write import Chosen, write
-from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -21,7 +20,7 @@ from ckpt_tool.plan.moves import Stored
 def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
     """The same checkpoint, every state of it, for other parallel degrees. Degrees left out keep the source's value."""
     opened = open_source(src, reading)
-    chosen = choose(opened, reading, writing, inherited=opened.catalog.mesh)
+    chosen = choose(opened, reading, writing, inherits=True)
     return write(chosen, dst, writing, progress, to=writing.to or opened.catalog.format)
 
 
@@ -42,7 +41,7 @@ def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     return write(choose(opened, reading, writing), dst, writing, progress, to=writing.to)
 
 
-def choose(opened: Opened, reading: Reading, writing: Writing, *, inherited: Mesh = Mesh()) -> Chosen:  # noqa: B008
+def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool = False) -> Chosen:
     """The tensors of one source that the options ask for, with what was removed and dropped by name."""
     opened.refuse_unsafe()
     catalog = opened.catalog
@@ -79,7 +78,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherited: Mes
         without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
         tuple(catalog.tensors[key] for key in removed),
         tuple(dropped),
-        inherited,
+        inherits,
         first_replica=reading.replica_policy == "first",
     )
 

@@ -10,10 +10,10 @@ from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.write import Chosen, write
-from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.formats import registry
 from ckpt_tool.plan.moves import Stored
 
 BUILT = ("union",)
@@ -44,8 +44,8 @@ def merge(
     opened = [open_source(src, reading) for src in sources]
     to = writing.to or opened[0].catalog.format
     if len(opened) == 1:
-        inherited = opened[0].catalog.mesh if to in ("dcp", "sharded") and to == opened[0].catalog.format else Mesh()
-        return write(choose(opened[0], reading, writing, inherited=inherited), dst, writing, progress, to=to)
+        inherits = to == opened[0].catalog.format and bool(registry.by_name(to).holds.mesh)
+        return write(choose(opened[0], reading, writing, inherits=inherits), dst, writing, progress, to=to)
     return write(_union(opened, reading, writing, on_conflict), dst, writing, progress, to=to)
 
 

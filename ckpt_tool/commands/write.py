@@ -40,7 +40,7 @@ class Chosen:
     """What shall be written, before any format has seen it.
 
     stored: each tensor and the source (by position in `sources`) that it lies in, under the key it shall have.
-    removed, dropped: for the report. degrees: the mesh that the output inherits where the user names no degree.
+    removed, dropped: for the report. inherits: degrees that the user does not name are those of the first source.
     """
 
     sources: tuple[Opened, ...]
@@ -48,7 +48,7 @@ class Chosen:
     extras: Mapping[str, Any]
     removed: tuple[LogicalTensor, ...] = ()
     dropped: tuple[dict[str, Any], ...] = ()
-    inherited: Mesh = Mesh()
+    inherits: bool = False
     notes: tuple[str, ...] = ()
     first_replica: bool = False  # take replica 0 without comparing the others: it was said in words
 
@@ -169,6 +169,8 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
         single,
         writing.max_shard_size,
+        {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split}
+        if fmt.holds.own_layout else {},
     )  # fmt: skip
     layout, fallbacks = _layout(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
@@ -225,8 +227,39 @@ def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType]) -> DType:
     return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
 
 
+def _degrees(chosen: Chosen, writing: Writing) -> dict[str, int]:
+    """For a format with a layout of its own: mesh dim -> size, `dp` all data ranks; what nobody says is left out."""
+    catalog = chosen.sources[0].catalog
+    inherited: dict[str, int] = {}
+    if chosen.inherits:
+        stated = catalog.hints.get("degrees")
+        inherited = dict(stated if stated else catalog.mesh.dims)
+        if not stated and "ep" in inherited:
+            inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
+    if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
+        inherited.pop("etp", None)  # experts follow tp unless somebody parted them
+    return {**inherited, **writing.degrees}
+
+
+def _mesh(degrees: Mapping[str, int]) -> Mesh:
+    """The degrees as the house's mesh, in which expert ranks are carved out of the data ranks."""
+    dims = dict(degrees)
+    dp, ep = dims.get("dp", 1), dims.get("ep", 1)
+    dims["dp"] = dp // ep if dp % ep == 0 else dp
+    if dims.get("etp", 1) == dims.get("tp", 1):
+        dims.pop("etp", None)
+    return Mesh.of(**dims)
+
+
 def _layout(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
-    degrees = {**dict(chosen.inherited.dims), **writing.degrees}
+    if fmt.holds.own_layout:
+        if writing.layout:
+            raise UsageError(
+                f"--layout: {fmt.name} lays its ranks out itself", code="E0260", hint="give degrees: --tp, --pp, --ep"
+            )
+        return Layout(_mesh(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
+    inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
+    degrees = {**dict(inherited), **writing.degrees}
     rules: tuple[Rule, ...] = ()
     if writing.layout:
         path = Path(writing.layout)

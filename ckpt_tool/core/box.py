@@ -62,6 +62,40 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements `start` to `stop` of a tensor's row-major line as boxes, in the line's order, each without gaps in it.
+
+    At most 2n - 1 for rank n: a flat ZeRO slice begins and ends inside rows.
+    >>> [(b.offset, b.shape) for b in flat_boxes((4, 5), 3, 17)]
+    [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"{start} to {stop} leaves a tensor of shape {tuple(shape)}")
+    if stop == start:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    if row == 1:
+        return [Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))]
+    first, last = start // row, stop // row
+    if first == last:
+        return _rows(shape, first, flat_boxes(shape[1:], start - first * row, stop - first * row))
+    boxes: list[Box] = []
+    if start % row:
+        boxes += _rows(shape, first, flat_boxes(shape[1:], start - first * row, row))
+        first += 1
+    if last > first:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if stop % row:
+        boxes += _rows(shape, last, flat_boxes(shape[1:], 0, stop - last * row))
+    return boxes
+
+
+def _rows(shape: Sequence[int], row: int, inner: Sequence[Box]) -> list[Box]:
+    return [Box((row, *box.offset), (1, *box.shape)) for box in inner]
+
+
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Indexes of two boxes that share an element, None when all are disjoint.
 

@@ -62,13 +62,15 @@ class TargetArray(NamedTuple):
 class Patch(NamedTuple):
     """A hole at `offset` (bytes) of the file, filled when all values have moved.
 
-    kind `crc32`: 4 bytes little-endian, the CRC of array number `of` of this file (as stored, padding included).
+    kind `crc32`: 4 bytes little-endian, the CRC of array number `of` of this file (as stored, padding included), or of
+    the bytes `span` (offset, length) of this file: a record that several arrays and zeros make up.
     kind `digest`: 32 hex digits in ASCII, the digest of tensor number `of`.
     """
 
     offset: int
     kind: Literal["crc32", "digest"]
     of: int
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ class Wanted:
     sidefiles: (path, size in bytes) of the source's side files to copy as they are.
     single: the output's file name where the user asked for one file (`OUT.pt`), None for a folder.
     shard_size: `--max-shard-size` in bytes.
+    options: for formats with a layout of their own (`formats.base.Holds.own_layout`): `degrees` (mesh dim -> size, `dp`
+    all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `vocab_size`.
     """
 
     tensors: tuple[WantedTensor, ...]
@@ -158,6 +162,7 @@ class Wanted:
     sidefiles: tuple[tuple[str, int], ...] = ()
     single: str | None = None
     shard_size: int = 5_000_000_000
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def whole_file(path: str, data: bytes) -> TargetFile:

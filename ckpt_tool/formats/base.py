@@ -32,7 +32,8 @@ class Holds:
     states: "model" alone, or every state. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
     out in files (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is
     replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: may be one file.
-    dialect: the names that are at home here.
+    dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
+    DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.options`.
     """
 
     all_states: bool = True
@@ -42,6 +43,7 @@ class Holds:
     zero: int = 0
     single: bool = False
     dialect: str = "keep"
+    own_layout: bool = False
     dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold
 
 

@@ -27,19 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
-from ckpt_tool.core.tensor import MODEL, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import (
     Incomplete,
     InconsistentCheckpoint,
-    InputError,
     UnknownFormat,
-    UnsafeInput,
     UsageError,
 )
 from ckpt_tool.formats import checksums, hf_files, torch_choice
@@ -49,30 +47,18 @@ from ckpt_tool.formats.hf_safetensors import pack
 from ckpt_tool.formats.state_nesting import nest
 from ckpt_tool.formats.state_paths import Leaf, Named, clean, name_leaves
 from ckpt_tool.formats.state_roots import Roots
-from ckpt_tool.formats.state_tree import SLOT, dotted, part
+from ckpt_tool.formats.state_tree import dotted
 from ckpt_tool.formats.torch_choice import Chosen
-from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import WrapperRef
+from ckpt_tool.formats.torch_content import TorchContent, read_content
 from ckpt_tool.storage.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.torch_stream import TorchStream, is_stream, is_tar, refuse_tar
-from ckpt_tool.storage.torchzip import TorchZip, plan_zip
+from ckpt_tool.storage.torchzip import plan_zip
 
 MISSING, ABSENT, STRANGER, TWICE = "E0380", "E0381", "E0382", "E0383"
-FOREIGN, DTENSOR = "E0393", "E0399"
+FOREIGN = "E0393"
 SINGLE = "checkpoint.pt"
 ROOT = "archive"  # one name for all, so that a file's bytes do not depend on what it is called
 SHOWN = 100
-
-
-class _File(NamedTuple):
-    """One torch file, taken apart. leaves: (path, array)."""
-
-    leaves: list[tuple[Path, StoredArray]]
-    extras: Any
-    unsafe: list[str]
-    globals: list[str]
-    ordered: list[tuple[Path, Any]]
 
 
 class _Torch:
@@ -106,7 +92,7 @@ class _Torch:
             )  # fmt: skip
         torch_choice.check_numbers(chosen.files, tree.display())
         expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
-        files = {name: _read_file(tree, name) for name in expected}
+        files = {name: read_content(tree, name) for name in expected}
         notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=bool(options.get("lenient")))]
         return _catalog(tree, chosen, files, notes, required=bool(options.get("require_checksums")))
 
@@ -119,39 +105,6 @@ FORMAT = _Torch()
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
-
-
-def _read_file(tree: Tree, name: str) -> _File:
-    shown = tree.display(name)
-    head = tree.head(name, 512)
-    if is_tar(head):
-        refuse_tar(shown)
-    opened: TorchZip | TorchStream
-    if is_stream(head):
-        opened = TorchStream.open(tree, name)
-        pickled = opened.pickled
-    else:
-        opened = TorchZip.open(tree, name)
-        pickled = opened.pickled()
-    unsafe = [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
-    try:
-        pickles.refuse_weight_bearing(pickled.value, shown)
-    except UnsafeInput as e:
-        unsafe.append(f"{e.message} ({shown})")
-    value = pickled.value
-    parted = part(value if isinstance(value, dict) else {"value": value})
-    leaves = []
-    for path, ref in parted.leaves:
-        if isinstance(ref, WrapperRef):
-            raise InputError(
-                f"a {ref.name}: the file is one rank's part of a distributed state", code=DTENSOR, path=shown,
-                key=dotted(path)[:200],
-                hint="per-rank files of DTensors are not read yet: save with torch.distributed.checkpoint",
-            )  # fmt: skip
-        leaves.append((path, opened.array(ref)))
-    extras = {} if parted.extras in ({"value": SLOT}, SLOT) else parted.extras
-    unsafe += [f"{line} ({shown})" for line in parted.hanging]
-    return _File(leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered)
 
 
 def _expected(tree: Tree, index: str) -> dict[str, Any]:
@@ -175,7 +128,9 @@ def _expected(tree: Tree, index: str) -> dict[str, Any]:
     return {file: set(names) for file, names in sorted(read.shards.items())}
 
 
-def _hold_against(tree: Tree, expected: Mapping[str, Any], files: Mapping[str, _File], *, lenient: bool) -> list[Note]:
+def _hold_against(
+    tree: Tree, expected: Mapping[str, Any], files: Mapping[str, TorchContent], *, lenient: bool
+) -> list[Note]:
     """The files' tensors against the index, and against each other."""
     notes = []
     seen: dict[str, str] = {}
@@ -209,7 +164,9 @@ def _hold_against(tree: Tree, expected: Mapping[str, Any], files: Mapping[str, _
     return notes
 
 
-def _catalog(tree: Tree, chosen: Chosen, files: Mapping[str, _File], notes: list[Note], *, required: bool) -> Catalog:
+def _catalog(
+    tree: Tree, chosen: Chosen, files: Mapping[str, TorchContent], notes: list[Note], *, required: bool
+) -> Catalog:
     found = [leaf for file in files.values() for leaf in file.leaves]
     extras: dict[str, Any] = {}
     for file in files.values():

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.target import Patch, TargetFile
@@ -152,7 +152,7 @@ class Plan:
                     "path": file.path,
                     "size": file.size,
                     "literals": [[at, b64encode(data).decode()] for at, data in file.literals],
-                    "patches": [list(patch) for patch in file.patches],
+                    "patches": [list(patch[:3] if patch.span is None else patch) for patch in file.patches],
                     "copy_of": file.copy_of,
                     "arrays": [list(array) for array in arrays],
                 }
@@ -188,7 +188,7 @@ class Plan:
                     int(file["size"]),
                     tuple((int(at), b64decode(data)) for at, data in file["literals"]),
                     (),
-                    tuple(Patch(*patch) for patch in file["patches"]),
+                    tuple(_patch(*patch) for patch in file["patches"]),
                     file["copy_of"],
                 )
                 for file in document["outputs"]
@@ -266,3 +266,7 @@ def regions_of(plan: Plan) -> Iterator[tuple[Move, Region]]:
     for move in plan.moves:
         for region in move.sources:
             yield move, region
+
+
+def _patch(offset: int, kind: Literal["crc32", "digest"], of: int, span: Sequence[int] | None = None) -> Patch:
+    return Patch(offset, kind, of, None if span is None else (span[0], span[1]))

@@ -83,17 +83,18 @@ def fill_patches(
             continue
         fd, written = staging.open(file.path), sorted(pieces.get(number, ()))
         try:
-            crcs: dict[int, int] = {}
+            crcs: dict[tuple[int, int], int] = {}
             for patch in file.patches:
                 if patch.kind == "digest":
                     text = digests[patch.of] if digests is not None else "-" * DIGEST_CHARS
                     write_all(fd, text.encode(), patch.offset, file.path)
                     continue
-                if patch.of not in crcs:
-                    offset, nbytes = arrays[patch.of]
+                span = patch.span or arrays[patch.of]
+                if span not in crcs:
+                    offset, nbytes = span
                     own = within(written, offset, offset + nbytes)
-                    crcs[patch.of] = join(offset, offset + nbytes, own, partial(_read_chunks, fd))
-                write_all(fd, crcs[patch.of].to_bytes(4, "little"), patch.offset, file.path)
+                    crcs[span] = join(offset, offset + nbytes, own, partial(_read_chunks, fd))
+                write_all(fd, crcs[span].to_bytes(4, "little"), patch.offset, file.path)
         finally:
             os.close(fd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.core.box import Box, contiguous_strides, first_overlap, whole
+from ckpt_tool.core.box import Box, contiguous_strides, first_overlap, flat_boxes, whole
 
 
 @st.composite
@@ -115,3 +116,15 @@ def test_strides_count_empty_dims_as_one() -> None:
     assert contiguous_strides((2, 3, 4)) == (12, 4, 1)
     assert contiguous_strides((2, 0, 4)) == (4, 4, 1)
     assert contiguous_strides(()) == ()
+
+
+@given(shape=st.lists(st.integers(0, 5), max_size=4), data=st.data())
+def test_flat_boxes_are_the_line_in_order(shape: list[int], data: st.DataObject) -> None:
+    """The oracle numbers the elements and cuts the line itself."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, numbers.size))
+    stop = data.draw(st.integers(start, numbers.size))
+    boxes = flat_boxes(shape, start, stop)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    found = [numbers[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))].reshape(-1) for b in boxes]
+    assert np.array_equal(np.concatenate([np.empty(0, int), *found]), np.arange(start, stop))

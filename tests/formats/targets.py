@@ -84,7 +84,10 @@ def write(target: Target, folder: Path, values: Sequence[np.ndarray]) -> None:
             put(array.offset, stored[-1])
         for patch in file.patches:
             assert patch.kind == "crc32"
-            crc = zlib.crc32(stored[patch.of].tobytes())
+            if patch.span is None:
+                crc = zlib.crc32(stored[patch.of].tobytes())
+            else:
+                crc = zlib.crc32(data[patch.span[0] : sum(patch.span)].tobytes())
             data[patch.offset : patch.offset + 4] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
         path = folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)

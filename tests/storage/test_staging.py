@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from ckpt_tool.errors import OutputExists
 from ckpt_tool.storage.destination import staging_path
 from ckpt_tool.storage.staging import JOURNAL, Staging
