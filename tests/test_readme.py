@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.formats import capabilities, registry
+
 ROOT = Path(__file__).parents[1]
 BOTH = ("README.md", "README_zh.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
@@ -40,6 +42,15 @@ def test_both_say_the_same():
     assert rows(english) == rows(chinese)
     names = [set(re.findall(r"`([^`\n]+)`", (ROOT / name).read_text(encoding="utf-8"))) for name in BOTH]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_table_of_formats_is_the_registry(name):
+    """Rows are equal; the Chinese file translates the column names of states alone."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    want = capabilities.markdown().splitlines()
+    assert all(row in text.splitlines() for row in want[2:]), "put this into the README:\n" + capabilities.markdown()
+    assert len(want[2:]) == len(registry.NAMES)
 
 
 def test_the_first_blocks_install_and_then_test():

@@ -109,21 +109,21 @@ def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
     """Leave behind, by name, what the target format has no place for; what was asked for in words is an error."""
     stored, dropped, extras = list(chosen.stored), list(chosen.dropped), chosen.extras
     asked = {name for name in writing.states if name != "all"} - set(writing.drop)
-    if not fmt.holds.all_states:
-        behind: dict[str, list[Stored]] = {}
-        for row in stored:
-            if row.tensor.key.state != MODEL:
-                behind.setdefault(row.tensor.key.state, []).append(row)
-        for state, rows in behind.items():
-            if state in asked or group_of(state) in asked:
-                raise UsageError(
-                    f"--to {fmt.name} has no place for the state {state}", code="E0257",
-                    hint=f"write to a training format (dcp, torch, sharded), or add --drop {group_of(state)}",
-                )  # fmt: skip
-            nbytes = sum(row.tensor.nbytes for row in rows)
-            dropped.append({"state": state, "tensors": len(rows), "bytes": nbytes,
-                            "reason": f"{fmt.name} holds the model only"})  # fmt: skip
-        stored = [row for row in stored if row.tensor.key.state == MODEL]
+    behind: dict[str, list[Stored]] = {}
+    for row in stored:
+        if row.tensor.key.state != MODEL and not fmt.holds.has(group_of(row.tensor.key.state)):
+            behind.setdefault(row.tensor.key.state, []).append(row)
+    for state, rows in behind.items():
+        if state in asked or group_of(state) in asked:
+            raise UsageError(
+                f"--to {fmt.name} has no place for the state {state}", code="E0257",
+                hint=f"write to a training format (dcp, torch, sharded), or add --drop {group_of(state)}",
+            )  # fmt: skip
+        reason = f"{fmt.name} has no place for it" if fmt.holds.all_states else f"{fmt.name} holds the model only"
+        dropped.append({"state": state, "tensors": len(rows), "bytes": sum(row.tensor.nbytes for row in rows),
+                        "reason": reason})  # fmt: skip
+    if behind:
+        stored = [row for row in stored if row.tensor.key.state not in behind]
     if extras and not fmt.holds.extras:
         if "extras" in asked:
             raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")

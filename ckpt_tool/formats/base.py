@@ -29,7 +29,8 @@ class Evidence:
 class Holds:
     """What a format's files can express.
 
-    states: "model" alone, or every state. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
+    all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no place
+    although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
     out in files (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is
     replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: may be one file.
     dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
@@ -45,6 +46,11 @@ class Holds:
     dialect: str = "keep"
     own_layout: bool = False
     dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold
+    lacks: frozenset[str] = field(default_factory=frozenset)
+
+    def has(self, group: str) -> bool:
+        """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""
+        return group == "model" or self.all_states and group not in self.lacks
 
 
 class Format(Protocol):

@@ -66,7 +66,7 @@ class Sharded:
 
     name = "sharded"
     holds = Holds(
-        mesh=("tp", "pp", "ep", "etp", "dp", "cp"), replicas=True, zero=3, dialect="keep", dtypes=frozenset({"C128"})
+        mesh=("tp", "pp", "ep", "dp", "cp"), replicas=True, zero=3, dialect="keep", dtypes=frozenset({"C128"})
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

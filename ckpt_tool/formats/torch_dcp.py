@@ -56,7 +56,7 @@ class _Dcp:
 
     name = "dcp"
     holds = Holds(
-        all_states=True, extras=True, mesh=("tp", "pp", "ep", "etp", "dp", "cp"), replicas=False, zero=3,
+        all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp", "cp"), replicas=False, zero=3,
         dialect="keep", dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
