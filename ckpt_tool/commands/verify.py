@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
+from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import faults_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
+from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors"})
@@ -23,6 +24,7 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
     """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
     opened = open_source(src, reading).refuse_unsafe()
     catalog, findings = opened.catalog, list[dict[str, Any]]()
+    _refuse_twins(opened)
 
     def note(fault: CkptError) -> None:
         findings.append({"code": fault.code, "message": fault.message, "file": fault.path, "tensor": fault.key,
@@ -63,6 +65,14 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
         "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
         "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
     }
+
+
+def _refuse_twins(opened: Opened) -> None:
+    """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
+    if opened.catalog.format in ("safetensors", "sharded"):
+        for path in opened.catalog.files:
+            if not path.endswith(".json"):
+                refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
 
 
 def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
