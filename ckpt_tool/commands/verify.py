@@ -17,7 +17,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.
-UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors"})
+UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
 
 
 def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress) -> dict[str, Any]:

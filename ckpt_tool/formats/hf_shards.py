@@ -7,8 +7,8 @@ Each has in `__metadata__`, beside `format` and `DCP_VERSION`, a JSON text
 
 where its part of each tensor begins, in elements; the entry's own shape is the part's shape. A file without the
 text holds whole tensors. Nothing states the tensors' global shapes: they are the largest end of any part, so a tensor
-whose last part is missing reads as a smaller one. The reader can't see that but in the file names' counts, checks
-what it can (names, cover, overlap) and says so in a note.
+whose last part is missing reads as a smaller one. The reader checks what it can (file names' counts, cover, overlap) and
+says in a note where a rank's file seems to be missing.
 
 Source: torch 2.13 `distributed/checkpoint/{hf_storage,_hf_utils,filesystem}.py`; a rank that holds nothing writes no
 file, parts of replicated tensors are written by one rank alone. Cost: a few hundred bytes a part.
@@ -16,7 +16,8 @@ file, parts of replicated tensors are written by one rank alone. Cost: a few hun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
@@ -32,6 +33,7 @@ OFFSETS = "saved_offsets"
 LAYOUT_KEYS = frozenset({INFO, "DCP_VERSION", "format"})  # metadata that says how, not what
 BAD_INFO, DISAGREE = "E0339", "E0384"
 NUMBER_LIMIT = 1 << 63
+SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-\d+\.safetensors$")
 
 
 class Part(NamedTuple):
@@ -92,7 +94,42 @@ def gather(headers: Iterable[Header], shown: Mapping[str, str]) -> tuple[PartTab
         if strangers:
             some = ", ".join(sorted(strangers)[:5])
             notes.append(Note("W-sharding-info", f"{INFO} names tensors that are not in the file: {some}", header.path))
-    return PartTable(parts), tuple(notes)
+    return PartTable(parts), (*notes, *_maybe_missing(parts))
+
+
+def _maybe_missing(parts: Mapping[str, list[Part]]) -> Iterator[Note]:
+    """A note for each file that a rank seems to lack: it has others, and tensors of that file end where the bands of so
+    many ranks would not (torch cuts a dim of n over w ranks in bands of ceil(n / w)). A save in which several ranks
+    share their parts (HSDP) can look the same, so it is no error."""
+    named = {part.header.path: match for found in parts.values() for part in found
+             if (match := SHARD.search(part.header.path))}  # fmt: skip
+    ranks = {int(match[1]) for match in named.values()}
+    files: dict[int, set[int]] = {}
+    for match in named.values():
+        files.setdefault(int(match[2]), set()).add(int(match[1]))
+    for number, have in sorted(files.items()):
+        for rank in sorted(ranks - have):
+            cut = [name for name, found in parts.items() if _ends_early(found, number, max(ranks))]
+            if cut:
+                yield Note(
+                    "W-rank-file-missing",
+                    f"rank {rank} wrote no file {number}, but others: {len(cut)} tensors may lack its part, and nothing in"
+                    f" the files says their shapes: {', '.join(cut[:5])}",
+                    next(path for path, match in named.items() if int(match[2]) == number),
+                )
+
+
+def _ends_early(found: Sequence[Part], number: int, ranks: int) -> bool:
+    """Do the parts, all in files of `number`, end where bands over `ranks` ranks along one dim would not?"""
+    if len(found) < 2 or any((match := SHARD.search(p.header.path)) is None or int(match[2]) != number for p in found):
+        return False
+    shapes = [part.header.kinds[part.row].shape for part in found]
+    dims = {d for part in found for d, at in enumerate(part.offset) if at}
+    if len(dims) != 1:
+        return False
+    dim = dims.pop()
+    total = max(part.offset[dim] + shape[dim] for part, shape in zip(found, shapes, strict=True))
+    return max(shape[dim] for shape in shapes) != -(-total // ranks)
 
 
 def _offsets(header: Header, path: str) -> dict[str, object] | None:
