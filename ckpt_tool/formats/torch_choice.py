@@ -4,6 +4,7 @@
     pytorch_model.bin.index.json + its .bin files   Hugging Face, sharded
     pytorch_model-0000i-of-0000n.bin                the same without its index
     pytorch_model.bin, or the only torch file of a folder
+    model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`formats.torch_ranks`)
 
 Left to others: folders with safetensors weights (transformers itself prefers those), `.metadata` or `.distcp` (dcp),
 Meta's `consolidated.*.pth` with `params.json`, DeepSpeed's and Megatron's per-rank files. What accelerate and the
@@ -14,7 +15,9 @@ Cost: the listing and a few bytes of at most `LOOKED_AT` files.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
@@ -38,14 +41,38 @@ _RANKED = re.compile(
 )
 
 
+_OF_RANK = re.compile(
+    r"(model|optim|optimizer|extra_state|ema)_(?:world_size_(\d{1,6})_)?rank_(\d{1,6})\.(?:pt|pth|bin)"
+)
+
+
+class RankFile(NamedTuple):
+    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds. world: ranks, where its name
+    says so. rank: whose it is, None where nothing says so."""
+
+    name: str
+    kind: str
+    world: int | None
+    rank: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """why: in words. files: in order; empty where the index tells. index: its path."""
+    """why: in words. files: in order; empty where the index tells. index: its path. ranks: a file a rank."""
 
     why: str
     files: tuple[str, ...] = ()
     index: str | None = None
     notes: tuple[Note, ...] = ()
+    ranks: tuple[RankFile, ...] = ()
+
+
+def rank_files(names: Iterable[str]) -> tuple[RankFile, ...]:
+    """Those of `names` that are a rank's, sorted by kind and rank."""
+    found = [(name, match) for name in names if (match := _OF_RANK.fullmatch(name.rpartition("/")[2]))]
+    ranked = [RankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
+    kinds = {kind: number for number, kind in enumerate(("model", "ema", "optim", "optimizer", "extra_state"))}
+    return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
 
 
 def choose(tree: Tree) -> Chosen | None:
@@ -55,6 +82,12 @@ def choose(tree: Tree) -> Chosen | None:
     names = tree.names()
     if any(name.endswith((".safetensors", ".distcp", ".metadata", ".safetensors.index.json")) for name in names):
         return None
+    ranked = rank_files(names)
+    if any(file.kind == "model" for file in ranked):
+        ours = {file.name for file in ranked}
+        return Chosen(
+            f"{len(ranked)} files of single ranks", ranks=ranked, notes=_beside([n for n in names if n not in ours])
+        )
     if any(_RANKED.match(name) for name in names) or "ckpt.index.json" in names:
         return None
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]

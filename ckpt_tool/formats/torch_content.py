@@ -15,8 +15,9 @@ Cost: as the pickle and the directory. What it does not do: names and states (`f
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -42,6 +43,8 @@ class TorchContent(NamedTuple):
 
     leaves: (path, array), in the pickle's order. extras: what is left (`formats.state_tree.part`). unsafe: uses of names
     that only an unpickler would run. globals: every name that the pickle mentions. ordered: the attributes of OrderedDicts.
+    wrapped: the DTensors among the leaves, whose array is the rank's own part (`formats.torch_ranks` places it). find:
+    where a tensor that hangs inside one (its mesh) lies.
     """
 
     leaves: list[tuple[Path, StoredArray]]
@@ -49,11 +52,13 @@ class TorchContent(NamedTuple):
     unsafe: list[str]
     globals: list[str]
     ordered: list[tuple[Path, Any]]
+    wrapped: Mapping[Path, WrapperRef] = MappingProxyType({})
+    find: Callable[[TensorRef], StoredArray] | None = None
 
 
-def read_content(tree: Tree, name: str) -> TorchContent:
+def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchContent:
     """File `name`, from its pickle and directory alone. Raises InputError E0399 for a DTensor (one rank's part of a
-    distributed state) and what containers and pickles raise."""
+    distributed state) unless they are asked for, and what containers and pickles raise."""
     shown = tree.display(name)
     head = tree.head(name, 512)
     if is_tar(head):
@@ -73,17 +78,22 @@ def read_content(tree: Tree, name: str) -> TorchContent:
     value = pickled.value
     parted = part(value if isinstance(value, dict) else {"value": value})
     leaves = []
+    wrapped = {}
     for path, ref in parted.leaves:
         if isinstance(ref, WrapperRef):
-            raise InputError(
-                f"a {ref.name}: the file is one rank's part of a distributed state", code=DTENSOR, path=shown,
-                key=dotted(path)[:200],
-                hint="per-rank files of DTensors are not read yet: save with torch.distributed.checkpoint",
-            )  # fmt: skip
+            if not dtensors or ref.local is None:
+                raise InputError(
+                    f"a {ref.name}: {'its part is no plain tensor' if dtensors else 'a part of a distributed state'}",
+                    code=DTENSOR, path=shown, key=dotted(path)[:200], hint="save with torch.distributed.checkpoint",
+                )  # fmt: skip
+            wrapped[path] = ref
+            ref = ref.local
         leaves.append((path, opened.array(ref)))
     extras = {} if parted.extras in ({"value": SLOT}, SLOT) else parted.extras
     unsafe += [f"{line} ({shown})" for line in parted.hanging]
-    return TorchContent(leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered)
+    return TorchContent(
+        leaves, extras, unsafe, [str(use) for use in pickled.globals], parted.ordered, wrapped, opened.array
+    )
 
 
 class Part(NamedTuple):

@@ -16,16 +16,18 @@ Specification. Containers: `storage.torchzip` (torch >= 1.6: a zip of stored rec
 * Parameters are tensors with a flag, which is not kept. Objects of other classes are carried in the extras as records.
 * Hugging Face (transformers 4): `pytorch_model-0000i-of-0000n.bin` and `pytorch_model.bin.index.json` with `weight_map`
   (`formats.hf_index`), flat names.
+* One file a rank, of DTensors (`model_world_size_W_rank_R.pt`): `formats.torch_ranks`, read only.
 
 Writing: the model alone, without extras, in Hugging Face's layout; anything more as one file (`checkpoint.pt` in a folder),
 nested as the source nested it. Each tensor is written whole into its own storage, row-major: ties come out as equal
 copies. `torch.load(weights_only=True)` reads it, with mmap too. Equal input gives equal bytes.
-Cost: about 5 us a tensor. What it does not do: DTensor shards (a rank's part), TorchScript, sparse and quantised tensors.
+Cost: about 5 us a tensor. What it does not do: TorchScript, sparse and quantised tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -48,7 +50,7 @@ from ckpt_tool.formats.state_nesting import nest
 from ckpt_tool.formats.state_paths import Leaf, Named, clean, name_leaves
 from ckpt_tool.formats.state_roots import Roots
 from ckpt_tool.formats.state_tree import dotted
-from ckpt_tool.formats.torch_choice import Chosen
+from ckpt_tool.formats.torch_choice import Chosen, RankFile
 from ckpt_tool.formats.torch_content import TorchContent, read_content
 from ckpt_tool.storage.pickle_writer import dumps, stored
 from ckpt_tool.storage.source import Tree
@@ -92,9 +94,17 @@ class _Torch:
             )  # fmt: skip
         torch_choice.check_numbers(chosen.files, tree.display())
         expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
-        files = {name: read_content(tree, name) for name in expected}
+        required = bool(options.get("require_checksums"))
+        from ckpt_tool.formats import torch_ranks  # few sources are of this kind
+
+        if chosen.ranks:
+            return torch_ranks.read(tree, chosen, required=required)
+        files = {name: read_content(tree, name, dtensors=True) for name in expected}
+        if any(file.wrapped for file in files.values()):
+            own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
+            return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
         notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=bool(options.get("lenient")))]
-        return _catalog(tree, chosen, files, notes, required=bool(options.get("require_checksums")))
+        return _catalog(tree, chosen, files, notes, required=required)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """One file, or Hugging Face's layout for a model alone."""

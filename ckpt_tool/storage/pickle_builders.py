@@ -166,7 +166,7 @@ def _from_type(args: Args) -> Any:
         return Opaque(name, inner, state)
     made = build(inner)
     if type(made) is WrapperRef:
-        fields = state if isinstance(state, dict) else {}
+        fields = _fields(state)
         local, spec = fields.get("_local_tensor"), fields.get("_spec")
         made.local = local if type(local) is TensorRef else None
         made.spec = spec
@@ -175,6 +175,13 @@ def _from_type(args: Args) -> Any:
     if type(made) is TensorRef and name in PLAIN_TENSORS:
         return made._replace(attributes=state or None)
     return Opaque(name, (made,), state)
+
+
+def _fields(state: Any) -> dict[Any, Any]:
+    """An object's state as one dict: of classes with slots it is `(its __dict__ or None, its slots)`."""
+    if type(state) is tuple and len(state) == 2:
+        return {key: value for part in state if isinstance(part, dict) for key, value in part.items()}
+    return state if isinstance(state, dict) else {}
 
 
 def _wrapper(args: Args) -> WrapperRef | Opaque:
