@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DType, from_torch
-from ckpt_tool.core.extras import Symbol
+from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.storage import pickles
@@ -39,6 +39,7 @@ SHOWN = 100  # faults that one message lists
 
 INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0388", "E0389", "E0393", "E0395", "E0396"
 _MODULE = "torch.distributed.checkpoint.metadata."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
 
 
 class Piece(NamedTuple):
@@ -75,7 +76,8 @@ class TensorEntry:
 @dataclass(slots=True)
 class Listing:
     """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
-    keys nest? unsafe, globals: of the pickles (see `core.catalog`)."""
+    keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
+    stored flattened (`formats.megatron_dist_pieces`)."""
 
     folder: str
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Listing:
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
+    reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> Listing:
@@ -102,6 +105,8 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
             tree.read_whole(path, limit=SIZE_LIMIT), path=shown, opcodes=pickles.METADATA_OPCODES
         )  # fmt: skip
         value = pickled.value
+        if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):
+            value = Record(_MODULE + "Metadata", state=value.state)
         if not isinstance(value, Record) or value.name != _MODULE + "Metadata":
             pickles.refuse_unsafe(pickled, shown)
             raise InputError(
@@ -132,6 +137,7 @@ class _Reading:
         states = value.get("state_dict_metadata", dict)
         items = self.items(value.get("storage_data", dict))
         paths = self.paths(value.state.get("planner_data") if value.state else None, states)
+        self.reformed(value.state.get("mcore_data") if value.state else None)
         missing: list[str] = []
         for fqn in self.order(states, paths):
             entry = states[fqn]
@@ -160,6 +166,13 @@ class _Reading:
                 path=self.shown, faults=missing[1:SHOWN],
                 hint="the save was cut short or edited: nothing says where these bytes lie",
             )  # fmt: skip
+
+    def reformed(self, mcore: Any) -> None:
+        """Megatron's own attribute `mcore_data` (core 0.8 to 0.15): fqn -> {`nd_reformulated_orig_global_shape`: shape}."""
+        for fqn, said in mcore.items() if isinstance(mcore, dict) else ():
+            if isinstance(said, dict) and "nd_reformulated_orig_global_shape" in said:
+                shape = said["nd_reformulated_orig_global_shape"]
+                self.listing.reformed[fqn] = _size(tuple(shape) if isinstance(shape, list) else shape, str(fqn)[:200])
 
     @staticmethod
     def order(states: dict[Any, Any], paths: dict[str, Path]) -> list[str]:

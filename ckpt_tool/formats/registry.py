@@ -38,12 +38,22 @@ def _sharded() -> Format:
     return FORMAT
 
 
+def _megatron_dist() -> Format:
+    from ckpt_tool.formats.megatron_dist import FORMAT
+
+    return FORMAT
+
+
 def _may_be_torch(tree: Tree) -> bool:
     return tree.single is not None or not any(name.endswith(".safetensors") for name in tree.names())
 
 
 def _may_be_dcp(tree: Tree) -> bool:
     return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
+
+
+def _may_be_megatron_dist(tree: Tree) -> bool:
+    return _may_be_dcp(tree) or tree.single is None and "metadata.json" in tree.names()
 
 
 def _may_be_sharded(tree: Tree) -> bool:
@@ -60,6 +70,7 @@ _ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
     "torch": (_torch, _may_be_torch),
     "dcp": (_dcp, _may_be_dcp),
     "sharded": (_sharded, _may_be_sharded),
+    "megatron-dist": (_megatron_dist, _may_be_megatron_dist),
 }
 NAMES = tuple(_ROWS)
 

@@ -37,7 +37,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
-from ckpt_tool.formats import checksums, dcp_folders, hf_files
+from ckpt_tool.formats import checksums, dcp_folders, hf_files, megatron_dist_folder
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.dcp_folders import Save
 from ckpt_tool.formats.dcp_items import Items, ReadObject
@@ -61,10 +61,10 @@ class _Dcp:
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names: see `formats.dcp_folders`."""
+        """By names: see `formats.dcp_folders`; Megatron's own folders are left to `megatron-dist`."""
         if tree.single is not None:
             return None
-        saves = dcp_folders.find(tree.listing())
+        saves = [save for save in dcp_folders.find(tree.listing()) if not megatron_dist_folder.claims(tree, save.folder)]
         return Evidence(dcp_folders.why(saves)) if saves else None
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:

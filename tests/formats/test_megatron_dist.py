@@ -1,0 +1,221 @@
+"""torch_dist checkpoints of Megatron, read: keys, boxes, objects, and what a broken one says.
+
+The judges: the live run's truth (conformance), `torch.distributed.checkpoint.load` of the raw keys, and NumPy for the
+flattened form of core 0.6 to 0.15, which no Megatron of today can write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from targets import FIXTURES, bits, gather
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import Chunk, StoredArray
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.dcp_metadata import Piece, TensorEntry
+from ckpt_tool.formats.megatron_dist import FORMAT
+from ckpt_tool.formats.megatron_dist_keys import name_of, parse, parse_object
+from ckpt_tool.formats.megatron_dist_pieces import apart, chunks_of
+from ckpt_tool.storage.source import Tree
+
+HOME = FIXTURES / "megatron-dist"
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder whole, under its stored key, by torch alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    flat = {
+        name: torch.full(info.size, 7, dtype=info.properties.dtype)
+        for name, info in metadata.state_dict_metadata.items()
+        if isinstance(info, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(flat, checkpoint_id=folder, no_dist=True)
+    return flat
+
+
+def iteration(case: Path) -> Path:
+    return next(case.glob("iter_*"))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A copy of a fixture's iteration, to break."""
+    return Path(shutil.copytree(iteration(HOME / "llama_tp2"), tmp_path / "iter_0000001"))
+
+
+# -- keys ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fqn", "at", "state", "name"),
+    [
+        ("embedding.word_embeddings.weight", (), "model", "embedding.word_embeddings.weight"),
+        ("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (2,), "model", "decoder.layers.2.input_layernorm.weight"),
+        ("decoder.layers.7.mlp.linear_fc1.layer_norm_bias", (), "model", "decoder.layers.7.pre_mlp_layernorm.bias"),
+        ("decoder.layers.7.pre_mlp_layernorm.weight", (), "model", "decoder.layers.7.pre_mlp_layernorm.weight"),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (1, 5), "model", "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight"),
+        ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,), "model", "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"),
+        ("decoder.layers.3.mlp.experts.experts.6.linear_fc1.weight_v", (), "model", "decoder.layers.3.mlp.experts.local_experts.6.linear_fc1.weight"),
+        ("optimizer.state.fp32_param.decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight", (), "master", "decoder.layers.0.self_attention.kv_layernorm.weight"),
+        ("optimizer.state.param.output_layer.weight", (), "master", "output_layer.weight"),
+        ("chained_1.optimizer.state.exp_avg_sq.decoder.layers.mlp.experts.experts.linear_fc1.weight", (0, 0), "exp_avg_sq", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"),
+        ("mtp.layers.0.transformer_layer.self_attention.linear_proj.weight", (), "model", "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"),
+        ("module.decoder.final_layernorm.weight", (), "model", "decoder.final_layernorm.weight"),
+        ("decoder.layers.mlp.shared_experts.linear_fc1.weight", (1,), "model", "decoder.layers.1.mlp.shared_experts.linear_fc1.weight"),
+    ],
+)  # fmt: skip
+def test_a_key_and_a_position_give_the_name(fqn: str, at: tuple[int, ...], state: str, name: str) -> None:
+    key = parse(fqn)
+    assert (key.state, key.leads, name_of(key, at)) == (state, len(at), name)
+
+
+def test_keys_of_objects() -> None:
+    assert parse_object("rng_state/shard_0.1_2.2") == ("rng_state", (0, 1), (2, 2))
+    assert parse_object("rng_state") is None and parse_object("a/shard_0.1_2") is None
+
+
+# -- the flattened form -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(0, 2),
+)
+def test_flattened_slices_are_put_where_they_belong(dims: list[tuple[int, int]], ranks: int, leads: int) -> None:
+    """Against NumPy: cells of the grid flattened, cut in ranks, each slice an array of its own."""
+    grid, cell = tuple(g for g, _ in dims), tuple(c for _, c in dims)
+    shape, numel = tuple(g * c for g, c in dims), int(np.prod(cell))
+    leads = min(leads, len(shape))
+    want = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+    pieces, data, arrays = [], [], []
+    for index in np.ndindex(*grid):
+        flat = want[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, cell, strict=True))].ravel()
+        for part in np.array_split(np.arange(numel), ranks):
+            if len(part):
+                pieces.append(Piece((*index, int(part[0])), (*(1,) * len(grid), len(part)), str(len(data)), 0, 0))
+                arrays.append(StoredArray(str(len(data)), 0, DTYPES["I64"], pieces[-1].shape))
+                data.append(flat[part])
+    entry = TensorEntry("w", ("w",), DTYPES["I64"], (*grid, numel), pieces)
+    got = np.full(shape, -1)
+    for chunk in chunks_of(entry, arrays, shape):
+        for at, inner in apart(chunk, leads):
+            start, strides = inner.region()
+            for step in np.ndindex(*inner.box.shape):
+                place = start + sum(i * s for i, s in zip(step, strides, strict=True))
+                spot = (*at, *(o + i for o, i in zip(inner.box.offset, step, strict=True)))
+                assert got[spot] == -1
+                got[spot] = data[int(inner.array.path)][inner.array.offset // 8 + place]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rows_of_a_stacked_piece() -> None:
+    """A piece of two layers gives two arrays, each where its layer lies."""
+    array = StoredArray("f", 100, DTYPES["F32"], (2, 3, 4))
+    found = list(apart(Chunk(Box((4, 0, 0), (2, 3, 4)), array, Box((0, 0, 0), (2, 3, 4))), 1))
+    assert [at for at, _ in found] == [(4,), (5,)]
+    assert [chunk.array.offset for _, chunk in found] == [100, 100 + 3 * 4 * 4]
+    assert {chunk.box for _, chunk in found} == {Box((0, 0), (3, 4))}
+
+
+# -- whole checkpoints --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in HOME.glob("*") if path.is_dir()))
+def test_layers_are_the_rows_that_torch_loads(case: str) -> None:
+    """Every raw key that torch loads, position by position."""
+    folder = iteration(HOME / case)
+    catalog, seen = FORMAT.read(Tree(folder), {}), set()
+    for fqn, whole in loaded(folder).items():
+        if ".distributed." in fqn:
+            continue
+        key = parse(fqn)
+        for at in np.ndindex(*whole.shape[: key.leads]):
+            name = (name_of(key, at), key.state)
+            seen.add(name)
+            np.testing.assert_array_equal(gather(Tree(folder), catalog.tensors[name]), bits(whole[at]), err_msg=fqn)  # type: ignore[index]
+    assert {tuple(key) for key in catalog.tensors if key.state != "step"} >= seen and seen
+
+
+def test_degrees_and_extras_come_from_the_common_state() -> None:
+    catalog = FORMAT.read(Tree(HOME / "llama_tp2"), {})
+    assert catalog.hints["degrees"] == {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 1, "cp": 1}
+    assert catalog.extras["iteration"] == 1 and catalog.extras["args"].name == "argparse.Namespace"
+    assert set(catalog.extras["rng_state"]) == {"0.0", "0.1"}
+    assert not catalog.unsafe
+
+
+def test_dcp_leaves_it_alone_and_a_bare_dcp_is_not_ours() -> None:
+    assert registry.detect(Tree(HOME / "mixtral"))[0].name == "megatron-dist"
+    assert registry.detect(Tree(FIXTURES / "dcp" / "fsdp2_dp4"))[0].name == "dcp"
+
+
+# -- broken ones --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "word"),
+    [("metadata.json", "E0385", "metadata.json"), (".metadata", "E0385", ".metadata"), ("common.pt", "E0359", "common.pt"),
+     ("__1_0.distcp", "E0388", "__1_0.distcp")],
+)  # fmt: skip
+def test_a_lost_file_is_named(llama: Path, name: str, code: str, word: str) -> None:
+    (llama / name).unlink()
+    with pytest.raises(CkptError) as e:
+        FORMAT.read(Tree(llama), {})
+    assert e.value.code == code and word in e.value.message and e.value.exit_code == 3
+
+
+def test_zarr_is_refused_by_name(llama: Path) -> None:
+    (llama / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    with pytest.raises(CkptError, match="zarr") as e:
+        FORMAT.read(Tree(llama), {})
+    assert e.value.code == "E0393"
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """As core 0.19 writes it: every file directly in the folder but itself."""
+    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+    return {"algorithm": "sha256", "files": files}
+
+
+def test_integrity_that_holds(llama: Path) -> None:
+    (llama / "integrity.json").write_text(json.dumps(manifest(llama), indent=2))
+    assert FORMAT.read(Tree(llama), {}).tensors
+
+
+@pytest.mark.parametrize("how", ["changed", "missing", "traversal", "form", "algorithm"])
+def test_integrity_that_does_not(llama: Path, how: str) -> None:
+    said = manifest(llama)
+    if how == "changed":
+        said["files"]["common.pt"] = "0" * 64
+    elif how == "missing":
+        said["files"]["__9_0.distcp"] = "0" * 64
+    elif how == "traversal":
+        said["files"]["../common.pt"] = "0" * 64
+    elif how == "form":
+        said["files"]["common.pt"] = 7
+    else:
+        said["algorithm"] = "md5"
+    (llama / "integrity.json").write_text(json.dumps(said))
+    with pytest.raises(CkptError) as e:
+        FORMAT.read(Tree(llama), {})
+    assert (e.value.exit_code, e.value.code) == ((4, "E0410") if how == "traversal" else (3, "E0356"))
