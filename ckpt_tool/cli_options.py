@@ -108,6 +108,7 @@ TRAVEL = group(
     text("as_model", "ema|master", "Write this state as the model.", choices=("ema", "master")),
     texts("dtype", "[STATE=]DTYPE", "Cast: bf16, or optimizer=bf16. Repeatable."),
     flag("dequantize", "Undo block quantisation."),
+    text("vocab_size", "N", "Rows of the real vocabulary: padding rows beyond it are cut off."),
     flag("allow_lossy", "Let a cast overflow or saturate, and count it."),
 )  # fmt: skip
 KEYS = group(

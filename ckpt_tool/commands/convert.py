@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys, state_filter
 from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.commands.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.commands.write import Chosen, write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
@@ -69,9 +70,15 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         dropped.append({"state": EXTRAS, "tensors": 0, "bytes": 0, "names": sorted(map(str, extras)),
                         "reason": "not asked for"})  # fmt: skip
         extras = {}
+    renewed: set[TensorKey] = set()
     if writing.as_model:
         stored, more = _as_model(stored, writing.as_model)
         dropped += more
+        renewed |= {row.tensor.key for row in stored}
+    if writing.vocab_size is not None:
+        stored, more = trim_vocabulary(stored, writing.vocab_size)
+        dropped += more
+        renewed |= {row.tensor.key for row in stored if is_vocabulary(row.tensor.key.name)}
     return Chosen(
         (opened,),
         tuple(stored),
@@ -79,6 +86,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         tuple(catalog.tensors[key] for key in removed),
         tuple(dropped),
         inherits,
+        renewed=frozenset(renewed),
         first_replica=reading.replica_policy == "first",
     )
 

@@ -61,6 +61,7 @@ class Writing:
     as_model: str | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     dequantize: bool = False
+    vocab_size: int | None = None
     allow_lossy: bool = False
     remove_keys: tuple[str, ...] = ()
     keep_keys: tuple[str, ...] = ()
@@ -113,6 +114,7 @@ class WritingOptions(TypedDict, total=False):
     as_model: str | None
     dtype: str | Iterable[str] | Mapping[str, str] | None
     dequantize: bool
+    vocab_size: int | None
     allow_lossy: bool
     remove_keys: str | Iterable[str] | None
     keep_keys: str | Iterable[str] | None
@@ -237,6 +239,7 @@ def _writing(taken: Taken) -> Writing:
         as_model=take("as_model", values.one_of(("ema", "master")), None),
         dtypes=take("dtype", values.dtypes, {}),
         dequantize=take("dequantize", bool, False),
+        vocab_size=take("vocab_size", values.count, None),
         allow_lossy=take("allow_lossy", bool, False),
         remove_keys=take("remove_keys", values.patterns, ()),
         keep_keys=take("keep_keys", values.patterns, ()),

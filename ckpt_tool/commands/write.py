@@ -50,6 +50,7 @@ class Chosen:
     dropped: tuple[dict[str, Any], ...] = ()
     inherits: bool = False
     notes: tuple[str, ...] = ()
+    renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
     first_replica: bool = False  # take replica 0 without comparing the others: it was said in words
 
 
@@ -80,7 +81,7 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
         return document
     check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
     trees = {opened.tree.shown: opened.tree for opened in chosen.sources}
-    digests = {key: text for opened in chosen.sources for key, text in opened.catalog.digests.items()}
+    digests = _recorded(chosen)
     if writing.ray:
         from ckpt_tool.commands.on_ray import execute_on_ray
 
@@ -92,6 +93,15 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     if result:
         document["overflows"] = {str(key): count for key, count in result.items()}
     return document
+
+
+def _recorded(chosen: Chosen) -> dict[TensorKey, str]:
+    """The digests that the sources state for the tensors that travel as they are."""
+    stated = [opened.catalog.digests for opened in chosen.sources]
+    if not any(stated):
+        return {}
+    found = {row.tensor.key: stated[row.source].get(row.tensor.key) for row in chosen.stored}
+    return {key: text for key, text in found.items() if text is not None and key not in chosen.renewed}
 
 
 def _already(destination: Path) -> int:
@@ -169,7 +179,8 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
         single,
         writing.max_shard_size,
-        {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split}
+        {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
+         "vocab_size": writing.vocab_size}
         if fmt.holds.own_layout else {},
     )  # fmt: skip
     layout, fallbacks = _layout(chosen, wanted, fmt, writing)

@@ -11,7 +11,7 @@ A flat ZeRO slice is a 1-d array whose `within` has as many elements as the n-d 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -103,6 +103,25 @@ class LogicalTensor:
     def nbytes(self) -> int:
         """Bytes of the values, replicas not counted."""
         return self.dtype.nbytes(self.numel)
+
+
+def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
+    """The first `rows` along dim 0 of a tensor: what is left of a padded vocabulary.
+
+    >>> from ckpt_tool.core.dtype import DTYPES
+    >>> whole = simple_tensor(TensorKey("w"), StoredArray("f", 0, DTYPES["F32"], (8, 2)))
+    >>> first_rows(whole, 5).chunks[0].within
+    Box(offset=(0, 0), shape=(5, 2))
+    """
+    chunks = []
+    for chunk in tensor.chunks:
+        kept = min(chunk.box.shape[0], rows - chunk.box.offset[0])
+        if kept <= 0:
+            continue
+        box, within = Box(chunk.box.offset, (kept, *chunk.box.shape[1:])), chunk.within
+        shape = box.shape if within.shape == chunk.box.shape else (box.numel,)  # a flat slice keeps its front
+        chunks.append(replace(chunk, box=box, within=Box(within.offset, shape)))
+    return replace(tensor, shape=(rows, *tensor.shape[1:]), chunks=tuple(chunks))
 
 
 def simple_tensor(key: TensorKey, array: StoredArray, path: Path = ()) -> LogicalTensor:

@@ -33,7 +33,7 @@ def test_every_option_arrives() -> None:
         "to": "Megatron_Dist", "dialect": "megatron", "family": "qwen3", "config": "c.json", "tp": "8", "pp": 2, "ep": "4",
         "layout": "l.toml", "pp_split": "8,9, 9,6", "zero": "3", "on_indivisible": "pad", "state": ["model,master", "ema"],
         "drop": "extras", "as_model": "ema", "dtype": ["bf16", "optimizer=float32"], "dequantize": True,
-        "allow_lossy": True, "remove_keys": ["*.bias", "re:^a"], "keep_keys": "w*", "model_only": True,
+        "vocab_size": "100", "allow_lossy": True, "remove_keys": ["*.bias", "re:^a"], "keep_keys": "w*", "model_only": True,
         "max_shard_size": "2GB", "force": True, "resume": False, "memory": "64MiB", "threads": "7", "verify": "full",
         "dry_run": True, "plan": "p.json", "ray": "auto",
     })  # fmt: skip
@@ -41,6 +41,7 @@ def test_every_option_arrives() -> None:
         to="megatron-dist", dialect="megatron", family="qwen3", config="c.json", degrees={"tp": 8, "pp": 2, "ep": 4},
         layout="l.toml", pp_split=(8, 9, 9, 6), zero=3, on_indivisible="pad", states=("model", "master", "ema"),
         drop=("extras",), as_model="ema", dtypes={"": "BF16", "optimizer": "F32"}, dequantize=True, allow_lossy=True,
+        vocab_size=100,
         remove_keys=("*.bias", "re:^a"), keep_keys=("w*",), model_only=True, max_shard_size=2_000_000_000, force=True,
         resume=False, memory=64 << 20, threads=7, verify="full", dry_run=True, plan_file="p.json", ray="auto",
     )  # fmt: skip

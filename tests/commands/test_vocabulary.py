@@ -1,0 +1,74 @@
+"""`--vocab-size` against NumPy slices, whatever holds the rows: bands, columns, flat slices, replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt_tool as ckpt
+from ckpt_tool.errors import UsageError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def training(rows: int = 12) -> dict[str, object]:
+    """A model and its moments; every value is another."""
+    shapes = {"embed_tokens.weight": (rows, 6), "lm_head.weight": (rows, 6), "norm.weight": (6,)}
+    count = iter(range(10_000))
+
+    def ramp(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([float(next(count)) for _ in range(int(np.prod(shape)))]).reshape(shape)
+
+    model = {name: ramp(shape) for name, shape in shapes.items()}
+    state = {i: {"exp_avg": ramp(shape), "step": torch.tensor(3.0)} for i, shape in enumerate(shapes.values())}
+    groups = [{"params": [0, 1, 2], "lr": 0.1}]
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tp": 4}, {"dp": 5}, {"tp": 2, "dp": 3}])
+def test_rows_are_cut_in_every_state(tmp_path: Path, degrees: dict[str, int]) -> None:
+    source = tmp_path / "training.pt"
+    torch.save(training(), source)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    ckpt.convert(str(source), str(whole), to="sharded", **degrees)
+    report = ckpt.convert(str(whole), str(out), to="sharded", vocab_size=10)
+    before, after = ckpt.open(str(source)), ckpt.open(str(out))
+    for state in ("model", "exp_avg"):
+        for name in before.state(state):
+            have, want = after.state(state)[name].numpy(), before.state(state)[name].numpy()
+            assert np.array_equal(have, want if name == "norm.weight" else want[:10]), (state, name)
+    went = {entry["state"]: entry for entry in report["dropped"]}
+    assert went["model"]["bytes"] == 2 * 2 * 6 * 4 and went["exp_avg"]["names"] == [
+        "embed_tokens.weight",
+        "lm_head.weight",
+    ]
+
+
+def test_sizes_that_make_no_sense(tmp_path: Path) -> None:
+    source = tmp_path / "training.pt"
+    torch.save(training(), source)
+    with pytest.raises(UsageError, match="has 12 rows"):
+        ckpt.convert(str(source), str(tmp_path / "out"), to="sharded", vocab_size=13)
+    torch.save({"w": torch.zeros(4, 4)}, source)
+    with pytest.raises(UsageError, match="no tensor here"):
+        ckpt.convert(str(source), str(tmp_path / "out"), to="sharded", vocab_size=3)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("first", ["", "sharded"])
+def test_as_model_takes_the_other_state(tmp_path: Path, first: str) -> None:
+    """Through a source that records digests too: the model's are not those of the state that becomes the model."""
+    source = str(FIXTURES / "torch" / "ema.pt")
+    want = ckpt.open(source)
+    if first:
+        ckpt.convert(source, str(tmp_path / "first"), to=first)
+        source = str(tmp_path / "first")
+    ckpt.convert(source, str(tmp_path / "out"), to="sharded", as_model="ema")
+    have = ckpt.open(str(tmp_path / "out"))
+    ema = want.state("ema")
+    assert ema and any(not np.array_equal(ema[name].numpy(), want.state("model")[name].numpy()) for name in ema)
+    for name in ema:
+        assert np.array_equal(have.state("model")[name].numpy(), ema[name].numpy())
