@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.base import Fitting, Format
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
 from ckpt_tool.plan.plan import Plan, SourceFile
@@ -52,6 +52,7 @@ class Chosen:
     notes: tuple[str, ...] = ()
     renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
     first_replica: bool = False  # take replica 0 without comparing the others: it was said in words
+    casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
 
 
 def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to: str) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     destination = Path(dst)
     for opened in chosen.sources:
         opened.refuse_unsafe()
-    chosen = _fit(chosen, fmt, writing)
+    chosen = _fitted(_fit(chosen, fmt, writing), fmt, writing)
     with gc_paused():  # a plan is many small values that all live
         plan, wanted = make_plan(chosen, destination, fmt, writing)
     locals_ = [Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
@@ -151,6 +152,20 @@ def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
     return replace(chosen, stored=tuple(stored), dropped=tuple(dropped), extras=extras)
 
 
+def _fitted(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
+    """The tensors as the format keeps them: some formats keep the same state with other tensors in some of their kinds."""
+    if not isinstance(fmt, Fitting):
+        return chosen
+    made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, _options(chosen, writing))
+    stored = tuple(Stored(chosen.stored[index].source, tensor) for index, tensor in made.tensors)
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *made.dropped), casts=made.casts)
+
+
+def _options(chosen: Chosen, writing: Writing) -> dict[str, Any]:
+    """`Wanted.options` for a format with a layout of its own."""
+    return {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split}
+
+
 def opaque_names(value: Any, prefix: str = "") -> list[str]:
     """Where in the extras opaque records lie, as `a.b: class`."""
     if isinstance(value, Opaque):
@@ -170,9 +185,10 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     first = chosen.sources[0]
     single = destination.name if fmt.holds.single and _is_file_name(destination, chosen) else None
     dtypes = _dtypes(writing)
+    changes = bool(dtypes or chosen.casts)
     wanted = Wanted(
-        tuple([WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes) if dtypes else row.tensor.dtype,
-                            row.tensor.path) for row in chosen.stored]),
+        tuple([WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes, chosen.casts) if changes else
+                            row.tensor.dtype, row.tensor.path) for row in chosen.stored]),
         chosen.extras,
         first.catalog.hints,
         first.catalog.format,
@@ -230,8 +246,10 @@ def _dtypes(writing: Writing) -> dict[str, DType]:
     return {state: DTYPES[name] for state, name in writing.dtypes.items()}
 
 
-def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType]) -> DType:
+def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
     """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast."""
+    if tensor.key in casts:
+        return casts[tensor.key]
     if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
         return tensor.dtype
     state = tensor.key.state

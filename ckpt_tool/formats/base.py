@@ -6,11 +6,13 @@ docstring is the specification, with its source. Formats know no families, no pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
@@ -70,4 +72,22 @@ class Format(Protocol):
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output, no tensor bytes."""
+        ...
+
+
+class Fitted(NamedTuple):
+    """What a format keeps of the tensors it was offered. tensors: (number of the offered tensor that it is made of, the
+    tensor). casts: dtypes of those that are rounded. dropped: entries of the report, one for each thing left out or made."""
+
+    tensors: tuple[tuple[int, LogicalTensor], ...]
+    casts: Mapping[TensorKey, DType] = {}
+    dropped: tuple[dict[str, Any], ...] = ()
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A format that keeps the same state with other tensors in some of its kinds (DeepSpeed's ZeRO stages)."""
+
+    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+        """The tensors to write, exact and said in words. options: as in `Wanted.options`."""
         ...
