@@ -13,10 +13,8 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
-
-import numpy as np
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull
@@ -25,17 +23,20 @@ from ckpt_tool.run.checksum import Pieces
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
 
+if TYPE_CHECKING:  # at run time by those who need it: a move of plain runs does without, and saves 40 ms
+    import numpy as np
+
 SCRATCH = 1 << 20  # bytes of the strided side
 GAP = 64 << 10  # bytes: runs closer than this are read in one pread
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
 
 def strided(
-    buffer: Bytes, offset: int, extents: Sequence[int], strides: Sequence[int], item: int
+    buffer: memoryview | bytearray, offset: int, extents: Sequence[int], strides: Sequence[int], item: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """A view of `buffer` from byte `offset`: extents in elements of `item` bytes, strides in bytes."""
+    import numpy as np
+
     return np.ndarray(tuple(extents), _TYPES[item], buffer, offset, tuple(strides))
 
 
@@ -157,16 +158,16 @@ class Reader:
     crc_starts: for files with checksummed records, the bytes where a record begins; their CRCs collect in `pieces`.
     """
 
-    def __init__(self, files: Files, room: int, crc_starts: dict[int, frozenset[int]]) -> None:
+    def __init__(self, files: Files, room: int, crc_starts: Mapping[int, Container[int]]) -> None:
         self._files = files
         self._fds = FdCache(files.open, room)
-        self._scratch: Bytes = np.empty(0, np.uint8)
+        self._scratch = bytearray()
         self._starts = crc_starts
         self._move: Move | None = None  # whose spans are at hand
         self._spans: Spans = ()
         self.pieces: dict[int, Pieces] = {}
 
-    def fill(self, move: Move, block: Bytes, start: int, stop: int, *, count: bool = True) -> None:
+    def fill(self, move: Move, block: memoryview, start: int, stop: int, *, count: bool = True) -> None:
         """Read elements [start, stop) of the move's line into `block`; replicas are compared with what is there.
 
         count: whether the bytes count for record checksums (False for a second look at the same bytes).
@@ -186,8 +187,10 @@ class Reader:
             for part in clip(region, start, stop):
                 self._compare(move, part, block, start, count=count)
 
-    def _compare(self, move: Move, part: Region, block: Bytes, start: int, *, count: bool) -> None:
-        other = np.empty_like(block)
+    def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
+        import numpy as np
+
+        other = memoryview(bytearray(len(block)))
         self._read(part, other, start, move.item, count=count)
         view = ((part.at - start) * move.item, part.extents, [step * move.item for step in part.steps], move.item)
         mine, theirs = strided(block, *view), strided(other, *view)
@@ -198,13 +201,13 @@ class Reader:
                 hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
             )  # fmt: skip
 
-    def _read(self, part: Region, block: Bytes, start: int, item: int, *, count: bool) -> None:
+    def _read(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
         at = (part.at - start) * item
         extents, strides, steps = part.extents, part.strides, part.steps
         if not extents:
-            self._pread(part.file, part.offset, block.data[at : at + item], count=count)
+            self.pread(part.file, part.offset, block[at : at + item], count=count)
         elif len(extents) == 1 and strides[0] == item and steps[0] == 1:
-            self._pread(part.file, part.offset, block.data[at : at + extents[0] * item], count=count)
+            self.pread(part.file, part.offset, block[at : at + extents[0] * item], count=count)
         else:
             order = sorted(range(len(extents)), key=lambda d: -strides[d])
             self._spread(
@@ -226,7 +229,7 @@ class Reader:
         extents: list[int],
         strides: list[int],
         targets: list[int],
-        block: Bytes,
+        block: memoryview,
         at: int,
         item: int,
         *,
@@ -239,9 +242,9 @@ class Reader:
             useful *= n if s else 1
         if not extents or span <= SCRATCH and (span <= GAP or span <= 4 * useful):
             if len(self._scratch) < span:
-                self._scratch = np.empty(max(span, SCRATCH), np.uint8)
-            view = self._scratch.data[:span]
-            self._pread(file, offset, view, count=count and span == useful)
+                self._scratch = bytearray(max(span, SCRATCH))
+            view = memoryview(self._scratch)[:span]
+            self.pread(file, offset, view, count=count and span == useful)
             strided(block, at, extents, targets, item)[...] = strided(self._scratch, 0, extents, strides, item)
             return
         step = max(1, min(extents[0], SCRATCH // strides[0])) if strides[0] and strides[0] <= GAP else 1
@@ -257,39 +260,42 @@ class Reader:
 
     def _span(
         self, file: int, offset: int, extents: list[int], strides: list[int], targets: list[int],
-        block: Bytes, at: int, item: int,
+        block: memoryview, at: int, item: int,
     ) -> None:  # fmt: skip
         span = item + sum((n - 1) * s for n, s in zip(extents, strides, strict=True))
-        scratch = self._scratch if len(self._scratch) >= span else np.empty(span, np.uint8)
-        self._pread(file, offset, scratch.data[:span], count=False)
+        scratch = self._scratch if len(self._scratch) >= span else bytearray(span)
+        self.pread(file, offset, memoryview(scratch)[:span], count=False)
         strided(block, at, extents, targets, item)[...] = strided(scratch, 0, extents, strides, item)
 
-    def _pread(self, file: int, offset: int, view: memoryview, *, count: bool) -> None:
+    def pread(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
+        """Read all of `view` from byte `offset` of a source file."""
         tree = self._files.remote(file)
-        if tree is not None:
-            view[:] = tree.read(self._files.path(file), offset, len(view))
-        else:
+        if tree is None:
             self._pread_local(self._fds[file], file, offset, view)
-        starts = self._starts.get(file)
-        if count and starts is not None:
-            self.pieces.setdefault(file, Pieces()).add(offset, view, breaks=starts.__contains__)
+        else:
+            view[:] = tree.read(self._files.path(file), offset, len(view))
+        if count and (starts := self._starts.get(file)) is not None:
+            if file not in self.pieces:
+                self.pieces[file] = Pieces()
+            self.pieces[file].add(offset, view, breaks=starts)
 
     def _pread_local(self, fd: int, file: int, offset: int, view: memoryview) -> None:
         done = 0
-        while done < len(view):
-            try:
-                n = os.preadv(fd, [view[done:]], offset + done)
-            except OSError as e:
-                raise wrap_os_error(e, self._files.shown(file), "reading", offset=offset + done) from e
-            if n == 0:
-                raise self._files.changed(file)  # shorter than it was when the plan was made
-            done += n
+        try:
+            done = os.preadv(fd, (view,), offset)
+            while done < len(view):
+                n = os.preadv(fd, (view[done:],), offset + done)
+                if n == 0:
+                    raise self._files.changed(file)  # shorter than it was when the plan was made
+                done += n
+        except OSError as e:
+            raise wrap_os_error(e, self._files.shown(file), "reading", offset=offset + done) from e
 
     def chunks(self, file: int, offset: int, nbytes: int) -> Iterator[bytes]:
         """Bytes [offset, offset + nbytes) of a source file, in pieces of at most 256 KiB; not counted."""
         while nbytes:
             view = memoryview(bytearray(min(nbytes, 256 << 10)))
-            self._pread(file, offset, view, count=False)
+            self.pread(file, offset, view, count=False)
             yield view.obj  # type: ignore[misc]
             offset += len(view)
             nbytes -= len(view)
@@ -319,11 +325,11 @@ class Writer:
     """Drains blocks into output regions of staged files. For one thread."""
 
     def __init__(
-        self, staging: Staging, names: Sequence[str], room: int, crc_starts: dict[int, frozenset[int]]
+        self, staging: Staging, names: Sequence[str], room: int, crc_starts: Mapping[int, Container[int]]
     ) -> None:
         self._staging, self._names = staging, names
         self.fds = FdCache(lambda number: staging.open(names[number]), room)
-        self._scratch: Bytes = np.empty(0, np.uint8)
+        self._scratch = bytearray()
         self._starts = crc_starts
         self._regions: Sequence[Region] = ()  # whose spans are at hand
         self._spans: Spans = ()
@@ -333,7 +339,7 @@ class Writer:
         """Must every byte of the file's arrays pass by here, for the CRC of its records?"""
         return file in self._starts
 
-    def drain(self, regions: Sequence[Region], block: Bytes, start: int, stop: int, item: int) -> None:
+    def drain(self, regions: Sequence[Region], block: memoryview, start: int, stop: int, item: int) -> None:
         """Write what `regions` want of elements [start, stop), which `block` holds."""
         if self._regions is not regions:
             self._regions, self._spans = regions, spans_of(regions)
@@ -343,7 +349,7 @@ class Writer:
             for part in clip(region, start, stop):
                 self._write(part, block, (part.at - start) * item, item)
 
-    def _write(self, part: Region, block: Bytes, at: int, item: int) -> None:
+    def _write(self, part: Region, block: memoryview, at: int, item: int) -> None:
         order = sorted(range(len(part.extents)), key=lambda d: -part.strides[d])
         extents, strides = [part.extents[d] for d in order], [part.strides[d] for d in order]
         steps = [part.steps[d] * item for d in order]
@@ -352,13 +358,13 @@ class Writer:
             run *= extents[dims - 1]
             dims -= 1
         if dims == 0 and steps == strides:
-            self.pwrite(part.file, part.offset, block.data[at : at + run])
+            self.pwrite(part.file, part.offset, block[at : at + run])
             return
         if dims == 0:
             if len(self._scratch) < run:
-                self._scratch = np.empty(max(run, SCRATCH), np.uint8)
+                self._scratch = bytearray(max(run, SCRATCH))
             strided(self._scratch, 0, extents, strides, item)[...] = strided(block, at, extents, steps, item)
-            self.pwrite(part.file, part.offset, self._scratch.data[:run])
+            self.pwrite(part.file, part.offset, memoryview(self._scratch)[:run])
             return
         rest = (tuple(extents[1:]), tuple(strides[1:]), tuple(step // item for step in steps[1:]))
         inner = Region(part.file, 0, 0, *rest)
@@ -368,17 +374,20 @@ class Writer:
     def pwrite(self, file: int, offset: int, view: memoryview) -> None:
         """Write all of `view` at byte `offset` of the staged file."""
         fd, done = self.fds[file], 0
-        while done < len(view):
-            try:
+        try:
+            done = os.pwrite(fd, view, offset)
+            while done < len(view):
                 n = os.pwrite(fd, view[done:], offset + done)
-            except OSError as e:
-                raise wrap_os_error(e, self._names[file], "writing", offset=offset + done) from e
-            if n == 0:
-                raise StorageError("the device takes no more bytes", path=self._names[file], offset=offset + done)
-            done += n
+                if n == 0:
+                    raise StorageError("the device takes no more bytes", path=self._names[file], offset=offset + done)
+                done += n
+        except OSError as e:
+            raise wrap_os_error(e, self._names[file], "writing", offset=offset + done) from e
         starts = self._starts.get(file)
         if starts is not None:
-            self.pieces.setdefault(file, Pieces()).add(offset, view, breaks=starts.__contains__)
+            if file not in self.pieces:
+                self.pieces[file] = Pieces()
+            self.pieces[file].add(offset, view, breaks=starts)
 
     def close(self) -> None:
         try:

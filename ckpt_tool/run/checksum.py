@@ -10,7 +10,7 @@ CRC at 96 GB/s from L2 where zlib gives 5.5; without it zlib is used.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -65,18 +65,27 @@ class Pieces:
     """Collects the CRCs of one file's runs as they pass; runs that follow each other grow into one piece."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Piece] = {}  # by stop: the piece that a run starting there continues
-        self._starts: frozenset[int] = frozenset()
+        self._begin, self._stop, self._crc = -1, -1, 0  # the piece that grew last, [begin, stop)
+        self._others: dict[int, Piece] = {}  # by stop: pieces that a run starting there continues
 
-    def add(self, start: int, data: memoryview, *, breaks: Callable[[int], bool]) -> None:
-        """Add the run `data` at byte `start`. breaks(at): does a new record begin at byte `at`?"""
-        before = self._open.pop(start, None) if not breaks(start) else None
-        stop = start + len(data)
-        begin, crc = (before.start, before.crc) if before else (start, 0)
-        self._open[stop] = Piece(begin, stop, crc32(data, crc))
+    def add(self, start: int, data: memoryview, *, breaks: Container[int]) -> None:
+        """Add the run `data` at byte `start`. breaks: the bytes at which a new record begins."""
+        if start != self._stop or start in breaks:
+            self._set_aside()
+            before = None if start in breaks else self._others.pop(start, None)
+            self._begin, self._crc = (before.start, before.crc) if before else (start, 0)
+        self._crc = crc32(data, self._crc)
+        self._stop = start + len(data)
+
+    def _set_aside(self) -> None:
+        if self._begin >= 0:
+            self._others[self._stop] = Piece(self._begin, self._stop, self._crc)
 
     def take(self) -> list[Piece]:
-        pieces, self._open = list(self._open.values()), {}
+        """All pieces; none are left."""
+        self._set_aside()
+        pieces = list(self._others.values())
+        self._begin, self._stop, self._others = -1, -1, {}
         return pieces
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Bytes, Reader
-from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.compute import Bytes, numpy_type
 from ckpt_tool.run.scan import Visit, readable, walk
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -68,7 +68,7 @@ def compare(
         def see(move: Move, at: int, data: Bytes) -> None:
             n = len(data) // move.item
             part = buffer[: n * twin.item]
-            reader.fill(twin, part, at, at + n)
+            reader.fill(twin, part.data, at, at + n)
             if move.dtype != twin.dtype or not np.array_equal(data, part):
                 _differ(worst, at, data, part, move.dtype, twin.dtype, rtol, atol)
             if advance:

@@ -44,12 +44,12 @@ def can_cast(source: DType, target: DType) -> bool:
     return source.is_float and target.is_float and min(source.bits, target.bits) >= 8
 
 
-def cast(block: Bytes, source: DType, target: DType) -> tuple[Bytes, int]:
+def cast(block: memoryview, source: DType, target: DType) -> tuple[memoryview, int]:
     """The block's values as `target`, and how many finite values overflowed.
 
     block: the bytes of n elements of `source`. Returns n * target.bits / 8 bytes.
     """
-    values = block.view(numpy_type(source))
+    values = np.frombuffer(block, numpy_type(source))
     kind = numpy_type(target)
     with np.errstate(over="ignore", invalid="ignore"):
         if source.name in _ML and target.name in _ML:
@@ -61,7 +61,7 @@ def cast(block: Bytes, source: DType, target: DType) -> tuple[Bytes, int]:
             ends = ~np.isfinite(wide)
             if ends.any():
                 lost = int(np.count_nonzero(ends & np.isfinite(values.astype(wide.dtype))))
-    return out.view(np.uint8), lost
+    return out.view(np.uint8).data, lost
 
 
 def as_torch(values: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Any:

@@ -18,8 +18,8 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.run.blocks import Bytes, Reader
-from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.compute import Bytes, numpy_type
 from ckpt_tool.run.scan import readable
 from ckpt_tool.storage.source import Tree
 
@@ -91,7 +91,7 @@ class LazyTensor:
         block: Bytes = np.empty(self._tensor.dtype.nbytes(prod(self._box.shape)), np.uint8)
         reader = Reader(source.files, 16, {})
         try:
-            reader.fill(source.moves[0], block, 0, source.moves[0].numel)
+            reader.fill(source.moves[0], block.data, 0, source.moves[0].numel)
         finally:
             reader.close()
         return block

@@ -19,9 +19,10 @@ from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
-from ckpt_tool.run.blocks import Bytes, Reader, Sources
+from ckpt_tool.run.blocks import Reader, Sources
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import record_faults
+from ckpt_tool.run.compute import Bytes
 from ckpt_tool.run.digest import LeafStream, root
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -74,9 +75,9 @@ def walk(
     queue = iter(order)
     lock, errors = threading.Lock(), list[BaseException]()
     pieces: dict[int, list[Piece]] = {}
-    starts: dict[int, frozenset[int]] = {}
+    starts: dict[int, set[int]] = {}
     for record in source.records:
-        starts[record.file] = starts.get(record.file, frozenset()) | {record.offset}
+        starts.setdefault(record.file, set()).add(record.offset)
 
     def work() -> None:
         reader = Reader(source.files, 32, starts)
@@ -125,7 +126,7 @@ def _read_one(
         end = min(at + step, move.numel)
         part = block[: (end - at) * move.item]
         try:
-            reader.fill(move, part, at, end)
+            reader.fill(move, part.data, at, end)
         except (InputError, StorageError) as e:
             if on_fault is None:
                 raise

@@ -12,8 +12,7 @@ import numpy as np
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Bytes
-from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.compute import Bytes, numpy_type
 from ckpt_tool.run.scan import Visit, readable, walk
 from ckpt_tool.storage.source import Tree
 

@@ -1,35 +1,37 @@
 """One item of a unit: elements [start, stop) of a tensor walked block by block from its sources to its outputs.
 
 The hash that the journal keeps (`written`) and the leaves of the digest are taken from the very bytes that are drained.
-A block is 256 KiB of a plain run, which stays in L2; where a side is strided it is up to 1 MiB and whole rows.
+A block is 512 KiB, two leaves of a plain run or whole rows of bands, which stays in L2 on its way from file to file; where
+a side has no lane it is up to 1 MiB. Half of that doubled the share of the interpreter, twice that fell out of L2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from ckpt_tool.errors import InputError
-from ckpt_tool.plan.copy import clip
+from ckpt_tool.plan.copy import Region, clip
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Bytes, Reader, Writer
-from ckpt_tool.run.compute import cast
+from ckpt_tool.run.blocks import Reader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
+from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
 
-BLOCK = 256 << 10  # bytes of a plain run: stays in L2
-STRIDED_BLOCK = 1 << 20  # bytes where a side is strided: fewer calls
+BLOCK = 512 << 10  # bytes of a plain run: stays in L2
+BANDS_BLOCK = 512 << 10  # bytes where a side is bands: twice that, with the scratch, still lies in L2
+STRIDED_BLOCK = 1 << 20  # bytes where a side is strided otherwise: fewer calls
 ROOM = STRIDED_BLOCK + LEAF  # bytes of the buffer that a walk needs
 
 
 class Job(NamedTuple):
-    """What a thread lends to its walks. block: at least ROOM bytes. hashing: False moves bytes unseen."""
+    """What a thread lends to its walks. block: at least ROOM bytes, scratch: STRIDED_BLOCK. hashing: False moves bytes unseen."""
 
     reader: Reader
     writer: Writer
-    block: Bytes
+    block: memoryview
+    scratch: memoryview
     hashing: bool
     stopped: Callable[[], bool]
     advance: Callable[[int], None]
@@ -64,14 +66,14 @@ class Walk:
         move, hashing = self.move, self.job.hashing
         if not hashing and not self.cast and self._copy_runs():
             return
-        per_block = self._block_elements()
+        per_block = self._choose_lanes()
         at = self.start
         while at < self.stop and not self.job.stopped():
             end = min((at // per_block + 1) * per_block, self.stop)
             out = self._step(at, end)
-            self.writer.drain(move.outputs, out, at, end, move.item_out)
+            self._drain(out, at, end)
             if hashing and self.pieces is not self.out_leaves:
-                self.pieces.feed(at * move.item_out, out.data)
+                self.pieces.feed(at * move.item_out, out)
             self.job.advance((end - at) * move.item)
             at = end
         if hashing and not self.job.stopped():  # the last leaf may run on into the next item's elements
@@ -81,33 +83,70 @@ class Walk:
                 self._step(at, end, count=False)
                 at = end
 
-    def _step(self, at: int, end: int, *, count: bool = True) -> Bytes:
+    def _step(self, at: int, end: int, *, count: bool = True) -> memoryview:
         """Read, hash and cast elements [at, end). Returns the bytes to write."""
         move = self.move
         block = self.block[: (end - at) * move.item]
-        self.reader.fill(move, block, at, end, count=count)
+        if count:
+            self._fill(block, at, end)
+        else:
+            self.reader.fill(move, block, at, end, count=False)
         if self.job.hashing:
-            self.source_leaves.feed(at * move.item, block.data)
+            self.source_leaves.feed(at * move.item, block)
         if not self.cast:
             return block
+        from ckpt_tool.run.compute import cast
+
         out, lost = cast(block, move.dtype, move.dtype_out)
         self.lost += lost if count else 0
         if self.job.hashing:
-            self.out_leaves.feed(at * move.item_out, out.data)
+            self.out_leaves.feed(at * move.item_out, out)
         return out
 
-    def _block_elements(self) -> int:
-        """Elements of a block: whole rows of the coarsest strided dim where they fit, whole leaves otherwise."""
+    # -- sides ------------------------------------------------------------------------------------------------------
+
+    def _choose_lanes(self) -> int:
+        """Find the lane of each side, if it has one. Returns the elements of a block: whole leaves where both sides
+        are plain runs, else whole rows of the coarsest strided dim where they fit."""
         move = self.move
-        rows = [region.steps[0] for region in (*move.sources, *move.outputs) if len(region.extents) > 1]
-        if not rows and all(region.steps in ((), (1,)) for region in (*move.sources, *move.outputs)):
+        self._reads = self._lane(move.sources, move.item, self.reader.pread, reads=True)
+        self._writes = self._lane(move.outputs, move.item_out, self.writer.pwrite, reads=False)
+        if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
             return BLOCK // move.item
-        most = STRIDED_BLOCK // move.item
-        fitting = [row for row in rows if row <= most]
-        if not fitting:
-            return most
-        row = max(fitting)
-        return max(1, most // row) * row
+        most = (STRIDED_BLOCK if self._reads is None or self._writes is None else BANDS_BLOCK) // move.item
+        rows = [region.steps[0] for region in (*move.sources, *move.outputs) if len(region.extents) > 1]
+        row = max((row for row in rows if row <= most), default=1)
+        return most // row * row
+
+    def _lane(self, regions: Sequence[Region], item: int, transfer: Transfer, *, reads: bool) -> Runs | Bands | None:
+        if reads and any(region.replica for region in regions):
+            return None
+        runs = runs_of(regions, item, self.start, self.stop)
+        if runs is not None:
+            return Runs(runs, transfer)
+        found = bands_of(regions, item)
+        if found is None or self.cast:
+            return None
+        row, bands = found
+        return Bands(bands, row, item, self.block, self.job.scratch, transfer, reads=reads)
+
+    def _fill(self, block: memoryview, at: int, end: int) -> None:
+        lane, item = self._reads, self.move.item
+        if isinstance(lane, Runs):
+            lane.pass_by(block, at * item, end * item)
+        elif lane is not None and lane.whole(at, end):
+            lane.pass_by(block, at, end)
+        else:
+            self.reader.fill(self.move, block, at, end)
+
+    def _drain(self, out: memoryview, at: int, end: int) -> None:
+        lane, item = self._writes, self.move.item_out
+        if isinstance(lane, Runs):
+            lane.pass_by(out, at * item, end * item)
+        elif lane is not None and lane.whole(at, end):
+            lane.pass_by(out, at, end)
+        else:
+            self.writer.drain(self.move.outputs, out, at, end, item)
 
     def _copy_runs(self) -> bool:
         """Unhashed plain runs go from file to file in the kernel. False when a side is strided, remote or replicated."""
@@ -145,7 +184,7 @@ def read_back(reader: Reader, move: Move, start: int, stop: int) -> str | None:
     item, at = move.item_out, start
     stream = LeafStream(start * item, stop * item, move.numel * item, exact=True)
     step = STRIDED_BLOCK // item
-    block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
+    block = memoryview(bytearray(STRIDED_BLOCK))
     while at < stop:
         end = min(at + step, stop)
         part = block[: (end - at) * item]
@@ -153,6 +192,6 @@ def read_back(reader: Reader, move: Move, start: int, stop: int) -> str | None:
             reader.fill(written, part, at, end)
         except InputError:
             return None
-        stream.feed(at * item, part.data)
+        stream.feed(at * item, part)
         at = end
     return xxhash.xxh3_128_hexdigest(bytes(stream.leaves))

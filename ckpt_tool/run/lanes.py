@@ -1,0 +1,202 @@
+"""Lanes: the two shapes that nearly every side of a move has, ready for a handful of system calls a block.
+
+`Reader.fill` and `Writer.drain` take any region and look at it anew for each block. Nearly all sides are simpler: runs
+that follow each other along the line (whole tensors, shards of dim 0, flat shards), or bands, columns of rows (shards
+of dim 1). A lane knows its side's whole geometry before the first block, so that a block costs one call a run, and for
+bands one call and one NumPy assignment between views that are made once:
+
+    two ranks' columns of a (rows, 8) tensor      line:  aaaabbbb aaaabbbb aaaabbbb ...
+    rank 0's file: aaaaaaaaaaaa...                block: rows [0, 64): pread 64 * 4 from a, spread; the same from b
+
+A side that is neither (replicas to compare, three strided dims, gaps) gets no lane and goes the general way. Blocks that
+cut a row go that way too: the first and the last of an item whose bounds lie inside a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tool.plan.copy import Region, clip, hull
+from ckpt_tool.run.blocks import strided
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LONG = 64 << 10  # bytes: rows of at least this length are runs of their own
+
+Transfer = Callable[[int, int, memoryview], None]  # (file, offset, bytes): `Reader.pread` or `Writer.pwrite`
+
+
+class Run(NamedTuple):
+    """Bytes [start, stop) of the line lie in `file` from byte start + shift on."""
+
+    start: int
+    stop: int
+    file: int
+    shift: int
+
+
+class Band(NamedTuple):
+    """Rows [low, high) of the line, bytes [column, column + width) of each, lie in `file` end to end from `offset` on."""
+
+    low: int
+    high: int
+    column: int
+    width: int
+    file: int
+    offset: int
+
+
+def runs_of(regions: Sequence[Region], item: int, start: int, stop: int) -> list[Run] | None:
+    """What plain runs hold of elements [start, stop), in line order; None when a region is no row of long runs."""
+    found: list[Run] = []
+    for region in regions:
+        low, high = hull(region)
+        if low >= stop or high <= start:
+            continue
+        if region.extents and (region.strides[-1] != item or region.steps[-1] != 1):
+            return None
+        if len(region.extents) > 1 and region.extents[-1] * item < LONG:
+            return None
+        for part in clip(region, start, stop):
+            found += _runs(part, item)
+    found.sort()
+    return found
+
+
+def _runs(part: Region, item: int) -> Iterator[Run]:
+    if len(part.extents) > 1:
+        rest = (part.extents[1:], part.strides[1:], part.steps[1:])
+        for i in range(part.extents[0]):
+            at, offset = part.at + i * part.steps[0], part.offset + i * part.strides[0]
+            yield from _runs(Region(part.file, offset, at, *rest), item)
+    else:
+        start = part.at * item
+        yield Run(start, start + part.numel * item, part.file, part.offset - start)
+
+
+def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[Band]] | None:
+    """(elements of a row, the regions as bands of such rows), None where one of them is none."""
+    widths = {
+        region.steps[0] for region in regions if len(region.extents) == 2 or len(region.extents) == 1 != region.steps[0]
+    }
+    if len(widths) != 1:
+        return None
+    (row,) = widths
+    bands = []
+    for region in regions:
+        low, column = divmod(region.at, row)
+        shape = _rows(region, row, column, item)
+        if shape is None:
+            return None
+        height, width = shape
+        bands.append(Band(low, low + height, column * item, width * item, region.file, region.offset))
+    return row, bands
+
+
+def _rows(region: Region, row: int, column: int, item: int) -> tuple[int, int] | None:
+    """(rows, elements of a row) of a region that is a band, stored densely."""
+    extents, strides, steps = region.extents, region.strides, region.steps
+    if len(extents) == 2:
+        height, width = extents
+        dense = strides == (width * item, item) and steps[1] == 1
+        return (height, width) if dense and column + width <= row else None
+    if len(extents) == 1 and steps[0] == row != 1:
+        return (extents[0], 1) if strides[0] == item else None
+    length = extents[0] if extents else 1
+    if len(extents) > 1 or extents and strides[0] != item:
+        return None
+    if column + length <= row:
+        return 1, length
+    return (length // row, row) if column == 0 and length % row == 0 else None
+
+
+class Runs:
+    """A side of plain runs. Blocks must come in line order."""
+
+    def __init__(self, runs: list[Run], transfer: Transfer) -> None:
+        self._runs, self._transfer = runs, transfer
+        self._next = 0  # the first run that does not end before the block
+
+    def pass_by(self, data: memoryview, start: int, stop: int) -> None:
+        """Move bytes [start, stop) of the line, which lie (or shall lie) in `data`."""
+        runs, at = self._runs, self._next
+        while at < len(runs) and runs[at].stop <= start:
+            at += 1
+        self._next = at
+        while at < len(runs):
+            low, high, file, shift = runs[at]
+            if low >= stop:
+                break
+            if low <= start and stop <= high:
+                self._transfer(file, start + shift, data)
+            elif high > start:
+                low, high = max(low, start), min(high, stop)
+                self._transfer(file, low + shift, data[low - start : high - start])
+            at += 1
+
+
+class _Views(NamedTuple):
+    """A band's part of a block, as it lies in the block and packed in the scratch."""
+
+    spread: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    packed: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    flat: memoryview
+
+
+class Bands:
+    """A side of bands, for blocks of whole rows that lie in `block`; `scratch` holds at least as many bytes.
+
+    reads: fill the block from the files, else write it to them.
+    """
+
+    def __init__(
+        self,
+        bands: Sequence[Band],
+        row: int,
+        item: int,
+        block: memoryview,
+        scratch: memoryview,
+        transfer: Transfer,
+        *,
+        reads: bool,
+    ) -> None:
+        self._bands, self._row, self._item = bands, row, item
+        self._block, self._scratch, self._transfer, self._reads = block, scratch, transfer, reads
+        self._views: dict[tuple[int, int, int, int], _Views] = {}
+
+    def whole(self, start: int, stop: int) -> bool:
+        """Are elements [start, stop) whole rows?"""
+        return start % self._row == 0 == stop % self._row
+
+    def pass_by(self, data: memoryview, start: int, stop: int) -> None:
+        """Move elements [start, stop) of the line, whole rows, which lie (or shall lie) in `data`, the block's start."""
+        first, last, length = start // self._row, stop // self._row, self._row * self._item
+        for low, high, column, width, file, offset in self._bands:
+            if low >= last or high <= first:
+                continue
+            top, end = max(low, first), min(high, last)
+            at = offset + (top - low) * width
+            if width == length:
+                self._transfer(file, at, data[(top - first) * length : (end - first) * length])
+                continue
+            where = (top - first, end - top, column, width)
+            spread, packed, flat = self._views.get(where) or self._view(where)
+            if self._reads:
+                self._transfer(file, at, flat)
+                spread[...] = packed
+            else:
+                packed[...] = spread
+                self._transfer(file, at, flat)
+
+    def _view(self, where: tuple[int, int, int, int]) -> _Views:
+        top, height, column, width = where
+        item, length = self._item, self._row * self._item
+        extents = (height, width // item)
+        views = self._views[where] = _Views(
+            strided(self._block, top * length + column, extents, (length, item), item),
+            strided(self._scratch, 0, extents, (width, item), item),
+            self._scratch[: height * width],
+        )
+        return views
