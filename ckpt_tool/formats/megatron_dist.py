@@ -152,13 +152,12 @@ class _Reading:
                 flat.append((entry, own))
             else:
                 self._entry(entry, own)
-        tensors = self._tensors()
+        tensors, degrees = self._tensors(), _degrees(objects)
         if flat:
             from ckpt_tool.formats.megatron_dist_flat import flat_states
 
-            tensors |= flat_states(flat, tensors, objects, self.tree.display(self.folder))
+            tensors |= flat_states(flat, tensors, _arguments(objects), degrees, self.tree.display(self.folder))
         tensors |= self._of_common(objects, tensors)
-        degrees = _degrees(objects)
         unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
         return Catalog(
             "megatron-dist",
@@ -278,10 +277,15 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
+def _arguments(objects: Objects) -> dict[str, Any]:
+    """Megatron's arguments, {} when there are none."""
+    args = getattr(objects.extras.get("args"), "state", None)
+    return args if isinstance(args, dict) else {}
+
+
 def _degrees(objects: Objects) -> dict[str, int]:
     """The degrees that the arguments state; tensor and pipeline degrees as the RNG states show them."""
-    args = getattr(objects.extras.get("args"), "state", None)
-    stated = args if isinstance(args, dict) else {}
+    stated = _arguments(objects)
     out = {dim: 1 for dim, _ in _ARGUMENTS}
     for dim, name in _ARGUMENTS:
         value = stated.get(name)
