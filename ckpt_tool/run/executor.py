@@ -16,6 +16,7 @@ import os
 import resource
 import threading
 from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class _State:
     """What the threads share."""
 
     queue: list[tuple[int, Unit]]
+    waiting: Counter[int] = field(default_factory=Counter)  # output file -> bytes of the queue that go to it
     busy: dict[int, frozenset[int]] = field(default_factory=dict)
     leaves: dict[int, dict[int, bytes]] = field(default_factory=dict)  # move -> first leaf -> hashes
     leaves_out: dict[int, dict[int, bytes]] = field(default_factory=dict)
@@ -224,6 +226,9 @@ class Executor:
 
     def _work(self, staging: Staging, state: _State) -> None:
         count = max(1, min(self.threads, len(state.queue)))
+        for _, unit in state.queue:
+            for file in unit.files:
+                state.waiting[file] += unit.nbytes
         room = _fd_room(count)
         workers = [
             threading.Thread(target=self._worker, args=(staging, state, room), name=f"ckpt-{i}", daemon=True)
@@ -276,13 +281,22 @@ class Executor:
                     state.error = state.error or e
 
     def _next(self, state: _State, me: int) -> tuple[int, Unit] | None:
-        """The first unit whose output files no other thread is writing, else the first."""
+        """A unit whose output files no other thread is writing, of those the one for the file with the most to come, so
+        that no file is left for all threads at the end; else the first."""
         state.busy.pop(me, None)
         if not state.queue:
             return None
         taken = {file for files in state.busy.values() for file in files}
-        index = next((i for i, (_, unit) in enumerate(state.queue[:256]) if not unit.files & taken), 0)
+        index, most = 0, -1
+        for i, (_, unit) in enumerate(state.queue[:256]):
+            if unit.files & taken:
+                continue
+            left = max(map(state.waiting.__getitem__, unit.files), default=0) if len(unit.files) <= 8 else 0
+            if left > most:
+                index, most = i, left
         number, unit = state.queue.pop(index)
+        for file in unit.files:
+            state.waiting[file] -= unit.nbytes
         state.busy[me] = unit.files
         return number, unit
 
