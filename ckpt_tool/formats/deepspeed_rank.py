@@ -178,6 +178,19 @@ def plain(value: Any) -> Any:
     return value
 
 
+def scalar_bytes(value: Any, dtype: Any) -> bytes | None:
+    """The bytes of a scalar tensor of the dtype called `dtype`; None for a value that is to be a plain number."""
+    code = _SCALARS.get(dtype) if isinstance(dtype, str) else None
+    if code is None or type(value) not in (int, float):
+        return None
+    number = float(value) if dtype in ("F32", "F64") else int(value)
+    if isinstance(number, int) and not -(1 << (8 * struct.calcsize(code) - 1)) <= number < 1 << (
+        8 * struct.calcsize(code) - 1
+    ):
+        return None
+    return struct.pack(code, number)
+
+
 # -- parts of an optimizer file -------------------------------------------------------------------------------------------
 
 

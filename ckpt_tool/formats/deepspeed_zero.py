@@ -35,7 +35,7 @@ elastic checkpoints, AutoEP, NVMe: each is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
@@ -44,7 +44,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed_files import sort_files
 from ckpt_tool.formats.deepspeed_module import Module
@@ -95,6 +95,12 @@ class _DeepSpeed:
         module = Module(reader)
         module.read()
         return _catalog(reader, module)
+
+    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+        """The tensors that the ZeRO stage keeps. See `deepspeed_fit`."""
+        from ckpt_tool.formats.deepspeed_fit import fit
+
+        return fit(tensors, extras, options)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """Every rank's files, for the degrees in `wanted.options`. See `deepspeed_target`."""
