@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_tool.cli_job import plain_job
+from ckpt_tool.core.progress import SILENT
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
@@ -70,17 +71,19 @@ def _run_line(arguments: Sequence[str]) -> int:
 
 
 def _run(job: Job) -> int:
-    from ckpt_tool.report.progress import progress_of
-
     show = job.show
     if show.report:
         from ckpt_tool.report import html
 
         html.check_target(show.report, job.sources)
     mode = "none" if show.quiet else show.progress
-    progress = progress_of(
-        mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, plans=job.plans
-    )
+    progress = SILENT
+    if mode != "none":
+        from ckpt_tool.report.progress import progress_of
+
+        progress = progress_of(
+            mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, plans=job.plans
+        )
     try:
         document = job.run(progress)
     finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tool.cli_job import Document, Job, Show, inspect_job
+from ckpt_tool.cli_job import Document, Job, inspect_job, show_from, write_job, written
 from ckpt_tool.cli_options import (
     APPLY,
     CLEAN,
@@ -43,25 +43,11 @@ from ckpt_tool.commands.options import (
     reading_from,
     writing_from,
 )
-from ckpt_tool.core.progress import MODES, Progress
+from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tool.report.page import Page
-
-
-def _show(given: Given) -> Show:
-    taken = Taken(given)
-    show = Show(
-        json=bool(given.get("json")),
-        progress=taken.take("progress", values.one_of(MODES), "auto"),
-        quiet=bool(given.get("quiet")),
-        verbose=int(given.get("verbose") or 0),
-        report=taken.take("report", values.text, None),
-        color=taken.take("color", values.one_of(("auto", "always", "never")), "auto"),
-    )
-    taken.settle()
-    return show
 
 
 def _only(given: Given, known: Mapping[str, Any]) -> Document:
@@ -81,16 +67,10 @@ def _both(given: Given) -> tuple[Reading, Writing]:
     return both_from(_only(given, known))
 
 
-def _written(document: Document, uncut: bool) -> Page:
-    from ckpt_tool.report.writing import after
-
-    return after(document, everything=uncut)
-
-
 @takes(INSPECT, READING)
 def inspect(src: Source, given: Given) -> Job:
     """What is in a checkpoint, read from headers alone. Nothing in it is ever run."""
-    show, taken = _show(given), Taken(given)
+    show, taken = show_from(given), Taken(given)
     match, states = taken.take("match", values.patterns, ()), taken.take("state", values.words, ())
     depth = taken.take("depth", values.count, None)
     taken.settle()
@@ -107,32 +87,20 @@ def _without(given: Given, *names: str) -> Given:
 @takes(LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN)
 def reshard(src: Source, dst: Destination, given: Given) -> Job:
     """The same checkpoint for other parallel degrees: model, optimizer, experts, scalars and extras together."""
-    show, (reading, writing) = _show(given), _both(given)
-
-    def run(progress: Progress) -> Document:
-        from ckpt_tool.commands.convert import reshard as command
-
-        return command(src, dst, reading, writing, progress)
-
-    return Job("reshard", show, run, _written, writes=True, plans=not writing.dry_run, sources=(src,))
+    show, (reading, writing) = show_from(given), _both(given)
+    return write_job("reshard", src, dst, show, reading, writing)
 
 
 @takes(TO, LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN)
 def convert(src: Source, dst: Destination, given: Given) -> Job:
     """Another format and, where the names differ, another dialect; degrees too, so one hop is always enough."""
-    show, (reading, writing) = _show(given), _both(given)
+    show, (reading, writing) = show_from(given), _both(given)
     if writing.to is None:
         raise UsageError(
             "convert needs --to FORMAT", code="E0282", place="ckpt convert",
             hint="ckpt convert --help lists the formats; for other degrees alone there is ckpt reshard",
         )  # fmt: skip
-
-    def run(progress: Progress) -> Document:
-        from ckpt_tool.commands.convert import convert as command
-
-        return command(src, dst, reading, writing, progress)
-
-    return Job("convert", show, run, _written, writes=True, plans=not writing.dry_run, sources=(src,))
+    return write_job("convert", src, dst, show, reading, writing)
 
 
 @takes(TO, LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN, MERGE)
@@ -144,7 +112,7 @@ def merge(
 ) -> Job:
     """Join shards, strip keys, fold LoRA adapters, merge models."""
     *sources, dst = paths
-    show, taken = _show(given), Taken(given)
+    show, taken = show_from(given), Taken(given)
     options: Document = {
         "method": taken.take("method", values.one_of(METHODS), "union"),
         "weights": taken.take("weight", values.numbers, ()),
@@ -164,7 +132,7 @@ def merge(
 
         return command(sources, dst, reading, writing, progress, **options)
 
-    return Job("merge", show, run, _written, writes=True, plans=not writing.dry_run, sources=tuple(sources))
+    return Job("merge", show, run, written, writes=True, plans=not writing.dry_run, sources=tuple(sources))
 
 
 def _check_sources(sources: list[str], dst: str, options: Mapping[str, Any]) -> None:
@@ -187,7 +155,7 @@ def diff(
     given: Given,
 ) -> Job:
     """Are two checkpoints equal in value, in whatever formats and layouts they lie? Exit 1 when they are not."""
-    show, taken = _show(given), Taken(given)
+    show, taken = show_from(given), Taken(given)
     options: Document = {
         "rtol": taken.take("rtol", values.tolerance, 0.0),
         "atol": taken.take("atol", values.tolerance, 0.0),
@@ -213,7 +181,7 @@ def diff(
 @takes(VERIFICATION, READING)
 def verify(src: Source, given: Given) -> Job:
     """Is it complete and sound? Headers, extents, cover, replicas, checksums, finite values. Exit 1 when it is not."""
-    show, taken = _show(given), Taken(given)
+    show, taken = show_from(given), Taken(given)
     mode = taken.take("mode", values.one_of(("quick", "full")), "full")
     taken.settle()
     reading = _reading(given)
@@ -237,7 +205,7 @@ def apply(
     given: Given,
 ) -> Job:
     """Run a saved plan, or one share of it: on as many machines as there are."""
-    show, taken = _show(given), Taken(given)
+    show, taken = show_from(given), Taken(given)
     part = taken.take("part", values.share, None)
     taken.settle()
     writing = _writing(given)
@@ -247,13 +215,13 @@ def apply(
 
         return command(plan, part, writing, progress)
 
-    return Job("apply", show, run, _written, writes=True, plans=not writing.dry_run)
+    return Job("apply", show, run, written, writes=True, plans=not writing.dry_run)
 
 
 @takes()
 def doctor(given: Given) -> Job:
     """What this machine offers: versions, disk, file system, GPU, nvcc, extras; and a self-test."""
-    return Job("doctor", _show(given), _doctor, _listing("ckpt doctor"), sound=_self_test)
+    return Job("doctor", show_from(given), _doctor, _listing("ckpt doctor"), sound=_self_test)
 
 
 def _doctor(progress: Progress) -> Document:
@@ -278,7 +246,7 @@ def clean(
 
         return command(folder, remove=bool(given["remove"]))
 
-    return Job("clean", _show(given), run, _listing("ckpt clean"))
+    return Job("clean", show_from(given), run, _listing("ckpt clean"))
 
 
 def _listing(title: str) -> Callable[[Document, bool], Page]:
