@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.commands.source import resolve
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InternalError, OutputExists, StorageError, wrap_os_error
@@ -78,7 +80,7 @@ def _check_staged(
     staged: Path, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
 ) -> None:
     """Read the staged output's headers back through its own reader; with `full` its values too."""
-    tree = Tree(staged / plan.single if plan.single else staged)
+    tree, _ = resolve(Tree(staged / plan.single if plan.single else staged), Reading(from_format=plan.format))
     catalog = registry.by_name(plan.format).read(tree, {})
     catalog.check()
     have = {TensorKey(row.name, row.state): (row.shape, row.dtype) for row in catalog.rows()}

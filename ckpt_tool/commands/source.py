@@ -16,8 +16,9 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.storage.source import Tree, safe_relative
 
-POINTERS = ("latest_checkpointed_iteration.txt", "latest")
-_STEP = re.compile(r"(iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)$")
+POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+_OF_FORMAT = {"deepspeed-universal": ("latest_universal",)}  # pointers that a format has for itself
+_STEP = re.compile(r"(iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def open_source(src: str, reading: Reading) -> Opened:
     from ckpt_tool.storage.opening import open_tree
 
     tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
-    tree, resolved = _resolve(tree, reading)
+    tree, resolved = resolve(tree, reading)
     if reading.from_format is not None:
         fmt = registry.by_name(reading.from_format)
     else:
@@ -70,11 +71,11 @@ def open_source(src: str, reading: Reading) -> Opened:
     return Opened(tree, fmt, catalog, resolved)
 
 
-def _resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
+def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     """The tree itself, or the one that its pointer file names, with the reason."""
     if tree.single is not None:
         return tree, ""
-    for pointer in POINTERS:
+    for pointer in (*_OF_FORMAT.get(reading.from_format or "", ()), *POINTERS):
         if not tree.exists(pointer):
             continue
         text = tree.read_whole(pointer, limit=4096).decode("utf-8", "replace").strip()
@@ -85,7 +86,8 @@ def _resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             )  # fmt: skip
         name = f"iter_{int(text):07d}" if text.isdigit() else text
         safe_relative(name, named_in=tree.display(pointer))
-        return tree.below(name), f"{pointer} points to {name}"
+        other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
+        return tree.below(name), f"{pointer} points to {name}{other}"
     steps = sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
     if not steps or _claimed(tree):
         return tree, ""
@@ -95,6 +97,11 @@ def _resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         f"the folder holds {len(steps)} checkpoints and no pointer file", code="E0392", path=tree.display(),
         hint=f"pass one of them: {', '.join(steps[-3:])}",
     )  # fmt: skip
+
+
+def _two(tree: Tree, pointer: str) -> bool:
+    """Does the folder hold a DeepSpeed checkpoint and its universal twin?"""
+    return pointer == "latest" and tree.exists("latest_universal")
 
 
 def _claimed(tree: Tree) -> bool:

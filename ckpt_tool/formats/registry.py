@@ -44,6 +44,18 @@ def _megatron_dist() -> Format:
     return FORMAT
 
 
+def _deepspeed_universal() -> Format:
+    from ckpt_tool.formats.deepspeed_universal import FORMAT
+
+    return FORMAT
+
+
+def _deepspeed() -> Format:
+    from ckpt_tool.formats.deepspeed_zero import FORMAT
+
+    return FORMAT
+
+
 def _may_be_torch(tree: Tree) -> bool:
     return tree.single is not None or not any(name.endswith(".safetensors") for name in tree.names())
 
@@ -56,9 +68,17 @@ def _may_be_megatron_dist(tree: Tree) -> bool:
     return _may_be_dcp(tree) or tree.single is None and "metadata.json" in tree.names()
 
 
+def _may_be_universal(tree: Tree) -> bool:
+    return tree.single is None and any(path.startswith("zero/") for path in tree.listing())
+
+
 def _may_be_sharded(tree: Tree) -> bool:
     names = tree.names()
     return "ckpt.index.json" in names or any(n.endswith(".safetensors") and n.count(".") > 1 for n in names)
+
+
+def _may_be_deepspeed(tree: Tree) -> bool:
+    return tree.single is None and any(name.endswith("_states.pt") for name in tree.names())
 
 
 def _may_be(tree: Tree) -> bool:
@@ -71,6 +91,8 @@ _ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
     "dcp": (_dcp, _may_be_dcp),
     "sharded": (_sharded, _may_be_sharded),
     "megatron-dist": (_megatron_dist, _may_be_megatron_dist),
+    "deepspeed-universal": (_deepspeed_universal, _may_be_universal),
+    "deepspeed": (_deepspeed, _may_be_deepspeed),
 }
 NAMES = tuple(_ROWS)
 

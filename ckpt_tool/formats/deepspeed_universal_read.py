@@ -1,0 +1,429 @@
+"""A universal checkpoint of DeepSpeed as a catalog. Layout and names: `deepspeed_universal`.
+
+Three steps: the module file (names, shapes, the 16-bit model, client state), the folders below `zero/`, the optimizer's
+options. Cost: a pickle a file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.extras import Symbol
+from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.formats import checksums
+from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, Described
+from ckpt_tool.formats.deepspeed_files import Files, model3_name, sort_files
+from ckpt_tool.formats.deepspeed_flat import share
+from ckpt_tool.formats.deepspeed_rank import plain
+from ckpt_tool.formats.deepspeed_universal_record import CUTS, KEY, OWN_KEYS, STATES, TENSORS, Recorded
+from ckpt_tool.formats.state_tree import dotted
+from ckpt_tool.formats.torch_content import TorchContent, read_content
+from ckpt_tool.storage.source import Tree
+
+MALFORMED, DISAGREE, MISSING = "E0355", "E0359", "E0302"
+SHOWN = 100
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+# Keys of optimizer_state.pt that hold partitions of rank 0, or lay them out.
+_PARTITIONS = frozenset({
+    "fp32_flat_groups", "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage",
+    "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings", "param_groups", KEY,
+    "ds_zero_partition_groups",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Param:
+    """A folder below `zero/`. arrays: state -> where it lies. facts: what stands beside the tensor of how tensor parallel
+    ranks cut it, None where it is nothing but `cat_dim: 0`. step: its number."""
+
+    arrays: dict[str, StoredArray] = field(default_factory=dict)
+    facts: dict[str, Any] | None = None
+    step: float | int | None = None
+
+
+class Reader:
+    """One universal checkpoint and what was found in it so far."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.notes: list[Note] = []
+        self.unsafe: list[str] = []
+        self.files: list[str] = []
+        self.tensors: dict[TensorKey, LogicalTensor] = {}
+        self.values: dict[str, Any] = {}
+        self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each group (stage 3: sub-group), name -> shape
+        self.buffers: list[str] = []
+        self.shared: dict[str, str] = {}
+        self.params: dict[str, _Param] = {}
+
+    def catalog(self, *, required: bool) -> Catalog:
+        """Everything. required: refuse files without CRCs."""
+        folders = self._folders()
+        files = sort_files(self.tree.names())
+        state = self._optimizer_state()
+        record = Recorded.from_value(state.extras.get(KEY)) if isinstance(state.extras, dict) else None
+        self._modules(files, record)
+        for name, found in folders.items():
+            self.params[name] = self._param(name, found)
+        self._whole(record)
+        self._states(record)
+        groups, steps = self._groups(state)
+        extras = self._extras(state, record, groups, steps)
+        checked = checksums.missing(self.tree, self.tensors.values(), required=required)
+        hints = dict(record.hints) if record is not None else {}
+        return Catalog(
+            "deepspeed-universal", self.tensors, extras, files=tuple(self.files), notes=(*self.notes, *checked),
+            unsafe=tuple(dict.fromkeys(self.unsafe)), hints=hints,
+        )  # fmt: skip
+
+    # -- which files --------------------------------------------------------------------------------------------------------
+
+    def _folders(self) -> dict[str, dict[str, str]]:
+        """Parameter -> state -> file. Raises UnknownFormat E0393."""
+        out: dict[str, dict[str, str]] = {}
+        for path in self.tree.listing():
+            top, _, rest = path.partition("/")
+            name, _, file = rest.rpartition("/")
+            if top == "zero" and name and file.endswith(".pt"):
+                out.setdefault(name, {})[file.removesuffix(".pt")] = path
+        if not out:
+            raise UnknownFormat(
+                "no parameter below zero/", code="E0393", path=self.tree.display(),
+                hint="pass the folder that holds zero/, or the one above it with the file latest_universal",
+            )  # fmt: skip
+        return out
+
+    def _open(self, path: str) -> TorchContent:
+        content = read_content(self.tree, path)
+        self.files.append(path)
+        self.unsafe += content.unsafe
+        return content
+
+    def _optimizer_state(self) -> TorchContent:
+        path = "zero/optimizer_state.pt"
+        if not self.tree.exists(path):
+            raise Incomplete(
+                "zero/optimizer_state.pt is missing: it is written last, so the conversion was not finished", code=MISSING,
+                path=self.tree.display(), hint="run the conversion again; its --input_folder is the whole checkpoint",
+            )  # fmt: skip
+        return self._open(path)
+
+    # -- the module ---------------------------------------------------------------------------------------------------------
+
+    def _modules(self, files: Files, record: Recorded | None) -> None:
+        """The module files: `self.values`, shapes, and the 16-bit model."""
+        names = [files.model[rank] for rank in sorted(files.model)]
+        of_rank = {rank[0]: name for rank, name in sorted(files.model3.items()) if rank[1] == 0}
+        if not names:
+            names = [name for rank, name in sorted(files.model3.items()) if rank[0] == 0]
+        if not names:
+            raise Incomplete(
+                "no *_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
+                hint="copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
+            )  # fmt: skip
+        contents = [self._open(name) for name in names]
+        for number, content in enumerate(contents):
+            values = content.extras if isinstance(content.extras, dict) else {}
+            groups = values.get("param_shapes") or []
+            for i, group in enumerate(groups if isinstance(groups, list) else []):
+                if i == len(self.shapes):
+                    self.shapes.append({})
+                self.shapes[i] |= _shape_map(group, names[number])
+            shared = values.get("shared_params")
+            if isinstance(shared, dict):
+                self.shared |= {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
+        self.values = contents[0].extras if isinstance(contents[0].extras, dict) else {}
+        buffers = self.values.get("buffer_names")
+        self.buffers = [name for name in buffers if isinstance(name, str)] if isinstance(buffers, list | tuple) else []
+        sliced = len(names) > 1 and any(path[0] == "module" for content in contents for path, _ in content.leaves)
+        if sliced:
+            self.notes.append(Note(
+                "N-sliced-module", f"the 16-bit modules of {len(names)} tensor parallel ranks are not read: the fp32 weights "
+                "below zero/ are whole (write them as the model with --as-model master)",
+            ))  # fmt: skip
+        self._module(contents[0], sliced=sliced)
+        self._frozen(contents[0], of_rank)
+
+    def _module(self, content: TorchContent, *, sliced: bool) -> None:
+        """Tensors of the first module file: the model, buffers, what the client kept."""
+        known = {name: shape for group in self.shapes for name, shape in group.items()}
+        frozen = self.values.get("frozen_param_shapes")
+        known |= _shape_map(frozen, self.files[-1]) if isinstance(frozen, dict) else {}
+        module: dict[str, StoredArray] = {}
+        for path, array in content.leaves:
+            if path[0] == "module" and len(path) == 2:
+                name = str(path[1])
+                kept = self.shared.get(name, name)
+                holds = array.numel or not prod(known.get(name, known.get(kept, ())))
+                if holds and not sliced:  # at stage 3 parameters are placeholders without elements
+                    module[name] = array
+            elif path[0] == STATES and len(path) == 3:
+                self._add(TensorKey(str(path[2]), str(path[1])), array)
+            elif path[0] == TENSORS and len(path) == 2:
+                self._add(TensorKey(str(path[1]), EXTRAS), array)
+            elif path[0] not in ("module", "frozen_param_fragments"):
+                self._add(TensorKey(dotted(path), EXTRAS), array)
+        for name, array in module.items():
+            other = module.get(self.shared.get(name, name))
+            box = whole(array.shape)
+            tied = [Chunk(box, other, box, 1)] if other is not None and _differ(array, other) else []
+            self._put(LogicalTensor(TensorKey(name), array.shape, array.dtype, (Chunk(box, array, box), *tied)))
+
+    def _frozen(self, content: TorchContent, of_rank: Mapping[int, str]) -> None:
+        """Frozen parameters of ZeRO 3: each rank's file holds a share."""
+        shapes = self.values.get("frozen_param_shapes")
+        found = {
+            str(path[1]): a for path, a in content.leaves if path[0] == "frozen_param_fragments" and len(path) == 2
+        }
+        if not isinstance(shapes, dict) or not found:
+            return
+        shapes = _shape_map(shapes, self.files[-1])
+        if not of_rank:  # stage 2 keeps them whole, in the module too
+            for name, array in found.items():
+                if name in shapes and TensorKey(name) not in self.tensors:
+                    self._put(_shaped(TensorKey(name), array, shapes[name]))
+            return
+        ranks = self.values.get("dp_world_size")
+        count = ranks if type(ranks) is int and 0 < ranks < 1 << 20 else 1
+        gone = [model3_name(rank, 0) for rank in range(count) if rank not in of_rank]
+        if gone:
+            raise Incomplete(
+                f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}", code=MISSING,
+                path=self.tree.display(), faults=gone[8:SHOWN], hint="copy every rank's model states into this folder",
+            )  # fmt: skip
+        parts = [found] + [
+            {
+                str(p[1]): a
+                for p, a in self._open(of_rank[rank]).leaves
+                if p[0] == "frozen_param_fragments" and len(p) == 2
+            }
+            for rank in range(1, count)
+        ]
+        for name, shape in shapes.items():
+            length = share(prod(shape), count)
+            chunks: list[Chunk] = []
+            for rank, part in enumerate(parts):
+                if name not in part or part[name].numel != length:
+                    raise InconsistentCheckpoint(
+                        f"rank {rank} holds no share of {length} elements", code=DISAGREE, key=name,
+                        path=self.tree.display(of_rank[rank]), hint="the files come from two runs: fetch one whole",
+                    )  # fmt: skip
+                start, stop = min(rank * length, prod(shape)), min((rank + 1) * length, prod(shape))
+                chunks += _line(shape, part[name], start, stop)
+            self._put(LogicalTensor(TensorKey(name), shape, found[name].dtype, tuple(chunks)))
+
+    # -- the folders --------------------------------------------------------------------------------------------------------
+
+    def _param(self, name: str, files: Mapping[str, str]) -> _Param:
+        """A folder's files."""
+        out = _Param()
+        for state, path in files.items():
+            content = self._open(path)
+            shown = self.tree.display(path)
+            extras = content.extras if isinstance(content.extras, dict) else {}
+            if len(content.leaves) > 1 or content.leaves and str(content.leaves[0][0][0]) not in ("param", "value"):
+                raise _malformed(f"{len(content.leaves)} tensors, want one, under param", shown, name)
+            if state == STEP:
+                out.step = self._step(content, extras, shown, name)
+            if content.leaves:
+                out.arrays[state] = content.leaves[0][1]
+            elif state != STEP:
+                raise _malformed("no tensor, want one, under param", shown, name)
+            if state == "fp32" and content.leaves[0][0] == ("param",) and extras != {"cat_dim": 0}:
+                out.facts = dict(extras)
+        if "fp32" not in out.arrays:
+            raise Incomplete(
+                "its folder lacks fp32.pt", code=MISSING, path=self.tree.display(f"zero/{name}"), key=name,
+                hint="the conversion was not finished: run it again",
+            )  # fmt: skip
+        return out
+
+    def _step(self, content: TorchContent, extras: Mapping[str, Any], shown: str, name: str) -> float | int:
+        if content.leaves:
+            array = content.leaves[0][1]
+            code = _SCALARS.get(array.dtype.name)
+            if code is not None and array.numel == 1:
+                value: float | int = struct.unpack(
+                    code, self.tree.read(array.path, array.offset, struct.calcsize(code))
+                )[0]
+                return value
+        value = extras.get("value")  # type: ignore[assignment]
+        if content.leaves or type(value) not in (int, float):
+            raise _malformed("step is no number", shown, name)
+        return value
+
+    def _whole(self, record: Recorded | None) -> None:
+        """Raise Incomplete unless every parameter has its folder, and the states that its group has."""
+        listed = [name for group in self.shapes for name in group]
+        gone = [name for name in listed if name not in self.params]
+        gone = gone if record is None or self.shapes else []
+        if gone:
+            raise Incomplete(
+                f"{len(gone)} parameters of param_shapes have no folder below zero/; the first: {gone[0]}", code=MISSING,
+                path=self.tree.display("zero"), key=gone[0], faults=gone[1:SHOWN], hint="run the conversion again",
+            )  # fmt: skip
+        usual = {state for param in self.params.values() for state in param.arrays} - {"fp32", STEP}
+        for name, param in self.params.items():
+            lacks = sorted(usual - set(param.arrays))
+            if record is None and lacks and len(lacks) < len(usual):
+                raise Incomplete(
+                    f"its folder lacks {', '.join(f'{state}.pt' for state in lacks)}", code=MISSING, key=name,
+                    path=self.tree.display(f"zero/{name}"), hint="the conversion was not finished: run it again",
+                )  # fmt: skip
+
+    def _states(self, record: Recorded | None) -> None:
+        """The folders' tensors, state by state, in the order of the flat groups."""
+        shapes = {name: shape for group in self.shapes for name, shape in group.items()}
+        order = [name for name in shapes if name in self.params]
+        order += [name for name in self.params if name not in shapes]
+        copies = []
+        for state in dict.fromkeys(["fp32", *(s for name in order for s in self.params[name].arrays)]):
+            for name in order:
+                array = self.params[name].arrays.get(state)
+                if array is None or state == STEP and record is not None and record.step == "group":
+                    continue
+                alone = set(self.params[name].arrays) == {"fp32"}
+                if state == "fp32" and alone and name not in shapes and TensorKey(name) in self.tensors:
+                    copies.append(name)
+                    self.params[name].facts = None
+                    continue
+                if state == "fp32" and record is not None and name in record.repeats:
+                    continue
+                key = TensorKey(name, MASTER if state == "fp32" else state)
+                shape = shapes.get(name) if state != STEP else None
+                self._put(_shaped(key, array, shape if shape is not None else self._own_shape(name, array)))
+        if copies:
+            self.notes.append(Note(
+                "N-copies", f"{len(copies)} folders hold an fp32 copy of the module's value alone (buffers, frozen parameters, "
+                f"aliases), no state of their own: {', '.join(copies[:8])}",
+            ))  # fmt: skip
+
+    def _own_shape(self, name: str, array: StoredArray) -> tuple[int, ...]:
+        """The tensor's shape where param_shapes does not list it: its own, or its model's where it lies flat."""
+        model = self.tensors.get(TensorKey(name))
+        return (
+            model.shape if model is not None and len(array.shape) == 1 and model.numel == array.numel else array.shape
+        )
+
+    # -- options ------------------------------------------------------------------------------------------------------------
+
+    def _groups(self, state: TorchContent) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """(parameter groups with names, their scalars). Raises InconsistentCheckpoint where a group's steps differ."""
+        extras = state.extras if isinstance(state.extras, dict) else {}
+        groups = [dict(group) for group in extras.get("param_groups") or () if isinstance(group, Mapping)]
+        steps: list[dict[str, Any]] = []
+        for i, group in enumerate(groups):
+            flat = group.get("params") if isinstance(group.get("params"), list) else [i]
+            numbers = [n for n in flat or () if type(n) is int and 0 <= n < len(self.shapes)] or [i]
+            names = [name for n in numbers if n < len(self.shapes) for name in self.shapes[n]]
+            group["params"] = names
+            known = [(name, self.params[name].step) for name in names if self.params[name].step is not None]
+            for name, step in known:
+                if step != known[0][1]:
+                    raise InconsistentCheckpoint(
+                        f"step {step}, but {known[0][1]} for {known[0][0]} of the same group", code=DISAGREE, key=name,
+                        path=self.tree.display(f"zero/{name}/step.pt"), hint="the folders come from two steps",
+                    )  # fmt: skip
+            value = known[0][1] if known else self._step_of_group(state, numbers)
+            steps.append({} if value is None else {STEP: value})
+        return groups, steps
+
+    def _step_of_group(self, state: TorchContent, numbers: Sequence[int]) -> float | int | None:
+        """Stage 3: the step in the first rank's optimizer state."""
+        for path, array in state.leaves:
+            if path[:2] == ("optimizer_state_dict", "state") and path[2] in numbers and path[-1] == STEP:
+                code = _SCALARS.get(array.dtype.name)
+                if code is not None and array.numel == 1:
+                    found: float | int = struct.unpack(
+                        code, self.tree.read(array.path, array.offset, struct.calcsize(code))
+                    )[0]
+                    return found
+        return None
+
+    def _extras(
+        self, state: TorchContent, record: Recorded | None, groups: list[dict[str, Any]], steps: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        values = {key: item for key, item in self.values.items() if key not in OWN_KEYS}
+        if record is not None:
+            values = {key: item for key, item in values.items() if key not in record.made}
+            return {**values, **record.extras}
+        said = state.extras if isinstance(state.extras, dict) else {}
+        rest = {key: plain(item) for key, item in said.items() if key not in _PARTITIONS}
+        if rest.get("ds_version") == values.get("ds_version"):
+            rest.pop("ds_version", None)
+        stage = said.get("zero_stage")
+        number = stage.args[0] if isinstance(stage, Symbol) and stage.args else stage
+        trained = {name for group in self.shapes for name in group}
+        model = [key.name for key in self.tensors if key.state == MODEL]
+        described = Described(
+            zero_stage=number if type(number) is int and number in (0, 1, 2, 3) else 1,
+            plain_bf16="zero_stage" not in said,
+            dtype=next((t.dtype.name for t in self.tensors.values() if t.key.state == MODEL and t.key.name in trained), ""),
+            module=tuple(model), buffers=tuple(self.buffers), shared=self.shared,
+            frozen=tuple(
+                n for n in model if n not in trained and n not in self.buffers and self.shared.get(n) not in trained
+            ),
+        )  # fmt: skip
+        dtypes = {STEP: "F32"} if any(steps) else {}
+        optimizer = {"param_groups": groups, "scalars": steps, "scalar_dtypes": dtypes, **rest}
+        cuts = {name: param.facts for name, param in self.params.items() if param.facts is not None}
+        home = {**described.to_extras(), **({CUTS: cuts} if cuts else {})}
+        return {**values, OPTIMIZER: optimizer, HOME: home}
+
+    # -- small parts --------------------------------------------------------------------------------------------------------
+
+    def _add(self, key: TensorKey, array: StoredArray) -> None:
+        self._put(_shaped(key, array, array.shape))
+
+    def _put(self, tensor: LogicalTensor) -> None:
+        self.tensors[tensor.key] = tensor
+
+
+def _differ(a: StoredArray, b: StoredArray) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and (a.path, a.offset) != (b.path, b.offset)
+
+
+def _shaped(key: TensorKey, array: StoredArray, shape: tuple[int, ...]) -> LogicalTensor:
+    """A tensor of `shape` over an array of that shape, or a flat one. Raises InconsistentCheckpoint E0359."""
+    if array.shape != shape and (len(array.shape) != 1 or array.numel != prod(shape)):
+        raise InconsistentCheckpoint(
+            f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}", code=DISAGREE, path=array.path,
+            key=str(key), hint="the file comes from another run: fetch the whole checkpoint again",
+        )  # fmt: skip
+    within = whole(array.shape)
+    return LogicalTensor(key, shape, array.dtype, (Chunk(whole(shape), array, within),))
+
+
+def _line(shape: tuple[int, ...], array: StoredArray, start: int, stop: int) -> list[Chunk]:
+    """Elements `start` to `stop` of a tensor's line, which begin at element 0 of `array`."""
+    from ckpt_tool.core.box import flat_boxes
+
+    chunks, at = [], 0
+    for box in flat_boxes(shape, start, stop):
+        chunks.append(Chunk(box, array, Box((at,), (box.numel,))))
+        at += box.numel
+    return chunks
+
+
+def _shape_map(value: Any, path: str) -> dict[str, tuple[int, ...]]:
+    out = {}
+    for name, shape in value.items() if isinstance(value, Mapping) else ():
+        fits = isinstance(shape, tuple | list) and len(shape) <= 64
+        if not isinstance(name, str) or not fits or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
+            raise _malformed("param_shapes maps no names to shapes", path, str(name)[:200])
+        out[name] = tuple(shape)
+    return out
+
+
+def _malformed(message: str, path: str, key: str) -> InputError:
+    return CorruptFile(
+        message, code=MALFORMED, path=path, key=key,
+        hint="the file is damaged, or of a version of DeepSpeed that is not known here",
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""What `ckpt` itself notes in a universal checkpoint: the values that DeepSpeed has no key for, under `ckpt`.
+
+The one idea: DeepSpeed ignores keys that it does not know, so everything that a conversion must not lose lies in one dict in
+`zero/optimizer_state.pt`, while DeepSpeed's own keys are made from it where they can be. A reader that finds the record
+takes the extras from it; one that does not (DeepSpeed wrote the folder) takes DeepSpeed's keys.
+
+    {"version": 1, "extras": {...}, "made": ["global_steps", ...], "hints": {"roots": ...}, "step": "group",
+     "repeats": ["w", ...]}
+
+extras: values whose keys DeepSpeed needs for itself. made: top-level keys of the module file that were made for DeepSpeed
+and are no extras. step: `tensor` (a `step` a parameter came with the source) or `group` (it was made from the extras).
+repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. Data of a checkpoint: believed only as
+far as the types fit. Cost: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KEY = "ckpt"
+CUTS = (
+    "cuts"  # in the extras under `deepspeed`: parameter -> what stands beside its tensor, where not `cat_dim: 0` alone
+)
+TENSORS, STATES = "ckpt_tensors", "ckpt_states"  # in the module file: extras that are tensors, states without a folder
+# Keys of a module file that DeepSpeed lays out; a foreign source's values under these names go into the record.
+OWN_KEYS = frozenset({
+    "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "deepspeed", KEY, TENSORS, STATES,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """See the module."""
+
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    made: tuple[str, ...] = ()
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    step: str = "tensor"
+    repeats: frozenset[str] = frozenset()
+
+    def to_value(self) -> dict[str, Any]:
+        return {
+            "version": 1, "extras": dict(self.extras), "made": list(self.made), "hints": dict(self.hints),
+            "step": self.step, "repeats": sorted(self.repeats),
+        }  # fmt: skip
+
+    @staticmethod
+    def from_value(value: Any) -> Recorded | None:
+        """The record; None where there is none of this version."""
+        if not isinstance(value, Mapping) or value.get("version") != 1:
+            return None
+        extras, hints = value.get("extras"), value.get("hints")
+        made, repeats, step = _strings(value.get("made")), _strings(value.get("repeats")), value.get("step")
+        if not isinstance(extras, Mapping) or not isinstance(hints, Mapping) or step not in ("tensor", "group"):
+            return None
+        return Recorded(extras, made, hints, step, frozenset(repeats))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list | tuple) else ()
