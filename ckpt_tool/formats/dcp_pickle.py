@@ -62,16 +62,16 @@ class MetadataPickle:
         """An object item."""
         self._out += self._text(fqn) + self._name(_META, "BytesStorageMetadata") + _NEW
 
-    def close(self, paths: Mapping[str, Path], items: Iterable[Item]) -> bytes:
-        """The whole pickle. paths: planner_data. items: storage_data, in order."""
+    def close(self, paths: Mapping[str, Path] | None, items: Iterable[Item]) -> bytes:
+        """The whole pickle. paths: planner_data, None for keys that do not nest. items: storage_data, in order."""
         out = self._out
-        out += b"u" + self._text("planner_data") + _EMPTY
-        for fqn, path in paths.items():
+        out += b"u" + self._text("planner_data") + (b"N" if paths is None else _EMPTY)
+        for fqn, path in paths.items() if paths is not None else ():
             out += self._text(fqn) + b"("
             for step in path:
                 out += self._text(step) if isinstance(step, str) else _integer(step)
             out += b"t"
-        out += b"u" + self._text("storage_data") + _EMPTY
+        out += (b"" if paths is None else b"u") + self._text("storage_data") + _EMPTY
         for fqn, offset, number, file, at, length in items:
             out += self._name(_META, "MetadataIndex") + _NEW + _EMPTY + self._text("fqn") + self._text(fqn)
             out += self._text("index") + (b"N" if number is None else _integer(number))

@@ -185,7 +185,7 @@ class _Reading:
             "degrees": dict(degrees),
             "dist": {
                 "styles": list(self.styles),
-                "extra_states": list(objects.extra_states),
+                "extra_states": {base: list(shape) for base, shape in objects.extra_states.items()},
                 "common_file": objects.common_file,
                 "integrity": self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY),
             },
@@ -258,9 +258,9 @@ class _Reading:
         for path, array in objects.leaves:
             if path[-2:] == ("state", "common_step"):
                 stepping = dict.fromkeys(key.name for key in tensors if key.state not in (MODEL, MASTER))
-                for name in stepping:
-                    key = TensorKey(name, STEP)
-                    out[key] = simple_tensor(key, array)
+                for key in (TensorKey(name, STEP) for name in stepping):
+                    if key not in tensors:
+                        out[key] = simple_tensor(key, array)
             else:
                 key = TensorKey(dotted(path), EXTRAS)
                 out[key] = simple_tensor(key, array, path)

@@ -23,24 +23,18 @@ Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ckpt_tool.core.tensor import MASTER, MODEL
+from ckpt_tool.formats.megatron_names import NORM_ALIASES, canonical
 
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
-_STACKED = re.compile(r"((?:^|.*?\.)layers)\.(?!\d+\.)(.+)", re.DOTALL)
+_STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
 _OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")
-
-# The key's ending -> the name's. The left side is what a fused linear or the keys map of the local spec stores.
-_ALIASES = (
-    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
-    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
-)
 
 
 class DistKey(NamedTuple):
@@ -102,16 +96,12 @@ def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
     if _EXPERTS in name:
         number = f"{rest.pop(0)}." if key.experts else ""
         name = name.replace(_EXPERTS, f".experts.local_experts.{number}", 1)
-    for stored, alias in _ALIASES:
-        head, found_alias, tail = name.partition(stored)
-        if found_alias and tail in ("weight", "bias") and (not head or head.endswith(".")):
-            return f"{head}{alias}{tail}"
-    return name
+    return canonical(name)
 
 
 # -- how a source spells its keys, to spell them so again ----------------------------------------------------------------
 
-STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, MODULE = "stacked-layers", "stacked-experts", "singletons", "module"
+STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, HALVES = "stacked-layers", "stacked-experts", "singletons", "halves"
 
 
 def styles_of(key: DistKey) -> tuple[str, ...]:
@@ -120,9 +110,22 @@ def styles_of(key: DistKey) -> tuple[str, ...]:
     out = [STACKED_LAYERS] if key.layers else []
     out += [STACKED_EXPERTS] if key.experts else []
     out += [SINGLETONS] if key.half is not None or _EXPERTS in key.key and not key.experts else []
-    for stored, alias in _ALIASES:
+    out += [HALVES] if key.half is not None else []
+    for stored, alias in NORM_ALIASES:
         for style, text in (("fused", stored), ("plain", alias)):
             head, found, tail = key.key.partition(text)
             if found and tail in ("weight", "bias") and (not head or head.endswith(".")):
                 out.append(f"{style}:{alias}")
     return tuple(out)
+
+
+def spelled(key: str, styles: Collection[str], *, moe: bool) -> str:
+    """A key (positions aside) with its norm as these styles store it. moe: its layer has experts; where both spellings
+    are in use for the norm before the feed-forward part, those layers have the plain one (Transformer Engine)."""
+    for stored, alias in NORM_ALIASES:
+        head, found, tail = key.rpartition(alias)
+        if not found or tail not in ("weight", "bias") or head and not head.endswith("."):
+            continue
+        if f"fused:{alias}" in styles and not (moe and f"plain:{alias}" in styles):
+            return f"{head}{stored}{tail}"
+    return key
