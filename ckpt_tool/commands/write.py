@@ -53,6 +53,7 @@ class Chosen:
     renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
     first_replica: bool = False  # take replica 0 without comparing the others: it was said in words
     casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
+    unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values
 
 
 def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to: str) -> dict[str, Any]:
@@ -158,12 +159,14 @@ def _fitted(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
         return chosen
     made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, _options(chosen, writing))
     stored = tuple(Stored(chosen.stored[index].source, tensor) for index, tensor in made.tensors)
-    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *made.dropped), casts=made.casts)
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *made.dropped), casts=made.casts,
+                   unlisted=made.unlisted)  # fmt: skip
 
 
 def _options(chosen: Chosen, writing: Writing) -> dict[str, Any]:
     """`Wanted.options` for a format with a layout of its own."""
-    return {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split}
+    return {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
+            "vocab_size": writing.vocab_size}  # fmt: skip
 
 
 def opaque_names(value: Any, prefix: str = "") -> list[str]:
@@ -195,9 +198,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
         single,
         writing.max_shard_size,
-        {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
-         "vocab_size": writing.vocab_size}
-        if fmt.holds.own_layout else {},
+        _options(chosen, writing) if fmt.holds.own_layout else {},
     )  # fmt: skip
     layout, fallbacks = _layout(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
@@ -231,7 +232,11 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         fmt.name,
         target.single,
         str(destination.absolute()),
-        {"verify": writing.verify, "max_shard_size": writing.max_shard_size},
+        {
+            "verify": writing.verify,
+            "max_shard_size": writing.max_shard_size,
+            **({"unlisted": [list(key) for key in chosen.unlisted]} if chosen.unlisted else {}),
+        },
         {},
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))

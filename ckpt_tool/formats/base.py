@@ -77,11 +77,13 @@ class Format(Protocol):
 
 class Fitted(NamedTuple):
     """What a format keeps of the tensors it was offered. tensors: (number of the offered tensor that it is made of, the
-    tensor). casts: dtypes of those that are rounded. dropped: entries of the report, one for each thing left out or made."""
+    tensor). casts: dtypes of those that are rounded. dropped: entries of the report, one for each thing left out or made.
+    unlisted: those that its reader gives back as plain values, not as tensors (a step counter)."""
 
     tensors: tuple[tuple[int, LogicalTensor], ...]
     casts: Mapping[TensorKey, DType] = {}
     dropped: tuple[dict[str, Any], ...] = ()
+    unlisted: tuple[TensorKey, ...] = ()
 
 
 @runtime_checkable

@@ -67,9 +67,10 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Ma
                 _entry(MODEL, gone, "ZeRO 3 keeps no 16-bit weights: DeepSpeed rounds them from the fp32 master")
             )
     else:
-        rows = _with_module(rows, described, trained, shared, casts, dropped)
+        rows = _with_module(rows, described, trained, shared, casts, dropped, _configured(extras))
     rows = _with_one_step(rows, extras, dropped)
-    return Fitted(tuple(rows), casts, tuple(dropped))
+    unlisted = tuple(row.key for _, row in rows if row.key.state == STEP)
+    return Fitted(tuple(rows), casts, tuple(dropped), unlisted)
 
 
 Rows = list[tuple[int, LogicalTensor]]
@@ -105,13 +106,13 @@ def _with_masters(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
 
 def _with_module(
     rows: Rows, described: Described | None, trained: set[str], shared: Mapping[str, str], casts: dict[TensorKey, DType],
-    dropped: list[dict[str, Any]],
+    dropped: list[dict[str, Any]], configured: str,
 ) -> Rows:  # fmt: skip
     """The module's weights, rounded from the master where the source has none."""
     have = {row.key.name for _, row in rows if row.key.state == MODEL}
     masters = {row.key.name: (i, row) for i, row in rows if row.key.state == MASTER}
     kinds = [row.dtype.name for _, row in rows if row.key.state == MODEL and row.dtype.is_float]
-    dtype = described.dtype if described and described.dtype else max(kinds, key=kinds.count, default="")
+    dtype = described.dtype if described and described.dtype else max(kinds, key=kinds.count, default=configured)
     made: Rows = []
     for name in [*masters, *(alias for alias in shared if alias in trained)]:
         if name in have:
@@ -133,6 +134,18 @@ def _with_module(
     model = [pair for pair in rows if pair[1].key.state == MODEL] + made
     model.sort(key=lambda pair: order.get(pair[1].key.name, len(order)))
     return model + [pair for pair in rows if pair[1].key.state != MODEL]
+
+
+def _configured(extras: Mapping[str, Any]) -> str:
+    """The module's dtype as the configuration has it, "" where there is none."""
+    config = extras.get("ds_config")
+    if not isinstance(config, Mapping):
+        return ""
+    for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
+        said = config.get(key)
+        if isinstance(said, Mapping) and said.get("enabled"):
+            return dtype
+    return "F32"
 
 
 def _with_one_step(rows: Rows, extras: Mapping[str, Any], dropped: list[dict[str, Any]]) -> Rows:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.core.tensor import EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.deepspeed_files import expert_name, layer_name
 from ckpt_tool.formats.deepspeed_flat import share
@@ -24,6 +24,7 @@ from ckpt_tool.formats.deepspeed_pipe import key_of_layer, prefix_of, tied_keys
 from ckpt_tool.formats.deepspeed_rank import DISAGREE, ModuleFile, read_tensors
 from ckpt_tool.formats.deepspeed_read import Reader
 from ckpt_tool.formats.deepspeed_shards import Lying, chunks_of
+from ckpt_tool.formats.state_paths import EMA_ROOTS
 from ckpt_tool.formats.state_tree import dotted
 
 
@@ -236,10 +237,11 @@ class Module:
                     self._add(alias, array)
 
     def _client(self) -> None:
-        """Tensors of the client's state: of the first file; those of other ranks are named."""
+        """Tensors of the client's state: of the first file; those of other ranks are named. Averages are a state."""
         files = [file for _, file in sorted(self.reader.modules.items())]
         for path, array in files[0].others:
-            key = TensorKey(dotted(path), EXTRAS)
+            averaged = len(path) == 2 and path[0] in EMA_ROOTS
+            key = TensorKey(str(path[1]), EMA) if averaged else TensorKey(dotted(path), EXTRAS)
             box = Box((0,) * len(array.shape), array.shape)
             self.clients[key] = LogicalTensor(key, array.shape, array.dtype, (Chunk(box, array, box),), path)
         left = sorted({dotted(path) for file in files[1:] for path, _ in file.others})

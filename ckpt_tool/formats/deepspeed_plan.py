@@ -10,7 +10,7 @@ pipeline stages. Source: as `deepspeed_target`. Cost: a pass over the parameters
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ def settle(wanted: Wanted) -> Plan:
     extras, left_out = writable(wanted.extras)
     if left_out:
         notes.append(f"left out, because no plain value holds it: {', '.join(left_out[:20])}")
-    described = described or _foreign(wanted, stage, notes)
+    described = _completed(described, wanted) if described else _foreign(wanted, stage, notes)
     states = [state for state in present if state not in (MODEL, MASTER, EMA, EXTRAS) and (state != STEP or stage == 0)]
     masters = {t.key.name: t.shape for t in wanted.tensors if t.key.state == MASTER} if stage else {}
     dp, pp, ep = degrees["dp"], degrees["pp"], degrees["ep"]
@@ -138,12 +138,24 @@ def _degrees(said: Mapping[str, int]) -> dict[str, int]:
     return out
 
 
+def _completed(described: Described, wanted: Wanted) -> Described:
+    """The record with the dtype and the file prefix that a format between has lost."""
+    dtype = described.dtype or _common_dtype(wanted)
+    prefix = described.prefix or ("bf16_" if dtype == "BF16" else "")
+    return replace(described, dtype=dtype, prefix=prefix)
+
+
+def _common_dtype(wanted: Wanted) -> str:
+    """What most of the model's tensors have."""
+    kinds = [tensor.dtype.name for tensor in wanted.tensors if tensor.key.state == MODEL and tensor.dtype.is_float]
+    return max(kinds, key=kinds.count, default="F32")
+
+
 def _foreign(wanted: Wanted, stage: int, notes: list[str]) -> Described:
     """What a source of another system leaves to be decided: all from the tensors themselves."""
     model = [tensor for tensor in wanted.tensors if tensor.key.state == MODEL]
     masters = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == MASTER}
-    kinds = [tensor.dtype.name for tensor in model if tensor.dtype.is_float]
-    dtype = max(kinds, key=kinds.count, default="F32")
+    dtype = _common_dtype(wanted)
     others = [tensor.key.name for tensor in model if tensor.key.name not in masters] if stage else []
     if others:
         shown = ", ".join(others[:8])
