@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.errors import UnknownFormat, UnsafeInput
+from ckpt_tool.errors import Incomplete, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -87,6 +87,11 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         name = f"iter_{int(text):07d}" if text.isdigit() else text
         safe_relative(name, named_in=tree.display(pointer))
         other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
+        if not any(path == name or path.startswith(f"{name}/") for path in tree.listing()):
+            raise Incomplete(
+                f"the pointer file names {name}, which is not there or empty", path=tree.display(pointer),
+                hint=f"the save did not finish, or the folder was moved; pass one of those that are there{_steps(tree)}",
+            )  # fmt: skip
         return tree.below(name), f"{pointer} points to {name}{other}"
     steps = sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
     if not steps or _claimed(tree):
@@ -97,6 +102,11 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         f"the folder holds {len(steps)} checkpoints and no pointer file", code="E0392", path=tree.display(),
         hint=f"pass one of them: {', '.join(steps[-3:])}",
     )  # fmt: skip
+
+
+def _steps(tree: Tree) -> str:
+    found = sorted({path.split("/")[0] for path in tree.listing() if _STEP.match(path.split("/")[0])})
+    return f": {', '.join(found[-3:])}" if found else ""
 
 
 def _two(tree: Tree, pointer: str) -> bool:

@@ -269,9 +269,11 @@ class Reader:
                 f"{len(gone)} parameters of param_shapes have no folder below zero/; the first: {gone[0]}", code=MISSING,
                 path=self.tree.display("zero"), key=gone[0], faults=gone[1:SHOWN], hint="run the conversion again",
             )  # fmt: skip
+        stepped = any(param.step is not None for param in self.params.values())
         usual = {state for param in self.params.values() for state in param.arrays} - {"fp32", STEP}
+        usual |= {STEP} if stepped and usual else set()
         for name, param in self.params.items():
-            lacks = sorted(usual - set(param.arrays))
+            lacks = sorted(usual - set(param.arrays) - ({STEP} if param.step is not None else set()))
             if record is None and lacks and len(lacks) < len(usual):
                 raise Incomplete(
                     f"its folder lacks {', '.join(f'{state}.pt' for state in lacks)}", code=MISSING, key=name,
