@@ -1,7 +1,7 @@
 """The executor: carries out a plan in bounded memory, with threads, and commits the output in one step.
 
 Each thread takes units (shares of about 64 MiB) from a queue that prefers units whose output files no other thread is
-writing. A unit is walked in blocks of 512 KiB: fill from the sources, hash, cast, drain to the
+writing. A unit is walked in blocks of 256 KiB (strided work: 1 MiB): fill from the sources, hash, cast, drain to the
 outputs. The hash is over exactly the bytes that are written, so a digest that is right proves the values arrived; it is
 computed on the way, which costs a tenth of the copy. With `verify="off"` runs go by `copy_file_range`, unhashed.
 

@@ -1,8 +1,8 @@
 """One item of a unit: elements [start, stop) of a tensor walked block by block from its sources to its outputs.
 
 The hash that the journal keeps (`written`) and the leaves of the digest are taken from the very bytes that are drained.
-A block is 512 KiB, two leaves of a plain run or whole rows of bands, which stays in L2 on its way from file to file; where
-a side has no lane it is up to 1 MiB. Half of that doubled the share of the interpreter, twice that fell out of L2.
+A block is 256 KiB of plain runs, one leaf, which stays in L2 on its way from file to file: with 512 KiB a copy took a
+quarter more CPU where the neighbours use the cache too. Where a side is strided it is up to 1 MiB and whole rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from ckpt_tool.run.blocks import Reader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
 
-BLOCK = 512 << 10  # bytes of a plain run: stays in L2
-BANDS_BLOCK = 512 << 10  # bytes where a side is bands: twice that, with the scratch, still lies in L2
-STRIDED_BLOCK = 1 << 20  # bytes where a side is strided otherwise: fewer calls
+BLOCK = 256 << 10  # bytes of a plain run: stays in L2
+STRIDED_BLOCK = 1 << 20  # bytes where a side is strided: fewer calls
 ROOM = STRIDED_BLOCK + LEAF  # bytes of the buffer that a walk needs
 
 
@@ -113,7 +112,7 @@ class Walk:
         self._writes = self._lane(move.outputs, move.item_out, self.writer.pwrite, reads=False)
         if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
             return BLOCK // move.item
-        most = (STRIDED_BLOCK if self._reads is None or self._writes is None else BANDS_BLOCK) // move.item
+        most = STRIDED_BLOCK // move.item
         rows = [region.steps[0] for region in (*move.sources, *move.outputs) if len(region.extents) > 1]
         row = max((row for row in rows if row <= most), default=1)
         return most // row * row
