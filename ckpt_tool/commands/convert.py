@@ -12,6 +12,7 @@ from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.commands.write import Chosen, write
 from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.soundness import check_sound
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_paths import clean
@@ -47,6 +48,8 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
     opened.refuse_unsafe()
     catalog = opened.catalog
     catalog.check()
+    if not reading.lenient:
+        check_sound(catalog)
     present = catalog.states()
     asked = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else None

@@ -10,9 +10,10 @@ from typing import Any
 
 from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.source import Opened, open_source
-from ckpt_tool.core.catalog import faults_of
+from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.core.soundness import unsound
+from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
@@ -34,6 +35,8 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
     for fault in faults_of(catalog.tensors.values()):
         note(fault)
         broken.add(fault.key)
+    for fault in unsound(catalog):
+        note(fault)
     for line in catalog.notes:
         if line.code in UNSOUND:
             findings.append({"code": line.code, "message": line.message, "file": line.path, "tensor": line.key})
@@ -54,6 +57,7 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
         nonfinite = count_nonfinite(catalog, opened.tree, keys)
         progress.finish()
         findings += _boolean_findings(nonfinite)
+        findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings})
     return {
         "schema_version": 1,
         "ok": not findings,
@@ -81,6 +85,19 @@ def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
         for key, count in counts.items()
         if key.startswith("bool:")
     ]
+
+
+def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any]) -> list[dict[str, Any]]:
+    """Parameters whose 16-bit model is no rounding of their master weights."""
+    if MASTER not in catalog.states():
+        return []
+    from ckpt_tool.run.rounding import drifts
+
+    return [
+        {"code": "W-master", "message": f"{drift.elements} elements are not what the fp32 master weights round to, the first at "
+         f"{list(drift.first)}: a job that resumes takes the master's", "file": None, "tensor": str(drift.key)}
+        for drift in drifts(catalog, opened.tree, skip=frozenset(map(str, skip)))
+    ]  # fmt: skip
 
 
 def _by_state(digests: dict[TensorKey, str]) -> dict[str, dict[str, str]]:

@@ -1,0 +1,152 @@
+"""Does a training state make sense? What headers show: moments and their parameters, step counters, experts.
+
+The one idea: boxes that tile (`core.catalog`) say that a tensor is whole; here it is asked whether the tensors belong
+together. Everything found is a fault that a trainer would meet later, as a crash or, worse, not at all:
+
+    w (3, 4) with w [exp_avg] (4, 3)                       moments of another model, or of another layout
+    w [exp_avg] without w, beside v with v [exp_avg]       a parameter that the model lost
+    param_groups [{"step": 3}, {"step": 4}]                groups of two saves
+    experts.0, experts.1, experts.3                        an expert that no rank wrote
+
+What is no fault: a `step` tensor a parameter that differs from another's (torch counts a parameter's own steps, and one
+without a gradient does not step: `torch/optim/adamw.py`, 2.13); states of other shapes than their parameter's by design
+(factored or quantised optimizers name theirs otherwise); optimizers whose names have nothing to do with the model's (then
+nothing can be said). Formats of whole models and `sharded` are not asked: a lone shard of a model is none of the faults above.
+
+Cost: a pass over the rows, where there are other states than the model. What it does not do: read values (`run.rounding`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+
+MOMENTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"))
+WHOLE_MODELS = frozenset(("safetensors", "sharded"))
+WITH_EXPERTS = frozenset(("megatron", "megatron-dist", "deepspeed", "deepspeed-universal"))
+DEPTH = 8  # levels of the extras in which groups are looked for
+_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)experts)\.(\d+)\.(.+)")
+_LENIENT = "; --lenient takes it as it is"
+
+
+def unsound(catalog: Catalog) -> Iterator[CkptError]:
+    """Every fault of this kind: InconsistentCheckpoint E0305 (moments, steps), Incomplete E0302 (experts)."""
+    if catalog.format in WHOLE_MODELS:
+        return
+    yield from _steps(catalog.extras)
+    if catalog.states() != (MODEL,):
+        yield from _moments(catalog)
+    if catalog.format in WITH_EXPERTS:
+        yield from _experts(catalog)
+
+
+def check_sound(catalog: Catalog) -> None:
+    """Raise the first fault, with the others beside it."""
+    faults = list(unsound(catalog))
+    if faults:
+        first = faults[0]
+        raise type(first)(
+            first.message, code=first.code, path=first.path, key=first.key, hint=first.hint,
+            faults=[f"{fault.key or ''}: {fault.message}".lstrip(": ") for fault in faults[1:100]],
+        )  # fmt: skip
+
+
+def _moments(catalog: Catalog) -> Iterator[CkptError]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    masters: dict[str, tuple[int, ...]] = {}
+    states: list[tuple[str, str, tuple[int, ...]]] = []
+    for row in catalog.rows():
+        if row.state == MODEL:
+            shapes[row.name] = row.shape
+        elif row.state == MASTER:
+            masters[row.name] = row.shape
+        elif row.state in MOMENTS:
+            states.append((row.name, row.state, row.shape))
+    if not shapes and not masters:
+        return
+    lost = []
+    for name, state, shape in (*((n, MASTER, s) for n, s in masters.items()), *states):
+        want = shapes.get(name, masters.get(name))
+        if want is None:
+            if name not in shapes and state != MASTER and not name.isdigit():
+                lost.append((name, state))
+        elif shape != want:
+            yield InconsistentCheckpoint(
+                f"{state} has shape {list(shape)}, its parameter {list(want)}", code="E0305",
+                key=f"{name} [{state}]", path=_path(catalog, name, state),
+                hint=f"optimizer and model come from two runs: fetch one save whole{_LENIENT}",
+            )  # fmt: skip
+    if len({name for name, _ in lost}) < len({name for name, _, _ in states}):  # else the names are another dialect's
+        for name, state in lost:
+            yield InconsistentCheckpoint(
+                f"{state} of a parameter that the model lacks", code="E0305", key=f"{name} [{state}]",
+                path=_path(catalog, name, state),
+                hint=f"a part of the model is missing, or the optimizer is of another one{_LENIENT}",
+            )  # fmt: skip
+
+
+def _path(catalog: Catalog, name: str, state: str) -> str | None:
+    chunks = catalog.tensors[TensorKey(name, state)].chunks
+    return chunks[0].array.path if chunks else None
+
+
+def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:
+    """Groups of one optimizer that count different steps."""
+    for where, groups in _groups(extras, "", 0):
+        known = [(i, step) for i, group in enumerate(groups) if (step := _step(group)) is not None]
+        for i, step in known[1:]:
+            if step != known[0][1]:
+                yield InconsistentCheckpoint(
+                    f"{where}: group {i} is at step {step}, group {known[0][0]} at {known[0][1]}", code="E0305",
+                    hint=f"files of two steps lie together: fetch one save whole{_LENIENT}",
+                )  # fmt: skip
+
+
+def _groups(value: Any, where: str, depth: int) -> Iterator[tuple[str, list[Any]]]:
+    """Lists called `param_groups` (or `scalars`, DeepSpeed's counters of its groups) with their place."""
+    if depth > DEPTH or not isinstance(value, Mapping):
+        return
+    for key, item in value.items():
+        here = f"{where}.{key}" if where else str(key)
+        if key in ("param_groups", "scalars") and isinstance(item, list | tuple):
+            yield here, list(item)
+        elif isinstance(item, Mapping):
+            yield from _groups(item, here, depth + 1)
+        elif isinstance(item, list | tuple) and len(item) <= 256:  # chained optimizers
+            for i, part in enumerate(item):
+                yield from _groups(part, f"{here}.{i}", depth + 1)
+
+
+def _step(group: Any) -> int | float | None:
+    step = group.get("step") if isinstance(group, Mapping) else None
+    return step if type(step) in (int, float) else None
+
+
+def _experts(catalog: Catalog) -> Iterator[CkptError]:
+    """Experts whose numbers have a gap, or that lack a tensor that the others of their layer have."""
+    layers: dict[tuple[str, str], dict[int, set[str]]] = {}
+    for row in catalog.rows():
+        found = _EXPERT.fullmatch(row.name) if "experts." in row.name else None
+        if found is not None:
+            layers.setdefault((found[1], row.state), {}).setdefault(int(found[2]), set()).add(found[3])
+    counts = {prefix: 1 + max(max(of) for (p, _), of in layers.items() if p == prefix) for prefix, _ in layers}
+    for (prefix, state), experts in layers.items():
+        suffix = "" if state == MODEL else f" [{state}]"
+        gone = [i for i in range(min(counts[prefix], 1 << 16)) if i not in experts]
+        if gone:
+            yield Incomplete(
+                f"{len(gone)} of {counts[prefix]} experts are missing: {', '.join(map(str, gone[:20]))}", code="E0302",
+                key=f"{prefix}.{gone[0]}{suffix}", hint="a rank's file is missing: every expert parallel rank writes its own",
+            )  # fmt: skip
+        every: set[str] = set().union(*experts.values())
+        for number, have in experts.items():
+            if have != every:
+                yield Incomplete(
+                    f"expert {number} lacks {', '.join(sorted(every - have)[:4])}", code="E0302",
+                    key=f"{prefix}.{number}{suffix}", hint="a rank's file is missing, or comes from another run",
+                )  # fmt: skip

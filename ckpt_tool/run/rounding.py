@@ -1,0 +1,90 @@
+"""Do the fp32 master weights round to the 16-bit model? Block by block, wherever each of them lies.
+
+    w [master] 1.00390625 (F32) rounds to 1.0 in BF16, w holds 1.0078125  ->  1 element differs, the first at [0]
+
+A trainer that resumes takes the master weights and rounds them again, so a model that is no rounding of its master will be
+another one after the first step. Rounding is to nearest, ties to even (IEEE 754; torch `_to_copy`). NaNs count as equal.
+Cost: one read of both. What it does not do: decide which of the two is right.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.compute import Bytes, cast, numpy_type
+from ckpt_tool.run.scan import Visit, readable, walk
+from ckpt_tool.run.walk import STRIDED_BLOCK
+from ckpt_tool.storage.source import Tree
+
+
+class Drift(NamedTuple):
+    """A parameter whose model is no rounding of its master. elements: how many differ. first: index of the first."""
+
+    key: TensorKey
+    elements: int
+    first: tuple[int, ...]
+
+
+def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) -> list[Drift]:
+    """Every parameter of 16-bit floats with an fp32 master of its shape that does not round to it.
+
+    skip: tensors, as `str(key)`, that could not be read.
+    """
+    pairs = _pairs(catalog, skip)
+    mine, theirs = readable([a for a, _ in pairs], tree), readable([b for _, b in pairs], tree)
+    masters = {move.key.name: move for move in theirs.moves}
+    found: dict[TensorKey, list[int]] = {}
+
+    def visit(move: Move) -> Visit:
+        master = masters[move.key.name]
+        reader = Reader(theirs.files, 16, {})
+        buffer: Bytes = np.empty(STRIDED_BLOCK * (master.item // move.item), np.uint8)
+
+        def see(move: Move, at: int, data: Bytes) -> None:
+            n = len(data) // move.item
+            part = buffer[: n * master.item]
+            reader.fill(master, part.data, at, at + n)
+            where = _differ(data, part, move.dtype, master.dtype)
+            if where.size:
+                known = found.setdefault(move.key, [0, at + int(where[0])])
+                known[0] += int(where.size)
+            if at + n >= move.numel:
+                reader.close()
+
+        return see
+
+    walk(mine, visit, on_fault=lambda fault: None)
+    shapes = {tensor.key: tensor.shape for tensor, _ in pairs}
+    return [
+        Drift(key, count, tuple(int(i) for i in np.unravel_index(first, shapes[key])))
+        for key, (count, first) in found.items()
+    ]
+
+
+def _pairs(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor, LogicalTensor]]:
+    out = []
+    for key in [key for key in catalog.tensors if key.state == MASTER]:
+        twin = TensorKey(key.name, MODEL)
+        if twin in catalog.tensors and not {str(key), str(twin)} & skip:
+            model, master = catalog.tensors[twin], catalog.tensors[key]
+            if model.dtype.name in ("BF16", "F16") and master.dtype.name == "F32" and model.shape == master.shape:
+                out.append((model, master))
+    return out
+
+
+def _differ(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Positions where the master's rounding is not the model's value."""
+    rounded = np.frombuffer(cast(master.data, wide, kind)[0], "u2")
+    have = model.view("u2")
+    unequal = np.flatnonzero(rounded != have)
+    if not unequal.size:
+        return unequal
+    a, b = (bits[unequal].view(numpy_type(kind)).astype(np.float32) for bits in (rounded, have))
+    return unequal[~(np.isnan(a) & np.isnan(b))]
