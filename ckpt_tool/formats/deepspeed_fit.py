@@ -33,14 +33,15 @@ _NO_OPTIMIZER = frozenset((MODEL, EMA, EXTRAS))
 def stage_of(states: Sequence[str], described: Described | None, asked: int | None) -> int:
     """The ZeRO stage to write. Raises UsageError E0286 for `--zero 0` beside fp32 master weights."""
     has_master, trains = MASTER in states, any(state not in _NO_OPTIMIZER for state in states)
+    wrapped = described is not None and described.zero_stage == 0  # DeepSpeed's 16-bit wrapper keeps masters
     if asked is not None:
-        if asked == 0 and has_master:
+        if asked == 0 and has_master and not wrapped:
             raise UsageError(
                 "--zero 0: without ZeRO the optimizer has no fp32 master weights beside the module", code=UNFIT,
                 hint="write --zero 1, or add --drop master",
             )  # fmt: skip
         return asked if trains else 0
-    if described is not None and described.zero_stage and has_master:
+    if described is not None and has_master:
         return described.zero_stage
     return 1 if has_master else 0
 

@@ -69,6 +69,14 @@ class Module:
                 out[key] = LogicalTensor(key, first.shape, first.dtype, tuple(chunks))
         return out
 
+    def parameters(self) -> dict[str, StoredArray]:
+        """What may have an optimizer's states: all but buffers and experts of other files."""
+        out = {}
+        for name in dict.fromkeys([*self.order, *self.arrays]):
+            if name in self.arrays and name not in self.buffers and expert_name_of(name) is None:
+                out[name] = self.arrays[name][0]
+        return out
+
     def frozen(self) -> list[str]:
         """Parameters that no optimizer knows: no buffers, no aliases of one that it knows."""
         known = self.reader.flat.shapes

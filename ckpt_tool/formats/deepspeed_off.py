@@ -1,56 +1,140 @@
-"""Without ZeRO the optimizer lies in the module file as torch saved it: numbers for parameters, given names here.
+"""Without ZeRO the optimizer lies in the module files as torch saved it: numbers for parameters, given names here.
 
     {"module": {"w": T}, "optimizer": {"state": {0: {"step": T, "exp_avg": T}}, "param_groups": [{"params": [0]}]}}
     ->  w, w [step], w [exp_avg]
 
-The numbers are named by `formats.state_paths`, as for any torch file. DeepSpeed's own fp16 wrappers, which keep flat fp32
-groups without names in this place, are refused by name. Source: DeepSpeed 0.19.8 `runtime/engine.py`
-(`_common_checkpoint_state`), `runtime/fp16/fused_optimizer.py`. Cost: as naming.
+In 16 bits DeepSpeed wraps it: `optimizer_state_dict` inside, fp32 weights as `fp32_groups` (a list for each parameter group),
+which are the state `master` here. The numbers are named by order and shape (`formats.optimizer_ids`), over all stages of a
+pipeline at once; buffers and ties are no candidates. Where that is not unique, the numbers stay, and a note says so; the
+stages of a pipeline can't be told apart then, which is refused. Refused too: `fp32_groups_flat` (the fused wrapper).
+Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`), `runtime/fp16/unfused_optimizer.py`,
+`runtime/fp16/fused_optimizer.py`. Cost: as naming.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.tensor import MASTER, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.deepspeed_rank import REFUSED, ModuleFile
-from ckpt_tool.formats.state_paths import Leaf, name_leaves
+from ckpt_tool.formats.optimizer_ids import Candidate, align
+
+WRAPPER = "wrapper"  # in the extras under `optimizer`: what DeepSpeed's 16-bit wrapper keeps beside
+_INNER = "optimizer_state_dict"
 
 
-def optimizer_off(file: ModuleFile) -> tuple[dict[TensorKey, LogicalTensor], dict[str, Any]]:
-    """(the optimizer's tensors, its options with names for `params`). Takes the optimizer out of the file's values."""
-    values = file.values.pop("optimizer", None)
-    if not file.optimizer and not isinstance(values, dict):
-        return {}, {}
-    wrapped = next(
-        (path for path, _ in file.optimizer if len(path) > 1 and path[1] in ("fp32_groups_flat", "fp32_groups")), None
-    )
-    if wrapped is not None or isinstance(values, dict) and "optimizer_state_dict" in values:
-        raise InputError(
-            "the optimizer of DeepSpeed's fp16 wrapper without ZeRO: its flat fp32 groups have no names", code=REFUSED,
-            path=file.path, hint="resume it once with ZeRO 1 and save it, or leave the optimizer out and convert the module",
-        )  # fmt: skip
-    extras = {"optimizer": values} if isinstance(values, dict) else {}
-    model = [
-        Leaf(("module", name), array.shape, (array.path, array.offset, array.shape))
-        for name, array in file.module.items()
-    ]
-    leaves = [*model, *(Leaf(path, array.shape) for path, array in file.optimizer)]
-    named = name_leaves(leaves, extras, path=file.path)
+class Off(NamedTuple):
+    """tensors: of the optimizer. options: for the extras, names for `params`. stages: names of each stage's groups."""
+
+    tensors: dict[TensorKey, LogicalTensor]
+    options: dict[str, Any]
+    stages: list[list[list[str]]]
+    notes: list[Note]
+
+
+class _Entry(NamedTuple):
+    """A tensor of an optimizer: of parameter `number` (counted over all stages)."""
+
+    number: int
+    state: str
+    array: StoredArray
+
+
+def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray]) -> Off:
+    """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes the
+    optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be named."""
+    entries: list[_Entry] = []
+    groups: list[dict[str, Any]] = []
+    sizes: list[list[int]] = []  # of each stage, parameters of each group
+    wrapper: dict[str, Any] = {}
+    total = 0
+    for file in files:
+        values = file.values.pop("optimizer", None)
+        if not isinstance(values, dict):
+            continue
+        if any(path[1:2] == ("fp32_groups_flat",) for path, _ in file.optimizer):
+            raise InputError(
+                "the optimizer of DeepSpeed's fused 16-bit wrapper without ZeRO: its flat fp32 groups have no names",
+                code=REFUSED, path=file.path, hint="resume it once with ZeRO 1 and save it, or --from torch for the module",
+            )  # fmt: skip
+        inner = values.get(_INNER, values)
+        wrapper = wrapper or {
+            key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")
+        }
+        said = inner.get("param_groups") if isinstance(inner, dict) else None
+        mine = [group for group in said or [] if isinstance(group, dict) and isinstance(group.get("params"), list)]
+        numbers = {n: total + i for i, n in enumerate(n for group in mine for n in group["params"] if type(n) is int)}
+        sizes.append([len(group["params"]) for group in mine])
+        groups += [{**group, "params": [numbers.get(n, -1) for n in group["params"]]} for group in mine]
+        entries += _entries(file, numbers, mine)
+        total += len(numbers)
+    if not groups:
+        return Off({}, {}, [], [])
+    return _named(files, model, entries, groups, sizes, wrapper)
+
+
+def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]]) -> list[_Entry]:
+    """States and fp32 weights of one file."""
+    out = []
+    for path, array in file.optimizer:
+        if path[-3:-2] == ("state",) and path[-2] in numbers:
+            out.append(_Entry(numbers[int(path[-2])], str(path[-1]), array))
+        elif path[1] == "fp32_groups" and len(path) == 4 and int(path[2]) < len(groups):
+            params = groups[int(path[2])]["params"]
+            if int(path[3]) < len(params) and params[int(path[3])] in numbers:
+                out.append(_Entry(numbers[params[int(path[3])]], MASTER, array))
+    return out
+
+
+def _named(
+    files: Sequence[ModuleFile], model: Mapping[str, StoredArray], entries: list[_Entry], groups: list[dict[str, Any]],
+    sizes: list[list[int]], wrapper: dict[str, Any],
+) -> Off:  # fmt: skip
+    count = len(sizes[0])
+    merged = [{"params": [n for group in groups[g::count] for n in group["params"]]} for g in range(count)]
+    if count == 1 and all(isinstance(group.get("param_names"), list) for group in groups):
+        merged[0]["param_names"] = [name for group in groups for name in group["param_names"]]
+    elif len(files) == 1:
+        merged = groups
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    for entry in entries:
+        shapes.setdefault(entry.number, {})[entry.state] = entry.array.shape
+    candidates = [Candidate(name, a.shape, (a.path, a.offset, a.shape)) for name, a in model.items()]
+    found = align(merged, shapes, candidates)
+    notes = [Note("N-optimizer-ids", f"the optimizer's numbers are named {found.why}", files[0].path)]
+    if not found.names:
+        if len(files) > 1:
+            raise InputError(
+                f"a pipeline without ZeRO whose optimizers can't be given names: {found.why}", code=REFUSED, path=files[0].path,
+                hint="resume it once with ZeRO 1 and save it",
+            )  # fmt: skip
+        notes = [
+            Note(
+                "W-optimizer-ids",
+                f"the optimizer's parameters keep their numbers for names: {found.why}",
+                files[0].path,
+            )
+        ]
+    names = {number: found.names.get(number, str(number)) for group in merged for number in group["params"]}
     tensors = {}
-    for key, (path, array) in zip(named.keys[len(model) :], file.optimizer, strict=True):
-        tensors[key] = simple_tensor(key, array, path)
-    ids = named.roots.ids.get(("optimizer",), {})
-    options = dict(values) if isinstance(values, dict) else {}
-    options.pop("state", None)
-    groups = options.get("param_groups")
-    if isinstance(groups, list):
-        options["param_groups"] = [_named(group, ids) for group in groups]
-    return tensors, options
-
-
-def _named(group: Any, ids: Any) -> Any:
-    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-        return group
-    return {**group, "params": [ids.get(str(number), str(number)) for number in group["params"]]}
+    for entry in sorted(entries, key=lambda entry: entry.state != MASTER):
+        key = TensorKey(names[entry.number], entry.state)
+        tensors[key] = simple_tensor(key, entry.array)
+    options = [
+        {
+            **{k: v for k, v in groups[g].items() if k != "param_names"},
+            "params": [names[n] for n in merged[g]["params"]],
+        }
+        for g in range(count)
+    ]
+    parts = [
+        [[names[n] for n in group["params"]] for group in groups[s * count : (s + 1) * count]]
+        for s in range(len(sizes))
+    ]
+    extras: dict[str, Any] = {"param_groups": options}
+    if wrapper or any(entry.state == MASTER for entry in entries):
+        extras[WRAPPER] = wrapper
+    return Off(tensors, extras, parts, notes)

@@ -22,6 +22,7 @@ from ckpt_tool.formats.deepspeed_described import OPTIMIZER
 from ckpt_tool.formats.deepspeed_files import optim_name
 from ckpt_tool.formats.deepspeed_flat import Piece, shares
 from ckpt_tool.formats.deepspeed_groups import Group
+from ckpt_tool.formats.deepspeed_off import WRAPPER
 from ckpt_tool.formats.deepspeed_plan import Plan, line_of, sub_group_names
 from ckpt_tool.formats.deepspeed_rank import scalar_bytes
 from ckpt_tool.formats.torch_content import Part, TorchComposer
@@ -54,10 +55,11 @@ def _rest(plan: Plan, *keys: str) -> dict[str, Any]:
     """Scalars of the whole optimizer, as the source has them or DeepSpeed's defaults."""
     home = plan.extras.get(OPTIMIZER)
     said = dict(home) if isinstance(home, Mapping) else {}
-    defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0}
-    given = {key: said.get(key, defaults[key]) for key in keys}
-    layout = ("param_groups", "scalars", "scalar_dtypes", "state", "ds_version")
-    given |= {key: item for key, item in said.items() if key not in (*layout, *defaults)}
+    defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
+    known = (*defaults, "clip_grad")
+    given = {key: said.get(key, defaults.get(key)) for key in keys if key in said or plan.stage == 3}
+    layout = ("param_groups", "scalars", "scalar_dtypes", "state", "ds_version", WRAPPER)
+    given |= {key: item for key, item in said.items() if key not in (*layout, *known)}
     if "loss_scaler" in given:
         given["loss_scaler"] = _loss_scaler(given["loss_scaler"])
     return given
@@ -91,7 +93,7 @@ def _stage12(plan: Plan, composer: TorchComposer, groups: Sequence[Group], data:
     base = {"state": {n: state for n, state in states.items() if state}, "param_groups": options}
     if plain:
         return {
-            "clip_grad": _rest(plan, "clip_grad")["clip_grad"], "base_optimizer_state": base,
+            **_rest(plan, "clip_grad"), "base_optimizer_state": base,
             "single_partition_of_fp32_groups": flat, "group_paddings": paddings, "partition_count": counts,
             "ds_version": plan.extras.get("ds_version", VERSION), "param_slice_mappings": mappings,
         }  # fmt: skip

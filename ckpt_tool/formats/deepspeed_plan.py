@@ -90,10 +90,12 @@ def settle(wanted: Wanted) -> Plan:
         notes.append(f"left out, because no plain value holds it: {', '.join(left_out[:20])}")
     described = _completed(described, wanted) if described else _foreign(wanted, stage, notes)
     states = [state for state in present if state not in (MODEL, MASTER, EMA, EXTRAS) and (state != STEP or stage == 0)]
-    masters = {t.key.name: t.shape for t in wanted.tensors if t.key.state == MASTER} if stage else {}
+    masters = {
+        t.key.name: t.shape for t in wanted.tensors if t.key.state == MASTER or not stage and t.key.state in states
+    }
     dp, pp, ep = degrees["dp"], degrees["pp"], degrees["ep"]
-    groups = groups_of(extras, masters) if stage else []
-    if any(not group.listed for group in groups):
+    groups = groups_of(extras, masters)
+    if stage and any(not group.listed for group in groups):
         count = sum(len(group.names) for group in groups if not group.listed)
         notes.append(
             f"{count} parameters stand in no param_groups of the source: they are written as a group of their own"

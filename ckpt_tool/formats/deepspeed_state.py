@@ -21,8 +21,8 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER
 from ckpt_tool.formats.deepspeed_files import expert_name, layer_name, model3_name, model_name
 from ckpt_tool.formats.deepspeed_flat import deal, share
-from ckpt_tool.formats.deepspeed_groups import groups_of
 from ckpt_tool.formats.deepspeed_moe import counts, expert_name_of, local_names
+from ckpt_tool.formats.deepspeed_off import WRAPPER
 from ckpt_tool.formats.deepspeed_optimizer import VERSION, with_stage
 from ckpt_tool.formats.deepspeed_pipe import TIED
 from ckpt_tool.formats.deepspeed_plan import Plan, sub_group_names
@@ -70,7 +70,7 @@ class ModuleWriter:
         skeleton: dict[str, Any] = {
             "module": None if self.pipeline else self._module(composer, refs),
             "buffer_names": [] if self.pipeline else list(self.buffers),
-            "optimizer": self._plain_optimizer(composer) if plan.stage == 0 and model == 0 else None,
+            "optimizer": self._plain_optimizer(composer, model) if plan.stage == 0 else None,
             "param_shapes": self._param_shapes(model) if plan.stage else None,
             "frozen_param_shapes": self._frozen(refs, shapes=True),
             "shared_params": dict(self.shared) if data == model == 0 else {},
@@ -192,22 +192,29 @@ class ModuleWriter:
                 head = ("ckpt_unused",) if path[0] in unused else ()
                 yield (*head, *path), self._whole(composer, tensor.key.name, EXTRAS)
 
-    def _plain_optimizer(self, composer: TorchComposer) -> dict[str, Any] | None:
-        """Without ZeRO: the optimizer as torch has it, with the parameters' names beside their numbers."""
+    def _plain_optimizer(self, composer: TorchComposer, model: int) -> dict[str, Any] | None:
+        """Without ZeRO: a stage's optimizer as torch has it, with the parameters' names beside their numbers; in DeepSpeed's
+        16-bit wrapper where the source had one."""
         plan = self.plan
-        shapes = {t.key.name: t.shape for t in plan.wanted.tensors if t.key.state in plan.states}
-        if not shapes:
-            return None
         numbers: dict[str, int] = {}
-        groups = []
-        for group in groups_of(plan.extras, shapes):
+        groups, masters = [], []
+        for group in plan.stages[model]:
             mine = [numbers.setdefault(name, len(numbers)) for name in group.names]
             groups.append({**group.options, "params": mine, "param_names": list(group.names)})
+            held = [name for name in group.names if plan.row(name, MASTER) is not None]
+            masters.append([self._whole(composer, name, MASTER) for name in held])
+        if not numbers:
+            return None
         state: dict[int, dict[str, TensorRef]] = {number: {} for number in numbers.values()}
         for tensor in plan.wanted.tensors:
-            if tensor.key.state in plan.states:
+            if tensor.key.state in plan.states and tensor.key.name in numbers:
                 state[numbers[tensor.key.name]][tensor.key.state] = self._whole(composer, *tensor.key)
-        return {"state": state, "param_groups": groups}
+        inner = {"state": state, "param_groups": groups}
+        home = plan.extras.get(OPTIMIZER)
+        wrapper = home.get(WRAPPER) if isinstance(home, Mapping) else None
+        if not isinstance(wrapper, Mapping) and not any(masters):
+            return inner
+        return {**(wrapper or {}), "optimizer_state_dict": inner, "fp32_groups": masters}
 
     # -- layers and experts ---------------------------------------------------------------------------------------------------
 

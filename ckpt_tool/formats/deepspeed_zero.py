@@ -115,15 +115,17 @@ FORMAT = _DeepSpeed()
 def _catalog(reader: Reader, module: Module) -> Catalog:
     tensors: dict[TensorKey, LogicalTensor] = module.tensors()
     tensors |= reader.flat.tensors(list(reader.states))
-    extras = {key: item for key, item in reader.modules[min(reader.modules)].values.items() if key not in _LAYOUT}
-    described = _described(reader, module)
     optimizer: dict[str, Any] = {}
     if reader.optimizers:
         optimizer = _optimizer(reader)
     else:
-        more, optimizer = optimizer_off(reader.modules[min(reader.modules)])
-        tensors |= more
+        off = optimizer_off([file for _, file in sorted(reader.modules.items())], module.parameters())
+        optimizer, tensors = off.options, tensors | off.tensors
+        reader.notes += off.notes
+        reader.stages = off.stages
     tensors |= module.clients
+    extras = {key: item for key, item in reader.modules[min(reader.modules)].values.items() if key not in _LAYOUT}
+    described = _described(reader, module)
     if optimizer:
         extras[OPTIMIZER] = optimizer
     extras[HOME] = described.to_extras()
