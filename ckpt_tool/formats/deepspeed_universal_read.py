@@ -41,10 +41,11 @@ _PARTITIONS = frozenset({
 @dataclass(slots=True)
 class _Param:
     """A folder below `zero/`. arrays: state -> where it lies. facts: what stands beside the tensor of how tensor parallel
-    ranks cut it, None where it is nothing but `cat_dim: 0`. step: its number."""
+    ranks cut it, None where it is nothing but `cat_dim: 0`. states: of which there is a file. step: its number."""
 
     arrays: dict[str, StoredArray] = field(default_factory=dict)
     facts: dict[str, Any] | None = None
+    states: set[str] = field(default_factory=set)
     step: float | int | None = None
 
 
@@ -123,9 +124,9 @@ class Reader:
         of_rank = {rank[0]: name for rank, name in sorted(files.model3.items()) if rank[1] == 0}
         if not names:
             names = [name for rank, name in sorted(files.model3.items()) if rank[0] == 0]
-        if not names:
+        if not names or record is not None and not files.model:  # in ours the stage 3 file has no tensors
             raise Incomplete(
-                "no *_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
+                f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
                 hint="copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
             )  # fmt: skip
         contents = [self._open(name) for name in names]
@@ -223,7 +224,7 @@ class Reader:
 
     def _param(self, name: str, files: Mapping[str, str]) -> _Param:
         """A folder's files."""
-        out = _Param()
+        out = _Param(states=set(files))
         for state, path in files.items():
             content = self._open(path)
             shown = self.tree.display(path)
@@ -238,11 +239,6 @@ class Reader:
                 raise _malformed("no tensor, want one, under param", shown, name)
             if state == "fp32" and content.leaves[0][0] == ("param",) and extras != {"cat_dim": 0}:
                 out.facts = dict(extras)
-        if "fp32" not in out.arrays:
-            raise Incomplete(
-                "its folder lacks fp32.pt", code=MISSING, path=self.tree.display(f"zero/{name}"), key=name,
-                hint="the conversion was not finished: run it again",
-            )  # fmt: skip
         return out
 
     def _step(self, content: TorchContent, extras: Mapping[str, Any], shown: str, name: str) -> float | int:
@@ -261,23 +257,24 @@ class Reader:
 
     def _whole(self, record: Recorded | None) -> None:
         """Raise Incomplete unless every parameter has its folder, and the states that its group has."""
-        listed = [name for group in self.shapes for name in group]
-        gone = [name for name in listed if name not in self.params]
-        gone = gone if record is None or self.shapes else []
-        if gone:
-            raise Incomplete(
-                f"{len(gone)} parameters of param_shapes have no folder below zero/; the first: {gone[0]}", code=MISSING,
-                path=self.tree.display("zero"), key=gone[0], faults=gone[1:SHOWN], hint="run the conversion again",
-            )  # fmt: skip
-        stepped = any(param.step is not None for param in self.params.values())
-        usual = {state for param in self.params.values() for state in param.arrays} - {"fp32", STEP}
-        usual |= {STEP} if stepped and usual else set()
-        for name, param in self.params.items():
-            lacks = sorted(usual - set(param.arrays) - ({STEP} if param.step is not None else set()))
-            if record is None and lacks and len(lacks) < len(usual):
+        if record is not None:
+            wanted = {name: set(states) for states, names in record.folders for name in names}
+        else:
+            usual = {state for param in self.params.values() for state in param.states} - {"fp32"}
+            wanted = {name: {"fp32"} for group in self.shapes for name in group}
+            for name, param in self.params.items():  # with fp32.pt alone it never had a gradient
+                wanted.setdefault(name, {"fp32"}).update(usual if param.states & usual else ())
+        for name, states in wanted.items():
+            if name not in self.params:
+                raise Incomplete(
+                    "it has no folder below zero/", code=MISSING, path=self.tree.display("zero"), key=name,
+                    hint="a part was lost, or the conversion was not finished: run it again",
+                )  # fmt: skip
+            lacks = sorted(states - self.params[name].states)
+            if lacks:
                 raise Incomplete(
                     f"its folder lacks {', '.join(f'{state}.pt' for state in lacks)}", code=MISSING, key=name,
-                    path=self.tree.display(f"zero/{name}"), hint="the conversion was not finished: run it again",
+                    path=self.tree.display(f"zero/{name}"), hint="a part was lost: run the conversion again",
                 )  # fmt: skip
 
     def _states(self, record: Recorded | None) -> None:

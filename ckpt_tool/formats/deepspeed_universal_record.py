@@ -5,11 +5,12 @@ The one idea: DeepSpeed ignores keys that it does not know, so everything that a
 takes the extras from it; one that does not (DeepSpeed wrote the folder) takes DeepSpeed's keys.
 
     {"version": 1, "extras": {...}, "made": ["global_steps", ...], "hints": {"roots": ...}, "step": "group",
-     "repeats": ["w", ...]}
+     "repeats": ["w", ...], "folders": [[["fp32", "exp_avg", "exp_avg_sq", "step"], ["w", ...]]]}
 
 extras: values whose keys DeepSpeed needs for itself. made: top-level keys of the module file that were made for DeepSpeed
 and are no extras. step: `tensor` (a `step` a parameter came with the source) or `group` (it was made from the extras).
-repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. Data of a checkpoint: believed only as
+repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. folders: which parameters have which
+files, so that a lost one is noticed. Data of a checkpoint: believed only as
 far as the types fit. Cost: nothing.
 """
 
@@ -40,11 +41,13 @@ class Recorded:
     hints: Mapping[str, Any] = field(default_factory=dict)
     step: str = "tensor"
     repeats: frozenset[str] = frozenset()
+    folders: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     def to_value(self) -> dict[str, Any]:
         return {
             "version": 1, "extras": dict(self.extras), "made": list(self.made), "hints": dict(self.hints),
             "step": self.step, "repeats": sorted(self.repeats),
+            "folders": [[list(states), list(names)] for states, names in self.folders],
         }  # fmt: skip
 
     @staticmethod
@@ -56,7 +59,14 @@ class Recorded:
         made, repeats, step = _strings(value.get("made")), _strings(value.get("repeats")), value.get("step")
         if not isinstance(extras, Mapping) or not isinstance(hints, Mapping) or step not in ("tensor", "group"):
             return None
-        return Recorded(extras, made, hints, step, frozenset(repeats))
+        folders = value.get("folders")
+        pairs = (
+            [pair for pair in folders if isinstance(pair, list | tuple) and len(pair) == 2]
+            if isinstance(folders, list)
+            else []
+        )
+        known = tuple((_strings(states), _strings(names)) for states, names in pairs)
+        return Recorded(extras, made, hints, step, frozenset(repeats), known)
 
 
 def _strings(value: Any) -> tuple[str, ...]:

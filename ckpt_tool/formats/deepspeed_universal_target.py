@@ -238,7 +238,12 @@ def _record(wanted: Wanted, extras: Mapping[str, Any], layout: _Layout, *, own_s
     hidden = {key: item for key, item in extras.items() if key in OWN_KEYS}
     hints, _ = writable({key: item for key, item in wanted.hints.items() if key != "globals"})
     made = tuple(key for key in _made(extras) if key not in extras)
-    return Recorded(hidden, made, hints, "tensor" if own_steps else "group", frozenset(layout.repeats))
+    folders: dict[tuple[str, ...], list[str]] = {}
+    for name, rows in layout.folders.items():
+        stepped = not own_steps and len(rows) > 1 and _step_of(layout, name) is not None
+        folders.setdefault((*rows, *((STEP,) if stepped else ())), []).append(name)
+    known = tuple((states, tuple(names)) for states, names in folders.items())
+    return Recorded(hidden, made, hints, "tensor" if own_steps else "group", frozenset(layout.repeats), known)
 
 
 def _made(extras: Mapping[str, Any]) -> dict[str, Any]:

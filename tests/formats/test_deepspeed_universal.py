@@ -149,6 +149,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert without("a", "zero/b.weight").key == "b.weight"
     assert "fp32.pt" in without("b", "zero/b.weight/fp32.pt").message
     assert "exp_avg.pt" in without("c", "zero/a.weight/exp_avg.pt").message
+    assert "step.pt" in without("c2", "zero/a.weight/step.pt").message
     assert "optimizer_state.pt" in without("d", "zero/optimizer_state.pt").message
     assert "model_states" in without("e", "mp_rank_00_model_states.pt").message
     z3 = tmp_path / "z3"
@@ -166,6 +167,17 @@ def test_what_contradicts_is_named(tmp_path: Path) -> None:
     assert error.code == "E0359" and "[3, 5]" in error.message and "exp_avg" in str(error.key)
     torch.save({"param": [1, 2]}, folder / "zero/a.weight/exp_avg.pt")
     assert refusal(folder).code == "E0355"
+
+
+def test_a_file_that_our_own_output_lost_is_named(tmp_path: Path) -> None:
+    to(FIXTURES / "dcp" / "fsdp2_dp4", tmp_path / "out")
+    next((tmp_path / "out").rglob("lm_head.weight/step.pt")).unlink()
+    error = refusal(tmp_path / "out")
+    assert error.code == "E0302" and error.key == "lm_head.weight" and "step.pt" in error.message
+    to(Z1, tmp_path / "two")
+    next((tmp_path / "two").rglob("mp_rank_00_model_states.pt")).unlink()  # the one for ZeRO 3 has no weights
+    next((tmp_path / "two").rglob("zero_pp_rank_0_mp_rank_00_model_states.pt"))
+    assert "mp_rank_00_model_states.pt" in refusal(tmp_path / "two").message
 
 
 # -- pointers -----------------------------------------------------------------------------------------------------------
