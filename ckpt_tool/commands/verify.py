@@ -15,6 +15,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.megatron_dist_folder import late_faults
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.
@@ -49,6 +50,9 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
         keys = [key for key in catalog.tensors if str(key) not in broken]
         total = sum(catalog.tensors[key].nbytes for key in keys)
         progress.start(total, "verifying")
+        if catalog.format == "megatron-dist":
+            for fault in late_faults(opened.tree):
+                note(fault)
         digests = digests_of(catalog, opened.tree, keys=keys, advance=progress.advance, on_fault=note)
         for key, want in catalog.digests.items():
             if digests.get(key, want) != want:

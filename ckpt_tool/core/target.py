@@ -65,10 +65,11 @@ class Patch(NamedTuple):
     kind `crc32`: 4 bytes little-endian, the CRC of array number `of` of this file (as stored, padding included), or of
     the bytes `span` (offset, length) of this file: a record that several arrays and zeros make up.
     kind `digest`: 32 hex digits in ASCII, the digest of tensor number `of`.
+    kind `sha256`: 64 hex digits in ASCII, of file number `of` of the target, whole, its own holes filled.
     """
 
     offset: int
-    kind: Literal["crc32", "digest"]
+    kind: Literal["crc32", "digest", "sha256"]
     of: int
     span: tuple[int, int] | None = None
 

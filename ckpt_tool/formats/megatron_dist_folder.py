@@ -164,7 +164,13 @@ def sha256(tree: Tree, path: str) -> str:
     return digest.hexdigest()
 
 
-def file_faults(tree: Tree, folder: str) -> Iterator[CkptError]:
-    """Every file that differs from `integrity.json`, large ones too: for a verb that reads everything anyway."""
-    if tree.exists(folder + INTEGRITY):
-        yield from _faults(tree, folder, _hashes(tree, folder + INTEGRITY))
+def late_faults(tree: Tree) -> Iterator[CkptError]:
+    """Every file too large to be hashed when the folder is opened that differs from `integrity.json`: for a verb that
+    reads everything anyway. Nothing for a tree without one."""
+    found = find(tree)
+    if found is None or not tree.exists(found[0] + INTEGRITY):
+        return
+    folder = found[0]
+    hashes = _hashes(tree, folder + INTEGRITY)
+    late = {n: h for n, h in hashes.items() if tree.exists(folder + n) and tree.size(folder + n) > HASHED}
+    yield from _faults(tree, folder, late)

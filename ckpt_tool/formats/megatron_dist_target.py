@@ -36,7 +36,7 @@ from ckpt_tool.formats.dcp_folders import METADATA
 from ckpt_tool.formats.dcp_pickle import Item as MetadataItem
 from ckpt_tool.formats.dcp_pickle import MetadataPickle
 from ckpt_tool.formats.megatron_args import DIMS, arguments
-from ckpt_tool.formats.megatron_dist_folder import COMMON, CONFIG, POINTER
+from ckpt_tool.formats.megatron_dist_folder import COMMON, CONFIG, INTEGRITY, POINTER
 from ckpt_tool.formats.megatron_dist_layout import UNHELD, DistLayout, Entry
 from ckpt_tool.formats.megatron_dist_objects import COMMON_STATE
 from ckpt_tool.formats.megatron_dist_state import stored_state, tensors_of_rng
@@ -48,6 +48,7 @@ from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
 ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
 ALIGNMENT = 64  # bytes between items
 _STEP_PATH = ("state", "common_step")
+_HOLE = "0" * 64  # a SHA-256 in hex, before it is known
 
 
 def dist_target(wanted: Wanted) -> Target:
@@ -76,6 +77,8 @@ def dist_target(wanted: Wanted) -> Target:
         backends |= {"common_backend": "torch", "common_backend_version": 1}
     files += writer.finished()
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
+    if isinstance(said, dict) and said.get("integrity"):
+        files.append(_integrity(folder, files))
     name = folder.rstrip("/")
     pointer = str(int(name.removeprefix("iter_"))) if name != "release" else name
     files.append(whole_file(POINTER, pointer.encode()))
@@ -120,6 +123,20 @@ def _inner_optimizers(value: Any) -> list[tuple[str | int, ...]]:
     if "optimizer" in value:
         return [("optimizer", "optimizer")]
     return [("optimizer", key, "optimizer") for key in value if type(key) is int]
+
+
+def _integrity(folder: str, files: Sequence[TargetFile]) -> TargetFile:
+    """`integrity.json` of `files`, which come first in the target in this order: a hole for each hash."""
+    numbers = {file.path[len(folder) :]: number for number, file in enumerate(files)}
+    names = sorted(numbers)
+    text = json.dumps({"algorithm": "sha256", "files": dict.fromkeys(names, _HOLE)}, indent=2)
+    patches, at = [], 0
+    for name in names:
+        at = text.index(_HOLE, at)
+        patches.append(Patch(len(text[:at].encode()), "sha256", numbers[name]))
+        at += len(_HOLE)
+    data = text.encode()
+    return TargetFile(folder + INTEGRITY, len(data), ((0, data),), (), tuple(patches))
 
 
 class _File:

@@ -5,6 +5,7 @@ Record checksums of the sources are settled, side files copied, holes filled (CR
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from bisect import bisect_left
@@ -74,13 +75,14 @@ def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
 def fill_patches(
     plan: Plan, staging: Staging, pieces: Mapping[int, Sequence[Piece]], digests: Sequence[str] | None
 ) -> None:
-    """Fill the holes of the outputs: CRCs of written records, digests of tensors (None: they were not taken).
+    """Fill the holes of the outputs: CRCs of written records, digests of tensors (None: they were not taken), hashes of
+    files; files that hold such hashes come last.
 
     pieces: output file -> the CRCs of the runs written; what is missing (a resumed run) is read back.
     """
-    for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True)):
-        if not file.patches:
-            continue
+    patched = [(number, file) for number, file in enumerate(plan.outputs) if file.patches]
+    for number, file in sorted(patched, key=lambda row: any(patch.kind == "sha256" for patch in row[1].patches)):
+        arrays = plan.arrays[number]
         fd, written = staging.open(file.path), sorted(pieces.get(number, ()))
         try:
             crcs: dict[tuple[int, int], int] = {}
@@ -88,6 +90,9 @@ def fill_patches(
                 if patch.kind == "digest":
                     text = digests[patch.of] if digests is not None else "-" * DIGEST_CHARS
                     write_all(fd, text.encode(), patch.offset, file.path)
+                    continue
+                if patch.kind == "sha256":
+                    write_all(fd, _sha256(staging, plan.outputs[patch.of].path), patch.offset, file.path)
                     continue
                 span = patch.span or arrays[patch.of]
                 if span not in crcs:
@@ -97,6 +102,17 @@ def fill_patches(
                 write_all(fd, crcs[span].to_bytes(4, "little"), patch.offset, file.path)
         finally:
             os.close(fd)
+
+
+def _sha256(staging: Staging, path: str) -> bytes:
+    """The hash of a finished output file, in hex."""
+    digest, fd = hashlib.sha256(), staging.open(path)
+    try:
+        for data in _read_chunks(fd, 0, os.fstat(fd).st_size):
+            digest.update(data)
+    finally:
+        os.close(fd)
+    return digest.hexdigest().encode()
 
 
 def sync_all(staging: Staging, names: Sequence[str]) -> None:

@@ -20,11 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from targets import FIXTURES, bits, gather
 
+from ckpt_tool.commands.convert import reshard
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import Chunk, StoredArray
-from ckpt_tool.errors import CkptError
-from ckpt_tool.formats import registry
+from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.formats import megatron_dist_folder, registry
 from ckpt_tool.formats.dcp_metadata import Piece, TensorEntry
 from ckpt_tool.formats.megatron_dist import FORMAT
 from ckpt_tool.formats.megatron_dist_keys import name_of, parse, parse_object
@@ -254,3 +258,80 @@ def test_a_grouped_line_is_transposed_back(
     held = np.isin(want, parts[rank])
     np.testing.assert_array_equal(got[held], want[held])
     assert (got[~held] == -1).all()
+
+
+def test_a_large_file_is_hashed_by_verify(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_dist_folder, "HASHED", 1000)
+    said = manifest(llama)
+    said["files"]["__0_0.distcp"] = "0" * 64
+    (llama / "integrity.json").write_text(json.dumps(said))
+    catalog = FORMAT.read(Tree(llama), {})
+    assert any("verify" in note.message for note in catalog.notes)
+    report = verify(str(llama), Reading(), progress=Silent())
+    assert [line["code"] for line in report["findings"]] == ["E0356"]
+
+
+# -- written ------------------------------------------------------------------------------------------------------------
+
+
+def reshaped(source: Path, target: Path, **degrees: int) -> Path:
+    """`source` for other degrees; the iteration's folder."""
+    reshard(str(source), str(target), Reading(), Writing(degrees=degrees), Silent())
+    return iteration(target)
+
+
+def test_integrity_is_written_as_megatron_does(llama: Path, tmp_path: Path) -> None:
+    (llama / "integrity.json").write_text(json.dumps(manifest(llama), indent=2))
+    out = reshaped(llama, tmp_path / "out", tp=1)
+    said = json.loads((out / "integrity.json").read_text())
+    (out / "integrity.json").unlink()
+    assert said == manifest(out)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 1}, {"pp": 3}, {"tp": 2, "pp": 3, "dp": 3}])
+def test_torch_loads_the_same_tensors_under_the_same_keys(degrees: dict[str, int], tmp_path: Path) -> None:
+    before, out = loaded(iteration(HOME / "llama_tp2")), reshaped(HOME / "llama_tp2", tmp_path / "out", **degrees)
+    after = loaded(out)
+    assert set(after) == set(before)
+    for fqn, want in before.items():
+        np.testing.assert_array_equal(bits(after[fqn]), bits(want), err_msg=fqn)
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert json.loads((out / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_gate_and_up_are_boxes_of_their_own(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    out = reshaped(HOME / "llama_tp2", tmp_path / "out", tp=2, pp=3)
+    entry = dcp.FileSystemReader(out).read_metadata().state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
+    rows = entry.size[1] // 4
+    assert {tuple(c.sizes)[1] for c in entry.chunks} == {rows}
+    assert {tuple(c.offsets)[1] for c in entry.chunks} == {i * rows for i in range(4)}
+
+
+def test_the_arguments_say_the_new_degrees(tmp_path: Path) -> None:
+    out = reshaped(HOME / "mixtral", tmp_path / "out", tp=2, pp=2, ep=2, dp=2)
+    catalog = FORMAT.read(Tree(out), {})
+    args = catalog.extras["args"].state
+    assert [args[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "expert_model", "data")] == [
+        2
+    ] * 4
+    assert catalog.hints["degrees"] | {"etp": 2} == {"tp": 2, "pp": 2, "vpp": 1, "ep": 2, "etp": 2, "dp": 2, "cp": 1}
+
+
+@pytest.mark.parametrize(("degrees", "code", "hint"), [
+    ({"tp": 3}, "E0273", "2"), ({"pp": 5}, "E0272", "1, 2"), ({"ep": 3, "dp": 3}, "E0237", "2"),
+])  # fmt: skip
+def test_a_degree_that_the_model_can_not_take(degrees: dict[str, int], code: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as e:
+        reshaped(HOME / "mixtral", tmp_path / "out", **degrees)
+    assert (e.value.code, e.value.exit_code) == (code, 2) and hint in (e.value.hint or "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        reshaped(HOME / "mixtral", tmp_path / name, ep=2, dp=2)
+    files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in ("a", "b")]
+    assert files[0] == files[1]
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
