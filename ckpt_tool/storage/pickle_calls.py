@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_builders import BUILDERS, COPYING, enum_member
-from ckpt_tool.storage.pickle_globals import ENUMS, GETATTR, RECORDS, function_like
+from ckpt_tool.storage.pickle_globals import BACK_REFERENCES, ENUMS, GETATTR, RECORDS, function_like
 from ckpt_tool.storage.pickle_numpy import set_array_state, set_dtype_state
 from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, OrderedMap, Record
 
@@ -152,7 +152,8 @@ def _items_of(machine: Machine, target: Any, kind: type, opcode: str) -> Any:
 def _fields_of(made: Record, state: Any) -> dict[str, Any]:
     """A record's state as fields: a dict, a tuple in the class's order, or a pair (dict, dict of slots)."""
     if isinstance(state, dict):
-        return state
+        back = BACK_REFERENCES.get(made.name)
+        return state if back is None else {key: item for key, item in state.items() if key not in back}
     if type(state) is tuple and len(state) == 2 and type(state[1]) is dict and (not state[0] or type(state[0]) is dict):
         return {**(state[0] or {}), **state[1]}
     names = RECORDS[made.name]

@@ -125,6 +125,12 @@ RECORDS: dict[str, tuple[str, ...]] = {
     )},
 }  # fmt: skip
 
+# Fields through which an object may hold itself (a mesh and its flattened slices name each other): left out, no layout needs
+# them. torch 2.13 `distributed/device_mesh.py`.
+BACK_REFERENCES: dict[str, frozenset[str]] = {
+    "torch.distributed.device_mesh.DeviceMesh": frozenset(("_root_mesh", "_flatten_mapping", "_pg_registry")),
+}
+
 # Tensor subclasses that wrap a local tensor, and tensor types that add nothing to their bytes.
 WRAPPERS = frozenset({"torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor",
                       "torch.distributed.tensor._api.DTensor", "torch.distributed._tensor.DTensor"})  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_builders import BUILDERS
 from ckpt_tool.storage.pickle_calls import build_state, call, dict_of, list_of
-from ckpt_tool.storage.pickle_globals import GETATTR, RECORDS, canonical, full_name, tier
+from ckpt_tool.storage.pickle_globals import BACK_REFERENCES, GETATTR, RECORDS, canonical, full_name, tier
 from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, Record, StorageRef, safe_key
 
 MARK_LIMIT = 1000
@@ -214,7 +214,8 @@ class Machine:
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
                     made = stack[-1]
-                    if type(made) is Record and made.state is None and type(state) is dict:
+                    plain = type(made) is Record and made.state is None and type(state) is dict
+                    if plain and made.name not in BACK_REFERENCES:
                         made.state = state
                     else:
                         build_state(self, made, state)

@@ -290,6 +290,20 @@ def test_a_job_of_one_rank_is_read_whole(one_rank: Any, name: str, tmp_path: Pat
         assert np.array_equal(OpenCatalog(opened.tree, opened.catalog)["w"].numpy(), np.arange(8.0).reshape(4, 2))
 
 
+def test_a_mesh_that_knows_its_flattened_slice_is_read(tmp_path: Path) -> None:
+    """Mesh and slice name each other: a pickle that holds itself, unless those fields are left out."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        flat = mesh["a", "b"]._flatten("ab")
+        state = {"w": distribute_tensor(torch.arange(6.0), flat, [Shard(0)])}
+        torch.save(state, tmp_path / "model_world_size_1_rank_0.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+    opened = open_source(str(tmp_path), Reading())
+    assert np.array_equal(OpenCatalog(opened.tree, opened.catalog)["w"].numpy(), np.arange(6.0))
+
+
 def test_partial_sums_are_refused_by_name(one_rank: Any, tmp_path: Path) -> None:
     torch.save(
         {"w": DTensor.from_local(torch.ones(4), one_rank, [Partial()])}, tmp_path / "model_world_size_1_rank_0.pt"
