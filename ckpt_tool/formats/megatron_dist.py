@@ -234,7 +234,7 @@ class _Reading:
         known.halves.setdefault(key.half, [])
 
     def _tensors(self) -> dict[TensorKey, LogicalTensor]:
-        out = {}
+        out, frozen = {}, list[str]()
         for key, found in self.found.items():
             shape, chunks = found.shape, found.chunks
             if found.halves:
@@ -246,8 +246,16 @@ class _Reading:
                     )  # fmt: skip
                 chunks = [*found.halves[0], *(moved(chunk, shape[0]) for chunk in found.halves[1])]
                 shape = (2 * shape[0], *shape[1:])
+            if not chunks and key.state != MODEL and 0 not in shape:
+                frozen.append(str(key))  # a layer or expert that the stacked tensor of the others has a place for
+                continue
             placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
             out[key] = LogicalTensor(key, shape, found.dtype, placed)
+        if frozen:
+            message = (
+                f"{len(frozen)} states lie in no file although others of their key do (frozen?), such as {frozen[0]}"
+            )
+            self.notes.append(Note("N-no-state", message, key=frozen[0]))
         return out
 
     def _of_common(
@@ -291,8 +299,8 @@ def _degrees(objects: Objects) -> dict[str, int]:
         value = stated.get(name)
         if type(value) is int and 1 <= value < 1 << 20:
             out[dim] = value
-    if len(objects.rng_shape) == 2 and all(0 < n < 1 << 20 for n in objects.rng_shape):
-        out["pp"], out["tp"] = objects.rng_shape
+    if len(objects.rng_shape) in (2, 3) and all(0 < n < 1 << 20 for n in objects.rng_shape):
+        out["pp"], out["tp"] = objects.rng_shape[:2]
     if type(stated.get("expert_tensor_parallel_size")) is not int:
         out["etp"] = out["tp"]
     return out

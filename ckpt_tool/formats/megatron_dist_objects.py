@@ -6,11 +6,11 @@ values in the extras, where a legacy checkpoint has them:
     common.pt or common_state/shard_0_1            {"args": Namespace, "iteration": 2, ...}  -> the extras themselves
     optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1   [{"param_groups": [...]}]     -> extras["optimizer"]["optimizer"]
     chained_1.optimizer.distributed...             the experts' optimizer                    -> extras["optimizer"][1]["optimizer"]
-    rng_state/shard_0.1_2.2                        pipeline stage 0, tensor rank 1           -> extras["rng_state"]["0.1"]
+    rng_state/shard_0.1_2.2                        pipeline stage 0, tensor rank 1           -> extras["rng_state"]["mp_rank_01_000"]
     decoder.layers.mlp.linear_fc1._extra_state/shard_3_4   None, or FP8 scales               -> nothing, or a note
     anything else                                                                            -> extras["sharded_objects"][KEY]
 
-Small tensors inside objects (RNG states: 5056 bytes) become NumPy arrays in the extras, so that they are values like others.
+Small tensors inside objects become bytes (RNG states: 5056 of them) or NumPy arrays in the extras, values like others.
 The hyperparameters of all model-parallel ranks are one, their step counters are held against each other.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/strategies/torch.py` (`_mcore_to_torch_sharded_object`),
@@ -91,7 +91,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
         found = _DISTRIBUTED.fullmatch(key.base) if key else None
         if key is not None and key.base == "rng_state":
             out.rng_shape = key.shape
-            out.extras.setdefault("rng_state", {})[".".join(map(str, key.at))] = value
+            out.extras.setdefault("rng_state", {})[rank_name(key.at, key.shape)] = value
         elif found is not None and found[3] in _BUCKETS:
             out.buckets[int(found[1] or 0), int(found[2]), found[3]] = value
         elif found is not None:
@@ -107,6 +107,15 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
             )
         )
     return out
+
+
+def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """The rank of an RNG state as a legacy checkpoint names its folder: (pp, tp) of (PP, TP) -> `mp_rank_01_000`; where a
+    third number tells the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
+    if len(at) not in (2, 3):
+        return ".".join(map(str, at))
+    stage = f"_{at[0]:03d}" if shape[0] > 1 else ""
+    return f"mp_rank_{at[1]:02d}{stage}" + "".join(f"_dp{n:03d}" for n in at[2:])
 
 
 def _is_extra(key: Any) -> bool:
@@ -204,6 +213,8 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
             key=read.entry.fqn, hint="the object is of a kind that this version does not know",
         )  # fmt: skip
     data = tree.read(array.path, array.offset, array.dtype.nbytes(array.numel))
+    if kind == "|u1" and len(ref.shape) == 1:
+        return data
     return as_extras(NumpyArray(kind, ref.shape, False, data))
 
 

@@ -3,7 +3,7 @@
 The one idea: the extras are the common state; what belongs to ranks goes back to objects under its keys where the ranks are
 still the same, and is named in a note where they are not: an RNG state is never given to another rank.
 
-    {"args": Namespace, "iteration": 2, "optimizer": {"optimizer": {"param_groups": [...]}}, "rng_state": {"0.0": [...]}}
+    {"args": Namespace, "iteration": 2, "optimizer": {"optimizer": {"param_groups": [...]}}, "rng_state": {"mp_rank_00": [...]}}
     -> common.pt (degrees in args, `content_metadata`, `param_state_sharding_type` set anew), rng_state/shard_0.0_1.1
 
 The optimizers: Megatron keeps one for dense and one for expert parameters where EP > 1, else one for all. Going from the one
@@ -18,6 +18,7 @@ What it does not do: files (`megatron_dist_target`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ FULLY = "fully_reshardable"
 OURS = ("rng_state", "sharded_objects")  # extras that are objects here
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
            "linear_kv_down_proj", "linear_kv_up_proj", "eh_proj")  # fmt: skip
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_dp(\d{3,}))?")
 _BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 
 
@@ -163,13 +165,27 @@ def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple
     states = wanted.extras.get("rng_state")
     if states is None:
         return
-    pp, tp = layout.degrees["pp"], layout.degrees["tp"]
-    keys = {f"{p}.{t}" for p in range(pp) for t in range(tp)}
-    if not isinstance(states, dict) or set(states) != keys or not _same_ranks(wanted, layout, ("tp", "pp")):
+    shape, own = _by_rank(states, layout)
+    if not own or set(own) != set(_grid(shape)) or not _same_ranks(wanted, layout, ("tp", "pp", "ep")):
         notes.append("RNG states are left out: they belong to ranks of another layout (a resumed run draws anew)")
         return
-    for key, value in states.items():
-        yield f"rng_state/shard_{key}_{pp}.{tp}", value
+    text = ".".join(map(str, shape))
+    for at, value in own.items():
+        yield f"rng_state/shard_{'.'.join(map(str, at))}_{text}", value
+
+
+def _by_rank(states: Any, layout: DistLayout) -> tuple[tuple[int, ...], dict[tuple[int, ...], Any]]:
+    """(shape, RNG states by stage, tensor rank and, where the names tell it, data rank), from names of rank folders."""
+    pp, tp, data = (layout.degrees["pp"], layout.degrees["tp"], layout.degrees["dp"] * layout.degrees["cp"])
+    out: dict[tuple[int, ...], Any] = {}
+    by_data = False
+    for name, value in states.items() if isinstance(states, dict) else ():
+        found = _RANK.fullmatch(str(name))
+        if found is None or (found[2] is None) != (pp == 1):
+            return (), {}
+        by_data |= found[3] is not None
+        out[int(found[2] or 0), int(found[1]), *((int(found[3]),) if found[3] else ())] = value
+    return ((pp, tp, data) if by_data else (pp, tp)), out
 
 
 def _others(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple[str, Any]]:
@@ -214,14 +230,10 @@ def _modules(layout: DistLayout) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tensors_of_rng(value: Any, composer: TorchComposer, *, inside: bool = False) -> Any:
-    """An RNG state with its byte arrays as tensors again, laid into `composer`."""
+    """An RNG state with its bytes as tensors again, laid into `composer`."""
     if isinstance(value, Mapping):
         return {key: tensors_of_rng(v, composer, inside=inside or key in _BYTES) for key, v in value.items()}
     if isinstance(value, list | tuple):
         parts = [tensors_of_rng(item, composer, inside=inside) for item in value]
         return tuple(parts) if isinstance(value, tuple) else parts
-    if inside and isinstance(value, Opaque) and value.name == "numpy.ndarray" and len(value.args) == 4:
-        kind, shape, _, data = value.args
-        if kind == "|u1" and isinstance(data, bytes):
-            return composer.value(shape, DTYPES["U8"], data)
-    return value
+    return composer.value((len(value),), DTYPES["U8"], value) if inside and isinstance(value, bytes) else value
