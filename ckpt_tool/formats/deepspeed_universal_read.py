@@ -9,26 +9,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
-from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.core.tensor import MASTER, MODEL, STEP, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, Described
-from ckpt_tool.formats.deepspeed_files import Files, model3_name, sort_files
-from ckpt_tool.formats.deepspeed_flat import share
+from ckpt_tool.formats.deepspeed_files import sort_files
 from ckpt_tool.formats.deepspeed_rank import plain
-from ckpt_tool.formats.deepspeed_universal_record import CUTS, KEY, OWN_KEYS, STATES, TENSORS, Recorded
-from ckpt_tool.formats.state_tree import dotted
+from ckpt_tool.formats.deepspeed_universal_module import DISAGREE, MISSING, Modules, malformed, shaped
+from ckpt_tool.formats.deepspeed_universal_record import CUTS, KEY, OWN_KEYS, Recorded
 from ckpt_tool.formats.torch_content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 
-MALFORMED, DISAGREE, MISSING = "E0355", "E0359", "E0302"
-SHOWN = 100
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 # Keys of optimizer_state.pt that hold partitions of rank 0, or lay them out.
 _PARTITIONS = frozenset({
@@ -58,10 +53,7 @@ class Reader:
         self.unsafe: list[str] = []
         self.files: list[str] = []
         self.tensors: dict[TensorKey, LogicalTensor] = {}
-        self.values: dict[str, Any] = {}
-        self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each group (stage 3: sub-group), name -> shape
-        self.buffers: list[str] = []
-        self.shared: dict[str, str] = {}
+        self.module = Modules(tree, self._open)
         self.params: dict[str, _Param] = {}
 
     def catalog(self, *, required: bool) -> Catalog:
@@ -70,7 +62,9 @@ class Reader:
         files = sort_files(self.tree.names())
         state = self._optimizer_state()
         record = Recorded.from_value(state.extras.get(KEY)) if isinstance(state.extras, dict) else None
-        self._modules(files, record)
+        self.module.read(files, record)
+        self.tensors |= self.module.tensors
+        self.notes += self.module.notes
         for name, found in folders.items():
             self.params[name] = self._param(name, found)
         self._whole(record)
@@ -116,110 +110,6 @@ class Reader:
             )  # fmt: skip
         return self._open(path)
 
-    # -- the module ---------------------------------------------------------------------------------------------------------
-
-    def _modules(self, files: Files, record: Recorded | None) -> None:
-        """The module files: `self.values`, shapes, and the 16-bit model."""
-        names = [files.model[rank] for rank in sorted(files.model)]
-        of_rank = {rank[0]: name for rank, name in sorted(files.model3.items()) if rank[1] == 0}
-        if not names:
-            names = [name for rank, name in sorted(files.model3.items()) if rank[0] == 0]
-        if not names or record is not None and not files.model:  # in ours the stage 3 file has no tensors
-            raise Incomplete(
-                f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
-                hint="copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
-            )  # fmt: skip
-        contents = [self._open(name) for name in names]
-        for number, content in enumerate(contents):
-            values = content.extras if isinstance(content.extras, dict) else {}
-            groups = values.get("param_shapes") or []
-            for i, group in enumerate(groups if isinstance(groups, list) else []):
-                if i == len(self.shapes):
-                    self.shapes.append({})
-                self.shapes[i] |= _shape_map(group, names[number])
-            shared = values.get("shared_params")
-            if isinstance(shared, dict):
-                self.shared |= {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
-        self.values = contents[0].extras if isinstance(contents[0].extras, dict) else {}
-        buffers = self.values.get("buffer_names")
-        self.buffers = [name for name in buffers if isinstance(name, str)] if isinstance(buffers, list | tuple) else []
-        sliced = len(names) > 1 and any(path[0] == "module" for content in contents for path, _ in content.leaves)
-        if sliced:
-            self.notes.append(Note(
-                "N-sliced-module", f"the 16-bit modules of {len(names)} tensor parallel ranks are not read: the fp32 weights "
-                "below zero/ are whole (write them as the model with --as-model master)",
-            ))  # fmt: skip
-        self._module(contents[0], sliced=sliced)
-        self._frozen(contents[0], of_rank)
-
-    def _module(self, content: TorchContent, *, sliced: bool) -> None:
-        """Tensors of the first module file: the model, buffers, what the client kept."""
-        known = {name: shape for group in self.shapes for name, shape in group.items()}
-        frozen = self.values.get("frozen_param_shapes")
-        known |= _shape_map(frozen, self.files[-1]) if isinstance(frozen, dict) else {}
-        module: dict[str, StoredArray] = {}
-        for path, array in content.leaves:
-            if path[0] == "module" and len(path) == 2:
-                name = str(path[1])
-                kept = self.shared.get(name, name)
-                holds = array.numel or not prod(known.get(name, known.get(kept, ())))
-                if holds and not sliced:  # at stage 3 parameters are placeholders without elements
-                    module[name] = array
-            elif path[0] == STATES and len(path) == 3:
-                self._add(TensorKey(str(path[2]), str(path[1])), array)
-            elif path[0] == TENSORS and len(path) == 2:
-                self._add(TensorKey(str(path[1]), EXTRAS), array)
-            elif path[0] not in ("module", "frozen_param_fragments"):
-                self._add(TensorKey(dotted(path), EXTRAS), array)
-        for name, array in module.items():
-            other = module.get(self.shared.get(name, name))
-            box = whole(array.shape)
-            tied = [Chunk(box, other, box, 1)] if other is not None and _differ(array, other) else []
-            self._put(LogicalTensor(TensorKey(name), array.shape, array.dtype, (Chunk(box, array, box), *tied)))
-
-    def _frozen(self, content: TorchContent, of_rank: Mapping[int, str]) -> None:
-        """Frozen parameters of ZeRO 3: each rank's file holds a share."""
-        shapes = self.values.get("frozen_param_shapes")
-        found = {
-            str(path[1]): a for path, a in content.leaves if path[0] == "frozen_param_fragments" and len(path) == 2
-        }
-        if not isinstance(shapes, dict) or not found:
-            return
-        shapes = _shape_map(shapes, self.files[-1])
-        if not of_rank:  # stage 2 keeps them whole, in the module too
-            for name, array in found.items():
-                if name in shapes and TensorKey(name) not in self.tensors:
-                    self._put(_shaped(TensorKey(name), array, shapes[name]))
-            return
-        ranks = self.values.get("dp_world_size")
-        count = ranks if type(ranks) is int and 0 < ranks < 1 << 20 else 1
-        gone = [model3_name(rank, 0) for rank in range(count) if rank not in of_rank]
-        if gone:
-            raise Incomplete(
-                f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}", code=MISSING,
-                path=self.tree.display(), faults=gone[8:SHOWN], hint="copy every rank's model states into this folder",
-            )  # fmt: skip
-        parts = [found] + [
-            {
-                str(p[1]): a
-                for p, a in self._open(of_rank[rank]).leaves
-                if p[0] == "frozen_param_fragments" and len(p) == 2
-            }
-            for rank in range(1, count)
-        ]
-        for name, shape in shapes.items():
-            length = share(prod(shape), count)
-            chunks: list[Chunk] = []
-            for rank, part in enumerate(parts):
-                if name not in part or part[name].numel != length:
-                    raise InconsistentCheckpoint(
-                        f"rank {rank} holds no share of {length} elements", code=DISAGREE, key=name,
-                        path=self.tree.display(of_rank[rank]), hint="the files come from two runs: fetch one whole",
-                    )  # fmt: skip
-                start, stop = min(rank * length, prod(shape)), min((rank + 1) * length, prod(shape))
-                chunks += _line(shape, part[name], start, stop)
-            self._put(LogicalTensor(TensorKey(name), shape, found[name].dtype, tuple(chunks)))
-
     # -- the folders --------------------------------------------------------------------------------------------------------
 
     def _param(self, name: str, files: Mapping[str, str]) -> _Param:
@@ -230,13 +120,13 @@ class Reader:
             shown = self.tree.display(path)
             extras = content.extras if isinstance(content.extras, dict) else {}
             if len(content.leaves) > 1 or content.leaves and str(content.leaves[0][0][0]) not in ("param", "value"):
-                raise _malformed(f"{len(content.leaves)} tensors, want one, under param", shown, name)
+                raise malformed(f"{len(content.leaves)} tensors, want one, under param", shown, name)
             if state == STEP:
                 out.step = self._step(content, extras, shown, name)
             if content.leaves:
                 out.arrays[state] = content.leaves[0][1]
             elif state != STEP:
-                raise _malformed("no tensor, want one, under param", shown, name)
+                raise malformed("no tensor, want one, under param", shown, name)
             if state == "fp32" and content.leaves[0][0] == ("param",) and extras != {"cat_dim": 0}:
                 out.facts = dict(extras)
         return out
@@ -252,7 +142,7 @@ class Reader:
                 return value
         value = extras.get("value")  # type: ignore[assignment]
         if content.leaves or type(value) not in (int, float):
-            raise _malformed("step is no number", shown, name)
+            raise malformed("step is no number", shown, name)
         return value
 
     def _whole(self, record: Recorded | None) -> None:
@@ -261,7 +151,7 @@ class Reader:
             wanted = {name: set(states) for states, names in record.folders for name in names}
         else:
             usual = {state for param in self.params.values() for state in param.states} - {"fp32"}
-            wanted = {name: {"fp32"} for group in self.shapes for name in group}
+            wanted = {name: {"fp32"} for group in self.module.shapes for name in group}
             for name, param in self.params.items():  # with fp32.pt alone it never had a gradient
                 wanted.setdefault(name, {"fp32"}).update(usual if param.states & usual else ())
         for name, states in wanted.items():
@@ -279,7 +169,7 @@ class Reader:
 
     def _states(self, record: Recorded | None) -> None:
         """The folders' tensors, state by state, in the order of the flat groups."""
-        shapes = {name: shape for group in self.shapes for name, shape in group.items()}
+        shapes = {name: shape for group in self.module.shapes for name, shape in group.items()}
         order = [name for name in shapes if name in self.params]
         order += [name for name in self.params if name not in shapes]
         copies = []
@@ -297,7 +187,7 @@ class Reader:
                     continue
                 key = TensorKey(name, MASTER if state == "fp32" else state)
                 shape = shapes.get(name) if state != STEP else None
-                self._put(_shaped(key, array, shape if shape is not None else self._own_shape(name, array)))
+                self.tensors[key] = shaped(key, array, shape if shape is not None else self._own_shape(name, array))
         if copies:
             self.notes.append(Note(
                 "N-copies", f"{len(copies)} folders hold an fp32 copy of the module's value alone (buffers, frozen parameters, "
@@ -320,8 +210,8 @@ class Reader:
         steps: list[dict[str, Any]] = []
         for i, group in enumerate(groups):
             flat = group.get("params") if isinstance(group.get("params"), list) else [i]
-            numbers = [n for n in flat or () if type(n) is int and 0 <= n < len(self.shapes)] or [i]
-            names = [name for n in numbers if n < len(self.shapes) for name in self.shapes[n]]
+            numbers = [n for n in flat or () if type(n) is int and 0 <= n < len(self.module.shapes)] or [i]
+            names = [name for n in numbers if n < len(self.module.shapes) for name in self.module.shapes[n]]
             group["params"] = names
             known = [(name, self.params[name].step) for name in names if self.params[name].step is not None]
             for name, step in known:
@@ -349,7 +239,7 @@ class Reader:
     def _extras(
         self, state: TorchContent, record: Recorded | None, groups: list[dict[str, Any]], steps: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        values = {key: item for key, item in self.values.items() if key not in OWN_KEYS}
+        values = {key: item for key, item in self.module.values.items() if key not in OWN_KEYS}
         if record is not None:
             values = {key: item for key, item in values.items() if key not in record.made}
             return {**values, **record.extras}
@@ -359,15 +249,15 @@ class Reader:
             rest.pop("ds_version", None)
         stage = said.get("zero_stage")
         number = stage.args[0] if isinstance(stage, Symbol) and stage.args else stage
-        trained = {name for group in self.shapes for name in group}
+        trained = {name for group in self.module.shapes for name in group}
         model = [key.name for key in self.tensors if key.state == MODEL]
         described = Described(
             zero_stage=number if type(number) is int and number in (0, 1, 2, 3) else 1,
             plain_bf16="zero_stage" not in said,
             dtype=next((t.dtype.name for t in self.tensors.values() if t.key.state == MODEL and t.key.name in trained), ""),
-            module=tuple(model), buffers=tuple(self.buffers), shared=self.shared,
+            module=tuple(model), buffers=tuple(self.module.buffers), shared=self.module.shared,
             frozen=tuple(
-                n for n in model if n not in trained and n not in self.buffers and self.shared.get(n) not in trained
+                n for n in model if n not in trained and n not in self.module.buffers and self.module.shared.get(n) not in trained
             ),
         )  # fmt: skip
         dtypes = {STEP: "F32"} if any(steps) else {}
@@ -375,54 +265,3 @@ class Reader:
         cuts = {name: param.facts for name, param in self.params.items() if param.facts is not None}
         home = {**described.to_extras(), **({CUTS: cuts} if cuts else {})}
         return {**values, OPTIMIZER: optimizer, HOME: home}
-
-    # -- small parts --------------------------------------------------------------------------------------------------------
-
-    def _add(self, key: TensorKey, array: StoredArray) -> None:
-        self._put(_shaped(key, array, array.shape))
-
-    def _put(self, tensor: LogicalTensor) -> None:
-        self.tensors[tensor.key] = tensor
-
-
-def _differ(a: StoredArray, b: StoredArray) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and (a.path, a.offset) != (b.path, b.offset)
-
-
-def _shaped(key: TensorKey, array: StoredArray, shape: tuple[int, ...]) -> LogicalTensor:
-    """A tensor of `shape` over an array of that shape, or a flat one. Raises InconsistentCheckpoint E0359."""
-    if array.shape != shape and (len(array.shape) != 1 or array.numel != prod(shape)):
-        raise InconsistentCheckpoint(
-            f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}", code=DISAGREE, path=array.path,
-            key=str(key), hint="the file comes from another run: fetch the whole checkpoint again",
-        )  # fmt: skip
-    within = whole(array.shape)
-    return LogicalTensor(key, shape, array.dtype, (Chunk(whole(shape), array, within),))
-
-
-def _line(shape: tuple[int, ...], array: StoredArray, start: int, stop: int) -> list[Chunk]:
-    """Elements `start` to `stop` of a tensor's line, which begin at element 0 of `array`."""
-    from ckpt_tool.core.box import flat_boxes
-
-    chunks, at = [], 0
-    for box in flat_boxes(shape, start, stop):
-        chunks.append(Chunk(box, array, Box((at,), (box.numel,))))
-        at += box.numel
-    return chunks
-
-
-def _shape_map(value: Any, path: str) -> dict[str, tuple[int, ...]]:
-    out = {}
-    for name, shape in value.items() if isinstance(value, Mapping) else ():
-        fits = isinstance(shape, tuple | list) and len(shape) <= 64
-        if not isinstance(name, str) or not fits or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
-            raise _malformed("param_shapes maps no names to shapes", path, str(name)[:200])
-        out[name] = tuple(shape)
-    return out
-
-
-def _malformed(message: str, path: str, key: str) -> InputError:
-    return CorruptFile(
-        message, code=MALFORMED, path=path, key=key,
-        hint="the file is damaged, or of a version of DeepSpeed that is not known here",
-    )  # fmt: skip
