@@ -56,10 +56,9 @@ def _rest(plan: Plan, *keys: str) -> dict[str, Any]:
     home = plan.extras.get(OPTIMIZER)
     said = dict(home) if isinstance(home, Mapping) else {}
     defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
-    known = (*defaults, "clip_grad")
     given = {key: said.get(key, defaults.get(key)) for key in keys if key in said or plan.stage == 3}
     layout = ("param_groups", "scalars", "scalar_dtypes", "state", "ds_version", WRAPPER)
-    given |= {key: item for key, item in said.items() if key not in (*layout, *known)}
+    given |= {key: item for key, item in said.items() if key not in layout and key not in keys}
     if "loss_scaler" in given:
         given["loss_scaler"] = _loss_scaler(given["loss_scaler"])
     return given
@@ -122,8 +121,7 @@ def _stage3(plan: Plan, composer: TorchComposer, groups: Sequence[Group], data: 
         options.append({**group.options, "params": mine})
     rest = _rest(plan, "loss_scaler", "dynamic_loss_scale", "overflow")
     return {
-        "zero_stage": Symbol(STAGE, (3,)), **{key: item for key, item in rest.items() if key != "clip_grad"},
-        "partition_count": plan.dp,
+        "zero_stage": Symbol(STAGE, (3,)), **rest, "partition_count": plan.dp,
         "optimizer_state_dict": {"state": {n: s for n, s in states.items() if s}, "param_groups": options},
         "fp32_flat_groups": flat,
     }  # fmt: skip

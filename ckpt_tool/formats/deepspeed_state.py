@@ -202,7 +202,7 @@ class ModuleWriter:
             mine = [numbers.setdefault(name, len(numbers)) for name in group.names]
             groups.append({**group.options, "params": mine, "param_names": list(group.names)})
             held = [name for name in group.names if plan.row(name, MASTER) is not None]
-            masters.append([self._whole(composer, name, MASTER) for name in held])
+            masters.append([self._whole(composer, name, MASTER)._replace(requires_grad=True) for name in held])
         if not numbers:
             return None
         state: dict[int, dict[str, TensorRef]] = {number: {} for number in numbers.values()}
