@@ -45,7 +45,7 @@ def groups_of(extras: Mapping[str, Any], masters: Mapping[str, Shape]) -> list[G
     out: list[Group] = []
     seen: set[str] = set()
     for number, said in enumerate(_said(extras)):
-        names = [name for name in _names(said) if name in masters and name not in seen]
+        names = [name for name in dict.fromkeys(_names(said)) if name in masters and name not in seen]
         seen |= set(names)
         options = {key: item for key, item in said.items() if key not in ("params", "param_names")}
         mine = scalars[number] if isinstance(scalars, list) and number < len(scalars) else {}
@@ -116,6 +116,10 @@ def stages_of(groups: Sequence[Group], described: Described | None, pp: int, spl
                 hint="leave --pp off",
             )
         return [list(groups)]
+    told = {name for stage in known for part in stage for name in part}
+    lost = next((name for group in groups for name in group.names if name not in told), None)
+    if lost is not None and pp > 1:
+        raise UsageError(f"--pp {pp}: no stage of the source lists {lost}", code=SPLIT, key=lost, hint="write --pp 1")
     if pp == len(known) and not split:
         return [[_part(group, [n for part in stage for n in part]) for group in groups] for stage in known]
     if pp == 1:
@@ -158,4 +162,4 @@ def _part(group: Group, names: Sequence[str]) -> Group:
 def _layer(name: str) -> tuple[int, int]:
     """Sorts tied modules first, then layers by number, each in the order given (a stable sort)."""
     index = name.partition(".")[0]
-    return (1, int(index)) if index.isdigit() else (0, 0)
+    return (1, int(index)) if index.isdecimal() else (0, 0)

@@ -18,7 +18,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.deepspeed_described import Described
+from ckpt_tool.formats.deepspeed_described import OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed_fit import UNFIT, stage_of
 from ckpt_tool.formats.deepspeed_flat import (
     SUB_GROUP_SIZE,
@@ -32,9 +32,11 @@ from ckpt_tool.formats.deepspeed_flat import (
 )
 from ckpt_tool.formats.deepspeed_groups import Group, groups_of, stages_of, with_experts
 from ckpt_tool.formats.deepspeed_moe import holders, local_names
+from ckpt_tool.formats.deepspeed_rank import LAYOUT_KEYS
 from ckpt_tool.formats.state_nesting import writable
 
 DEGREE = "E0287"
+UNUSED = "ckpt_unused"
 
 
 @dataclass(slots=True)
@@ -125,7 +127,7 @@ def settle(wanted: Wanted) -> Plan:
             f"--zero {stage}: DeepSpeed's pipelines take no more than ZeRO 1", code=UNFIT, hint="write --zero 1"
         )
     plan.borders = borders_of(plan)
-    _settle_random(plan)
+    _set_aside(plan)
     return plan
 
 
@@ -192,20 +194,26 @@ def _check_states(plan: Plan, groups: Sequence[Group]) -> None:
         )  # fmt: skip
 
 
-def _settle_random(plan: Plan) -> None:
-    """RNG states of other degrees go where nobody takes them for those of the new ranks."""
+def _set_aside(plan: Plan) -> None:
+    """RNG states of other degrees, and values whose keys DeepSpeed needs, go where nobody takes them for something else."""
     before = plan.wanted.hints.get("degrees")
     same = not isinstance(before, Mapping) or all(
         before.get(name, 1) == value for name, value in (("dp", plan.dp), ("pp", plan.pp), ("ep", plan.ep))
     )
-    names = [key for key in plan.extras if _random(str(key))]
-    if same or not names:
+    random = [] if same else [key for key in plan.extras if _random(str(key))]
+    taken = [key for key in plan.extras if key in LAYOUT_KEYS and key not in ("module", OPTIMIZER)]
+    if not random and not taken:
         return
-    for name in names:
-        plan.extras.setdefault("ckpt_unused", {})[name] = plan.extras.pop(name)
-    plan.notes.append(
-        f"random states of the source's ranks are kept under ckpt_unused, not used: {', '.join(names[:8])}"
-    )
+    home = plan.extras.get(UNUSED)
+    aside = dict(home) if isinstance(home, Mapping) else {}
+    aside |= {key: plan.extras.pop(key) for key in (*random, *taken)}
+    plan.extras[UNUSED] = aside
+    if random:
+        shown = ", ".join(map(str, random[:8]))
+        plan.notes.append(f"random states of the source's ranks are kept under {UNUSED}, not used: {shown}")
+    if taken:
+        shown = ", ".join(map(str, taken[:8]))
+        plan.notes.append(f"kept under {UNUSED}, for DeepSpeed needs these keys: {shown}")
 
 
 def _random(key: str) -> bool:

@@ -198,7 +198,7 @@ def _flat_groups(
     tree: Tree, arrays: Mapping[Path, StoredArray], key: str, options: list[dict[str, Any]], shown: str
 ) -> list[FlatGroup]:
     """The fp32 partitions, in order, each with the number of its parameter group."""
-    masters: dict[int, StoredArray] = {int(p[1]): a for p, a in arrays.items() if p[0] == key and len(p) == 2}
+    masters = {p[1]: a for p, a in arrays.items() if p[0] == key and len(p) == 2 and type(p[1]) is int}
     if sorted(masters) != list(range(len(masters))):
         raise _malformed(f"{key} lacks a tensor in the middle", shown)
     if not masters:
@@ -260,6 +260,8 @@ def _layout(state: Mapping[str, Any], groups: list[FlatGroup], stage: int, shown
             raise _malformed(f"partition_count is {counts!r}, want a count for each of {len(groups)} groups", shown)
         group.padding = _entry(state.get("group_paddings"), number, int)
         group.gaps = _entry(state.get("param_alignment_paddings"), number, list)
+        if group.gaps is not None and not all(type(gap) is int and 0 <= gap < 1 << 32 for gap in group.gaps):
+            raise _malformed("param_alignment_paddings holds something else than counts", shown)
         mapping = _entry(state.get("param_slice_mappings"), number, dict)
         if mapping is not None:
             group.mapping = {str(name): _fragment(item, shown) for name, item in mapping.items()}
@@ -267,7 +269,7 @@ def _layout(state: Mapping[str, Any], groups: list[FlatGroup], stage: int, shown
 
 def _entry(value: Any, number: int, kind: type) -> Any:
     item = value[number] if isinstance(value, list) and number < len(value) else None
-    return item if type(item) is kind else None
+    return item if isinstance(item, kind) else None
 
 
 def _fragment(value: Any, shown: str) -> tuple[int, int]:

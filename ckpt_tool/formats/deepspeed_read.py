@@ -13,12 +13,13 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import MASTER
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.deepspeed_files import Files, model3_name, model_name, optim_name
 from ckpt_tool.formats.deepspeed_flat import Piece, partition, shares, undeal
 from ckpt_tool.formats.deepspeed_moe import expert_name_of, global_names, holders
 from ckpt_tool.formats.deepspeed_rank import (
     DISAGREE,
+    MALFORMED,
     REFUSED,
     FlatGroup,
     ModuleFile,
@@ -30,6 +31,7 @@ from ckpt_tool.formats.deepspeed_shards import Flat, numels
 from ckpt_tool.storage.source import Tree
 
 SHOWN = 100
+FILES = 1 << 20  # ranks of one checkpoint
 _COUNTERS = frozenset(
     {"global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version"}
 )
@@ -73,6 +75,11 @@ class Reader:
         first = read_module(self.tree, names[min(names)])
         self.dp, models = first.count("dp_world_size"), self._model_ranks(first)
         self.stage = 3 if self.files.model3 else 0
+        if self.dp * models > FILES:
+            raise CorruptFile(
+                f"dp_world_size {self.dp} and mp_world_size {models} make more ranks than there can be files", code=MALFORMED,
+                path=first.path, hint="the file is damaged",
+            )  # fmt: skip
         wanted = [(dp, mp) for mp in range(models) for dp in range(self.dp)]
         if self.stage == 3:
             lost = [model3_name(dp, mp) for dp, mp in wanted if (dp, mp) not in names]

@@ -25,7 +25,8 @@ from ckpt_tool.formats.deepspeed_moe import counts, expert_name_of, local_names
 from ckpt_tool.formats.deepspeed_off import WRAPPER
 from ckpt_tool.formats.deepspeed_optimizer import VERSION, with_stage
 from ckpt_tool.formats.deepspeed_pipe import TIED
-from ckpt_tool.formats.deepspeed_plan import Plan, sub_group_names
+from ckpt_tool.formats.deepspeed_plan import UNUSED, Plan, sub_group_names
+from ckpt_tool.formats.deepspeed_rank import LAYOUT_KEYS
 from ckpt_tool.formats.state_tree import join
 from ckpt_tool.formats.torch_content import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
@@ -183,13 +184,14 @@ class ModuleWriter:
         """Tensors of the client's state, where they hung; averages under `ema`."""
         plan = self.plan
         own = plan.wanted.source_format == "deepspeed"
-        unused = plan.extras.get("ckpt_unused", {})
+        said = plan.extras.get(UNUSED)
+        unused = {*(said if isinstance(said, Mapping) else ()), *LAYOUT_KEYS}
         for tensor in plan.wanted.tensors:
             if tensor.key.state == EMA:
                 yield (EMA, tensor.key.name), self._whole(composer, tensor.key.name, EMA)
             elif tensor.key.state == EXTRAS:
                 path = tensor.path if own and tensor.path else (tensor.key.name,)
-                head = ("ckpt_unused",) if path[0] in unused else ()
+                head = (UNUSED,) if path[0] in unused else ()
                 yield (*head, *path), self._whole(composer, tensor.key.name, EXTRAS)
 
     def _plain_optimizer(self, composer: TorchComposer, model: int) -> dict[str, Any] | None:
@@ -228,7 +230,7 @@ class ModuleWriter:
                 layers.setdefault(said.tied.get(key, 0), []).append((name, local))
             else:
                 index, _, local = name.partition(".")
-                layers.setdefault(int(index) if index.isdigit() else 0, []).append((name, local))
+                layers.setdefault(int(index) if index.isdecimal() else 0, []).append((name, local))
         for number, names in sorted(layers.items()):
             composer = TorchComposer()
             state = _map((local, self._whole(composer, name, MODEL)) for name, local in names)
