@@ -300,3 +300,18 @@ def test_deepspeed_resumes_at_other_stages_and_ranks(stage: int, ranks: int, tmp
         whole = torch.load(tmp_path / "all.pt")
         for key, value in got["after"].items():
             assert torch.equal(value, whole[key]), key
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2)])
+def test_deepspeed_resumes_from_a_plain_training_state(stage: int, ranks: int, tmp_path: Path) -> None:
+    """A single `torch.save` of model, AdamW with native numbers, three steps; DeepSpeed has never seen it."""
+    source = FIXTURES / "torch" / "training.pt"
+    to(source, tmp_path / "u")
+    words = ("--stage", str(stage), "--ranks", str(ranks), "--fp32", "--plain", "--steps", "0")
+    deepspeed("--resume", str(tmp_path / "u"), str(tmp_path / "o.pt"), *words)
+    got = torch.load(tmp_path / "o.pt")["before"]
+    truth = load_file(FIXTURES / "torch" / "training.truth.safetensors")
+    assert len(got) == 3 * sum(key.startswith("exp_avg/") for key in truth)
+    for key, value in got.items():
+        assert torch.equal(value, truth[key.replace("master/", "model/")]), key
