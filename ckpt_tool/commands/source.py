@@ -97,7 +97,11 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     if not steps or _claimed(tree):
         return tree, ""
     if len(steps) == 1:
-        return tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
+        below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
+        if any(below.exists(pointer) for pointer in POINTERS):  # a Trainer's folder with DeepSpeed's inside
+            inner, why = resolve(below, reading)
+            return inner, f"{only}, {why}"
+        return below, only
     raise UnknownFormat(
         f"the folder holds {len(steps)} checkpoints and no pointer file", code="E0392", path=tree.display(),
         hint=f"pass one of them: {', '.join(steps[-3:])}",

@@ -198,6 +198,14 @@ def test_a_root_with_both_pointers_gives_the_native_one_unless_asked(tmp_path: P
     assert asked.catalog.format == "deepspeed-universal"
 
 
+def test_a_trainers_folder_with_deepspeeds_inside_is_followed(tmp_path: Path) -> None:
+    made(tmp_path / "checkpoint-500" / "global_step500_universal")
+    (tmp_path / "checkpoint-500" / "latest_universal").write_text("global_step500_universal")
+    opened = open_source(str(tmp_path), Reading())
+    assert opened.catalog.format == "deepspeed-universal"
+    assert "checkpoint-500" in opened.resolved and "global_step500_universal" in opened.resolved
+
+
 # -- writing ------------------------------------------------------------------------------------------------------------
 
 
