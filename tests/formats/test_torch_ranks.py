@@ -112,6 +112,24 @@ def tensor_ref(shape: tuple[int, ...]) -> TensorRef:
     )
 
 
+def test_split_factors_tell_the_order_of_three_mesh_dims() -> None:
+    """torch's own example (`DTensorSpec._maybe_convert_StridedShard_to_shard_order`): mesh 4 x 3 x 2, the last cut first."""
+    factors = (2, 2, 1)
+    placements = tuple(
+        Record(
+            TENSOR + ("_StridedShard" if f > 1 else "Shard"),
+            state={"dim": 0, "split_factor": f} if f > 1 else {"dim": 0},
+        )
+        for f in factors
+    )
+    placed = read_placed(Record("DTensorSpec", state={"placements": placements}), row_major(4, 3, 2), 1)
+    assert placed.order == (2, 0, 1)
+    value = torch.arange(53)
+    parts = {(i, j, k): chunk(chunk(chunk(value, 2, k), 4, i), 3, j).numpy()
+             for i in range(4) for j in range(3) for k in range(2)}  # fmt: skip
+    assert np.array_equal(filled((53,), placed, parts), value.numpy())
+
+
 def test_meshes_of_older_versions_and_slices() -> None:
     """`mesh` as a tensor (torch < 2.9); a layout of shape and stride; a slice of a larger mesh, one for each tp rank."""
     old = Record("DeviceMesh", state={"mesh": tensor_ref((2, 2)), "mesh_dim_names": ("dp", "tp")})
