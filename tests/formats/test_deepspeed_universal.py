@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,37 @@ def test_cuts_of_tensor_parallel_ranks_come_back(tmp_path: Path) -> None:
         got = torch.load(tmp_path / f"b/global_step3_universal/zero/{name}/exp_avg.pt", weights_only=False)
         assert {key: got[key] for key in beside} == beside
         assert torch.equal(got["param"], torch.load(source / f"zero/{name}/exp_avg.pt")["param"])
+
+
+def test_sub_parameters_of_uneven_shapes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SubparamShape`, a class of DeepSpeed's: read as data, written by name; a stand-in shows what an unpickler gets."""
+
+    class SubparamShape:
+        def __init__(self, patterns: Any, shape: Any, partition_dim: int) -> None:
+            self.patterns, self.shape, self.partition_dim = patterns, shape, partition_dim
+
+    module = types.ModuleType("deepspeed.checkpoint.universal_checkpoint")
+    SubparamShape.__module__, SubparamShape.__qualname__ = module.__name__, "SubparamShape"
+    module.SubparamShape = SubparamShape  # type: ignore[attr-defined]
+    for name in ("deepspeed", "deepspeed.checkpoint"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    source = made(tmp_path / "a", facts={"a.weight": {"sub_param_shape": SubparamShape(["a.*"], ((2, 1), 4), 0)}})
+    to(source, tmp_path / "s", "sharded")
+    to(tmp_path / "s", tmp_path / "b")
+    got = torch.load(tmp_path / "b/global_step3_universal/zero/a.weight/fp32.pt", weights_only=False)["sub_param_shape"]
+    assert type(got) is SubparamShape and vars(got) == {"patterns": ["a.*"], "shape": ((2, 1), 4), "partition_dim": 0}
+
+
+def test_an_alias_with_other_values_is_refused(tmp_path: Path) -> None:
+    module = OrderedDict({name: ramp(shape).bfloat16() for name, shape in SHAPES.items()})
+    module["head.weight"] = module["vocab.weight"].clone()
+    top = {"module": module, "shared_params": {"head.weight": "vocab.weight"}}
+    to(made(tmp_path / "a", **top), tmp_path / "out_a", "sharded")
+    module["head.weight"][3, 1] += 1
+    with pytest.raises(CkptError) as raised:
+        to(made(tmp_path / "b", **top), tmp_path / "out_b", "sharded")
+    assert raised.value.exit_code == 3 and raised.value.key == "head.weight" and not (tmp_path / "out_b").exists()
 
 
 def test_slices_of_tensor_parallel_modules_are_left_and_named(tmp_path: Path) -> None:
