@@ -35,7 +35,7 @@ class Module:
         self.reader = reader
         self.arrays: dict[str, list[StoredArray]] = {}
         self.fragments: dict[str, LogicalTensor] = {}
-        self.order: list[str] = []
+        self.order: dict[str, None] = {}
         self.buffers: list[str] = []
         self.dtypes: Counter[str] = Counter()
         self.layers: dict[str, int] = {}
@@ -90,10 +90,9 @@ class Module:
     def _one(self, file: ModuleFile, mp: int) -> None:
         known, stage3 = self.reader.flat.shapes, self.reader.stage == 3
         buffers = set(file.buffers)
-        self.buffers += [name for name in file.buffers if name not in self.buffers]
+        self.buffers = list(dict.fromkeys([*self.buffers, *file.buffers]))
         for name, array in file.module.items():
-            if name not in self.order:
-                self.order.append(name)
+            self.order[name] = None
             if name not in buffers:
                 self.dtypes[array.dtype.name] += 1
             placeholder = stage3 and name not in buffers and not array.numel
@@ -137,7 +136,7 @@ class Module:
                 self.layers[key] = index
             for local, array in arrays.items():
                 full = prefix_of(index, key) + local
-                self.order.append(full)
+                self.order[full] = None
                 self.dtypes[array.dtype.name] += 1
                 self._add(full, array)
         if reader.files.layers:

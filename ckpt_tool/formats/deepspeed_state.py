@@ -103,12 +103,14 @@ class ModuleWriter:
     def _module(self, composer: TorchComposer, refs: Mapping[str, TensorRef]) -> OrderedMap:
         """`module` in the module's own order, with placeholders at stage 3."""
         plan, out = self.plan, OrderedMap()
+        empty: TensorRef | None = None  # one for all placeholders
         rest = [*refs, *(self.trained if plan.stage == 3 else ()), *(self.frozen if plan.stage == 3 else ())]
         for name in dict.fromkeys([*plan.described.module, *self._in_order(rest)]):
             if name in refs:
                 out[name] = refs[name]
             elif plan.stage == 3 and (name in self.trained or name in self.shared or name in self.frozen):
-                out[name] = composer.value((0,), DTYPES.get(plan.described.dtype) or DTYPES["BF16"], b"")
+                empty = empty or composer.value((0,), DTYPES.get(plan.described.dtype) or DTYPES["BF16"], b"")
+                out[name] = empty
         for attributes in (item for path, item in _ordered(plan.wanted.hints) if path == ("module",)):
             out.attributes = attributes
         return out
