@@ -56,7 +56,7 @@ from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.dcp_items import Items
 from ckpt_tool.formats.dcp_metadata import CONTRADICTION, INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
 from ckpt_tool.formats.megatron_dist_keys import DistKey, name_of, parse, styles_of
-from ckpt_tool.formats.megatron_dist_objects import Objects, read_objects
+from ckpt_tool.formats.megatron_dist_objects import Objects, check_step, read_objects
 from ckpt_tool.formats.megatron_dist_pieces import apart, chunks_of, moved
 from ckpt_tool.formats.state_tree import dotted
 from ckpt_tool.storage.source import Tree
@@ -269,7 +269,7 @@ class _Reading:
                 for key in (TensorKey(name, STEP) for name in stepping):
                     if key not in tensors:
                         out[key] = simple_tensor(key, array)
-            else:
+            elif path[-1:] != ("step",) or "param_state" not in path or not check_step(self.tree, path, array, objects):
                 key = TensorKey(dotted(path), EXTRAS)
                 out[key] = simple_tensor(key, array, path)
         return out

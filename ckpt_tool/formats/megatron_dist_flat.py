@@ -155,7 +155,7 @@ def _named(buckets: _Buckets, dtypes: Mapping[_Where, str], ranks: Ranks, shown:
 def _fill(left: list[Parameter], lines: Mapping[str, Line], size: int, out: _Found, shown: str) -> None:
     """Take as many parameters off `left` as the bucket of `size` elements holds."""
     stop = 0
-    while stop < size:
+    while -(-stop // _ALIGNMENT) * _ALIGNMENT < size:  # a bucket closed by a shared embedding keeps the gap at its end
         some = next(iter(lines.values()))
         if not left:
             raise _misfit(some, f"{size - stop} of its {size} elements belong to no parameter", shown)

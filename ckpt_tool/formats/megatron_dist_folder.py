@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckpt_tool.core.catalog import Note
@@ -35,11 +35,13 @@ HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
 _CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
 _BLOCK = 4 << 20  # bytes of a read while hashing
 _FOLDERS = ("", "weights/")
+_METADATA_HEAD = 24 << 10  # bytes of .metadata in which a key of Megatron's is looked for
+_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_state/shard_0")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def find(tree: Tree) -> tuple[str, str] | None:
-    """(folder with its slash, why) of the checkpoint in `tree`; None when there is none. Reads at most 4 KiB."""
+    """(folder with its slash, why) of the checkpoint in `tree`; None when there is none. Reads at most 32 KiB."""
     if tree.single is not None:
         return None
     for folder in (*_FOLDERS, *_pointed(tree)):
@@ -67,6 +69,10 @@ def claims(tree: Tree, folder: str) -> str:
         return f"{folder}{CONFIG} names a sharded backend"
     if COMMON in names and items:
         return f"{folder}{COMMON} beside .distcp files"
+    if METADATA in names and CONFIG in names:  # a metadata.json that is damaged
+        head = tree.head(folder + METADATA, _METADATA_HEAD)
+        if any(word in head for word in _OBJECTS):
+            return f"{folder}{METADATA} names Megatron's objects"
     return ""
 
 
@@ -92,6 +98,16 @@ def check(tree: Tree, folder: str) -> None:
         raise InputError(
             f"the backend is {str(backend)[:100]!r}, want 'torch_dist'", code=BACKEND, path=shown, place="/sharded_backend",
             hint="zarr checkpoints (core 0.7 and before) are not read: load and save them with core 0.14",
+        )  # fmt: skip
+
+
+def refuse_unfinished(objects: Iterable[str], shown: str) -> None:
+    """Raise Incomplete (E0385) when the keys of a DCP's objects are Megatron's: a save of core >= 0.19 without its
+    metadata.json and common.pt looks like any other DCP."""
+    if any(word.decode() in fqn for fqn in objects for word in _OBJECTS):
+        raise Incomplete(
+            f"a Megatron save that was not finished: there is no {CONFIG}, which is written last", code=UNFINISHED,
+            path=shown, hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ What it does not do: carry FP8 scales (a note says how many there are).
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,3 +278,21 @@ def _steps(state: Mapping[str, Any]) -> list[Any]:
     inner = state.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     return [group.get("step") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> bool:
+    """Is the counter a parameter at `path` of the common state (core <= 0.14 with torch's Adam) told by the groups too?
+    Raises InconsistentCheckpoint (E0379) when the groups count otherwise."""
+    optimizer = objects.extras.get("optimizer")
+    inner = optimizer.get(path[1]) if isinstance(optimizer, dict) and type(path[1]) is int else optimizer
+    told = {step for step in _steps(inner) if isinstance(step, int | float)} if isinstance(inner, dict) else set()
+    if len(told) != 1 or array.shape != () or array.dtype.name != "F32":
+        return False
+    (have,) = struct.unpack("<f", tree.read(array.path, array.offset, 4))
+    if have not in told:
+        raise InconsistentCheckpoint(
+            f"a parameter was stepped {have:g} times, its group {told.pop():g} times", code=STEPS,
+            path=tree.display(array.path), offset=array.offset, place=".".join(map(str, path)),
+            hint="the common state is of two saves: go back to a save that is whole, or take --state model",
+        )  # fmt: skip
+    return True

@@ -64,7 +64,9 @@ class _Dcp:
         """By names: see `formats.dcp_folders`; Megatron's own folders are left to `megatron-dist`."""
         if tree.single is not None:
             return None
-        saves = [save for save in dcp_folders.find(tree.listing()) if not megatron_dist_folder.claims(tree, save.folder)]
+        saves = [
+            save for save in dcp_folders.find(tree.listing()) if not megatron_dist_folder.claims(tree, save.folder)
+        ]
         return Evidence(dcp_folders.why(saves)) if saves else None
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
@@ -82,6 +84,8 @@ class _Dcp:
             )  # fmt: skip
         dcp_folders.check(saves, tree.display())
         listings = [read_listing(tree, save.folder, save.metadata) for save in saves]
+        for listing in listings:
+            megatron_dist_folder.refuse_unfinished(listing.objects, tree.display(listing.folder))
         _check_files(tree, saves, listings)
         catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
         catalog.check()

@@ -44,7 +44,10 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except ModuleNotFoundError:
+        pytest.skip("torch runs this pickle, which names classes of Megatron's")
     flat = {
         name: torch.full(info.size, 7, dtype=info.properties.dtype)
         for name, info in metadata.state_dict_metadata.items()
@@ -169,7 +172,7 @@ def test_degrees_and_extras_come_from_the_common_state() -> None:
 
 
 def test_dcp_leaves_it_alone_and_a_bare_dcp_is_not_ours() -> None:
-    assert registry.detect(Tree(HOME / "mixtral"))[0].name == "megatron-dist"
+    assert registry.detect(Tree(HOME / "moe_ep2_flat"))[0].name == "megatron-dist"
     assert registry.detect(Tree(FIXTURES / "dcp" / "fsdp2_dp4"))[0].name == "dcp"
 
 
@@ -310,7 +313,7 @@ def test_gate_and_up_are_boxes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_arguments_say_the_new_degrees(tmp_path: Path) -> None:
-    out = reshaped(HOME / "mixtral", tmp_path / "out", tp=2, pp=2, ep=2, dp=2)
+    out = reshaped(HOME / "moe_ep2_flat", tmp_path / "out", tp=2, pp=2, ep=2, dp=2)
     catalog = FORMAT.read(Tree(out), {})
     args = catalog.extras["args"].state
     assert [args[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "expert_model", "data")] == [
@@ -324,14 +327,14 @@ def test_the_arguments_say_the_new_degrees(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_degree_that_the_model_can_not_take(degrees: dict[str, int], code: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as e:
-        reshaped(HOME / "mixtral", tmp_path / "out", **degrees)
+        reshaped(HOME / "moe_ep2_flat", tmp_path / "out", **degrees)
     assert (e.value.code, e.value.exit_code) == (code, 2) and hint in (e.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
 def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        reshaped(HOME / "mixtral", tmp_path / name, ep=2, dp=2)
+        reshaped(HOME / "moe_ep2_flat", tmp_path / name, ep=2, dp=2)
     files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in ("a", "b")]
     assert files[0] == files[1]
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
