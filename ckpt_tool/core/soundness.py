@@ -57,37 +57,48 @@ def check_sound(catalog: Catalog) -> None:
 
 
 def _moments(catalog: Catalog) -> Iterator[CkptError]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    masters: dict[str, tuple[int, ...]] = {}
-    states: list[tuple[str, str, tuple[int, ...]]] = []
-    for row in catalog.rows():
-        if row.state == MODEL:
-            shapes[row.name] = row.shape
-        elif row.state == MASTER:
-            masters[row.name] = row.shape
-        elif row.state in MOMENTS:
-            states.append((row.name, row.state, row.shape))
-    if not shapes and not masters:
+    shapes = _shapes(catalog)
+    model, masters = shapes.get(MODEL, {}), shapes.get(MASTER, {})
+    if not model and not masters:
         return
-    lost = []
-    for name, state, shape in (*((n, MASTER, s) for n, s in masters.items()), *states):
-        want = shapes.get(name, masters.get(name))
-        if want is None:
-            if name not in shapes and state != MASTER and not name.isdigit():
+    parameters = {**masters, **model}
+    names, lost = set[str](), list[tuple[str, str]]()
+    for state in (MASTER, *(state for state in shapes if state in MOMENTS)):
+        mine = shapes.get(state, {})
+        if state != MASTER:
+            names |= mine.keys()
+        for name in [name for name, shape in mine.items() if parameters.get(name) != shape]:
+            want = parameters.get(name)
+            if want is not None:
+                yield InconsistentCheckpoint(
+                    f"{state} has shape {list(mine[name])}, its parameter {list(want)}", code="E0305",
+                    key=f"{name} [{state}]", path=_path(catalog, name, state),
+                    hint=f"optimizer and model come from two runs: fetch one save whole{_LENIENT}",
+                )  # fmt: skip
+            elif not name.isdigit():
                 lost.append((name, state))
-        elif shape != want:
-            yield InconsistentCheckpoint(
-                f"{state} has shape {list(shape)}, its parameter {list(want)}", code="E0305",
-                key=f"{name} [{state}]", path=_path(catalog, name, state),
-                hint=f"optimizer and model come from two runs: fetch one save whole{_LENIENT}",
-            )  # fmt: skip
-    if len({name for name, _ in lost}) < len({name for name, _, _ in states}):  # else the names are another dialect's
+    if len({name for name, _ in lost}) < len(names):  # else the names are another dialect's
         for name, state in lost:
             yield InconsistentCheckpoint(
                 f"{state} of a parameter that the model lacks", code="E0305", key=f"{name} [{state}]",
                 path=_path(catalog, name, state),
                 hint=f"a part of the model is missing, or the optimizer is of another one{_LENIENT}",
             )  # fmt: skip
+
+
+def _shapes(catalog: Catalog) -> dict[str, dict[str, tuple[int, ...]]]:
+    """State -> name -> shape."""
+    out: dict[str, dict[str, tuple[int, ...]]] = {}
+    if hasattr(catalog.tensors, "rows"):
+        for row in catalog.rows():
+            out.setdefault(row.state, {})[row.name] = row.shape
+        return out
+    for (name, state), tensor in catalog.tensors.items():
+        mine = out.get(state)
+        if mine is None:
+            mine = out[state] = {}
+        mine[name] = tensor.shape
+    return out
 
 
 def _path(catalog: Catalog, name: str, state: str) -> str | None:
