@@ -104,8 +104,8 @@ def _optimizers(value: Any, layout: DistLayout, *, distributed: bool) -> Any:
 
 
 def _listed(value: Any) -> list[dict[Any, Any]]:
-    if isinstance(value, dict) and value and all(type(key) is int for key in value):
-        value = [value[key] for key in sorted(value)]
+    if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):  # DCP makes text of numbers
+        value = [value[key] for key in sorted(value, key=lambda key: int(str(key)))]
     several = value if isinstance(value, list) else [value]
     return [one for one in several if isinstance(one, dict)] if all(isinstance(one, dict) for one in several) else []
 
