@@ -20,6 +20,7 @@ from typing import Any
 
 HOME = "deepspeed"
 OPTIMIZER = "optimizer"
+UNUSED = "ckpt_unused"  # in a module file: values that DeepSpeed shall not take for its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats.deepspeed_described import UNUSED
 from ckpt_tool.formats.deepspeed_files import expert_name, layer_name
 from ckpt_tool.formats.deepspeed_flat import share
 from ckpt_tool.formats.deepspeed_moe import expert_name_of
@@ -51,6 +52,7 @@ class Module:
             self._one(file, mp)
         self._layers()
         self._experts()
+        self._complete_module()
         self._frozen_shares()
         self._ties()
         self._client()
@@ -141,6 +143,19 @@ class Module:
                 self._add(full, array)
         if reader.files.layers:
             self._complete_layers(known)
+
+    def _complete_module(self) -> None:
+        """Whatever the optimizer trains lies in the module, but at stage 3."""
+        reader = self.reader
+        if reader.stage == 3 or reader.files.layers:
+            return
+        lost = [name for name in reader.flat.shapes if name not in self.arrays and expert_name_of(name) is None]
+        if lost:
+            raise Incomplete(
+                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}",
+                path=reader.modules[0, 0].path, key=lost[0], faults=lost[1:100],
+                hint="module and optimizer come from two runs: fetch the whole save again",
+            )  # fmt: skip
 
     def _complete_layers(self, known: Mapping[str, Any]) -> None:
         lost = [name for name in known if name not in self.arrays]
@@ -248,7 +263,7 @@ class Module:
         files = [file for _, file in sorted(self.reader.modules.items())]
         for path, array in files[0].others:
             averaged = len(path) == 2 and path[0] in EMA_ROOTS
-            key = TensorKey(str(path[1]), EMA) if averaged else TensorKey(dotted(path), EXTRAS)
+            key = TensorKey(str(path[1]), EMA) if averaged else TensorKey(dotted(path[path[0] == UNUSED :]), EXTRAS)
             box = Box((0,) * len(array.shape), array.shape)
             self.clients[key] = LogicalTensor(key, array.shape, array.dtype, (Chunk(box, array, box),), path)
         left = sorted({dotted(path) for file in files[1:] for path, _ in file.others})

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import MASTER, LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import InputError
-from ckpt_tool.formats.deepspeed_rank import REFUSED, ModuleFile
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.deepspeed_rank import DISAGREE, MALFORMED, REFUSED, ModuleFile
 from ckpt_tool.formats.optimizer_ids import Candidate, align
 
 WRAPPER = "wrapper"  # in the extras under `optimizer`: what DeepSpeed's 16-bit wrapper keeps beside
@@ -65,15 +65,49 @@ def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray])
             key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")
         }
         said = inner.get("param_groups") if isinstance(inner, dict) else None
-        mine = [group for group in said or [] if isinstance(group, dict) and isinstance(group.get("params"), list)]
-        numbers = {n: total + i for i, n in enumerate(n for group in mine for n in group["params"] if type(n) is int)}
+        mine = _groups(said, file.path)
+        numbers = {n: total + i for i, n in enumerate(n for group in mine for n in group["params"])}
         sizes.append([len(group["params"]) for group in mine])
-        groups += [{**group, "params": [numbers.get(n, -1) for n in group["params"]]} for group in mine]
+        groups += [{**group, "params": [numbers[n] for n in group["params"]]} for group in mine]
         entries += _entries(file, numbers, mine)
         total += len(numbers)
     if not groups:
         return Off({}, {}, [], [])
+    _check(entries, files[0].path)
     return _named(files, model, entries, groups, sizes, wrapper)
+
+
+def _groups(said: Any, path: str) -> list[dict[str, Any]]:
+    """`param_groups`, whose `params` are numbers. Raises CorruptFile E0355 for anything else."""
+    groups = said if isinstance(said, list) else []
+    fits = all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(n) is int for n in group["params"])
+        for group in groups
+    )
+    if not fits or len({n for group in groups for n in group["params"]}) != sum(len(g["params"]) for g in groups):
+        raise CorruptFile(
+            "the optimizer's param_groups do not number its parameters once each", code=MALFORMED, path=path,
+            hint="the file is damaged, or of a version of DeepSpeed that is not known here",
+        )  # fmt: skip
+    return groups
+
+
+def _check(entries: Sequence[_Entry], path: str) -> None:
+    """The fp32 weight and the moments of a parameter have one shape, and all parameters have a weight or none."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    masters = {entry.number for entry in entries if entry.state == MASTER}
+    for entry in entries:
+        if entry.array.numel == 1 and not entry.array.shape:
+            continue
+        shape = shapes.setdefault(entry.number, entry.array.shape)
+        if shape != entry.array.shape or masters and entry.number not in masters:
+            raise InconsistentCheckpoint(
+                f"{entry.state} of parameter {entry.number} has shape {list(entry.array.shape)}, another state {list(shape)}, "
+                f"and {len(masters)} parameters have an fp32 weight",
+                code=DISAGREE, path=path, hint="the file was put together of two: fetch it again",
+            )  # fmt: skip
 
 
 def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]]) -> list[_Entry]:

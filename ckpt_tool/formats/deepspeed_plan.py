@@ -18,7 +18,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.deepspeed_described import OPTIMIZER, Described
+from ckpt_tool.formats.deepspeed_described import OPTIMIZER, UNUSED, Described
 from ckpt_tool.formats.deepspeed_fit import UNFIT, stage_of
 from ckpt_tool.formats.deepspeed_flat import (
     SUB_GROUP_SIZE,
@@ -36,7 +36,6 @@ from ckpt_tool.formats.deepspeed_rank import LAYOUT_KEYS
 from ckpt_tool.formats.state_nesting import writable
 
 DEGREE = "E0287"
-UNUSED = "ckpt_unused"
 
 
 @dataclass(slots=True)
@@ -57,6 +56,7 @@ class Plan:
     notes: list[str]
     config: Mapping[str, Any] = field(default_factory=dict)
     borders: dict[str, list[int]] = field(default_factory=dict)
+    moved: bool = False  # other degrees than the source's
 
     @property
     def data_first(self) -> bool:
@@ -200,23 +200,26 @@ def _set_aside(plan: Plan) -> None:
     same = not isinstance(before, Mapping) or all(
         before.get(name, 1) == value for name, value in (("dp", plan.dp), ("pp", plan.pp), ("ep", plan.ep))
     )
-    random = [] if same else [key for key in plan.extras if _random(str(key))]
+    plan.moved = not same
+    random = [] if same else [key for key in plan.extras if is_random(str(key))]
+    tensors = [t.key.name for t in plan.wanted.tensors if t.key.state == EXTRAS and not same and is_random(t.key.name)]
     taken = [key for key in plan.extras if key in LAYOUT_KEYS and key not in ("module", OPTIMIZER)]
-    if not random and not taken:
+    if not random and not taken and not tensors:
         return
     home = plan.extras.get(UNUSED)
     aside = dict(home) if isinstance(home, Mapping) else {}
     aside |= {key: plan.extras.pop(key) for key in (*random, *taken)}
-    plan.extras[UNUSED] = aside
-    if random:
-        shown = ", ".join(map(str, random[:8]))
+    if aside:
+        plan.extras[UNUSED] = aside
+    if random or tensors:
+        shown = ", ".join(map(str, [*random, *tensors][:8]))
         plan.notes.append(f"random states of the source's ranks are kept under {UNUSED}, not used: {shown}")
     if taken:
         shown = ", ".join(map(str, taken[:8]))
         plan.notes.append(f"kept under {UNUSED}, for DeepSpeed needs these keys: {shown}")
 
 
-def _random(key: str) -> bool:
+def is_random(key: str) -> bool:
     return "rng" in key.lower() or "random_state" in key.lower()
 
 

@@ -127,6 +127,8 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
             out.fragments[str(path[1])] = array
         elif path[0] == "optimizer":
             out.optimizer.append((path, array))
+        elif path[0] in LAYOUT_KEYS:
+            raise _malformed(f"a tensor at {dotted(path)[:200]}, where DeepSpeed keeps none", shown)
         else:
             out.others.append((path, array))
     return out

@@ -18,14 +18,14 @@ from ckpt_tool.core.box import flat_boxes, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import TargetFile
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
-from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER
+from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, UNUSED
 from ckpt_tool.formats.deepspeed_files import expert_name, layer_name, model3_name, model_name
 from ckpt_tool.formats.deepspeed_flat import deal, share
 from ckpt_tool.formats.deepspeed_moe import counts, expert_name_of, local_names
 from ckpt_tool.formats.deepspeed_off import WRAPPER
 from ckpt_tool.formats.deepspeed_optimizer import VERSION, with_stage
 from ckpt_tool.formats.deepspeed_pipe import TIED
-from ckpt_tool.formats.deepspeed_plan import UNUSED, Plan, sub_group_names
+from ckpt_tool.formats.deepspeed_plan import Plan, is_random, sub_group_names
 from ckpt_tool.formats.deepspeed_rank import LAYOUT_KEYS
 from ckpt_tool.formats.state_tree import join
 from ckpt_tool.formats.torch_content import Part, TorchComposer
@@ -193,7 +193,8 @@ class ModuleWriter:
                 yield (EMA, tensor.key.name), self._whole(composer, tensor.key.name, EMA)
             elif tensor.key.state == EXTRAS:
                 path = tensor.path if own and tensor.path else (tensor.key.name,)
-                head = (UNUSED,) if path[0] in unused else ()
+                aside = path[0] in unused or plan.moved and path[0] != UNUSED and is_random(str(path[0]))
+                head = (UNUSED,) if aside else ()
                 yield (*head, *path), self._whole(composer, tensor.key.name, EXTRAS)
 
     def _plain_optimizer(self, composer: TorchComposer, model: int) -> dict[str, Any] | None:

@@ -374,6 +374,40 @@ def test_a_tie_that_holds_two_values(tmp_path: Path) -> None:
     assert e.value.exit_code == 3 and not (tmp_path / "out").exists()
 
 
+def damaged(case: str, tmp_path: Path, change: Any) -> Path:
+    folder = broken(case, tmp_path)
+    path = folder / "mp_rank_00_model_states.pt"
+    state = load(path)
+    change(state)
+    torch.save(state, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        ("z1_bf16_dp4", lambda s: s["module"].pop("layers.1.up.bias"), "not in the module"),
+        ("z1_bf16_dp4", lambda s: s.update(mp_world_size=torch.zeros(2)), "where DeepSpeed keeps none"),
+        ("z1_bf16_dp4", lambda s: s.update(dp_world_size=1 << 23), "files are missing|more ranks"),
+        ("z1_bf16_dp4", lambda s: s["param_shapes"][0].pop("layers.1.up.bias"), "param_slice_mappings"),
+        (
+            "z1_bf16_dp4",
+            lambda s: s["param_shapes"][0].update({"embed.weight": torch.Size([37, 11])}),
+            "param_slice_map",
+        ),
+        ("z1_bf16_dp4", lambda s: s["param_shapes"][0].update({"embed.weight": "wide"}), "no names to shapes"),
+        ("moe_z2_ep2_dp4", lambda s: s.update(num_experts=[4, 6]), "experts have no file"),
+        ("z0_bf16_dp2", lambda s: s["optimizer"]["fp32_groups"][0].pop(), "fp32 weight"),
+        ("z0_bf16_dp2", lambda s: s["optimizer"].update(fp32_groups_flat=[torch.zeros(9)]), "fused"),
+        ("z1_bf16_dp4", lambda s: s.update(ds_autoep_layers=[{"num_experts": 4}]), "AutoEP"),
+    ],
+)
+def test_a_module_file_that_contradicts_itself(case: str, change: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match=words) as e:
+        read(damaged(case, tmp_path, change))
+    assert e.value.exit_code == 3 and e.value.hint
+
+
 def test_an_elastic_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     folder = broken("z1_bf16_dp4", tmp_path)
     path = folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -383,6 +417,31 @@ def test_an_elastic_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     torch.save(state, path)
     with pytest.raises(InputError, match="elastic"):
         read(folder)
+
+
+def test_states_on_nvme_are_refused_by_name(tmp_path: Path) -> None:
+    folder = broken("z3_bf16_dp4", tmp_path)
+    path = folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    state = load(path)
+    state["optimizer_state_dict"]["fp32_flat_groups"] = []
+    torch.save(state, path)
+    with pytest.raises(InputError, match="NVMe"):
+        read(folder)
+
+
+def test_random_states_of_other_ranks_are_set_aside(tmp_path: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state |= {"torch_rng_state": torch.arange(8, dtype=torch.uint8), "rng": {"python": [1, 2]}}
+        state["ema"] = {"embed.weight": torch.ones(37, 10)}
+
+    folder = damaged("z1_bf16_dp4", tmp_path, change)
+    report = write(folder, tmp_path / "out", dp=2)
+    module = load(tag(tmp_path / "out") / "mp_rank_00_model_states.pt")
+    assert set(module["ckpt_unused"]) == {"torch_rng_state", "rng"} and "torch_rng_state" not in module
+    assert any("ckpt_unused" in note for note in report["notes"]) and "ema" in module
+    write(folder, tmp_path / "same", dp=4)
+    assert "torch_rng_state" in load(tag(tmp_path / "same") / "mp_rank_00_model_states.pt")
+    assert open_source(str(folder), Reading()).catalog.states()[-1] in ("ema", "extras")
 
 
 def test_layers_of_tensor_parallel_ranks_are_refused_by_name(tmp_path: Path) -> None:
