@@ -35,7 +35,8 @@ from ckpt_tool.errors import InputError
 from ckpt_tool.storage.pickle_values import Record, TensorRef
 
 UNPLACED = "E0399"
-RANKS_LIMIT = 1 << 20
+RANKS_LIMIT = 1 << 17
+BOXES_LIMIT = 1 << 14  # of one rank's part of one tensor; real ones have one
 _DIMS = {
     "tp": "tp", "tensor": "tp", "tensor_parallel": "tp", "model": "tp", "mp": "tp", "cp": "cp", "sp": "cp", "ep": "ep",
     "pp": "pp",
@@ -138,8 +139,8 @@ def _by_layout(
     if not at or max(at) >= len(flat) or len(flat) > RANKS_LIMIT or not all(type(r) is int for r in flat):
         raise _unplaced("its mesh's layout leaves its list of ranks")
     taken: set[int] = set()
-    for base in range(len(flat)):  # the slices: the layout moved to each place that none has yet
-        if base in taken or base + max(at) >= len(flat):
+    for base in range(len(flat) - max(at)):  # the slices: the layout moved to each place that none has yet
+        if base in taken:
             continue
         ranks = tuple(flat[base + i] for i in at)
         if rank in ranks or len(at) == len(flat):
@@ -177,7 +178,7 @@ def read_placed(spec: Any, mesh: RankMesh, rank: int) -> Placed:
             cuts.append(None)
         elif name in ("Shard", "_StridedShard"):
             dim, factor = item.get("dim", int), item.get("split_factor", int) if name == "_StridedShard" else 1
-            if not 0 <= dim < rank or not 1 <= factor <= RANKS_LIMIT:
+            if not 0 <= dim < rank or not 1 <= factor <= BOXES_LIMIT:
                 raise _unplaced(f"{name}({dim}) of a tensor with {rank} dims")
             cuts.append(Cut(dim, factor))
         else:
@@ -223,6 +224,8 @@ def boxes(shape: Sequence[int], placed: Placed, at: Sequence[int]) -> tuple[tupl
         if cut is not None:
             factor = 1 if placed.order else cut.factor
             lines[cut.dim] = _share(lines[cut.dim], placed.mesh.shape[m], at[m], factor)
+        if prod(map(len, lines)) > BOXES_LIMIT:
+            raise _unplaced(f"its split factors cut it into more than {BOXES_LIMIT} pieces")
     local = tuple(sum(n for _, n in runs) for runs in lines)
     if 0 in local:
         return local, []
@@ -245,7 +248,7 @@ def _share(runs: Sequence[tuple[int, int]], parts: int, index: int, factor: int)
     length = sum(n for _, n in runs)
     wide = -(-length // factor)
     out: list[tuple[int, int]] = []
-    for piece in range(factor):
+    for piece in range(min(factor, length)):
         low, high = min(piece * wide, length), min((piece + 1) * wide, length)
         step = -(-(high - low) // parts)
         out += _cut(runs, min(low + index * step, high), min(low + (index + 1) * step, high))

@@ -162,6 +162,12 @@ def test_a_mesh_that_makes_no_sense_is_refused(state: dict[str, Any]) -> None:
     assert raised.value.code == "E0399"
 
 
+def test_split_factors_that_would_make_millions_of_boxes_are_refused() -> None:
+    placed = Placed(row_major(2, 2, 2), (Cut(0, 1 << 14), Cut(1, 1 << 14), None), ())
+    with pytest.raises(InputError, match="pieces"):
+        boxes((1 << 30, 1 << 30), placed, (0, 0, 0))
+
+
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
