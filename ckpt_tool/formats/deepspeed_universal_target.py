@@ -173,7 +173,9 @@ def _options(out: _Layout, wanted: Wanted, extras: Mapping[str, Any]) -> None:
         out.groups.append({key: item for key, item in group.items() if key not in ("params", "param_names")})
         out.steps.append(step if type(step) in (int, float) else None)
     if not isinstance(extras.get("lr_scheduler"), Mapping):
-        out.notes.append("no lr_scheduler in the source: a job that has one must load with load_lr_scheduler_states=False")
+        out.notes.append(
+            "no lr_scheduler in the source: a job that has one must load with load_lr_scheduler_states=False"
+        )
     rest = [name for name in out.folders if name not in taken]
     out.names[0] += rest
     if home is None:
