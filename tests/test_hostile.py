@@ -85,3 +85,23 @@ def _remove(path):
     import shutil
 
     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+POISONED = [
+    case for module in GENERATORS if hasattr(module, "KINDS") for case in module.CASES if case[0].startswith("D3-")
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case[0]) for case in POISONED])
+def test_security_names_what_a_file_asks_for(case, tmp_path, capfd):
+    """`inspect --security`: the name, its file and place, and the harmless names of the other files."""
+    _, make, _, (wanted, filename) = case
+    source = make(tmp_path)
+    assert run(["inspect", str(source), "--security"]) == 0
+    shown = capfd.readouterr().out
+    (line,) = [line for line in shown.splitlines() if "UNSAFE" in line]
+    assert wanted in line and filename in line and "opcode" in line
+    assert run(["inspect", str(source), "--security", "--json"]) == 0
+    security = json.loads(capfd.readouterr().out)["security"]
+    assert len(security["unsafe"]) == 1 and any(name.startswith("torch._utils") for name in security["globals"])
+    assert not (tmp_path / "canary").exists()

@@ -132,6 +132,7 @@ class Module:
         for index, name in sorted(reader.files.layers.items()):
             arrays, content = read_tensors(reader.tree, name)
             reader.unsafe += content.unsafe
+            reader.globals.update(dict.fromkeys(content.globals))
             key = key_of_layer(index, {local: a.shape for local, a in arrays.items()}, known, tied)
             if key is not None:
                 del tied[key]
@@ -173,6 +174,7 @@ class Module:
         for (layer, number), file in sorted(reader.files.experts.items()):
             arrays, content = read_tensors(reader.tree, file)
             reader.unsafe += content.unsafe
+            reader.globals.update(dict.fromkeys(content.globals))
             for name, array in arrays.items():
                 found = expert_name_of(name)
                 if found is None or found.number != number:

@@ -29,7 +29,7 @@ from ckpt_tool.storage.source import Tree
 MALFORMED, REFUSED, DISAGREE = "E0355", "E0356", "E0359"
 OPTIMIZER, BASE, MASTERS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
 FLAT3 = "fp32_flat_groups"
-_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "BOOL": "<?"}
 # Keys of a module file that say how it is laid out: made anew when it is written.
 LAYOUT_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -60,6 +60,7 @@ class ModuleFile:
     others: list[tuple[Path, StoredArray]] = field(default_factory=list)
     unsafe: list[str] = field(default_factory=list)
     ordered: list[tuple[Path, Any]] = field(default_factory=list)
+    globals: list[str] = field(default_factory=list)
 
     def count(self, name: str, default: int = 1) -> int:
         """A world size."""
@@ -97,6 +98,7 @@ class OptimizerFile:
     param_groups: list[dict[str, Any]]
     rest: dict[str, Any]
     unsafe: list[str]
+    globals: list[str]
 
 
 def read_module(tree: Tree, name: str) -> ModuleFile:
@@ -111,7 +113,7 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
         _shape_map(values.get("frozen_param_shapes") or {}, "frozen_param_shapes", shown), {},
         _shared(values.get("shared_params") or {}, shown),
         {key: item for key, item in values.items() if key not in LAYOUT_KEYS or key.endswith("world_size")},
-        unsafe=content.unsafe, ordered=content.ordered,
+        unsafe=content.unsafe, ordered=content.ordered, globals=content.globals,
     )  # fmt: skip
     if isinstance(values.get("checkpoint_parallel_dimensions"), dict):
         out.values["checkpoint_parallel_dimensions"] = values["checkpoint_parallel_dimensions"]
@@ -169,8 +171,24 @@ def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
     _states(tree, arrays, prefix, _mapping(base.get("state") or {}, "state", shown), groups, options, shown)
     _layout(state, groups, stage, shown)
     rest = {key: plain(item) for key, item in state.items() if key not in _OPTIMIZER_LAYOUT}
+    rest |= _others(tree, content, FLAT3 if stage == 3 else MASTERS, (*prefix, "state"), shown)
     bare = [{key: item for key, item in group.items() if key != "params"} for group in options]
-    return OptimizerFile(shown, stage, stage != 3 and not said, groups, bare, rest, content.unsafe)
+    return OptimizerFile(shown, stage, stage != 3 and not said, groups, bare, rest, content.unsafe, content.globals)
+
+
+def _others(tree: Tree, content: TorchContent, flat: str, states: Path, shown: str) -> dict[str, Any]:
+    """Single numbers kept as tensors beside the states. Raises InputError E0356 for a tensor that is none: nothing is left
+    out in silence."""
+    out = {}
+    for path, array in content.leaves:
+        inner = path[1:] if path[0] == OPTIMIZER else ()
+        if inner[:1] == (flat,) and len(inner) == 2 or inner[: len(states)] == states and len(inner) == len(states) + 2:
+            continue
+        if len(inner) == 1 and array.numel == 1 and array.dtype.name in _SCALARS and inner[0] not in _OPTIMIZER_LAYOUT:
+            out[str(inner[0])] = _scalar(tree, array, str(inner[0]))
+        else:
+            raise _refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
+    return out
 
 
 def plain(value: Any) -> Any:

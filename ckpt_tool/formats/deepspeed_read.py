@@ -52,6 +52,7 @@ class Reader:
     stages: list[list[list[str]]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     unsafe: list[str] = field(default_factory=list)
+    globals: dict[str, None] = field(default_factory=dict)
     dp: int = 1
     pp: int = 1
     ep: int = 1
@@ -97,8 +98,9 @@ class Reader:
             self.modules[rank] = first if rank == min(names) else read_module(self.tree, names[rank])
         for rank, name in sorted(self.files.optim.items()):
             self.optimizers[rank] = read_optimizer(self.tree, name)
-        self.unsafe += [line for module in self.modules.values() for line in module.unsafe]
-        self.unsafe += [line for optimizer in self.optimizers.values() for line in optimizer.unsafe]
+        read: list[ModuleFile | OptimizerFile] = [*self.modules.values(), *self.optimizers.values()]
+        self.unsafe += [line for file in read for line in file.unsafe]
+        self.globals.update(dict.fromkeys(line for file in read for line in file.globals))
         self._of_one_save()
 
     def _model_ranks(self, first: ModuleFile) -> int:

@@ -51,6 +51,7 @@ class Reader:
         self.tree = tree
         self.notes: list[Note] = []
         self.unsafe: list[str] = []
+        self.globals: dict[str, None] = {}
         self.files: list[str] = []
         self.tensors: dict[TensorKey, LogicalTensor] = {}
         self.module = Modules(tree, self._open)
@@ -75,7 +76,7 @@ class Reader:
         hints = dict(record.hints) if record is not None else {}
         return Catalog(
             "deepspeed-universal", self.tensors, extras, files=tuple(self.files), notes=(*self.notes, *checked),
-            unsafe=tuple(dict.fromkeys(self.unsafe)), hints=hints,
+            unsafe=tuple(dict.fromkeys(self.unsafe)), hints={**hints, "globals": list(self.globals)},
         )  # fmt: skip
 
     # -- which files --------------------------------------------------------------------------------------------------------
@@ -99,6 +100,7 @@ class Reader:
         content = read_content(self.tree, path)
         self.files.append(path)
         self.unsafe += content.unsafe
+        self.globals.update(dict.fromkeys(content.globals))
         return content
 
     def _optimizer_state(self) -> TorchContent:

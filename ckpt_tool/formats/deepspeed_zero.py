@@ -133,7 +133,8 @@ def _catalog(reader: Reader, module: Module) -> Catalog:
     notes = [*reader.notes, *_notes(reader, module)]
     return Catalog(
         "deepspeed", tensors, extras, Mesh.of(pp=reader.pp, ep=reader.ep, dp=reader.dp // reader.ep),
-        files=reader.files.all(), notes=tuple(notes), unsafe=tuple(reader.unsafe), hints={"degrees": degrees},
+        files=reader.files.all(), notes=tuple(notes), unsafe=tuple(reader.unsafe),
+        hints={"degrees": degrees, "globals": list(reader.globals)},
     )  # fmt: skip
 
 
