@@ -156,10 +156,9 @@ def _cuts(wanted: Wanted) -> Mapping[str, Any]:
 
 def _options(out: _Layout, wanted: Wanted, extras: Mapping[str, Any]) -> None:
     """Parameter groups and their steps, from wherever the source keeps them."""
-    home = _home(extras)
-    listed = home.get("param_groups") if home is not None else None
-    groups = [dict(group) for group in listed or () if isinstance(group, Mapping)] or [{}]
-    said = home.get("scalars") if home is not None else None
+    homes = _homes(extras)
+    groups = [dict(group) for home in homes for group in home["param_groups"] if isinstance(group, Mapping)] or [{}]
+    said = homes[0].get("scalars") if len(homes) == 1 else None
     scalars = said if isinstance(said, list) and len(said) == len(groups) else [{}] * len(groups)
     taken: set[str] = set()
     for group, scalar in zip(groups, scalars, strict=True):
@@ -178,7 +177,7 @@ def _options(out: _Layout, wanted: Wanted, extras: Mapping[str, Any]) -> None:
         )
     rest = [name for name in out.folders if name not in taken]
     out.names[0] += rest
-    if home is None:
+    if not homes:
         out.notes.append("no optimizer options in the source: the job's own configuration counts")
     elif len(groups) > 1 and rest and len(rest) == len(out.folders):
         out.notes.append(
@@ -189,18 +188,22 @@ def _options(out: _Layout, wanted: Wanted, extras: Mapping[str, Any]) -> None:
             out.notes.append("no step counter in the source: Adam's bias correction starts anew, ZeRO 3 can't load it")
 
 
-def _home(extras: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of the extras that has the optimizer's groups."""
+def _homes(extras: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of the extras that have an optimizer's groups: one, or several of a chained optimizer (Megatron's experts)."""
     if isinstance(extras.get("param_groups"), list):
-        return extras
+        return [extras]
     for key in sorted(OPTIMIZER_ROOTS, key=lambda key: (key != OPTIMIZER, key)):
         found = extras.get(key)
-        if isinstance(found, Mapping):
-            inner = found.get(OPTIMIZER)
-            for home in (found, inner):
+        chain = found if isinstance(found, list | tuple) else [found]
+        homes = list[Mapping[str, Any]]()
+        for part in chain:
+            for home in (part, part.get(OPTIMIZER)) if isinstance(part, Mapping) else ():
                 if isinstance(home, Mapping) and isinstance(home.get("param_groups"), list):
-                    return home
-    return None
+                    homes.append(home)
+                    break
+        if homes:
+            return homes
+    return []
 
 
 def _step_of(layout: _Layout, name: str) -> float | int | None:

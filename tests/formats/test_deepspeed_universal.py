@@ -290,6 +290,20 @@ def test_a_foreign_source_keeps_everything(tmp_path: Path) -> None:
     assert torch.equal(weights, load_file(f"{source}.truth.safetensors")["model/embed.weight"])
 
 
+def test_groups_of_chained_optimizers_are_all_kept(tmp_path: Path) -> None:
+    """Megatron's optimizer of a model with experts is a list of optimizers, each with its groups; the step is theirs."""
+    weights = {"w": ramp((4, 2)), "e": ramp((3,))}
+    chain = [{"optimizer": {"param_groups": [{"lr": lr, "step": 7}]}} for lr in (0.1, 0.2)]
+    state = {"model": weights, "optimizer": chain, "optim": {"state": {n: {"exp_avg": v} for n, v in weights.items()}}}
+    torch.save(state, tmp_path / "in.pt")
+    to(tmp_path / "in.pt", tmp_path / "out")
+    (root,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    said = torch.load(root / "zero/optimizer_state.pt", weights_only=False)
+    assert [group["lr"] for group in said["param_groups"]] == [0.1, 0.2]
+    assert torch.load(root / "zero/e/step.pt") == 7.0
+    assert equal(tmp_path / "in.pt", tmp_path / "out") and catalog_of(tmp_path / "out").extras["optimizer"] == chain
+
+
 def test_states_that_deepspeed_would_take_for_its_own_lie_beside(tmp_path: Path) -> None:
     source = FIXTURES / "torch" / "ema.pt"
     to(source, tmp_path / "out")
