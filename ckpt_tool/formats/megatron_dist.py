@@ -21,11 +21,11 @@ Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is said; `mega
   `fully_reshardable` (0.15-): `optimizer.state.{param,...}.KEY`;
   `fully_sharded_model_space` (0.6-0.15): `optimizer.state.{fp32_param,...}.KEY`, flattened ranges;
   `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
-  (`megatron_dist_flat`). Hyperparameters lie in the common state, or with the flat buckets as objects a rank.
+  (`megatron_dist_flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in the common state, or with the flat buckets as objects a rank.
 * Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
 
 Writing: `formats.megatron_dist_target`. Cost: 0.1 ms a box. What it does not do: zarr (core <= 0.15 can read it),
-Megatron-FSDP's `fsdp_dtensor` (plain DCP), `dp_zero_gather_scatter`, FP8 scales in extra states.
+Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
 """
 
 from __future__ import annotations
@@ -153,10 +153,12 @@ class _Reading:
             else:
                 self._entry(entry, own)
         tensors, degrees = self._tensors(), _degrees(objects)
-        if flat:
+        if flat or objects.gathered:
             from ckpt_tool.formats.megatron_dist_flat import flat_states
 
-            tensors |= flat_states(flat, tensors, _arguments(objects), degrees, self.tree.display(self.folder))
+            tensors |= flat_states(
+                flat, objects.gathered, tensors, _arguments(objects), degrees, self.tree.display(self.folder)
+            )
         tensors |= self._of_common(objects, tensors)
         unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
         return Catalog(

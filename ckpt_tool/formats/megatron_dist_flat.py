@@ -15,6 +15,8 @@ are no chunk's ends is an error, never a guess.
 * bucket: as many parameters, backwards, as reach its length. Gaps hold what was in memory: they are not read.
 * An embedding that first and last stage share lies in both; the copies are replicas, cut at other places.
 * GroupedMLP (until core 0.16) has one parameter for all its experts, stored transposed.
+* `dp_zero_gather_scatter` (core <= 0.14) has the same buffers as one object a dp group, bucket after bucket without the
+  padding at their ends; nothing but the whole length proves the order there.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `optimizer/distrib_optimizer.py` (`sharded_param_state_dp_reshardable`),
 `optimizer/__init__.py` (which group is which), `distributed/distributed_data_parallel.py`. The local shapes are those of the
@@ -33,7 +35,9 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.formats.dcp_metadata import TensorEntry
+from ckpt_tool.formats.megatron_args import Facts, facts_of
 from ckpt_tool.formats.megatron_dist_ranks import Parameter, Ranks, Segment
+from ckpt_tool.formats.megatron_flat import default_bucket_size, lay_flat
 
 MISFIT = "E0355"
 _KEY = re.compile(
@@ -81,6 +85,7 @@ _Found = dict[TensorKey, dict[tuple[Box, ...], list[list[Chunk]]]]
 
 def flat_states(
     flat: Sequence[tuple[TensorEntry, list[StoredArray]]],
+    gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]],
     tensors: Mapping[TensorKey, LogicalTensor],
     args: Mapping[str, Any],
     degrees: Mapping[str, int],
@@ -88,7 +93,7 @@ def flat_states(
 ) -> dict[TensorKey, LogicalTensor]:
     """The states that lie in flat buckets, under the model's names.
 
-    flat: each bucket's entry and the arrays of its pieces. tensors: the model's. args: Megatron's arguments. Raises
+    flat: each bucket's entry and the arrays of its pieces. gathered: coalesced buffers (`Objects`). tensors: the model's. args: Megatron's arguments. Raises
     InconsistentCheckpoint (E0355) when the model's parameters do not fill the buckets as the rule says.
     """
     buckets, dtypes = _buckets(flat, degrees["ep"] > 1, shown)
@@ -96,6 +101,7 @@ def flat_states(
     for ranks in Ranks.readings(tensors, args, degrees):
         try:
             found = _named(buckets, dtypes, ranks, shown)
+            _coalesced(gathered, facts_of(args), degrees, ranks, found, shown)
         except InconsistentCheckpoint as e:
             faults.append(e.message)
             continue
@@ -152,6 +158,45 @@ def _named(buckets: _Buckets, dtypes: Mapping[_Where, str], ranks: Ranks, shown:
     return out
 
 
+def _coalesced(
+    gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]],
+    facts: Facts,
+    degrees: Mapping[str, int],
+    ranks: Ranks,
+    out: _Found,
+    shown: str,
+) -> None:
+    """The chunks of gathered buffers, under their names."""
+    data_ranks = degrees["dp"] * degrees["cp"]
+    for chained, group, number, dtype, arrays in gathered:
+        experts = degrees["ep"] > 1 and chained == 1
+        parameters = ranks.buffer(experts, group, number, dtype)
+        stage = group // (degrees["etp"] * degrees["ep"] if experts else degrees["tp"])
+        bucketed = facts.overlap and stage == 0 and number == 0
+        size = (facts.bucket_size or default_bucket_size(data_ranks)) if bucketed else None
+        laid = lay_flat(
+            [p.numel for p in parameters],
+            shared=[p.shared for p in parameters],
+            bucket_size=size,
+            data_ranks=data_ranks,
+        )
+        for state, array in arrays.items():
+            line = Line(f"dp group {group}, buffer {number}", array.numel, array.dtype, [0], [array.numel], [array])
+            if laid.unpadded != array.numel:
+                raise _misfit(line, f"the parameters that belong there take {laid.unpadded}", shown)
+            for index, parameter in enumerate(parameters):
+                _place(parameter, line, laid.coalesced(index), _state(state), out)
+
+
+def _place(parameter: Parameter, line: Line, start: int, state: str, out: _Found) -> None:
+    """The parameter's chunks, at element `start` of the line, into `out`."""
+    for segment in parameter.segments:
+        copies = out.setdefault(TensorKey(segment.name, state), {}).setdefault(parameter.region(segment.name), [])
+        if segment.first:
+            copies.append([])
+        copies[-1] += _chunks(line, start, segment)
+
+
 def _fill(left: list[Parameter], lines: Mapping[str, Line], size: int, out: _Found, shown: str) -> None:
     """Take as many parameters off `left` as the bucket of `size` elements holds."""
     stop = 0
@@ -167,13 +212,7 @@ def _fill(left: list[Parameter], lines: Mapping[str, Line], size: int, out: _Fou
                 raise _misfit(
                     line, f"{parameter.name} would be elements {start} to {stop}, but no chunk is cut there", shown
                 )
-            for segment in parameter.segments:
-                copies = out.setdefault(TensorKey(segment.name, state), {}).setdefault(
-                    parameter.region(segment.name), []
-                )
-                if segment.first:
-                    copies.append([])
-                copies[-1] += _chunks(line, start, segment)
+            _place(parameter, line, start, state, out)
 
 
 def _misfit(line: Line, what: str, shown: str) -> InconsistentCheckpoint:

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.core.extras import Opaque
+from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.dcp_items import Items, ReadObject
@@ -65,6 +65,7 @@ class Objects:
     globals: dict[str, None] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     filled: list[str] = field(default_factory=list)
+    gathered: list[tuple[int, int, int, str, dict[str, StoredArray]]] = field(default_factory=list)
     rng_shape: tuple[int, ...] = ()
     common_file: bool = False
 
@@ -88,8 +89,11 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
         key = shards[fqn]
         if _base(key) == COMMON_STATE:
             continue
-        value = _value(tree, one, out)
         found = _DISTRIBUTED.fullmatch(key.base) if key else None
+        if found is not None and found[3] == "param_state":
+            out.gathered += _gathered(tree, one, int(found[1] or 0), int(found[2]))
+            continue
+        value = _value(tree, one, out)
         if key is not None and key.base == "rng_state":
             out.rng_shape = key.shape
             out.extras.setdefault("rng_state", {})[rank_name(key.at, key.shape)] = value
@@ -246,6 +250,27 @@ def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) 
             known[entry.length] = (record.offset - entry.at, one.zip.read("data.pkl"))
         else:
             yield entry.fqn
+
+
+def _gathered(
+    tree: Tree, read: ReadObject, chained: int, group: int
+) -> Iterator[tuple[int, int, int, str, dict[str, StoredArray]]]:
+    """The coalesced buffers that one data rank gathered: {buffer: {(dtype, dtype of gradients): {state: line}}}."""
+    value = _only(read, tree)
+    for number, by_dtype in value.items() if isinstance(value, dict) else ():
+        if type(number) is not int:
+            continue
+        for dtypes, states in by_dtype.items() if isinstance(by_dtype, dict) else ():
+            lines = {state: ref for state, ref in states.items() if isinstance(ref, TensorRef)}
+            parameters = dtypes[0] if isinstance(dtypes, tuple) and dtypes else None
+            if not lines or not isinstance(parameters, Symbol) or any(len(ref.shape) != 1 for ref in lines.values()):
+                raise InputError(
+                    "a gathered optimizer state is not coalesced", code="E0394", path=tree.display(read.entry.file),
+                    offset=read.entry.at, key=read.entry.fqn,
+                    hint="written before core 0.6: load it with --ckpt-convert-update-legacy-dist-opt-format and save it",
+                )  # fmt: skip
+            kind = parameters.name.removeprefix("torch.")
+            yield chained, group, number, kind, {state: read.zip.array(ref) for state, ref in lines.items()}
 
 
 # -- the distributed optimizer's own objects ----------------------------------------------------------------------------

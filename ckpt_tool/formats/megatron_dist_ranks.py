@@ -14,7 +14,7 @@ What can't be known for sure is tried: the arguments' reading first, then the ot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -69,12 +69,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of one rank. name: in the rank's own spelling. regions: what it holds of each logical tensor."""
+    """A parameter of one rank. name: in the rank's own spelling. regions: what it holds of each logical tensor. shared:
+    is it an embedding that two stages hold (a bucket of its own)?"""
 
     name: str
     numel: int
     segments: tuple[Segment, ...]
     regions: Mapping[str, tuple[Box, ...]]
+    shared: bool = False
 
     def region(self, name: str) -> tuple[Box, ...]:
         return self.regions[name]
@@ -185,7 +187,8 @@ class Ranks:
             if expert is None:
                 spelled = self._spelled(name)
                 source = EMBEDDING if name == HEAD and HEAD not in self.tensors else name
-                own[spelled] = self._parameter(spelled, source, tensor_rank, self.degrees["tp"])
+                made = self._parameter(spelled, source, tensor_rank, self.degrees["tp"])
+                own[spelled] = replace(made, shared=self._shared(name, stage))
                 continue
             share = self.experts // self.degrees["ep"]
             if expert.expert // max(share, 1) != expert_rank:
@@ -202,6 +205,19 @@ class Ranks:
             own[spelled] = self._grouped(spelled, names, tensor_rank % self.degrees["etp"], which)
         spelled_names = list(own)
         return [own[spelled_names[i]] for i in megatron_names.registration_order(spelled_names)]
+
+    def _shared(self, name: str, stage: Stage) -> bool:
+        """Does another stage hold it too? Where the head is tied, or an MTP layer stands elsewhere."""
+        if self.stages.pp == 1:
+            return False
+        copied = HEAD not in self.tensors or any(chunk.mtp for chunk in self.stages.chunks)
+        return (
+            name == HEAD
+            and HEAD not in self.tensors
+            or name == EMBEDDING
+            and copied
+            and not (stage.embedding and stage.head)
+        )
 
     def _spelled(self, name: str) -> str:
         if not self.fused or "layernorm" not in name:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -27,8 +28,8 @@ from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import Chunk, StoredArray
-from ckpt_tool.errors import CkptError, UsageError
-from ckpt_tool.formats import megatron_dist_folder, registry
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
+from ckpt_tool.formats import megatron_dist_folder, megatron_dist_objects, registry
 from ckpt_tool.formats.dcp_metadata import Piece, TensorEntry
 from ckpt_tool.formats.megatron_dist import FORMAT
 from ckpt_tool.formats.megatron_dist_keys import name_of, parse, parse_object
@@ -338,3 +339,89 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in ("a", "b")]
     assert files[0] == files[1]
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
+
+
+# -- edited metadata ----------------------------------------------------------------------------------------------------
+
+
+def edited(folder: Path, change: Any) -> CkptError:
+    """What reading says after `change(metadata)`."""
+    import pickle
+
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CkptError) as e:
+        FORMAT.read(Tree(folder), {})
+    return e.value
+
+
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+
+
+def test_a_missing_shard_is_named(llama: Path) -> None:
+    def drop(metadata: Any) -> None:
+        gone = metadata.state_dict_metadata[FC2].chunks.pop(3)
+        metadata.storage_data = {
+            k: v for k, v in metadata.storage_data.items() if (k.fqn, k.offset) != (FC2, gone.offsets)
+        }
+
+    fault = edited(llama, drop)
+    assert fault.code == "E0309" and fault.exit_code == 3
+    assert re.fullmatch(r"decoder\.layers\.\d\.mlp\.linear_fc2\.weight", fault.key or "")
+
+
+def test_a_box_without_bytes_is_named(llama: Path) -> None:
+    def drop(metadata: Any) -> None:
+        metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != FC2}
+
+    fault = edited(llama, drop)
+    assert fault.code == "E0388" and FC2 in fault.message
+
+
+def test_overlapping_shards_are_named(llama: Path) -> None:
+    def overlap(metadata: Any) -> None:
+        chunks = metadata.state_dict_metadata[FC2].chunks
+        first, second = (c for c in chunks if c.offsets[0] == 0)
+        for index in list(metadata.storage_data):
+            if index.fqn == FC2 and index.offset == second.offsets:
+                info = metadata.storage_data.pop(index)
+                moved = torch.Size((*second.offsets[:2], second.offsets[2] - 1))
+                metadata.storage_data[type(index)(FC2, moved)] = info
+                second.offsets = moved
+
+    fault = edited(llama, overlap)
+    assert fault.code == "E0308" and fault.key == "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+def test_steps_that_differ_between_groups_are_told(llama: Path) -> None:
+    groups = {-1: {n: {"optimizer": {"param_groups": [{"step": 2 + n}]}} for n in range(2)}}
+    with pytest.raises(InconsistentCheckpoint) as e:
+        megatron_dist_objects._hyperparameters(Tree(llama), groups, megatron_dist_objects.Objects())
+    assert e.value.code == "E0379" and "[3] in dp group 1" in e.value.message
+
+
+def test_flat_buckets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Arguments that tell another order: the chunks don't agree, and nothing is guessed."""
+    folder = Path(shutil.copytree(iteration(HOME / "tied_pp2_flat"), tmp_path / "iter_0000002"))
+    fault = edited(folder, lambda metadata: metadata.state_dict_metadata.pop("decoder.final_layernorm.weight"))
+    assert fault.code == "E0355" and fault.exit_code == 3 and "fully-reshardable" in (fault.hint or "")
+
+
+# -- the optimizers' hyperparameters between degrees ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("degrees", "count"), [({"ep": 2, "dp": 2}, 2), ({"ep": 1, "dp": 2}, 1)])
+def test_experts_have_an_optimizer_of_their_own_where_they_are_parallel(
+    degrees: dict[str, int], count: int, tmp_path: Path
+) -> None:
+    reshaped(HOME / "moe_ep2_flat", tmp_path / "one", ep=1, dp=1)
+    out = reshaped(tmp_path / "one", tmp_path / "two", **degrees)
+    said = FORMAT.read(Tree(out), {}).extras["optimizer"]
+    several = [said[n] for n in sorted(said)] if 0 in said else [said]
+    assert len(several) == count
+    for number, one in enumerate(several):
+        assert one["param_state_sharding_type"] == "fully_reshardable"
+        assert {group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]} == {number == 1}
+        assert {group["step"] for group in one["optimizer"]["param_groups"]} == {2.0}
