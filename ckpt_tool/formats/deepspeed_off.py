@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.core.tensor import MASTER, LogicalTensor, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import MASTER, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.deepspeed_rank import DISAGREE, MALFORMED, REFUSED, ModuleFile
 from ckpt_tool.formats.optimizer_ids import Candidate, align
+from ckpt_tool.formats.state_tree import dotted
 
 WRAPPER = "wrapper"  # in the extras under `optimizer`: what DeepSpeed's 16-bit wrapper keeps beside
 _INNER = "optimizer_state_dict"
@@ -73,6 +74,11 @@ def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray])
         total += len(numbers)
     if not groups:
         return Off({}, {}, [], [])
+    if len({len(stage) for stage in sizes}) > 1:
+        raise CorruptFile(
+            f"the stages have {[len(stage) for stage in sizes][:8]} parameter groups, want as many in each", code=MALFORMED,
+            path=files[0].path, hint="files of two runs lie together",
+        )  # fmt: skip
     _check(entries, files[0].path)
     return _named(files, model, entries, groups, sizes, wrapper)
 
@@ -116,11 +122,21 @@ def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapp
     for path, array in file.optimizer:
         if path[-3:-2] == ("state",) and path[-2] in numbers:
             out.append(_Entry(numbers[int(path[-2])], str(path[-1]), array))
-        elif path[1] == "fp32_groups" and len(path) == 4 and int(path[2]) < len(groups):
-            params = groups[int(path[2])]["params"]
-            if int(path[3]) < len(params) and params[int(path[3])] in numbers:
-                out.append(_Entry(numbers[params[int(path[3])]], MASTER, array))
+            continue
+        params = groups[int(path[2])]["params"] if _index(path, 2, len(groups)) else []
+        if path[1:2] != ("fp32_groups",) or len(path) != 4 or not _index(path, 3, len(params)):
+            raise InputError(
+                f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", code=REFUSED, path=file.path,
+                hint="resume it once with ZeRO 1 and save it",
+            )  # fmt: skip
+        out.append(_Entry(numbers[params[int(path[3])]], MASTER, array))
     return out
+
+
+def _index(path: Path, at: int, count: int) -> bool:
+    """Is step `at` of the path a number below `count`?"""
+    step = path[at] if len(path) > at else None
+    return type(step) is int and 0 <= step < count
 
 
 def _named(
