@@ -26,7 +26,7 @@ from ckpt_tool.errors import InconsistentCheckpoint, UnmappedTensor
 from ckpt_tool.formats import megatron_names as names
 from ckpt_tool.formats.megatron_args import Facts
 from ckpt_tool.formats.megatron_ranks import CONTRADICTION, Rank
-from ckpt_tool.formats.megatron_rules import ETP, Rule, global_shape, pieces, rule_of
+from ckpt_tool.formats.megatron_rules import ETP, VOCABULARY, Rule, global_shape, pieces, rule_of
 from ckpt_tool.formats.megatron_stages import Stage
 
 UNMAPPED = "E0304"
@@ -60,6 +60,7 @@ class Cutting:
     gated: bool
     down_shared: bool
     local_experts: int  # a rank's
+    rows: int | None = None  # of vocabularies, without those that we added as padding
 
     def rule(self, name: str, rank: int) -> Rule:
         return rule_of(name, rank, gated=self.gated, down_shared=self.down_shared)
@@ -85,7 +86,20 @@ def slots_of(local: str, shape: Sequence[int], rank: Rank, stage: Stage, cutting
             hint="bring the job to tensor parallel size 1 with its own software, or remove the key (--remove-keys)",
         )  # fmt: skip
     full = global_shape(rule, shape, size)
-    return [Slot(name, full, piece.box, piece.within) for piece in pieces(rule, full, number, size)]
+    slots = [Slot(name, full, piece.box, piece.within) for piece in pieces(rule, full, number, size)]
+    return _trimmed(slots, cutting.rows) if cutting.rows is not None and name in VOCABULARY else slots
+
+
+def _trimmed(slots: Iterable[Slot], rows: int) -> list[Slot]:
+    """The slots without the rows from `rows` on."""
+    out = []
+    for slot in slots:
+        left = max(0, min(slot.box.shape[0], rows - slot.box.offset[0]))
+        if left:
+            mine = (left, *slot.box.shape[1:])
+            shape = (min(rows, slot.shape[0]), *slot.shape[1:])
+            out.append(slot._replace(shape=shape, box=Box(slot.box.offset, mine), within=Box(slot.within.offset, mine)))
+    return out
 
 
 def _grouped(local: str, grouped: tuple[str, int], shape: Sequence[int], rank: Rank, cutting: Cutting) -> list[Slot]:

@@ -209,7 +209,18 @@ class _Reading:
                 f"{ep} expert ranks hold {own} experts each, the arguments say {self.facts.experts} in all", code=MISSING,
                 path=self.tree.display(self.first.path), hint="expert tensors are missing from the rank files",
             )  # fmt: skip
-        return Cutting(self.facts, self.degrees, gated(shapes, self.facts), self._down_shared(shapes), own)
+        return Cutting(
+            self.facts, self.degrees, gated(shapes, self.facts), self._down_shared(shapes), own, self._vocab_rows()
+        )  # fmt: skip
+
+    def _vocab_rows(self) -> int | None:
+        """Rows of vocabularies without the zeros that our writer added; None when it added none."""
+        ours = self.first.extras.get(OURS)
+        rows = ours.get("vocab_rows") if isinstance(ours, dict) else None
+        if type(rows) is not int or rows <= 0:
+            return None
+        self.notes.append(Note("N0303", f"vocabulary rows from {rows} on are padding that ckpt added", self.first.path))
+        return rows
 
     def _down_shared(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Are MLA's down projections cut over tensor ranks? By their sizes where the arguments tell the whole."""

@@ -209,7 +209,7 @@ class States:
         return out
 
     def _entry(self, share: Share, composer: TorchComposer) -> dict[str, Any]:
-        states = sorted((s for s in self.form.states if (s, share.names[0]) in self.at), key=lambda s: s != STEP)
+        states = [state for state in self.form.states if (state, share.names[0]) in self.at]
         return {state: self._array(share, state, composer) for state in states}
 
     def _array(self, share: Share, state: str, composer: TorchComposer) -> Any:

@@ -200,7 +200,9 @@ class _Writing:
         out["checkpoint_version"] = self.extras.get("checkpoint_version", 3.0)
         out["iteration"] = self.iteration or 0
         for chunk, own in enumerate(shares):
-            out["model" if len(shares) == 1 else f"model{chunk}"] = self._model(own, composer)
+            model = out["model" if len(shares) == 1 else f"model{chunk}"] = self._model(own, composer)
+            if self.shape.facts.tied and self.shape.stages.of(rank.pp, chunk).head:
+                model.setdefault("output_layer._extra_state", None)  # the layer is there, its weight is the embedding's
         if not self.states.form.none:
             out["optimizer"] = self._optimizer(rank, shares, composer)
         common = join(self.common, [(path, self._whole(at, composer)) for path, at in self.placed])
@@ -268,7 +270,7 @@ class _Writing:
             extras["optimizer"] = optimizer
         rows, kept = self.shape.rows, self.shape.kept_rows
         if rows is not None and kept is not None and rows > kept:
-            extras["ckpt_vocab_rows"] = kept
+            out["vocab_rows"] = kept
         if extras:
             out["extras"] = extras
         return out

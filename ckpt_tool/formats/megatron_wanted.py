@@ -6,7 +6,8 @@ divide the heads, layers that do not spread over stages, experts that do not par
     112 rows for a vocabulary of 100 (multiple 16), --tp 2   ->   128 rows, 16 more than there are: zeros
 
 Rows of a vocabulary are never dropped here: they are kept where they divide, else zeros are added up to what Megatron itself
-computes, ceil(V / (multiple * TP)) * multiple * TP. What we added is remembered (`ckpt.vocab_rows`) and left out again.
+computes, ceil(V / (multiple * TP)) * multiple * TP. What we added is remembered in the files (`ckpt.vocab_rows`), so that our
+own reader leaves it out again: the logical tensor never changes.
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules named
 below. Cost: a pass over names. What it does not do: boxes and files.
@@ -213,9 +214,6 @@ def _rows(
         )  # fmt: skip
     (have,) = found
     multiple = facts.vocab_multiple or 128
-    ours = wanted.extras.get("ckpt_vocab_rows")
-    if isinstance(ours, int) and 0 < ours < have and ours % tp == 0:
-        return ours, ours, ()  # the rows beyond are zeros that we added
     real = wanted.options.get("vocab_size") or facts.vocab
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:

@@ -38,6 +38,12 @@ def _sharded() -> Format:
     return FORMAT
 
 
+def _megatron() -> Format:
+    from ckpt_tool.formats.megatron_legacy import FORMAT
+
+    return FORMAT
+
+
 def _megatron_dist() -> Format:
     from ckpt_tool.formats.megatron_dist import FORMAT
 
@@ -62,6 +68,10 @@ def _may_be_torch(tree: Tree) -> bool:
 
 def _may_be_dcp(tree: Tree) -> bool:
     return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
+
+
+def _may_be_megatron(tree: Tree) -> bool:
+    return tree.single is None and any("mp_rank_" in path for path in tree.listing())
 
 
 def _may_be_megatron_dist(tree: Tree) -> bool:
@@ -90,6 +100,7 @@ _ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
     "torch": (_torch, _may_be_torch),
     "dcp": (_dcp, _may_be_dcp),
     "sharded": (_sharded, _may_be_sharded),
+    "megatron": (_megatron, _may_be_megatron),
     "megatron-dist": (_megatron_dist, _may_be_megatron_dist),
     "deepspeed-universal": (_deepspeed_universal, _may_be_universal),
     "deepspeed": (_deepspeed, _may_be_deepspeed),
