@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import lcm
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
@@ -71,12 +72,13 @@ class DistLayout:
         self.wanted = wanted
         self.args = args
         self.facts = facts_of(args)
-        self.degrees = degrees
+        self.notes: list[str] = []
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
         self.names = {t.key.name for _, t in self.tensors}
         self.spots = {name: _spot(name) for name in self.names}
         self.layers = 1 + max((s.layer for s in self.spots.values() if s.layer is not None), default=-1)
         self.experts = 1 + max((s.expert for s in self.spots.values() if s.expert is not None), default=-1)
+        self.degrees = self._carve(degrees)
         said = wanted.hints.get("dist")
         styles = said.get("styles") if isinstance(said, dict) and wanted.source_format == "megatron-dist" else None
         self.as_source = isinstance(styles, list | tuple)
@@ -129,18 +131,14 @@ class DistLayout:
 
     def _check(self) -> None:
         """Raise UsageError (E0237 experts, E0273 heads and rows) for degrees that the model can't take."""
-        ep, etp, dp = (self.degrees[dim] for dim in ("ep", "etp", "dp"))
+        ep = self.degrees["ep"]
+        if ep > 1 and not self.experts:
+            raise UsageError(f"--ep {ep}: the model has no experts", code=EXPERTS, hint="leave --ep off")
         if self.experts and self.experts % ep:
             near = nearest(ep, [n for n in range(1, self.experts + 1) if self.experts % n == 0])
             raise UsageError(
                 f"--ep {ep}: {self.experts} experts do not divide by {ep}", code=EXPERTS,
                 hint=f"the nearest degrees that do: {near}",
-            )  # fmt: skip
-        ranks = self.degrees["tp"] * dp * self.degrees["cp"]
-        if ranks % (etp * ep):
-            raise UsageError(
-                f"experts need a multiple of --etp {etp} x --ep {ep} ranks a stage, there are {ranks}", code=EXPERTS,
-                hint=f"--dp {etp * ep} would do",
             )  # fmt: skip
         units: dict[str, list[Units]] = {TP: [], ETP: []}
         for _, tensor in self.tensors:
@@ -153,6 +151,17 @@ class DistLayout:
 
     def _rule(self, tensor: WantedTensor) -> Rule:
         return rule_of(tensor.key.name, len(tensor.shape), gated=self._gated(tensor), down_shared=not self.facts.te)
+
+    def _carve(self, degrees: Mapping[str, int]) -> dict[str, int]:
+        """Degrees with data ranks enough for the experts' to be carved out of them."""
+        out = dict(degrees)
+        grid, others = out["etp"] * out["ep"], out["tp"] * out["cp"]
+        if self.experts and out["dp"] * others % grid:
+            out["dp"] = lcm(out["dp"] * others, grid) // others
+            self.notes.append(
+                f"data ranks raised from {degrees['dp']} to {out['dp']}: {out['ep']} expert ranks are carved out of them"
+            )
+        return out
 
     def _uniform(self) -> bool:
         """Have all layers the same tensors of the same shapes in every state?"""

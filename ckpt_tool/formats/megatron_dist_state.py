@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
 def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     """Everything that is no tensor. Objects: (key with its shard, value)."""
-    notes: list[str] = []
+    notes = list(layout.notes)
     extras = wanted.extras
     rng = list(_rng(wanted, layout, notes))
     common: dict[Any, Any] = {key: value for key, value in extras.items() if key not in OURS}
