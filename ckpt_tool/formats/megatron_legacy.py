@@ -20,7 +20,8 @@ Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpoint
   the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt` with flat buffers (`megatron_flat`).
   With parallel experts both are lists [dense, experts].
 * What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which Megatron does
-  not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}}, "extras": {...}}.
+  not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}}, "extras": {...},
+  "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron_wanted` says what the last two are for).
 
 States: model, master (fp32), exp_avg, exp_avg_sq, step (a tensor a parameter, where torch's Adam wrote one).
 RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does not do: names of the pre-core classes

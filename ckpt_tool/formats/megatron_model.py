@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt_tool.core.box import Box
+from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
@@ -151,6 +151,19 @@ class Gathering:
         """A tensor that every rank keeps whole (a step counter)."""
         box = Box((0,) * len(array.shape), array.shape)
         self._found.setdefault(key, (array.shape, array.dtype, []))[2].append(Chunk(box, array, box))
+
+    def append(self, key: TensorKey, array: StoredArray) -> None:
+        """`array` holds further rows of a tensor that is gathered already."""
+        known = self._found.get(key)
+        if known is None or known[0][1:] != array.shape[1:] or known[1] != array.dtype:
+            raise InconsistentCheckpoint(
+                f"rows {list(array.shape)} of a tensor that is not there, or of another shape", code=CONTRADICTION,
+                path=array.path, key=str(key), hint="the file was edited, or rank files of different runs lie together",
+            )  # fmt: skip
+        shape, dtype, chunks = known
+        box = Box((shape[0], *(0,) * (len(shape) - 1)), array.shape)
+        chunks.append(Chunk(box, array, whole(array.shape)))
+        self._found[key] = ((shape[0] + array.shape[0], *shape[1:]), dtype, chunks)
 
     def tensors(self) -> dict[TensorKey, LogicalTensor]:
         """All tensors: by state, parameters in the order in which the model registers them."""

@@ -131,6 +131,9 @@ class _Reading:
             owned = self._model(rank, out)
             self._ours(rank, out)
             self._optimizer(rank, owned, out)
+        for leaf, array in self.first.ours:
+            if leaf[0] == "vocab_tail" and len(leaf) == 3:
+                out.append(TensorKey(str(leaf[2]), str(leaf[1])), array)
         self._steps()
         places = dict(self.first.rest)
         for path, array in self.first.optimizer:
@@ -268,6 +271,8 @@ class _Reading:
                 case ("states", int(chunk), str(state), str(name)) if chunk < len(rank.chunks):
                     stage = self.stages.of(rank.where.pp, chunk)
                     out.add(state, slots_of(name, array.shape, rank.where, stage, self.cutting), array)
+                case ("vocab_tail", _, _):
+                    continue  # when all rows before them are there
                 case ("tensors", str(state), str(name)):
                     if rank is self.first:
                         out.plain(TensorKey(name, state), array)

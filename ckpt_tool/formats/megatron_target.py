@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.core.box import whole
+from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
@@ -28,6 +28,7 @@ from ckpt_tool.formats.megatron_args import NAMESPACE, updated
 from ckpt_tool.formats.megatron_model import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron_optimizer import chained, groups_of
 from ckpt_tool.formats.megatron_ranks import MODEL_FILE, OPTIM_FILE, Rank, folder_name, pairs, stage_ranks
+from ckpt_tool.formats.megatron_rules import VOCABULARY
 from ckpt_tool.formats.megatron_shares import Share, Sharing
 from ckpt_tool.formats.megatron_states_target import States
 from ckpt_tool.formats.megatron_wanted import Shape, decide
@@ -246,6 +247,20 @@ class _Writing:
             one["grad_scaler"] = {"scale": self._whole(self.scale, composer), **own} if self.scale is not None else own
         return made if len(made) > 1 else made[0]
 
+    def _tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
+        """Rows of vocabularies that Megatron does not load at this tensor parallel size: {state: {name: tensor}}."""
+        kept, every = self.shape.kept_rows, self.shape.all_rows
+        out: dict[str, dict[str, Any]] = {}
+        for number, tensor in enumerate(self.shape.wanted.tensors):
+            if kept is None or every is None or kept >= every or tensor.key.name not in VOCABULARY:
+                continue
+            if tensor.shape[:1] == (every,):
+                shape = (every - kept, *tensor.shape[1:])
+                box = Box((kept, *(0,) * (len(shape) - 1)), shape)
+                made = composer.tensor(shape, tensor.dtype, [Part(number, box, 0)])
+                out.setdefault(tensor.key.state, {})[tensor.key.name] = made
+        return out
+
     def _whole(self, number: int, composer: TorchComposer) -> Any:
         tensor = self.shape.tensor(number)
         return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
@@ -271,6 +286,9 @@ class _Writing:
         rows, kept = self.shape.rows, self.shape.kept_rows
         if rows is not None and kept is not None and rows > kept:
             out["vocab_rows"] = kept
+        tail = self._tail(composer)
+        if tail:
+            out["vocab_tail"] = tail
         if extras:
             out["extras"] = extras
         return out

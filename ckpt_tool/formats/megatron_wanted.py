@@ -5,9 +5,10 @@ divide the heads, layers that do not spread over stages, experts that do not par
 
     112 rows for a vocabulary of 100 (multiple 16), --tp 2   ->   128 rows, 16 more than there are: zeros
 
-Rows of a vocabulary are never dropped here: they are kept where they divide, else zeros are added up to what Megatron itself
-computes, ceil(V / (multiple * TP)) * multiple * TP. What we added is remembered in the files (`ckpt.vocab_rows`), so that our
-own reader leaves it out again: the logical tensor never changes.
+Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are remembered
+(`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`). Our reader undoes
+both, so that the logical tensor never changes and every way back is exact. Where V is not known rows are kept that Megatron
+could mean, else `--vocab-size` is asked for.
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules named
 below. Cost: a pass over names. What it does not do: boxes and files.
@@ -58,6 +59,7 @@ class Shape:
     cutting: Cutting
     rows: int | None
     kept_rows: int | None  # of the source's rows, those that are written
+    all_rows: int | None  # the source's
     notes: tuple[str, ...]
 
     def tensor(self, number: int) -> WantedTensor:
@@ -84,10 +86,11 @@ def decide(wanted: Wanted) -> Shape:
     )
     _check(wanted, model, facts, degrees, cutting)
     rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
+    every = next((wanted.tensors[model[name]].shape[0] for name in VOCABULARY if name in model), None) if rows else None
     if args and facts.layers != facts_of(args).layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
     return Shape(
-        wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, (*notes, *more)
+        wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, every, (*notes, *more)
     )  # fmt: skip
 
 
@@ -218,7 +221,7 @@ def _rows(
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:
         need = -(-real // unit) * unit
-        rows = have if have >= need and have % tp == 0 else max(need, -(-have // unit) * unit)
+        rows = max(need, -(-have // unit) * unit) if have < real else need
     elif have % unit == 0 or not facts.stated and have % tp == 0 or tp == facts.tp and have % tp == 0:
         rows = have
     else:
@@ -233,4 +236,9 @@ def _rows(
         rows = high
     if rows == have:
         return have, have, ()
+    if rows < have:
+        return rows, rows, (
+            f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the {have - rows} rows of padding"
+            " beyond are kept beside, for the way back",
+        )  # fmt: skip
     return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)
