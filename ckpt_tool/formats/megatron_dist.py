@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import product
+from math import prod
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
@@ -62,6 +63,7 @@ from ckpt_tool.formats.state_tree import dotted
 from ckpt_tool.storage.source import Tree
 
 FLAT = ".distributed.dp_group_idx_"
+POSITIONS = 1 << 18  # layers times experts of one key
 
 
 class _MegatronDist:
@@ -200,7 +202,7 @@ class _Reading:
         """One stored tensor: its chunks go to the parameters that lie in it."""
         key = parse(entry.fqn)
         shape = self.listing.reformed.get(entry.fqn, entry.shape)
-        if len(shape) < key.leads:
+        if len(shape) < key.leads or prod(shape[: key.leads]) > POSITIONS:
             raise InconsistentCheckpoint(
                 f"a tensor of shape {list(shape)} under a key of {key.leads} stacked dims", code=CONTRADICTION,
                 path=self.tree.display(self.folder), key=entry.fqn, hint="the key is of a kind that this version does not know",

@@ -106,8 +106,9 @@ def flat_states(
             faults.append(e.message)
             continue
         return {key: _tensor(key, copies, ranks) for key, copies in found.items()}
+    first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
     raise InconsistentCheckpoint(
-        f"the model's parameters do not fill the optimizer's flat buckets: {faults[0]}", code=MISFIT, path=shown,
+        f"the model's parameters do not fill the optimizer's flat buckets: {first}", code=MISFIT, path=shown,
         hint="the arguments in the checkpoint are not those of the run, or parameters were frozen: save once with "
         "--dist-ckpt-optim-fully-reshardable", faults=faults[1:],
     )  # fmt: skip

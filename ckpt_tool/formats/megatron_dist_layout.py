@@ -34,6 +34,7 @@ from ckpt_tool.formats.megatron_rules import ETP, TP, Rule, Units, check_degree,
 from ckpt_tool.formats.megatron_stages import Stages, even_degrees, from_args, from_counts, from_wish
 
 EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E0258"
+CHUNKS = 1 << 16  # of all stages
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)", re.DOTALL)
 
@@ -114,6 +115,8 @@ class DistLayout:
 
     def _stages(self) -> Stages:
         pp, vpp, layers = self.degrees["pp"], self.degrees["vpp"], self.layers
+        if pp * vpp > CHUNKS:
+            raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=STAGES, hint="give smaller degrees")
         mtp = len({name.split(".")[2] for name in self.names if name.startswith("mtp.layers.")})
         wish = tuple(self.wanted.options.get("pp_split") or ())
         if wish:

@@ -76,10 +76,12 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
     out = Objects()
     shards = {fqn: parse_object(fqn) for fqn in entries}
     states = [entry for fqn, entry in entries.items() if _is_extra(shards[fqn])]
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
     for entry in states:
         key = parse_object(entry.fqn)
         if key is not None:
-            out.extra_states[key.base] = key.shape
+            counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
+    out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == _numel(shape)}
     for fqn in _filled(tree, states, items, out):
         out.filled.append(fqn)
     read = {r.entry.fqn: r for r in items.objects([e for f, e in entries.items() if not _is_extra(shards[f])])}

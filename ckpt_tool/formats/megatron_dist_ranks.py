@@ -25,6 +25,7 @@ from ckpt_tool.formats import megatron_names
 from ckpt_tool.formats.megatron_names import GROUPED, SEQUENTIAL, TE_GROUPED, ExpertName
 from ckpt_tool.formats.megatron_stages import Stage, Stages, from_args, from_counts
 
+CHUNKS = 1 << 16  # of all stages: more is a damaged argument
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -107,6 +108,8 @@ class Ranks:
         layers = max(found, default=-1) + 1
         mtp = len({name.split(".")[2] for name in model if name.startswith("mtp.layers.")})
         pp, vpp = degrees["pp"], degrees["vpp"]
+        if pp * vpp > CHUNKS:
+            return
         stages = from_args(args, pp, vpp, layers, mtp=mtp)
         if stages is None:
             base = layers // (pp * vpp)

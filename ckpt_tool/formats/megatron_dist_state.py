@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES
@@ -166,7 +167,7 @@ def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple
     if states is None:
         return
     shape, own = _by_rank(states, layout)
-    if not own or set(own) != set(_grid(shape)) or not _same_ranks(wanted, layout, ("tp", "pp", "ep")):
+    if len(own) != prod(shape) or set(own) != set(_grid(shape)) or not _same_ranks(wanted, layout, ("tp", "pp", "ep")):
         notes.append("RNG states are left out: they belong to ranks of another layout (a resumed run draws anew)")
         return
     text = ".".join(map(str, shape))
@@ -182,7 +183,7 @@ def _by_rank(states: Any, layout: DistLayout) -> tuple[tuple[int, ...], dict[tup
     for name, value in states.items() if isinstance(states, dict) else ():
         found = _RANK.fullmatch(str(name))
         if found is None or (found[2] is None) != (pp == 1):
-            return (), {}
+            return (0,), {}
         by_data |= found[3] is not None
         out[int(found[2] or 0), int(found[1]), *((int(found[3]),) if found[3] else ())] = value
     return ((pp, tp, data) if by_data else (pp, tp)), out
