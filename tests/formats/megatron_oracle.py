@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 8, 4, 2, 4, 12, 16
+HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 8, 12, 12, 2, 12, 16
 ATTENTION = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
 
 
