@@ -5,6 +5,7 @@ together. Everything found is a fault that a trainer would meet later, as a cras
 
     w (3, 4) with w [exp_avg] (4, 3)                       moments of another model, or of another layout
     w [exp_avg] without w, beside v with v [exp_avg]       a parameter that the model lost
+    w [exp_avg] without w [exp_avg_sq], where others have both
     param_groups [{"step": 3}, {"step": 4}]                groups of two saves
     experts.0, experts.1, experts.3                        an expert that no rank wrote
 
@@ -31,6 +32,7 @@ WHOLE_MODELS = frozenset(("safetensors", "sharded"))
 WITH_EXPERTS = frozenset(("megatron", "megatron-dist", "deepspeed", "deepspeed-universal"))
 DEPTH = 8  # levels of the extras in which groups are looked for
 _EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)experts)\.(\d+)\.(.+)")
+_FACTORED = "exp_avg_sq_row"  # Adafactor's second moment of a matrix; vectors keep exp_avg_sq
 _LENIENT = "; --lenient takes it as it is"
 
 
@@ -58,6 +60,7 @@ def check_sound(catalog: Catalog) -> None:
 
 def _moments(catalog: Catalog) -> Iterator[CkptError]:
     shapes = _shapes(catalog)
+    yield from _pairs(catalog, shapes)
     model, masters = shapes.get(MODEL, {}), shapes.get(MASTER, {})
     if not model and not masters:
         return
@@ -84,6 +87,20 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
                 path=_path(catalog, name, state),
                 hint=f"a part of the model is missing, or the optimizer is of another one{_LENIENT}",
             )  # fmt: skip
+
+
+def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterator[CkptError]:
+    """Parameters of Adam's that have one moment and not the other, where most have both (some optimizers keep one alone)."""
+    first, second = (shapes.get(state, {}) for state in ("exp_avg", "exp_avg_sq"))
+    alone = [name for name in (*first, *second) if (name in first) != (name in second)]
+    if not alone or _FACTORED in shapes or len(alone) >= len(first.keys() & second.keys()):
+        return
+    for name in alone:
+        have, lacks = ("exp_avg", "exp_avg_sq") if name in first else ("exp_avg_sq", "exp_avg")
+        yield Incomplete(
+            f"a parameter with {have} and without {lacks}", code="E0302", key=f"{name} [{lacks}]",
+            path=_path(catalog, name, have), hint=f"a rank's part of the optimizer was lost: fetch one save whole{_LENIENT}",
+        )  # fmt: skip
 
 
 def _shapes(catalog: Catalog) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -93,3 +93,13 @@ def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(CkptError) as raised:
         check_sound(of)
     assert len(raised.value.faults) == 2 and any("v [exp_avg]" in fault for fault in raised.value.faults)
+
+
+def test_one_of_two_moments_lost_is_named_where_most_have_both() -> None:
+    both = [(name, state, (2,)) for name in "abc" for state in ("model", "exp_avg", "exp_avg_sq")]
+    (fault,) = unsound(catalog(*(row for row in both if row != ("b", "exp_avg", (2,)))))
+    assert fault.key == "b [exp_avg]" and fault.path == "exp_avg_sq.bin" and fault.exit_code == 3 and fault.hint
+    assert not codes(catalog(*both))
+    others = [(name, state, (2,)) for name in "def" for state in ("model", "exp_avg")]
+    assert not codes(catalog(*both, *others))  # as many with one alone: an optimizer that keeps one
+    assert not codes(catalog(*both[:-1], ("c", "exp_avg_sq_row", (2,))))  # Adafactor
