@@ -29,7 +29,7 @@ _EXPP = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 @dataclass(slots=True)
 class Files:
     """The files of one checkpoint by kind. optim, model3: (data rank, model rank) -> name. model: model rank -> name.
-    layers: layer index -> name. experts: (MoE layer, expert) -> name. refused: (name, why) of kinds that are not read.
+    layers: layer index -> name. expp: expert rank -> name of its optimizer without ZeRO. experts: (MoE layer, expert) -> name. refused: (name, why) of kinds that are not read.
     prefixes: of the optimizer files: `bf16_` or ""."""
 
     optim: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -37,6 +37,7 @@ class Files:
     model3: dict[tuple[int, int], str] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
     experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    expp: dict[int, str] = field(default_factory=dict)
     refused: list[tuple[str, str]] = field(default_factory=list)
     prefixes: set[str] = field(default_factory=set)
 
@@ -45,7 +46,7 @@ class Files:
 
     def all(self) -> tuple[str, ...]:
         """Every file, the models first."""
-        numbered = [kind[number] for kind in (self.model, self.layers) for number in sorted(kind)]
+        numbered = [kind[number] for kind in (self.model, self.layers, self.expp) for number in sorted(kind)]
         paired = [kind[pair] for kind in (self.model3, self.experts, self.optim) for pair in sorted(kind)]
         return (*numbered, *paired)
 
@@ -71,8 +72,8 @@ def sort_files(names: Iterable[str]) -> Files:
             out.refused.append((name, "layers of tensor parallel ranks: how each weight is cut stands nowhere in them"))
         elif _EXPERT_OLD.fullmatch(name):
             out.refused.append((name, "experts without their layer's number (DeepSpeed before 0.6)"))
-        elif _EXPP.fullmatch(name):
-            out.refused.append((name, "the optimizer of an expert rank without ZeRO"))
+        elif match := _EXPP.fullmatch(name):
+            out.expp[int(match[1])] = name
     return out
 
 
@@ -94,6 +95,11 @@ def model3_name(data: int, model: int) -> str:
 def layer_name(index: int) -> str:
     """The name of a pipeline layer's file."""
     return f"layer_{index:02d}-model_states.pt"
+
+
+def expp_name(expert: int) -> str:
+    """The name of an expert rank's optimizer file without ZeRO."""
+    return f"expp_rank_{expert}_mp_rank_00_optim_states.pt"
 
 
 def expert_name(layer: int, expert: int) -> str:

@@ -87,9 +87,10 @@ def with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) ->
     for total, what in ((dp, "data ranks (--dp)"), *((count, f"experts of {layer}") for layer, count in found.items())):
         if total % ep:
             near = sorted((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - ep), d))[:3]
+            other = f"; or --dp {max(total // ep, 1) * ep} or {(total // ep + 1) * ep}" if total == dp else ""
             raise UsageError(
                 f"--ep {ep} does not divide the {total} {what}", code=DEGREE,
-                hint=f"expert degrees that do: {', '.join(map(str, sorted(near)))}",
+                hint=f"expert degrees that do: {', '.join(map(str, sorted(near)))}{other}",
             )  # fmt: skip
     for group in groups:
         experts = [name for name in group.names if expert_name_of(name)]

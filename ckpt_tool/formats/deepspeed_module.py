@@ -79,6 +79,10 @@ class Module:
                 out[name] = self.arrays[name][0]
         return out
 
+    def experts(self) -> dict[str, StoredArray]:
+        """Experts in the order of layers, experts and parts."""
+        return {name: places[0] for name, places in self.arrays.items() if expert_name_of(name) is not None}
+
     def frozen(self) -> list[str]:
         """Parameters that no optimizer knows: no buffers, no aliases of one that it knows."""
         known = self.reader.flat.shapes

@@ -36,7 +36,7 @@ class Off(NamedTuple):
     notes: list[Note]
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A tensor of an optimizer: of parameter `number` (counted over all stages)."""
 
     number: int
@@ -47,31 +47,19 @@ class _Entry(NamedTuple):
 def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray]) -> Off:
     """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes the
     optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be named."""
-    entries: list[_Entry] = []
+    entries: list[Entry] = []
     groups: list[dict[str, Any]] = []
     sizes: list[list[int]] = []  # of each stage, parameters of each group
     wrapper: dict[str, Any] = {}
     total = 0
     for file in files:
-        values = file.values.pop("optimizer", None)
-        if not isinstance(values, dict):
-            continue
-        if any(path[1:2] == ("fp32_groups_flat",) for path, _ in file.optimizer):
-            raise InputError(
-                "the optimizer of DeepSpeed's fused 16-bit wrapper without ZeRO: its flat fp32 groups have no names",
-                code=REFUSED, path=file.path, hint="resume it once with ZeRO 1 and save it, or --from torch for the module",
-            )  # fmt: skip
-        inner = values.get(_INNER, values)
-        wrapper = wrapper or {
-            key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")
-        }
-        said = inner.get("param_groups") if isinstance(inner, dict) else None
-        mine = _groups(said, file.path)
-        numbers = {n: total + i for i, n in enumerate(n for group in mine for n in group["params"])}
-        sizes.append([len(group["params"]) for group in mine])
-        groups += [{**group, "params": [numbers[n] for n in group["params"]]} for group in mine]
-        entries += _entries(file, numbers, mine)
-        total += len(numbers)
+        part = part_of(file, total)
+        wrapper = wrapper or part.wrapper
+        if part.groups:
+            sizes.append([len(group["params"]) for group in part.groups])
+        groups += part.groups
+        entries += part.entries
+        total += sum(len(group["params"]) for group in part.groups)
     if not groups:
         return Off({}, {}, [], [])
     if len({len(stage) for stage in sizes}) > 1:
@@ -79,8 +67,42 @@ def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray])
             f"the stages have {[len(stage) for stage in sizes][:8]} parameter groups, want as many in each", code=MALFORMED,
             path=files[0].path, hint="files of two runs lie together",
         )  # fmt: skip
-    _check(entries, files[0].path)
     return _named(files, model, entries, groups, sizes, wrapper)
+
+
+class OptimizerPart(NamedTuple):
+    """One file's optimizer. groups: `params` are numbers, from `part_of`'s start on. wrapper: of DeepSpeed's 16-bit one."""
+
+    groups: list[dict[str, Any]]
+    entries: list[Entry]
+    wrapper: dict[str, Any]
+
+    def shapes(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Number -> state -> shape."""
+        out: dict[int, dict[str, tuple[int, ...]]] = {}
+        for entry in self.entries:
+            out.setdefault(entry.number, {})[entry.state] = entry.array.shape
+        return out
+
+
+def part_of(file: ModuleFile, start: int = 0) -> OptimizerPart:
+    """The optimizer of one file, taken out of its values. Raises InputError E0356 for the fused wrapper."""
+    values = file.values.pop("optimizer", None)
+    if not isinstance(values, dict):
+        return OptimizerPart([], [], {})
+    if any(path[1:2] == ("fp32_groups_flat",) for path, _ in file.optimizer):
+        raise InputError(
+            "the optimizer of DeepSpeed's fused 16-bit wrapper without ZeRO: its flat fp32 groups have no names",
+            code=REFUSED, path=file.path, hint="resume it once with ZeRO 1 and save it, or --from torch for the module",
+        )  # fmt: skip
+    inner = values.get(_INNER, values)
+    beside = {key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")}
+    mine = _groups(inner.get("param_groups") if isinstance(inner, dict) else None, file.path)
+    numbers = {n: start + i for i, n in enumerate(n for group in mine for n in group["params"])}
+    entries = _entries(file, numbers, mine)
+    _check(entries, file.path)
+    groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in mine]
+    return OptimizerPart(groups, entries, beside)
 
 
 def _groups(said: Any, path: str) -> list[dict[str, Any]]:
@@ -100,7 +122,7 @@ def _groups(said: Any, path: str) -> list[dict[str, Any]]:
     return groups
 
 
-def _check(entries: Sequence[_Entry], path: str) -> None:
+def _check(entries: Sequence[Entry], path: str) -> None:
     """The fp32 weight and the moments of a parameter have one shape, and all parameters have a weight or none."""
     shapes: dict[int, tuple[int, ...]] = {}
     masters = {entry.number for entry in entries if entry.state == MASTER}
@@ -116,12 +138,12 @@ def _check(entries: Sequence[_Entry], path: str) -> None:
             )  # fmt: skip
 
 
-def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]]) -> list[_Entry]:
+def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]]) -> list[Entry]:
     """States and fp32 weights of one file."""
     out = []
     for path, array in file.optimizer:
         if path[-3:-2] == ("state",) and path[-2] in numbers:
-            out.append(_Entry(numbers[int(path[-2])], str(path[-1]), array))
+            out.append(Entry(numbers[int(path[-2])], str(path[-1]), array))
             continue
         params = groups[int(path[2])]["params"] if _index(path, 2, len(groups)) else []
         if path[1:2] != ("fp32_groups",) or len(path) != 4 or not _index(path, 3, len(params)):
@@ -129,7 +151,7 @@ def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapp
                 f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", code=REFUSED, path=file.path,
                 hint="resume it once with ZeRO 1 and save it",
             )  # fmt: skip
-        out.append(_Entry(numbers[params[int(path[3])]], MASTER, array))
+        out.append(Entry(numbers[params[int(path[3])]], MASTER, array))
     return out
 
 
@@ -140,7 +162,7 @@ def _index(path: Path, at: int, count: int) -> bool:
 
 
 def _named(
-    files: Sequence[ModuleFile], model: Mapping[str, StoredArray], entries: list[_Entry], groups: list[dict[str, Any]],
+    files: Sequence[ModuleFile], model: Mapping[str, StoredArray], entries: list[Entry], groups: list[dict[str, Any]],
     sizes: list[list[int]], wrapper: dict[str, Any],
 ) -> Off:  # fmt: skip
     count = len(sizes[0])
@@ -149,9 +171,7 @@ def _named(
         merged[0]["param_names"] = [name for group in groups for name in group["param_names"]]
     elif len(files) == 1:
         merged = groups
-    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-    for entry in entries:
-        shapes.setdefault(entry.number, {})[entry.state] = entry.array.shape
+    shapes = OptimizerPart(groups, entries, wrapper).shapes()
     candidates = [Candidate(name, a.shape, (a.path, a.offset, a.shape)) for name, a in model.items()]
     found = align(merged, shapes, candidates)
     notes = [Note("N-optimizer-ids", f"the optimizer's numbers are named {found.why}", files[0].path)]

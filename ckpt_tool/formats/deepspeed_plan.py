@@ -31,7 +31,7 @@ from ckpt_tool.formats.deepspeed_flat import (
     sub_groups,
 )
 from ckpt_tool.formats.deepspeed_groups import Group, groups_of, stages_of, with_experts
-from ckpt_tool.formats.deepspeed_moe import holders, local_names
+from ckpt_tool.formats.deepspeed_moe import expert_name_of, holders, local_names
 from ckpt_tool.formats.deepspeed_rank import LAYOUT_KEYS
 from ckpt_tool.formats.state_nesting import writable
 
@@ -112,12 +112,13 @@ def settle(wanted: Wanted) -> Plan:
         wanted, described, stage, dp, pp, ep, rows, states, [], extras, notes,
         config if isinstance(config, Mapping) else {},
     )  # fmt: skip
-    if stage:
+    if stage or any(expert_name_of(name) for group in groups for name in group.names):
         groups = with_experts(groups, dp, ep, notes)
         if stage == 3 and any(group.ep for group in groups):
             raise UsageError(
                 "--zero 3: DeepSpeed's own MoE has no ZeRO 3", code=UNFIT, hint="write --zero 1 or --zero 2"
             )
+    if stage:
         _check_states(plan, groups)
     elif ep > 1 and dp % ep:
         raise UsageError(f"--ep {ep} does not divide --dp {dp}", code=DEGREE, hint="choose --ep that divides --dp")

@@ -19,7 +19,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import TargetFile
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, UNUSED
-from ckpt_tool.formats.deepspeed_files import expert_name, layer_name, model3_name, model_name
+from ckpt_tool.formats.deepspeed_files import expert_name, expp_name, layer_name, model3_name, model_name
 from ckpt_tool.formats.deepspeed_flat import deal, share
 from ckpt_tool.formats.deepspeed_moe import counts, expert_name_of, local_names
 from ckpt_tool.formats.deepspeed_off import WRAPPER
@@ -62,6 +62,9 @@ class ModuleWriter:
         if self.pipeline:
             yield from self._layer_files()
         yield from self._expert_files()
+        for expert in range(plan.ep if plan.stage == 0 and any(group.ep for group in plan.stages[0]) else 0):
+            composer = TorchComposer()
+            yield composer.file(expp_name(expert), {"optimizer": self._plain_optimizer(composer, 0, expert)})
 
     # -- one module file ----------------------------------------------------------------------------------------------------
 
@@ -197,16 +200,17 @@ class ModuleWriter:
                 head = (UNUSED,) if aside else ()
                 yield (*head, *path), self._whole(composer, tensor.key.name, EXTRAS)
 
-    def _plain_optimizer(self, composer: TorchComposer, model: int) -> dict[str, Any] | None:
-        """Without ZeRO: a stage's optimizer as torch has it, with the parameters' names beside their numbers; in DeepSpeed's
-        16-bit wrapper where the source had one."""
+    def _plain_optimizer(self, composer: TorchComposer, model: int, expert: int = 0) -> dict[str, Any] | None:
+        """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names beside their
+        numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
         plan = self.plan
         numbers: dict[str, int] = {}
         groups, masters = [], []
         for group in plan.stages[model]:
-            mine = [numbers.setdefault(name, len(numbers)) for name in group.names]
-            groups.append({**group.options, "params": mine, "param_names": list(group.names)})
-            held = [name for name in group.names if plan.row(name, MASTER) is not None]
+            names = [name for name, _ in local_names(group.names, group.ep)[expert]] if group.ep else list(group.names)
+            mine = [numbers.setdefault(name, len(numbers)) for name in names]
+            groups.append({**group.options, "params": mine, "param_names": names})
+            held = [name for name in names if plan.row(name, MASTER) is not None]
             masters.append([self._whole(composer, name, MASTER)._replace(requires_grad=True) for name in held])
         if not numbers:
             return None

@@ -20,6 +20,8 @@ Specification (DeepSpeed 0.19.8; `runtime/engine.py`, `runtime/zero/stage_1_and_
   not cut by BF16_Optimizer, which states no `zero_stage`), `base_optimizer_state` {state: {group: {step, exp_avg, ...}},
   param_groups}, `partition_count`, `group_paddings`, `param_alignment_paddings`, `param_slice_mappings`; at 3
   `fp32_flat_groups`, a nested `optimizer_state_dict`, one flat group for each sub-group. Flat rules: `deepspeed_flat`.
+* ZeRO off: the optimizer in the module file as torch has it, in DeepSpeed's wrapper for 16 bits (`deepspeed_off`), or a file
+  for each expert rank (`deepspeed_off_experts`); there `step` is a tensor a parameter.
 * Experts: groups with `moe: True`, cut over the ranks that hold the same experts (`deepspeed_moe`); names are the rank's own.
 * Pipelines: one model rank a stage, layer files, tied modules in several stages (`deepspeed_pipe`).
 
@@ -48,8 +50,9 @@ from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed_files import sort_files
 from ckpt_tool.formats.deepspeed_module import Module
-from ckpt_tool.formats.deepspeed_off import optimizer_off
-from ckpt_tool.formats.deepspeed_rank import DISAGREE
+from ckpt_tool.formats.deepspeed_off import Off, optimizer_off
+from ckpt_tool.formats.deepspeed_off_experts import optimizer_of_experts
+from ckpt_tool.formats.deepspeed_rank import DISAGREE, read_module
 from ckpt_tool.formats.deepspeed_read import Reader, same
 from ckpt_tool.storage.source import Tree
 
@@ -119,7 +122,7 @@ def _catalog(reader: Reader, module: Module) -> Catalog:
     if reader.optimizers:
         optimizer = _optimizer(reader)
     else:
-        off = optimizer_off([file for _, file in sorted(reader.modules.items())], module.parameters())
+        off = _off(reader, module)
         optimizer, tensors = off.options, tensors | off.tensors
         reader.notes += off.notes
         reader.stages = off.stages
@@ -136,6 +139,26 @@ def _catalog(reader: Reader, module: Module) -> Catalog:
         files=reader.files.all(), notes=tuple(notes), unsafe=tuple(reader.unsafe),
         hints={"degrees": degrees, "globals": list(reader.globals)},
     )  # fmt: skip
+
+
+def _off(reader: Reader, module: Module) -> Off:
+    """The optimizer without ZeRO: in the module files, or one for each expert rank."""
+    if not reader.files.expp:
+        return optimizer_off([file for _, file in sorted(reader.modules.items())], module.parameters())
+    files = {rank: read_module(reader.tree, name) for rank, name in sorted(reader.files.expp.items())}
+    for file in files.values():
+        reader.unsafe += file.unsafe
+        reader.globals.update(dict.fromkeys(file.globals))
+    for module_file in reader.modules.values():
+        module_file.values.pop("optimizer", None)  # expert rank 0's once more
+    off = optimizer_of_experts(files, module.parameters(), module.experts(), reader.tree.display())
+    reader.ep = len(files)
+    if reader.dp % reader.ep:
+        raise InconsistentCheckpoint(
+            f"{reader.ep} expert ranks among {reader.dp} data ranks", code=DISAGREE, path=reader.tree.display(),
+            hint="the files come from two runs",
+        )  # fmt: skip
+    return off
 
 
 def _described(reader: Reader, module: Module) -> Described:

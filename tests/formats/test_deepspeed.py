@@ -192,6 +192,7 @@ ROUNDS: dict[str, list[tuple[int | None, dict[str, int]]]] = {
     "z3_sub_groups_dp4": [(3, {"dp": 3}), (1, {"dp": 2})],
     "z1_fp16_dp2": [(3, {"dp": 3})],
     "z0_bf16_dp2": [(None, {"dp": 3})],
+    "moe_z0_ep2_dp2": [(None, {"dp": 1, "ep": 1}), (None, {"dp": 4, "ep": 4})],
 }
 
 
@@ -320,6 +321,8 @@ def read(case: Path) -> Any:
         ("pipe_pp2_dp2_z1", "mp_rank_01_model_states.pt"),
         ("pipe_pp2_dp2_z1", "layer_02-model_states.pt"),
         ("moe_z2_ep2_dp4", "layer_1_expert_2_mp_rank_00_model_states.pt"),
+        ("moe_z0_ep2_dp2", "expp_rank_0_mp_rank_00_optim_states.pt"),
+        ("moe_z0_ep2_dp2", "expp_rank_1_mp_rank_00_optim_states.pt"),
     ],
 )
 def test_a_missing_file_is_named(case: str, name: str, tmp_path: Path) -> None:
