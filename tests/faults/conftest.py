@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,12 +109,14 @@ class Ground:
     file) or `force` (an older output is replaced).
     """
 
-    def __init__(self, root: Path, server: FaultServer, kind: str, source: Path = FIXTURE) -> None:
-        self.root, self.server, self.kind = root, server, kind
+    def __init__(
+        self, root: Path, server: FaultServer, kind: str, source: Path = FIXTURE, to: Sequence[str] = ()
+    ) -> None:
+        self.root, self.server, self.kind, self.fixture = root, server, kind, source
         self.source, self.place = root / "source", root / "place"
         shutil.copytree(source, self.source)
         self.final = self.place / ("out.safetensors" if kind == "file" else "out")
-        to = ["--to", "safetensors"] if kind == "file" else ["--to", "sharded", "--tp", "2"]
+        to = to or (["--to", "safetensors"] if kind == "file" else ["--to", "sharded", "--tp", "2"])
         self.args = ["convert", str(self.source), str(self.final), *to, "--threads", "2", "--json", "-q"]
         self.source_before = snapshot(self.source, times=True)
         self.old: Snapshot | None = None
@@ -138,7 +140,7 @@ class Ground:
         """The state before the command. source: lay a fresh source too."""
         if source:
             shutil.rmtree(self.source)
-            shutil.copytree(FIXTURE, self.source)
+            shutil.copytree(self.fixture, self.source)
             self.source_before = snapshot(self.source, times=True)
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
@@ -204,6 +206,24 @@ def ground(request: pytest.FixtureRequest, server: FaultServer, tmp_path_factory
 @pytest.fixture(scope="module")
 def folder_ground(server: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("folder_only"), server, "folder")
+
+
+# Training states whose files each hold what several ranks or parameters have: the fixture, and what it becomes.
+RANKED = {
+    "deepspeed": ("deepspeed/z2_align_dp4", ["--to", "deepspeed", "--dp", "3", "--zero", "1"]),
+    "deepspeed-universal": ("deepspeed/z1_fp16_dp2", ["--to", "deepspeed-universal"]),
+    "megatron": ("megatron/moe_tp2ep2etp1", ["--to", "megatron", "--tp", "1", "--pp", "2", "--ep", "2", "--dp", "2"]),
+    "megatron-dist": ("megatron-dist/moe_ep2_flat", ["--to", "megatron-dist", "--ep", "1", "--dp", "2"]),
+}
+
+
+@pytest.fixture(scope="module", params=list(RANKED))
+def ranked_ground(
+    request: pytest.FixtureRequest, server: FaultServer, tmp_path_factory: pytest.TempPathFactory
+) -> Ground:
+    """Each format of Megatron's and DeepSpeed's as the output."""
+    fixture, to = RANKED[request.param]
+    return Ground(tmp_path_factory.mktemp(request.param), server, "folder", ROOT / "fixtures" / fixture, to)
 
 
 @pytest.fixture

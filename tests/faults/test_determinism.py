@@ -19,13 +19,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "fixtures" / "dcp" / "tp2_dp2"
+DEEPSPEED, MEGATRON = (
+    ROOT / "fixtures" / "deepspeed" / "z2_align_dp4",
+    ROOT / "fixtures" / "megatron" / "moe_tp2ep2etp1",
+)
 TARGETS = {
-    "sharded": ("out", ["--to", "sharded", "--tp", "2", "--dp", "2", "--zero", "1"]),
-    "safetensors": ("out", ["--to", "safetensors", "--max-shard-size", "2KB"]),
-    "one file": ("out.safetensors", ["--to", "safetensors"]),
-    "torch": ("out.pt", ["--to", "torch"]),
-    "dcp": ("out", ["--to", "dcp"]),
+    "sharded": (SOURCE, "out", ["--to", "sharded", "--tp", "2", "--dp", "2", "--zero", "1"]),
+    "safetensors": (SOURCE, "out", ["--to", "safetensors", "--max-shard-size", "2KB"]),
+    "one file": (SOURCE, "out.safetensors", ["--to", "safetensors"]),
+    "torch": (SOURCE, "out.pt", ["--to", "torch"]),
+    "dcp": (SOURCE, "out", ["--to", "dcp"]),
+    "deepspeed": (DEEPSPEED, "out", ["--to", "deepspeed", "--zero", "3", "--dp", "3"]),
+    "deepspeed-universal": (DEEPSPEED, "out", ["--to", "deepspeed-universal"]),
+    "megatron": (MEGATRON, "out", ["--to", "megatron", "--tp", "1", "--pp", "2", "--ep", "2", "--dp", "2"]),
+    "megatron-dist": (MEGATRON, "out", ["--to", "megatron-dist", "--tp", "2", "--pp", "2"]),
 }
+Made = tuple[Path, Path, str, list[str]]  # the output, its source, its name, the options
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -60,19 +69,19 @@ def quick(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 @pytest.fixture(scope="module", params=list(TARGETS))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
-    """An output made by one thread, its name, and the options that made it."""
-    name, options = TARGETS[request.param]
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """An output made by one thread, its source and name, and the options that made it."""
+    source, name, options = TARGETS[request.param]
     out = tmp_path_factory.mktemp("plain") / name
-    ckpt("convert", SOURCE, out, *options, "--threads", "1", PYTHONHASHSEED="0", LC_ALL="C.UTF-8", TZ="UTC")
-    return out, name, options
+    ckpt("convert", source, out, *options, "--threads", "1", PYTHONHASHSEED="0", LC_ALL="C.UTF-8", TZ="UTC")
+    return out, source, name, options
 
 
-def test_threads_hash_seed_locale_zone_and_folder(made: tuple[Path, str, list[str]], tmp_path: Path) -> None:
-    first, name, options = made
+def test_threads_hash_seed_locale_zone_and_folder(made: Made, tmp_path: Path) -> None:
+    first, source, name, options = made
     out = tmp_path / name
     ckpt(
-        "convert", SOURCE, out, *options, "--threads", "64", "--memory", "256MiB", cwd=tmp_path, umask=0o077,
+        "convert", source, out, *options, "--threads", "64", "--memory", "256MiB", cwd=tmp_path, umask=0o077,
         PYTHONHASHSEED="4242", LC_ALL="C", LANG="C", PYTHONUTF8="0", TZ="Asia/Kathmandu", HOME=str(tmp_path),
         COLUMNS="40", TERM="dumb",
     )  # fmt: skip
@@ -84,20 +93,16 @@ def test_threads_hash_seed_locale_zone_and_folder(made: tuple[Path, str, list[st
 
 
 @pytest.mark.parametrize("threads", ["2", "7"])
-def test_any_number_of_threads(
-    made: tuple[Path, str, list[str]], quick: Callable[..., None], tmp_path: Path, threads: str
-) -> None:
-    first, name, options = made
-    quick("convert", SOURCE, tmp_path / name, *options, "--threads", threads, "--memory", "16MiB")
+def test_any_number_of_threads(made: Made, quick: Callable[..., None], tmp_path: Path, threads: str) -> None:
+    first, source, name, options = made
+    quick("convert", source, tmp_path / name, *options, "--threads", threads, "--memory", "16MiB")
     assert content(tmp_path / name) == content(first)
 
 
-def test_the_same_umask_gives_the_same_modes(
-    made: tuple[Path, str, list[str]], quick: Callable[..., None], tmp_path: Path
-) -> None:
-    first, name, options = made
+def test_the_same_umask_gives_the_same_modes(made: Made, quick: Callable[..., None], tmp_path: Path) -> None:
+    first, source, name, options = made
     out = tmp_path / name
-    quick("convert", SOURCE, out, *options)
+    quick("convert", source, out, *options)
     assert modes(out) == modes(first)
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -107,15 +112,13 @@ def test_the_same_umask_gives_the_same_modes(
         assert set(modes(out).values()) == {usual_file, usual_folder}
 
 
-def test_another_place_and_another_order_of_the_files(
-    made: tuple[Path, str, list[str]], quick: Callable[..., None], tmp_path: Path
-) -> None:
+def test_another_place_and_another_order_of_the_files(made: Made, quick: Callable[..., None], tmp_path: Path) -> None:
     """The source copied elsewhere, its files made in another order; J3: the output under another name."""
-    first, name, options = made
+    first, source, name, options = made
     elsewhere = tmp_path / "a much longer path, with spaces and ünïcode" / "source"
     elsewhere.mkdir(parents=True)
-    for path in sorted((p for p in SOURCE.rglob("*") if p.is_file()), reverse=True):
-        target = elsewhere / path.relative_to(SOURCE)
+    for path in sorted((p for p in source.rglob("*") if p.is_file()), reverse=True):
+        target = elsewhere / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
         os.utime(target, (1, 1))
@@ -127,12 +130,10 @@ def test_another_place_and_another_order_of_the_files(
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_parts_of_a_plan_in_any_order(
-    made: tuple[Path, str, list[str]], quick: Callable[..., None], tmp_path: Path, count: int
-) -> None:
-    first, name, options = made
+def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tmp_path: Path, count: int) -> None:
+    first, source, name, options = made
     plan, out = tmp_path / "plan.json", tmp_path / name
-    quick("convert", SOURCE, out, *options, "--plan", plan)
+    quick("convert", source, out, *options, "--plan", plan)
     for number in range(count, 0, -1):
         assert not out.exists()
         quick("apply", plan, "--part", f"{number}/{count}")
@@ -140,10 +141,10 @@ def test_parts_of_a_plan_in_any_order(
     assert sorted(os.listdir(tmp_path)) == sorted(["plan.json", name])
 
 
-def test_parts_at_the_same_time(made: tuple[Path, str, list[str]], tmp_path: Path) -> None:
-    first, name, options = made
+def test_parts_at_the_same_time(made: Made, tmp_path: Path) -> None:
+    first, source, name, options = made
     plan, out = tmp_path / "plan.json", tmp_path / name
-    ckpt("convert", SOURCE, out, *options, "--plan", plan, PYTHONHASHSEED="7")
+    ckpt("convert", source, out, *options, "--plan", plan, PYTHONHASHSEED="7")
     runs = [
         subprocess.Popen(
             [sys.executable, "-m", "ckpt_tool", "apply", str(plan), "--part", f"{number}/3", "-q"], cwd=ROOT, text=True,
@@ -158,16 +159,16 @@ def test_parts_at_the_same_time(made: tuple[Path, str, list[str]], tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == sorted(["plan.json", name])
 
 
-def test_another_host_another_time(made: tuple[Path, str, list[str]], tmp_path: Path) -> None:
+def test_another_host_another_time(made: Made, tmp_path: Path) -> None:
     """In a UTS namespace with another host name; skips where there is none."""
-    first, name, options = made
+    first, source, name, options = made
     out = tmp_path / name
     probe = subprocess.run(["unshare", "-r", "-u", "hostname", "elsewhere"], capture_output=True, text=True)
     if probe.returncode:
         pytest.skip(f"no UTS namespace here: {probe.stderr.strip()}")
     line = f'hostname elsewhere && exec "{sys.executable}" -m ckpt_tool "$@" -q'
     done = subprocess.run(
-        ["unshare", "-r", "-u", "sh", "-c", line, "sh", "convert", str(SOURCE), str(out), *options], cwd=ROOT,
+        ["unshare", "-r", "-u", "sh", "-c", line, "sh", "convert", str(source), str(out), *options], cwd=ROOT,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
