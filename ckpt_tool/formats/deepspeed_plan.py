@@ -32,6 +32,7 @@ from ckpt_tool.formats.deepspeed_flat import (
 )
 from ckpt_tool.formats.deepspeed_groups import Group, groups_of, stages_of, with_experts
 from ckpt_tool.formats.deepspeed_moe import expert_name_of, holders, local_names
+from ckpt_tool.formats.deepspeed_pipe import TIED
 from ckpt_tool.formats.deepspeed_rank import LAYOUT_KEYS
 from ckpt_tool.formats.state_nesting import writable
 
@@ -106,6 +107,11 @@ def settle(wanted: Wanted) -> Plan:
                 if len(groups) > 1
                 else ", without options (lr, betas): the optimizer can't step before it is given some"
             )
+        )
+    if not described.stages and any(name.startswith(TIED) for name in masters):
+        notes.append(
+            "these are a pipeline's parameters, but the source does not say which layers hold the tied ones: they are written "
+            "as one module, which a PipelineModule does not load (it resumes from a universal checkpoint)"
         )
     config = extras.get("ds_config")
     plan = Plan(
