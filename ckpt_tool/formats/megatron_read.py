@@ -166,6 +166,11 @@ class _Reading:
                 faults.append(f"{rank.path} was written with other degrees")
             elif len(rank.chunks) != len(self.first.chunks):
                 faults.append(f"{rank.path} has {len(rank.chunks)} model chunks, not {len(self.first.chunks)}")
+        folder = (self.first.path.rpartition("/")[0] or self.tree.shown).rstrip("/").rpartition("/")[2]
+        if type(want) is int and folder.startswith("iter_") and folder[5:].isdecimal() and int(folder[5:]) != want:
+            self.notes.append(
+                Note("N0304", f"the folder is {folder}, the files are of iteration {want}", self.first.path)
+            )
         if faults:
             raise InconsistentCheckpoint(
                 f"{self.first.path} is of iteration {want}, but {faults[0]}", code=CONTRADICTION,

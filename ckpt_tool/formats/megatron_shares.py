@@ -58,10 +58,19 @@ class Sharing:
         self.moe = {
             name.partition(".mlp.")[0] for name in shape.model if ".mlp.router." in name or ".mlp.experts." in name
         }
-        self.by_stage: dict[tuple[int, int], list[str]] = {}
+        self.dense: dict[tuple[int, int], list[str]] = {}  # by (stage, chunk)
+        self.experts: dict[
+            tuple[int, int, int], list[tuple[names.ExpertName, str]]
+        ] = {}  # and expert rank; local numbers
         for name in shape.model:
+            expert = names.expert_of(name) if ".experts." in name else None
             for stage in self._stages_of(name):
-                self.by_stage.setdefault((stage.pp, stage.vpp), []).append(name)
+                if expert is None:
+                    self.dense.setdefault((stage.pp, stage.vpp), []).append(name)
+                else:
+                    ep, own = divmod(expert.expert, shape.cutting.local_experts)
+                    members = self.experts.setdefault((stage.pp, stage.vpp, ep), [])
+                    members.append((expert._replace(expert=own), name))
 
     def _stages_of(self, name: str) -> list[Stage]:
         """The chunks that keep a copy of the tensor."""
@@ -92,23 +101,14 @@ class Sharing:
 
     def _chunk(self, rank: Rank, stage: Stage) -> Iterable[Share]:
         grouped: dict[str, list[tuple[names.ExpertName, str]]] = {}
-        for name in self.by_stage.get((stage.pp, stage.vpp), ()):
-            expert = names.expert_of(name)
-            if expert is None:
-                yield from self._plain(name, rank, stage)
-                continue
-            count = self.shape.cutting.local_experts
-            if expert.expert // count != rank.ep:
-                continue
-            own = expert._replace(expert=expert.expert % count)
-            if self.shape.style.container == names.GROUPED and expert.rest in (
-                "linear_fc1.weight",
-                "linear_fc2.weight",
-            ):
-                grouped.setdefault(f"{expert.front}weight{expert.rest[9]}", []).append((own, name))
+        for name in self.dense.get((stage.pp, stage.vpp), ()):
+            yield from self._plain(name, rank, stage)
+        container = self.shape.style.container
+        for own, name in self.experts.get((stage.pp, stage.vpp, rank.ep), ()):
+            if container == names.GROUPED and own.rest in ("linear_fc1.weight", "linear_fc2.weight"):
+                grouped.setdefault(f"{own.front}weight{own.rest[9]}", []).append((own, name))
             else:
-                local = names.in_container(own, self.shape.style.container)
-                yield self._share(name, self._spelt(local, stage), rank, stage)
+                yield self._share(name, self._spelt(names.in_container(own, container), stage), rank, stage)
         for local, members in grouped.items():
             yield self._grouped(self._spelt(local, stage), sorted(members), rank, stage)
 
