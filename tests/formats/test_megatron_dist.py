@@ -19,22 +19,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from targets import FIXTURES, bits, gather
+from targets import FIXTURES, bits, gather, ramp, wanted_of, write
 
 from ckpt_tool.commands.convert import reshard
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.core.tensor import Chunk, StoredArray
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import megatron_dist_folder, megatron_dist_objects, registry
 from ckpt_tool.formats.dcp_metadata import Piece, TensorEntry
 from ckpt_tool.formats.megatron_dist import FORMAT
 from ckpt_tool.formats.megatron_dist_keys import name_of, parse, parse_object
 from ckpt_tool.formats.megatron_dist_pieces import apart, chunks_of
-from ckpt_tool.formats.megatron_dist_ranks import Segment
+from ckpt_tool.formats.megatron_dist_ranks import Ranks, Segment
 from ckpt_tool.storage.source import Tree
 
 HOME = FIXTURES / "megatron-dist"
@@ -425,3 +427,58 @@ def test_experts_have_an_optimizer_of_their_own_where_they_are_parallel(
         assert one["param_state_sharding_type"] == "fully_reshardable"
         assert {group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]} == {number == 1}
         assert {group["step"] for group in one["optimizer"]["param_groups"]} == {2.0}
+
+
+def test_singleton_shards_there_and_back(tmp_path: Path) -> None:
+    """Gate and up of a dense and an expert's fc1 under keys of their own (`_w`, `_v`), one key an expert."""
+    tensors = {
+        TensorKey(f"decoder.layers.{i}.mlp.{name}.weight", state): ramp((8, 3), start=1000 * i + 100 * n + 10000 * s)
+        for i in range(2)
+        for n, name in enumerate(
+            ("linear_fc1", "experts.local_experts.0.linear_fc1", "experts.local_experts.1.linear_fc1")
+        )
+        for s, state in enumerate(("model", "exp_avg"))
+    }
+    wanted = wanted_of(
+        tensors, extras={"iteration": 3}, hints={"dist": {"styles": ["singletons", "halves"]}},
+        source_format="megatron-dist", options={"degrees": {"tp": 2, "ep": 2, "dp": 2}},
+    )  # fmt: skip
+    write(FORMAT.target(wanted, Layout(Mesh(), ())), tmp_path, [bits(tensor) for tensor in tensors.values()])
+    raw = loaded(iteration(tmp_path))
+    for (name, state), want in tensors.items():
+        key = name.replace("experts.local_experts", "experts.experts")
+        key = key if state == "model" else f"optimizer.state.{state}.{key}"
+        for half, suffix in enumerate("wv"):
+            np.testing.assert_array_equal(bits(raw[f"{key}_{suffix}"]), bits(want[4 * half : 4 * half + 4]))
+    catalog = FORMAT.read(Tree(tmp_path), {})
+    for tensor_key, want in tensors.items():
+        np.testing.assert_array_equal(gather(Tree(tmp_path), catalog.tensors[tensor_key]), bits(want))
+    assert set(catalog.tensors) == set(tensors)
+
+
+def test_half_of_a_singleton_is_incomplete(tmp_path: Path) -> None:
+    tensors = {TensorKey("decoder.layers.0.mlp.linear_fc1.weight"): ramp((8, 3))}
+    wanted = wanted_of(
+        tensors, hints={"dist": {"styles": ["singletons", "halves"]}}, source_format="megatron-dist"
+    )  # fmt: skip
+    write(FORMAT.target(wanted, Layout(Mesh(), ())), tmp_path, [bits(tensor) for tensor in tensors.values()])
+
+    def drop(metadata: Any) -> None:
+        metadata.state_dict_metadata.pop("decoder.layers.0.mlp.linear_fc1.weight_v")
+
+    fault = edited(tmp_path / "release", drop)
+    assert fault.code == "E0388" and "up (_v)" in fault.message
+
+
+def test_a_tensor_rank_holds_its_rows_of_both_halves() -> None:
+    """The model's boxes gate 0, gate 1, up 0, up 1 (in any order): rank 1 of 2 had gate 1 and up 1, one behind the other."""
+    boxes = [Box((row, 0), (2, 3)) for row in (4, 2, 0, 6)]
+    chunks = tuple(Chunk(box, StoredArray("f", 0, DTYPES["F32"], box.shape), Box((0, 0), box.shape)) for box in boxes)
+    key = TensorKey("decoder.layers.0.mlp.linear_fc1.weight")
+    tensors = {key: LogicalTensor(key, (8, 3), DTYPES["F32"], chunks)}
+    degrees = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 1, "cp": 1}
+    ranks = next(Ranks.readings(tensors, {}, degrees))
+    for rank in range(2):
+        (parameter,) = ranks.buffer(False, rank, 0, "float32")
+        assert [(s.corner, s.start) for s in parameter.segments] == [((2 * rank, 0), 0), ((4 + 2 * rank, 0), 6)]
+    assert ranks.buffer(False, 2, 0, "float32") == () and ranks.buffer(False, 0, 1, "float32") == ()
