@@ -131,6 +131,10 @@ class Items:
                 self.globals.update(dict.fromkeys(map(str, pickled.globals)))
         except CkptError as e:
             e.key = e.key or fqn
+            whose = (
+                f".metadata says that {length} bytes here are an item: is it another rank's file, or another save's?"
+            )
+            e.hint = f"{e.hint}; {whose}" if e.hint else whose
             raise
         if pickled.unsafe:
             shown = self.tree.display(file)

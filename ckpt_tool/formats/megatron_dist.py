@@ -30,6 +30,7 @@ Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from itertools import product
 from math import prod
@@ -162,6 +163,7 @@ class _Reading:
                 flat, objects.gathered, tensors, _arguments(objects), degrees, self.tree.display(self.folder)
             )
         tensors |= self._of_common(objects, tensors)
+        self._iteration(objects)
         unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
         return Catalog(
             "megatron-dist",
@@ -174,6 +176,14 @@ class _Reading:
             tuple(dict.fromkeys(unsafe)),
             self._hints(objects, degrees),
         )
+
+    def _iteration(self, objects: Objects) -> None:
+        """A note when the folder is named for another iteration than the common state is of."""
+        name = (self.folder or self.tree.shown).rstrip("/").rpartition("/")[2]
+        named, said = re.fullmatch(r"iter_(\d{1,12})", name), objects.extras.get("iteration")
+        if named is not None and type(said) is int and int(named[1]) != said:
+            message = f"the common state is of iteration {said}, the folder is named {name}: renamed, or of two saves?"
+            self.notes.append(Note("N-iteration", message))
 
     def _files(self, objects: Objects) -> tuple[str, ...]:
         names = [dcp_folders.METADATA, megatron_dist_folder.CONFIG]

@@ -482,3 +482,10 @@ def test_a_tensor_rank_holds_its_rows_of_both_halves() -> None:
         (parameter,) = ranks.buffer(False, rank, 0, "float32")
         assert [(s.corner, s.start) for s in parameter.segments] == [((2 * rank, 0), 0), ((4 + 2 * rank, 0), 6)]
     assert ranks.buffer(False, 2, 0, "float32") == () and ranks.buffer(False, 0, 1, "float32") == ()
+
+
+def test_a_folder_of_another_iteration_is_told(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(iteration(HOME / "llama_tp2"), tmp_path / "iter_0000007"))
+    notes = [note.message for note in FORMAT.read(Tree(folder), {}).notes]
+    assert any("iteration 1" in note and "iter_0000007" in note for note in notes)
+    assert not [n for n in FORMAT.read(Tree(HOME / "llama_tp2"), {}).notes if n.code == "N-iteration"]
