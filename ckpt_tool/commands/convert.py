@@ -18,6 +18,8 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_paths import clean
 from ckpt_tool.plan.moves import Stored
 
+RECORDS = frozenset({"deepspeed"})  # extras in which a format keeps the names that its files repeat
+
 
 def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
     """The same checkpoint, every state of it, for other parallel degrees. Degrees left out keep the source's value."""
@@ -98,7 +100,8 @@ def without_removed(value: Any, names: set[str]) -> Any:
     """Extras whose optimizer groups no longer list the removed parameters; all else stays, whatever it is called.
 
     Groups are `param_groups: [{"params": [name, ...]}]`, with numbers and `param_names` side by side in torch's own,
-    and keys such as `param_groups.NAME.lr` in the flat spelling.
+    and keys such as `param_groups.NAME.lr` in the flat spelling. What a reader noted of names (RECORDS) forgets them too:
+    an alias that stayed there would be written again from its twin.
     """
     if not names:
         return value
@@ -106,12 +109,23 @@ def without_removed(value: Any, names: set[str]) -> Any:
         return {
             key: [_group_without(group, names) for group in item]
             if key == "param_groups" and isinstance(item, list)
+            else _record_without(item, names)
+            if key in RECORDS
             else without_removed(item, names)
             for key, item in value.items()
             if not (isinstance(key, str) and _flat_parameter(key) in names)
         }
     if isinstance(value, list):
         return [without_removed(item, names) for item in value]
+    return value
+
+
+def _record_without(value: Any, names: set[str]) -> Any:
+    """A record whose keys and list items are names, among others."""
+    if isinstance(value, dict):
+        return {key: _record_without(item, names) for key, item in value.items() if key not in names}
+    if isinstance(value, list):
+        return [_record_without(item, names) for item in value if not (isinstance(item, str) and item in names)]
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.convert import choose
+from ckpt_tool.commands.convert import choose, without_removed
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.source import Opened, open_source
@@ -81,7 +81,7 @@ def _union(opened: list[Opened], reading: Reading, writing: Writing, on_conflict
     return Chosen(
         tuple(opened),
         tuple(found[key] for key in kept),
-        extras,
+        without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
         gone,
         tuple(entry for part in parts for entry in part.dropped),
         notes=tuple(f"{conflict}: the {on_conflict} one was taken" for conflict in conflicts),
