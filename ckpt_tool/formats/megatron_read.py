@@ -245,7 +245,7 @@ class _Reading:
     def _model(self, rank: _Rank, out: Gathering) -> Owned:
         params: list[Param] = []
         slots: list[list[Slot]] = []
-        dropped: list[str] = []
+        dropped = [name for name, value in _plain_entries(rank) if value is not None]
         for number, chunk in enumerate(rank.chunks):
             stage = self.stages.of(rank.where.pp, number)
             for name, array in chunk:
@@ -258,14 +258,8 @@ class _Reading:
                     params.append(Param(name, number, array.shape, array.dtype, array.numel))
                     slots.append(own)
         if dropped:
-            self.notes.append(
-                Note(
-                    "N0301",
-                    f"{len(dropped)} extra states of Transformer Engine (FP8 scales) stay behind",
-                    rank.path,
-                    dropped[0],
-                )
-            )
+            what = f"{len(dropped)} extra states (FP8 scales of Transformer Engine) and plain values of the model stay behind"
+            self.notes.append(Note("N0301", what, rank.path, dropped[0]))
         path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
         return Owned(params, slots, self.facts, self.degrees, self.stages, rank.where.pp, path)
 
@@ -419,11 +413,17 @@ def _without_params(optimizer: Any) -> Any:
     return out
 
 
+def _plain_entries(rank: _Rank) -> list[tuple[str, Any]]:
+    """What a rank's model holds beside tensors."""
+    chunks = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
+    return [(str(key), value) for chunk in chunks for key, value in chunk.items()]
+
+
 def _extra_states(rank: _Rank) -> list[str]:
     """Modules that have an extra state, by the rank's names."""
-    said = [key for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict) for key in chunk]
+    said = [name for name, _ in _plain_entries(rank)]
     said += [name for chunk in rank.chunks for name, _ in chunk]
-    return [key for key in said if isinstance(key, str) and key.endswith("._extra_state")]
+    return [key for key in said if key.endswith("._extra_state")]
 
 
 def _template(name: str) -> str:

@@ -89,8 +89,7 @@ class States:
             whole += [self.at[state, name] for name in sorted(scalars)]
             if own - scalars:
                 cut[state] = frozenset(own - scalars)
-        stored = "optimizer" in self.shape.wanted.extras and self._ours(self.shape.wanted.extras["optimizer"])
-        none = not (taken or stored)
+        none = not any(state in held for state in taken)
         return Form(
             flat, not flat and not masters and bool(numbered) and not self._half(), masters, numbered, cut,
             tuple(whole), () if none else self._groups(), none,
@@ -123,7 +122,7 @@ class States:
         return (False, True) if self.shape.degrees["ep"] > 1 else (None,)
 
     @staticmethod
-    def _ours(optimizer: Any) -> bool:
+    def is_ours(optimizer: Any) -> bool:
         """Is it Megatron's optimizer (its groups say `wd_mult`)?"""
         return any("wd_mult" in group for one in chained(optimizer) for group in groups_of(one))
 

@@ -68,6 +68,8 @@ class _Writing:
         self.rng = self._rng()
         self.common = self._common()
         self.scale, self.placed, self.kept = self._extra_tensors()
+        if self.states.form.none and States.is_ours(self.extras.get("optimizer")):
+            self.notes.append("the optimizer's hyperparameters are left out: none of its states are written")
 
     def target(self) -> Target:
         files: list[TargetFile] = []
@@ -244,7 +246,11 @@ class _Writing:
             if scaler is None and self.scale is None or "optimizer" not in one:
                 continue
             own = dict(scaler or {})
-            one["grad_scaler"] = {"scale": self._whole(self.scale, composer), **own} if self.scale is not None else own
+            scale = {} if self.scale is None else {"scale": self._whole(self.scale, composer)}
+            masters = {
+                key: one.pop(key) for key in ("fp32_from_fp16_params",) if key in one
+            }  # Megatron's order of keys
+            one |= {"grad_scaler": scale | own} | masters
         return made if len(made) > 1 else made[0]
 
     def _tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
@@ -281,7 +287,7 @@ class _Writing:
             out["tensors"] = tensors
         extras: dict[str, Any] = {}
         optimizer = self.extras.get("optimizer")
-        if optimizer is not None and not States._ours(optimizer) and writable(optimizer):
+        if optimizer is not None and not States.is_ours(optimizer) and writable(optimizer):
             extras["optimizer"] = optimizer
         rows, kept = self.shape.rows, self.shape.kept_rows
         if rows is not None and kept is not None and rows > kept:

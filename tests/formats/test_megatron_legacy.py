@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -484,3 +485,38 @@ def test_an_ema_is_cut_like_its_parameter(tmp_path):
     assert torch.equal(
         own["ckpt"]["states"][0]["ema"][name.replace(".1.", ".0.")], oracle.share(name, whole[name], 1, 2) + 0.5
     )
+
+
+def test_extra_states_that_hold_something_are_told_to_stay_behind(tmp_path):
+    dense_job(tmp_path / "a", tp=1, te=True)
+    name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
+
+    def scales(state):
+        state["model"][name] = io.BytesIO(b"scale")
+        state["model"][name.replace(".0.", ".1.")] = torch.zeros(3, dtype=torch.uint8)
+
+    edited(tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt", scales)
+    notes = open_source(str(tmp_path / "a"), Reading()).catalog.notes
+    assert any(note.key == name and "2 extra states" in note.message for note in notes)
+    write(tmp_path / "a", tmp_path / "b", tp=2)
+    chunk = rank_model(tmp_path / "b/iter_0000007", "mp_rank_01")
+    assert chunk[name] is None and "decoder.layers.0.mlp.linear_fc1._extra_state" not in chunk
+
+
+def test_a_model_alone_has_no_optimizer(tmp_path):
+    writing = Writing(to="megatron", degrees={"tp": 2}, states=("model", "extras"))
+    report = convert(str(MOE), str(tmp_path / "m"), Reading(), writing, Silent())
+    state = oracle_load(tmp_path / "m/iter_0000002/mp_rank_01/model_optim_rng.pt")
+    assert "optimizer" not in state and any("hyperparameters" in note for note in report["notes"])
+    assert not list((tmp_path / "m").rglob("distrib_optim.pt"))
+
+
+def test_removed_keys_take_their_moments_along(tmp_path):
+    writing = Writing(to="megatron", degrees={"tp": 2}, remove_keys=("decoder.layers.3.*",))
+    convert(str(MOE), str(tmp_path / "m"), Reading(), writing, Silent())
+    read = values(tmp_path / "m")
+    assert ("master", "decoder.layers.2.mlp.router.weight") in read and not any(
+        ".layers.3." in name for _, name in read
+    )
+    args = oracle_load(tmp_path / "m/iter_0000002/mp_rank_01/model_optim_rng.pt")["args"]
+    assert args.num_layers == 3
