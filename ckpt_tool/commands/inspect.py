@@ -13,7 +13,7 @@ from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.core.tensor import MODEL, TensorKey
+from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
@@ -58,7 +58,8 @@ def inspect(
         "total": {
             "tensors": len(rows),
             "bytes": sum(entry["bytes"] for entry in by_state.values()),
-            "parameters": sum(count * prod(shape) for (state, (_, shape, _)), count in tally.items() if state == MODEL),
+            "parameters": sum(count * prod(shape) for (state, (_, shape, _)), count in tally.items() if state == MODEL)
+            + (_masters_alone(rows) if MASTER in by_state else 0),
         },
         "states": by_state,
         "tensors": rows,
@@ -91,6 +92,12 @@ def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iter
         if wanted is not None and not wanted(state) or tests and not any(test(name) for test in tests):
             continue
         yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}
+
+
+def _masters_alone(rows: Sequence[dict[str, Any]]) -> int:
+    """Elements of parameters that are stored as fp32 master weights only (ZeRO 3 keeps no other)."""
+    model = {row["name"] for row in rows if row["state"] == MODEL}
+    return sum(prod(row["shape"]) for row in rows if row["state"] == MASTER and row["name"] not in model)
 
 
 def _add_chunks(catalog: Catalog, rows: Sequence[dict[str, Any]]) -> None:
