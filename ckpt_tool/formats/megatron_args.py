@@ -93,9 +93,13 @@ class Facts:
 def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of `args` in a checkpoint's extras; {} when there are none."""
     args = extras.get("args")
-    if isinstance(args, Opaque) and args.name == NAMESPACE and isinstance(args.state, dict):
-        return args.state
-    return {}
+    if not (isinstance(args, Opaque) and args.name == NAMESPACE and isinstance(args.state, dict)):
+        return {}
+    parsed = args.state.get("pipeline_model_parallel_layout")
+    if isinstance(parsed, Opaque):  # a PipelineParallelLayerLayout: the text (or lists) that it was made from
+        text = parsed.state.get("input_data") if isinstance(parsed.state, dict) else None
+        return args.state | {"pipeline_model_parallel_layout": text}
+    return args.state
 
 
 def facts_of(args: Mapping[str, Any]) -> Facts:

@@ -136,9 +136,8 @@ class _Writing:
             }  # fmt: skip
         out, refused = {}, []
         for name, value in {**shape.args, **sizes}.items():
-            plain = _layout_text(value)
-            if writable(plain):
-                out[name] = plain
+            if writable(value):
+                out[name] = value
             else:
                 refused.append(name)
         if refused:
@@ -307,17 +306,6 @@ def writable(value: Any) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _layout_text(value: Any) -> Any:
-    """Megatron's parsed pipeline layout as the text that it was made from; anything else as it is."""
-    if (
-        isinstance(value, Opaque)
-        and value.name.endswith(".PipelineParallelLayerLayout")
-        and isinstance(value.state, dict)
-    ):
-        return value.state.get("input_data")
-    return value
 
 
 def _rng_tensors(value: Any, composer: TorchComposer) -> Any:

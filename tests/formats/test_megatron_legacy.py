@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import io
 import shutil
+import sys
+import types
 from collections import OrderedDict
 from pathlib import Path
 
@@ -520,3 +523,40 @@ def test_removed_keys_take_their_moments_along(tmp_path):
     )
     args = oracle_load(tmp_path / "m/iter_0000002/mp_rank_01/model_optim_rng.pt")["args"]
     assert args.num_layers == 3
+
+
+def test_megatron_objects_among_the_arguments(tmp_path, monkeypatch):
+    """Enums travel, a parsed pipeline layout becomes its text, what is of no known class is named and left out."""
+    made = {}
+    for parent in ("megatron", "megatron.core", "megatron.core.transformer", "megatron.training"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    for module, names in (("megatron.core.transformer.enums", ("CudaGraphScope",)),
+                          ("megatron.core.transformer.pipeline_parallel_layer_layout", ("PipelineParallelLayerLayout",)),
+                          ("megatron.training.odd", ("Odd",))):  # fmt: skip
+        stand = types.ModuleType(module)
+        for name in names:
+            if name == "CudaGraphScope":
+                kind = enum.Enum(name, {"full_iteration": 1, "attn": 2}, module=module, qualname=name)
+            else:
+                kind = type(name, (), {"__module__": module})
+            setattr(stand, name, kind)
+            made[name] = kind
+        monkeypatch.setitem(sys.modules, module, stand)
+    dense_job(tmp_path / "a", layers=3, tp=1)
+    layout = made["PipelineParallelLayerLayout"]()
+    layout.input_data = "Et|ttL"
+
+    def change(state):
+        args = state["args"]
+        args.cuda_graph_scope = [made["CudaGraphScope"].attn]
+        args.pipeline_model_parallel_layout, args.odd = layout, made["Odd"]()
+
+    edited(tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt", change)
+    report = write(tmp_path / "a", tmp_path / "b", tp=2)
+    args = oracle.load(tmp_path / "b/iter_0000007/mp_rank_01/model_optim_rng.pt")["args"]
+    assert args.cuda_graph_scope == [made["CudaGraphScope"].attn] and not hasattr(args, "odd")
+    assert args.pipeline_model_parallel_layout is None  # it was made for two stages
+    assert any("args without odd" in note for note in report["notes"])
+    write(tmp_path / "a", tmp_path / "c", pp=2, split=(1, 2))
+    args = oracle.load(tmp_path / "c/iter_0000007/mp_rank_00_001/model_optim_rng.pt")["args"]
+    assert args.decoder_first_pipeline_num_layers == 1
