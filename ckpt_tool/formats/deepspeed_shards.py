@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.catalog import mark_replicas
+from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.formats.deepspeed_flat import Piece
 
@@ -57,7 +58,18 @@ class Flat:
             lying = self._lying[key]
             shape = self.shapes[key.name]
             out[key] = LogicalTensor(key, shape, lying[0].array.dtype, tuple(chunks_of(shape, lying)))
-        return out
+        return out | self._empty(states)
+
+    def _empty(self, states: Sequence[str]) -> dict[TensorKey, LogicalTensor]:
+        """Parameters without elements lie nowhere in the flat tensors; they have the states that the others have."""
+        dtypes = {key.state: lying[0].array.dtype for key, lying in reversed(self._lying.items())}
+        names = [name for name, shape in self.shapes.items() if not prod(shape)]
+        keys = [TensorKey(name, state) for state in states for name in names]
+        return {
+            key: LogicalTensor(key, self.shapes[key.name], dtypes.get(key.state, DTYPES["F32"]), ())
+            for key in keys
+            if key not in self._lying
+        }
 
 
 def chunks_of(shape: Shape, lying: Sequence[Lying]) -> tuple[Chunk, ...]:

@@ -86,7 +86,8 @@ class Modules:
             if path[0] == "module" and len(path) == 2:
                 name = str(path[1])
                 kept = self.shared.get(name, name)
-                holds = array.numel or not prod(known.get(name, known.get(kept, ())))
+                shape = known.get(name, known.get(kept))
+                holds = array.numel or shape is None or not prod(shape)
                 if holds and not sliced:  # at stage 3 parameters are placeholders without elements
                     module[name] = array
             elif path[0] == STATES and len(path) == 3:
