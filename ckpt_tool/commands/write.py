@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
-from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Fitting, Format
@@ -136,6 +136,8 @@ def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
                         "reason": reason})  # fmt: skip
     if behind:
         stored = [row for row in stored if row.tensor.key.state not in behind]
+    if MASTER not in writing.drop:
+        _refuse_to_lose_masters(chosen, stored)
     if extras and not fmt.holds.extras:
         if "extras" in asked:
             raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")
@@ -151,6 +153,28 @@ def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
     if not stored:
         raise UsageError("nothing is left to write", code="E0259", hint="widen --state or the key patterns")
     return replace(chosen, stored=tuple(stored), dropped=tuple(dropped), extras=extras)
+
+
+def _refuse_to_lose_masters(chosen: Chosen, stored: Sequence[Stored]) -> None:
+    """Raise UsageError E0249 where parameters have no other weights than fp32 masters (ZeRO 3) and would stay behind, all of
+    them, while the rest of the model is written."""
+    if not any(row.tensor.key.state == MODEL for row in stored):
+        return
+    gone = {tensor.key.name for tensor in chosen.removed}
+    written = {row.tensor.key.name for row in stored}
+    for opened in chosen.sources:
+        if MASTER not in opened.catalog.states():
+            continue
+        keys = opened.catalog.tensors
+        alone = [key.name for key in keys if key.state == MASTER and TensorKey(key.name) not in keys]
+        lost = [name for name in alone if name not in written and name not in gone]
+        if lost:
+            raise UsageError(
+                f"{len(lost)} parameters have no weights but their fp32 masters, which would stay behind: {lost[0]}",
+                code="E0249", key=lost[0], faults=lost[1:20],
+                hint="--as-model master writes them as the model (with --dtype bf16 as the trainer would round them);"
+                " --drop master leaves them behind",
+            )  # fmt: skip
 
 
 def _fitted(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
