@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.megatron_rules import nearest
@@ -199,3 +199,26 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
         notes.append(f"data ranks raised from {out['dp']} to {least}: {out['ep']} expert ranks are carved out of them")
         out["dp"] = least
     return out, notes
+
+
+def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], degrees: Mapping[str, int]) -> None:
+    """Raise InconsistentCheckpoint E0305 for a folder whose `args.rank` is another's: its slices would go to a wrong place.
+
+    ranks: each with its arguments. Converters of one process write one number into all files; then nothing can be said.
+    Order of ranks: tp-cp-ep-dp-pp, with --use-tp-pp-dp-mapping tp-cp-ep-pp-dp.
+    """
+    known = [(rank, args, args.get("rank"), args.get("world_size")) for rank, args in ranks]
+    tp, pp, cp = (degrees[dim] for dim in ("tp", "pp", "cp"))
+    for rank, args, number, world in known:
+        if type(number) is not int or type(world) is not int or not 0 <= number < world or world % (tp * pp * cp):
+            return
+        if sum(number == other for _, _, other, _ in known) > 1:
+            return
+        within = tp * cp if args.get("use_tp_pp_dp_mapping") else world // pp
+        inside = (number % tp, number // within % pp)
+        if inside != (rank.tp, rank.pp):
+            raise InconsistentCheckpoint(
+                f"the folder's name says tensor rank {rank.tp} of stage {rank.pp}, the file in it tensor rank {inside[0]} of "
+                f"stage {inside[1]} (args.rank {number} of {world})", code=CONTRADICTION, path=tree.display(rank.path),
+                hint="two folders were renamed: give them back their own names",
+            )  # fmt: skip

@@ -28,6 +28,7 @@ from ckpt_tool.formats.megatron_ranks import (
     Rank,
     coordinates,
     rank_folders,
+    refuse_renamed,
 )
 from ckpt_tool.formats.megatron_stages import Stages, from_counts
 from ckpt_tool.formats.megatron_states import Owned, read_flat, read_numbered
@@ -122,6 +123,7 @@ class _Reading:
         numbers = {rank.path: _rank_number(rank) for rank in ranks}
         for rank, where in zip(ranks, coordinates(folders, self.degrees, numbers, experts=self.experts), strict=True):
             rank.where = where
+        refuse_renamed(tree, [(rank.where, arguments(rank.extras)) for rank in ranks], self.degrees)
         self.stages = self._stages()
         self.cutting = self._cutting()
 
@@ -149,8 +151,23 @@ class _Reading:
             "megatron", tensors, self._extras(), mesh_of(self.degrees), self._files(), (), tuple(self.notes),
             tuple(dict.fromkeys(self.unsafe)), self._hints(),
         )  # fmt: skip
-        catalog.check()
+        try:
+            catalog.check()
+        except Incomplete as e:
+            raise self._without_optimizer() or e from None
         return catalog
+
+    def _without_optimizer(self) -> Incomplete | None:
+        """What to say of an optimizer with gaps: the files that other ranks have, or None."""
+        files = [f"{rank.path}/{OPTIM_FILE}" for rank in self.ranks]
+        lost = [file for file in files if not self.tree.exists(file)]
+        if not lost or len(lost) == len(files):
+            return None
+        return Incomplete(
+            f"{len(lost)} of {len(files)} ranks lack their {OPTIM_FILE}, which holds their part of the optimizer", code=MISSING,
+            path=self.tree.display(lost[0]), faults=lost[1:50],
+            hint="copy it from where the job wrote it, or leave the optimizer behind with --state model",
+        )  # fmt: skip
 
     # -- what the ranks agree on -----------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ DS, STAGE3, PIPE, MOE = (
 UNI, UNI3, DIST, RANKS = (
     "deepspeed-universal/z1_bf16_dp2", "deepspeed-universal/z3_bf16_dp2", "megatron-dist/llama_tp2", "torch/ranks_fsdp2_dp4",
 )  # fmt: skip
+MEGATRON = "megatron/moe_tp2ep2etp1"
 KINDS = [
     ("module", DS, "mp_rank_00_model_states.pt"),
     ("optim", DS, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
@@ -36,6 +37,8 @@ KINDS = [
     ("universal-module3", UNI3, "zero_pp_rank_1_mp_rank_00_model_states.pt"),
     ("dist-common", DIST, "iter_0000001/common.pt"),
     ("dist-metadata", DIST, "iter_0000001/.metadata"),
+    ("megatron-model", MEGATRON, "iter_0000002/mp_rank_01_001/model_optim_rng.pt"),
+    ("megatron-optim", MEGATRON, "iter_0000002/mp_rank_00_000/distrib_optim.pt"),
     ("rank-model", RANKS, "model_world_size_4_rank_2.pt"),
     ("rank-optim", RANKS, "optim_world_size_4_rank_1.pt"),
     ("rank-extra", RANKS, "extra_state_world_size_4_rank_3.pt"),

@@ -25,6 +25,7 @@ STAGE1, STAGE3, ALIGNED = "deepspeed/z1_bf16_dp4", "deepspeed/z3_bf16_dp4", "dee
 PIPE, EXPERTS, OFF = "deepspeed/pipe_pp2_dp2_z1", "deepspeed/moe_z2_ep2_dp4", "deepspeed/z0_bf16_dp2"
 UNI, UNI3, UNI_PIPE = (f"deepspeed-universal/{name}" for name in ("z1_bf16_dp2", "z3_bf16_dp2", "pipe_pp2_dp2"))
 DIST, DIST_EXPERTS, DIST_INTEGRITY = (f"megatron-dist/{name}" for name in ("dp2_model_space", "moe_ep2_flat", "core19"))
+MEGATRON, MEGATRON_PIPE = "megatron/moe_tp2ep2etp1", "megatron/gpt2_tied_pp2_adamw"
 RANKS, RANKS_2D = "torch/ranks_fsdp2_dp4", "torch/ranks_tp2_dp2"
 MODULE = "mp_rank_00_model_states.pt"
 
@@ -232,6 +233,41 @@ def told(fixture, name, words=None, code=3, files=None):
     )
 
 
+def next_iteration(value):
+    value["iteration"] += 1
+
+
+def step_of_a_rank(value):
+    for optimizer in value["optimizer"]:
+        for group in optimizer["optimizer"]["param_groups"]:
+            group["step"] += 1
+
+
+def other_bit(name):
+    """One bit of a replicated tensor."""
+
+    def change(value):
+        value["model"][name].data.view(-1).view(torch.int16)[0] ^= 1
+
+    return change
+
+
+def without_a_moment(value):
+    states = value["optimizer"]["optimizer"]["state"]
+    del states[next(iter(states))]["exp_avg"]
+
+
+def without_an_expert(value):
+    for name in [name for name in value["model"] if "local_experts.1." in name]:
+        del value["model"][name]
+
+
+def other_degrees(value):
+    value["args"].tensor_model_parallel_size = 4
+
+
+M0, M1 = "iter_0000002/mp_rank_00_000", "iter_0000002/mp_rank_01_001"
+P0, P1 = "iter_0000002/mp_rank_00_000", "iter_0000002/mp_rank_00_001"
 I2, I5 = "iter_0000002", "iter_0000005"
 SAVED_WHOLE = "fetch one save whole"
 CASES = [
@@ -253,6 +289,10 @@ CASES = [
     *(told(DIST, f"{I2}/{name}") for name in ("__0_0.distcp", "__1_1.distcp", ".metadata", "common.pt", "metadata.json")),
     told(DIST_INTEGRITY, f"{I5}/__0_0.distcp"),
     *(told(RANKS, f"{kind}_world_size_4_rank_{rank}.pt", (f"rank {rank}", kind)) for kind, rank in (("model", 0), ("optim", 3), ("extra_state", 1))),
+    *(told(MEGATRON, name) for name in (M0, M1)),
+    told(MEGATRON, f"{M1}/model_optim_rng.pt", ("mp_rank_01_001",)),
+    told(MEGATRON, f"{M0}/distrib_optim.pt", ("mp_rank_00_000/distrib_optim.pt", "--state model")),
+    *(told(MEGATRON_PIPE, name) for name in (P0, P1)),
     # two ranks' files under each other's names
     ("E1-swapped-partitions", case(STAGE1, swapped(optim(1), optim(2))), 3, (optim(1), "layers.0.up.weight")),
     ("E1-swapped-partitions-of-a-size", case(ALIGNED, swapped(optim(0), optim(1))), 3, (optim(0),)),
@@ -268,7 +308,17 @@ CASES = [
     ("E1-swapped-dist-files", case(DIST, swapped(f"{I2}/__0_0.distcp", f"{I2}/__1_0.distcp")), {"*": 3}, ("__", ".distcp")),
     ("E1-swapped-ranks", case(RANKS, swapped(*(f"model_world_size_4_rank_{i}.pt" for i in (0, 1)))), 3, ("rank 0", "rank 1")),
     ("E1-swapped-ranks-2d", case(RANKS_2D, swapped(*(f"optim_world_size_4_rank_{i}.pt" for i in (2, 3)))), 3, ("rank 2", "rank 3")),
+    ("E1-swapped-tensor-ranks", case(MEGATRON, swapped(M0, M1)), 3, ("mp_rank_00_000", "tensor rank 1")),
+    ("E1-swapped-pipeline-stages", case(MEGATRON_PIPE, swapped(P0, P1)), 3, ("mp_rank_00_000", "stage 1")),
     # files of two steps, step counters
+    ("E1-iteration-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", next_iteration)), 3, ("mp_rank_01_001", "iteration 3")),
+    ("E10-step-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", step_of_a_rank)), 3, ("step", "mp_rank_01_001")),
+    ("E1-degrees-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_degrees)), 3, ("mp_rank_01_001", "degrees")),
+    # replicas that are no replicas
+    ("E2-bit", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_bit("decoder.layers.0.input_layernorm.weight"))), FOUND, ("replicas differ", "mp_rank_01_001", "decoder.layers.0.input_layernorm.weight", "--replica-policy")),
+    ("E9-tied-bit", case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", other_bit("output_layer.weight"))), FOUND, ("replicas differ", "mp_rank_00_001", "embedding.word_embeddings.weight")),
+    ("E5-moment-lost", case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", without_a_moment)), FOUND, ("exp_avg", "mp_rank_00_001")),
+    ("E7-expert-lost-on-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", without_an_expert)), 3, ("mp_rank_01_001",)),
     ("E1-step-of-a-partition", case(STAGE1, edited(optim(1), next_step)), 3, (optim(1), "step 4", SAVED_WHOLE)),
     ("E1-step-of-a-partition-3", case(STAGE3, edited(optim(2), next_step)), 3, (optim(2), "step 4")),
     ("E1-step-of-a-module-3", case(STAGE3, edited(module3(1), next_global_step)), 3, (module3(1), "global_steps is 4")),
