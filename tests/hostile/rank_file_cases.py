@@ -80,10 +80,9 @@ def object_array(folder):
     return empty + b"(K\1K\2\x85" + kind + b"\x89](K\1K\2etb"
 
 
-def laughs(folder):
-    """Sixty tuples of two of the one before."""
-    out = text("lol") + b"\x85r" + struct.pack("<I", 1_000_000)
-    return out
+def bomb(folder):
+    """A memo index that makes the C unpickler allocate gigabytes."""
+    return b"]r" + struct.pack("<I", (1 << 31) - 1)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
@@ -113,17 +112,9 @@ def poisoned(fixture, filename, payload):
     return make
 
 
-def replaced(fixture, filename, stream):
-    def make(folder):
-        root = folder / "checkpoint"
-        shutil.copytree(FIXTURES / fixture, root)
-        rewritten(root / filename, lambda pickled: stream)
-        return root
-
-    return make
-
-
 CASES = [
     *((f"D3-{kind}", poisoned(fixture, filename, system), SHOWN, ("posix.system", filename)) for kind, fixture, filename in KINDS),
     *((f"D14-build-{kind}", poisoned(fixture, filename, built), SHOWN, ("canary_module.loader", filename)) for kind, fixture, filename in KINDS[::3]),
+    *((f"D7-{kind}", poisoned(fixture, filename, bomb), 3, ("memo index", filename)) for kind, fixture, filename in KINDS[1::3]),
+    *((f"D17-{kind}", poisoned(fixture, filename, object_array), 3, ("python objects", filename)) for kind, fixture, filename in KINDS[2::3]),
 ]  # fmt: skip
