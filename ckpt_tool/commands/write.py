@@ -190,7 +190,7 @@ def _fitted(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
 def _options(chosen: Chosen, writing: Writing) -> dict[str, Any]:
     """`Wanted.options` for a format with a layout of its own."""
     return {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
-            "vocab_size": writing.vocab_size}  # fmt: skip
+            "vocab_size": writing.vocab_size, "removed": frozenset(t.key for t in chosen.removed)}  # fmt: skip
 
 
 def opaque_names(value: Any, prefix: str = "") -> list[str]:
@@ -332,6 +332,7 @@ def _layout(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tu
     degrees = _carve_experts(degrees, writing)
     foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
     if foreign:
+        foreign.sort(key=lambda name: name not in writing.degrees)  # name what was typed, not what was inherited
         if any(name in writing.degrees for name in foreign) or writing.layout:
             raise UsageError(
                 f"--{foreign[0]} {degrees[foreign[0]]}: {fmt.name} holds whole tensors, not a rank's share", code="E0260",

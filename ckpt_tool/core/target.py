@@ -153,7 +153,8 @@ class Wanted:
     single: the output's file name where the user asked for one file (`OUT.pt`), None for a folder.
     shard_size: `--max-shard-size` in bytes.
     options: for formats with a layout of their own (`formats.base.Holds.own_layout`): `degrees` (mesh dim -> size, `dp`
-    all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `vocab_size`.
+    all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `vocab_size`,
+    `removed` (the keys that were removed by pattern).
     """
 
     tensors: tuple[WantedTensor, ...]

@@ -14,7 +14,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/stage3.py` (`_rigid_load_state_dict`: fp1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,7 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Ma
                 _entry(MODEL, gone, "ZeRO 3 keeps no 16-bit weights: DeepSpeed rounds them from the fp32 master")
             )
     else:
+        _refuse_removed(masters, options.get("removed", ()))
         rows = _with_module(rows, described, trained, shared, casts, dropped, _configured(extras))
     rows = _with_one_step(rows, extras, dropped)
     unlisted = tuple(row.key for _, row in rows if row.key.state == STEP)
@@ -103,6 +104,16 @@ def _with_masters(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
             {"state": MASTER, "tensors": 0, "bytes": 0, "reason": f"{len(made)} fp32 weights are their own master"}
         )
     return rows + made
+
+
+def _refuse_removed(masters: set[str], removed: Iterable[TensorKey]) -> None:
+    """A removed weight whose master stays would be made again from it (`--model-only`)."""
+    names = sorted(key.name for key in removed if key.state == MODEL and key.name in masters)
+    if names:
+        raise UsageError(
+            f"{names[0]} can't leave the module alone: DeepSpeed needs a weight for every fp32 master", code=UNFIT,
+            key=names[0], faults=names[1:20], hint="remove the twins with it: leave --model-only off",
+        )  # fmt: skip
 
 
 def _with_module(

@@ -459,3 +459,11 @@ def test_layers_of_tensor_parallel_ranks_are_refused_by_name(tmp_path: Path) -> 
     (folder / "layer_00-model_states.pt").rename(folder / "layer_00-model_00-model_states.pt")
     with pytest.raises(InputError, match="tensor parallel"):
         read(folder)
+
+
+def test_a_removed_weight_is_not_made_again_from_its_master(tmp_path: Path) -> None:
+    """`--model-only` at ZeRO 1 would leave a master whose weight DeepSpeed needs."""
+    writing = Writing(remove_keys=("layers.0.up.weight",), model_only=True)
+    with pytest.raises(UsageError, match="can't leave the module alone"):
+        reshard(str(HERE / "z1_bf16_dp4"), str(tmp_path / "out"), Reading(), writing, Silent())
+    assert not (tmp_path / "out").exists()
