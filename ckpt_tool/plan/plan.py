@@ -268,5 +268,7 @@ def regions_of(plan: Plan) -> Iterator[tuple[Move, Region]]:
             yield move, region
 
 
-def _patch(offset: int, kind: Literal["crc32", "digest", "sha256"], of: int, span: Sequence[int] | None = None) -> Patch:
+def _patch(
+    offset: int, kind: Literal["crc32", "digest", "sha256"], of: int, span: Sequence[int] | None = None
+) -> Patch:
     return Patch(offset, kind, of, None if span is None else (span[0], span[1]))
