@@ -20,7 +20,7 @@ from ckpt_tool.commands.source import Opened
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
@@ -299,23 +299,13 @@ def _degrees(chosen: Chosen, writing: Writing) -> dict[str, int]:
     return {**inherited, **writing.degrees}
 
 
-def _mesh(degrees: Mapping[str, int]) -> Mesh:
-    """The degrees as the house's mesh, in which expert ranks are carved out of the data ranks."""
-    dims = dict(degrees)
-    dp, ep = dims.get("dp", 1), dims.get("ep", 1)
-    dims["dp"] = dp // ep if dp % ep == 0 else dp
-    if dims.get("etp", 1) == dims.get("tp", 1):
-        dims.pop("etp", None)
-    return Mesh.of(**dims)
-
-
 def _layout(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
     if fmt.holds.own_layout:
         if writing.layout:
             raise UsageError(
                 f"--layout: {fmt.name} lays its ranks out itself", code="E0260", hint="give degrees: --tp, --pp, --ep"
             )
-        return Layout(_mesh(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
+        return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
     rules: tuple[Rule, ...] = ()
@@ -361,10 +351,10 @@ def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, in
     if "ep" in writing.degrees and "dp" in writing.degrees:
         dp, ep = out.get("dp", 1), out.get("ep", 1)
         if dp > 1 and dp % ep:
-            near = sorted({d for d in range(1, dp + 1) if dp % d == 0}, key=lambda d: abs(d - ep))[:3]
+            near = divisors_near(dp, ep)
             raise UsageError(
                 f"{ep} expert ranks can't be carved out of {dp} data ranks", code="E0262",
-                hint=f"--ep that divides --dp {dp}: {', '.join(map(str, sorted(near)))}",
+                hint=f"--ep that divides --dp {dp}: {', '.join(map(str, near))}",
             )  # fmt: skip
         if dp > 1:
             out["dp"] = dp // ep

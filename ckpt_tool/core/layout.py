@@ -17,7 +17,7 @@ from itertools import combinations
 from math import prod
 
 from ckpt_tool.core.box import Box
-from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.errors import UsageError
 
 POLICIES = ("largest-dim", "prefix", "best-subset", "dtensor", "pad", "replicate", "error")
@@ -58,14 +58,11 @@ def choose(n: int, dims: MeshDims, *, granule: int = 1, policy: str = "largest-d
     if units % degree == 0:
         return Choice(names, tuple(name for name, _ in live), "even")
     if policy == "error":
-        divisors = [d for d in range(1, units + 1) if units % d == 0] if units < 1 << 20 else []
-        near = sorted(divisors, key=lambda d: abs(d - degree))[:3]
+        near = divisors_near(units, degree) if units < 1 << 20 else []
         raise UsageError(
             f"a dim of {units} units does not divide by {' x '.join(f'{a} {b}' for a, b in live)}",
             code="E0214",
-            hint=f"degrees that divide it: {', '.join(map(str, sorted(near)))}; or drop --strict-shard"
-            if near
-            else None,
+            hint=f"degrees that divide it: {', '.join(map(str, near))}; or drop --strict-shard" if near else None,
         )
     if policy == "dtensor":
         return Choice(names, tuple(name for name, _ in live), "uneven")

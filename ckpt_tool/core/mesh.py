@@ -42,6 +42,21 @@ class Mesh:
                 raise UsageError(f"--{name} is {size}, want at least 1", code="E0211")
         return Mesh(tuple((name, sizes[name]) for name in DIMS if sizes.get(name, 1) > 1))
 
+    @staticmethod
+    def of_degrees(degrees: Mapping[str, int]) -> Mesh:
+        """The mesh of a job whose `dp` counts all data ranks: expert ranks are carved out of those where they divide them,
+        and experts that are cut as everything else have no tensor dim of their own.
+
+        >>> Mesh.of_degrees({"tp": 2, "etp": 2, "ep": 2, "dp": 4}).to_json()
+        {'tp': 2, 'ep': 2, 'dp': 2}
+        """
+        sizes = dict(degrees)
+        dp, ep = sizes.get("dp", 1), sizes.get("ep", 1)
+        sizes["dp"] = dp // ep if dp % ep == 0 else dp
+        if sizes.get("etp", 1) == sizes.get("tp", 1):
+            sizes.pop("etp", None)
+        return Mesh.of(**sizes)
+
     def __getitem__(self, name: str) -> int:
         for dim, size in self.dims:
             if dim == name:
@@ -68,3 +83,8 @@ class Mesh:
 
     def to_json(self) -> dict[str, int]:
         return dict(self.dims)
+
+
+def divisors_near(n: int, wanted: int) -> list[int]:
+    """The three divisors of `n` nearest to `wanted`, ascending: degrees that divide where `wanted` does not; [] for n < 1."""
+    return sorted(sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - wanted))[:3])

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.deepspeed_described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed_moe import counts, expert_name_of
@@ -86,11 +87,11 @@ def with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) ->
         raise UsageError(f"--ep {ep}: no parameter is an expert of DeepSpeed's MoE", code=DEGREE, hint="leave --ep off")
     for total, what in ((dp, "data ranks (--dp)"), *((count, f"experts of {layer}") for layer, count in found.items())):
         if total % ep:
-            near = sorted((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - ep), d))[:3]
+            near = divisors_near(total, ep)
             other = f"; or --dp {max(total // ep, 1) * ep} or {(total // ep + 1) * ep}" if total == dp else ""
             raise UsageError(
                 f"--ep {ep} does not divide the {total} {what}", code=DEGREE,
-                hint=f"expert degrees that do: {', '.join(map(str, sorted(near)))}{other}",
+                hint=f"expert degrees that do: {', '.join(map(str, near))}{other}",
             )  # fmt: skip
     for group in groups:
         experts = [name for name in group.names if expert_name_of(name)]

@@ -135,7 +135,7 @@ def _catalog(reader: Reader, module: Module) -> Catalog:
     degrees = {"tp": 1, "pp": reader.pp, "vpp": 1, "ep": reader.ep, "etp": 1, "dp": reader.dp, "cp": 1}
     notes = [*reader.notes, *_notes(reader, module)]
     return Catalog(
-        "deepspeed", tensors, extras, Mesh.of(pp=reader.pp, ep=reader.ep, dp=reader.dp // reader.ep),
+        "deepspeed", tensors, extras, Mesh.of_degrees(degrees),
         files=reader.files.all(), notes=tuple(notes), unsafe=tuple(reader.unsafe),
         hints={"degrees": degrees, "globals": list(reader.globals)},
     )  # fmt: skip

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.formats.megatron_names import GROUPED, SEQUENTIAL, TE_GROUPED
 from ckpt_tool.formats.megatron_stages import Stages, args_of
 
@@ -157,16 +156,6 @@ def _container(args: Mapping[str, Any], *, te: bool) -> str:
     if not args.get("moe_grouped_gemm"):
         return SEQUENTIAL
     return GROUPED if not te or args.get("moe_use_legacy_grouped_gemm") else TE_GROUPED
-
-
-def mesh_of(degrees: Mapping[str, int]) -> Mesh:
-    """The degrees (dp: all data ranks) as the house's mesh, in which expert ranks are carved out of data ranks."""
-    dims = {name: size for name, size in degrees.items() if name in DIMS}
-    if dims.get("dp", 1) % dims.get("ep", 1) == 0:
-        dims["dp"] = dims.get("dp", 1) // dims.get("ep", 1)
-    if dims.get("etp", 1) == dims.get("tp", 1):
-        dims.pop("etp", None)
-    return Mesh.of(**dims)
 
 
 def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages, rank: int) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class _Reading:
             "megatron-dist",
             tensors,
             objects.extras,
-            _mesh(degrees),
+            Mesh.of_degrees(degrees),
             self._files(objects),
             (),
             (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
@@ -318,12 +318,3 @@ def _degrees(objects: Objects) -> dict[str, int]:
     if type(stated.get("expert_tensor_parallel_size")) is not int:
         out["etp"] = out["tp"]
     return out
-
-
-def _mesh(degrees: Mapping[str, int]) -> Mesh:
-    dims = dict(degrees)
-    if dims["dp"] % dims["ep"] == 0:
-        dims["dp"] //= dims["ep"]
-    if dims["etp"] == dims["tp"]:
-        dims.pop("etp")
-    return Mesh.of(**dims)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import megatron_names as names
-from ckpt_tool.formats.megatron_args import Facts, arguments, facts_of, mesh_of
+from ckpt_tool.formats.megatron_args import Facts, arguments, facts_of
 from ckpt_tool.formats.megatron_model import Cutting, Gathering, Slot, slots_of
 from ckpt_tool.formats.megatron_optimizer import Param, chained, groups_of
 from ckpt_tool.formats.megatron_ranks import (
@@ -148,7 +149,7 @@ class _Reading:
             key = TensorKey(dotted(leaf), EXTRAS)
             tensors[key] = replace(tensors[key], path=leaf)
         catalog = Catalog(
-            "megatron", tensors, self._extras(), mesh_of(self.degrees), self._files(), (), tuple(self.notes),
+            "megatron", tensors, self._extras(), Mesh.of_degrees(self.degrees), self._files(), (), tuple(self.notes),
             tuple(dict.fromkeys(self.unsafe)), self._hints(),
         )  # fmt: skip
         try:

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.layout import Choice, Layout, Placement, place
-from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
@@ -248,10 +248,10 @@ def _stages(names: Mapping[str, _Name], wishes: Wishes) -> dict[str, int]:
                 hint="give one positive number a stage, their sum the number of layers",
             )  # fmt: skip
     elif count % stages:
-        near = sorted((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - stages))[:3]
+        near = divisors_near(count, stages)
         raise UsageError(
             f"{count} layers do not divide into {stages} pipeline stages", code="E0217",
-            hint=f"degrees that divide: {', '.join(map(str, sorted(near)))}"
+            hint=f"degrees that divide: {', '.join(map(str, near))}"
             + ("; or an uneven split with --pp-split" if stages < count else "")
             if near else "the tensor names show no layers: leave --pp off",
         )  # fmt: skip
@@ -275,10 +275,10 @@ def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     if not count and stacked:
         return {}
     if not count or count % ranks:
-        near = sorted((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - ranks))[:3]
+        near = divisors_near(count, ranks)
         raise UsageError(
             f"{count} experts do not divide over {ranks} expert-parallel ranks", code="E0219",
-            hint=f"degrees that divide: {', '.join(map(str, sorted(near)))}" if near else "the checkpoint has no experts",
+            hint=f"degrees that divide: {', '.join(map(str, near))}" if near else "the checkpoint has no experts",
         )  # fmt: skip
     return {name: number * ranks // count for name, number in numbers.items()}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.core.mesh import DIMS, Mesh
+from ckpt_tool.core.mesh import DIMS, Mesh, divisors_near
 from ckpt_tool.errors import UsageError
 
 SIZES = st.dictionaries(st.sampled_from(DIMS), st.integers(1, 4), max_size=4)
@@ -54,3 +54,21 @@ def test_refuses(sizes: dict[str, int], code: str) -> None:
     with pytest.raises(UsageError) as error:
         Mesh.of(**sizes)
     assert error.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dims"),
+    [
+        ({}, {}),
+        ({"tp": 2, "etp": 2, "ep": 2, "dp": 4}, {"tp": 2, "ep": 2, "dp": 2}),
+        ({"tp": 2, "etp": 1, "ep": 2}, {"tp": 2, "ep": 2}),
+        ({"tp": 1, "etp": 4, "dp": 3, "ep": 2}, {"ep": 2, "etp": 4, "dp": 3}),
+    ],
+)
+def test_degrees_as_a_mesh(degrees: dict[str, int], dims: dict[str, int]) -> None:
+    assert Mesh.of_degrees(degrees).to_json() == dims
+
+
+def test_the_nearest_divisors() -> None:
+    assert divisors_near(12, 5) == [3, 4, 6] and divisors_near(7, 3) == [1, 7] and divisors_near(0, 2) == []
+    assert divisors_near(6, 4) == [2, 3, 6], "of two that are as near, the smaller one"
