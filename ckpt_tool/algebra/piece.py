@@ -91,6 +91,18 @@ class Piece(NamedTuple):
                 parts = [inner for part in parts for inner in _cut_dim(part, step, extent, low, low + count)]
         return parts
 
+    def along(self, side: SideName, shape: Sequence[int]) -> list[Piece]:
+        """The piece as disjoint pieces each of whose axes runs along one dim of that side's tensor of `shape`.
+
+        One piece where no axis crosses a dim's end (an axis of both rows and columns is parted into the two).
+        """
+        if side == "dst":
+            return [piece.swap() for piece in self.swap().along("src", shape)]
+        parts = [self]
+        for step, extent in zip(contiguous_strides(shape), shape, strict=True):
+            parts = [inner for part in parts for inner in _cut_dim(part, step, extent, 0, extent)]
+        return parts
+
     def cut_range(self, side: SideName, start: int, stop: int) -> list[Piece]:
         """What of the piece lies in elements [start, stop) of that side's row-major space, as disjoint pieces."""
         if side == "dst":

@@ -104,10 +104,13 @@ def box_region(
     offset: int,
     *,
     stored: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
     replica: int = 0,
 ) -> Region:
-    """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`."""
-    strides = contiguous_strides(stored if stored is not None else box.shape)
+    """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`; with
+    `strides` (elements) of one that lies otherwise."""
+    if strides is None:
+        strides = contiguous_strides(stored if stored is not None else box.shape)
     return _make(file, offset, shape, box, [stride * size for stride in strides], replica=replica)
 
 

@@ -42,7 +42,7 @@ FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's
 def output_region(array: TargetArray, item: WantedTensor, file: int) -> Region:
     """The region of an array of the target in its file number `file`."""
     line, box, size = byte_view(item.shape, array.box, item.dtype)
-    return box_region(line, box, size, file, array.offset, stored=array.shape)
+    return box_region(line, box, size, file, array.offset, stored=array.shape, strides=array.strides)
 
 
 def move_of(row: Stored, item: WantedTensor, outputs: tuple[Region, ...], file_number: FileNumber) -> Move:

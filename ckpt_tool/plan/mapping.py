@@ -1,0 +1,241 @@
+"""Mapping: the tensors of a checkpoint under another naming, still lying where they lie.
+
+A mapping says of parameters which elements of which source they are made of (`algebra.mapped`). A stored chunk is a
+strided box, so each piece of a new tensor is one too, or a few: no byte moves, and the plan that follows is the same as
+for any other tensor. Paddle's grouped `qkv_proj` of 2 groups, (in, out), as the hub's `q_proj`, (out, in):
+
+    qkv_proj.weight (32, 64)         chunk: the whole array
+    q_proj.weight   (32, 32)         chunks: rows 0..15 = columns 0..15 of it, rows 16..31 = columns 32..47, transposed
+
+States follow their parameter: master, moments and EMA have its shape and its pieces; a counter of one element (`step`,
+`beta1_pow_acc`) is taken from every source and must be the same in all of them, which the run compares. A state of any
+other shape can't follow and is an error. Cost: some 20 us a piece and chunk. What it does not do: change values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.algebra.piece import PAD, Piece
+from ckpt_tool.core.box import Box, contiguous_strides
+from ckpt_tool.core.catalog import mark_replicas
+from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.plan.moves import Stored
+
+Shape = tuple[int, ...]
+
+
+class Applied(NamedTuple):
+    """stored: the tensors under their new names, parameter by parameter in the mapping's order, then those that it does not
+    know, as they were. renewed: keys whose values are others than the source's of that key. kept: names that passed as they
+    are. dropped: the tensors of the names that the mapping leaves out. names: parameter -> those made of it."""
+
+    stored: tuple[Stored, ...]
+    renewed: frozenset[TensorKey]
+    kept: tuple[str, ...]
+    dropped: tuple[LogicalTensor, ...]
+    names: Mapping[str, tuple[str, ...]]
+
+
+def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:
+    """{parameter: shape}: the model's shape, else its master's, else that of its largest state."""
+    shapes: dict[str, tuple[tuple[bool, bool, int], Shape]] = {}
+    for row in rows:
+        (name, state), shape = row.tensor.key, row.tensor.shape
+        rank = (state == MODEL, state == MASTER, prod(shape))
+        if name not in shapes or rank > shapes[name][0]:
+            shapes[name] = (rank, shape)
+    return {name: shape for name, (_, shape) in shapes.items()}
+
+
+def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
+    """The tensors under the mapping's names. Raises InconsistentCheckpoint E0358 for a state that some sources of a
+    tensor have and others lack, whose shape is neither the parameter's nor a single element, or whose dtypes differ, all
+    at once."""
+    shapes = parameter_shapes(rows)
+    by_name: dict[str, dict[str, Stored]] = {}
+    for row in rows:
+        by_name.setdefault(row.tensor.key.name, {})[row.tensor.key.state] = row
+    used: dict[str, list[str]] = {}
+    stored: list[Stored] = []
+    renewed: set[TensorKey] = set()
+    faults: list[tuple[TensorKey, str]] = []
+    for made in mapped.made:
+        parts = _parts(made, shapes)
+        for name in dict.fromkeys(piece.src.name for piece in parts):
+            used.setdefault(name, []).append(made.name)
+        for key, found in _states(made, parts, by_name, shapes, faults):
+            stored.append(found)
+            if not (len(parts) == 1 and parts[0].src.name == made.name and found is by_name[made.name][key.state]):
+                renewed.add(key)
+    if faults:
+        key, fault = faults[0]
+        raise InconsistentCheckpoint(
+            f"{key}: {fault}", code="E0358", key=key.name, faults=[f"{key}: {fault}" for key, fault in faults[1:]],
+            hint=f"leave the state behind with --drop {key.state}, or keep the source's names with --dialect keep",
+        )  # fmt: skip
+    dropped = set(mapped.dropped)
+    kept = [name for name in by_name if name not in used and name not in dropped]
+    taken = {row.tensor.key.name for row in stored}
+    clash = [name for name in kept if name in taken]
+    if clash:
+        raise UsageError(
+            f"the mapping makes {clash[0]} of another tensor, and the checkpoint has one of that name that no rule takes",
+            code="E1280", key=clash[0], faults=clash[1:], hint="rename or drop it in the mapping",
+        )  # fmt: skip
+    stored += [row for name in kept for row in by_name[name].values()]
+    gone = tuple(row.tensor for name in mapped.dropped for row in by_name.get(name, {}).values())
+    return Applied(tuple(stored), frozenset(renewed), tuple(kept), gone, {n: tuple(to) for n, to in used.items()})
+
+
+def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
+    """The pieces of a tensor. Raises UsageError E1280 for what this build does not carry out: padding, maps of values."""
+    for piece in made.pieces:
+        if piece.src.name == PAD or piece.maps or piece.src.name not in shapes:
+            what = "elements made from nothing" if piece.src.name == PAD else "a change of values"
+            if piece.src.name != PAD and piece.src.name not in shapes:
+                what = f"a tensor that is not there, {piece.src.name}"
+            raise UsageError(
+                f"{made.name} wants {what}", code="E1280", key=made.name, hint="this build maps bits as they are"
+            )
+    return [piece for piece in made.pieces if piece.numel]
+
+
+def _states(
+    made: Made, pieces: Sequence[Piece], by_name: Mapping[str, Mapping[str, Stored]], shapes: Mapping[str, Shape],
+    faults: list[tuple[TensorKey, str]],
+) -> Iterator[tuple[TensorKey, Stored]]:  # fmt: skip
+    """Each state of a made tensor that its sources have."""
+    sources = list(dict.fromkeys(piece.src.name for piece in pieces))
+    for state in dict.fromkeys(state for name in sources for state in by_name[name]):
+        key = TensorKey(made.name, state)
+        rows = [by_name[name].get(state) for name in sources]
+        held = [row for row in rows if row is not None]
+        if len(held) < len(rows):
+            lacking = next(name for name, row in zip(sources, rows, strict=True) if row is None)
+            faults.append((key, f"{held[0].tensor.key.name} has {state}, {lacking} has none"))
+            continue
+        first = held[0]
+        if any(row.tensor.dtype != first.tensor.dtype or row.source != first.source for row in held):
+            other = next(row for row in held if row.tensor.dtype != first.tensor.dtype or row.source != first.source)
+            faults.append((key, f"{first.tensor.key.name} is {first.tensor.dtype.name},"
+                           f" {other.tensor.key.name} is {other.tensor.dtype.name}"))  # fmt: skip
+            continue
+        if all(row.tensor.shape == shapes[row.tensor.key.name] for row in held):
+            yield (
+                key,
+                first._replace(tensor=_made(key, made, pieces, {row.tensor.key.name: row.tensor for row in held})),
+            )
+        elif all(row.tensor.numel == 1 for row in held):
+            yield key, first._replace(tensor=_counter(key, [row.tensor for row in held]))
+        else:
+            wrong = next(row.tensor for row in held if row.tensor.shape != shapes[row.tensor.key.name])
+            faults.append((key, f"shape {list(wrong.shape)} of {wrong.key.name} is not its parameter's"
+                           f" {list(shapes[wrong.key.name])}"))  # fmt: skip
+
+
+def _counter(key: TensorKey, tensors: Sequence[LogicalTensor]) -> LogicalTensor:
+    """One number of several sources: they are replicas of one another, and compared as such."""
+    first = tensors[0]
+    if len(tensors) == 1 and first.key == key:
+        return first
+    same = [tensor for tensor in tensors if tensor.shape == first.shape]
+    chunks = [replace(chunk, replica=0) for tensor in same for chunk in tensor.chunks]
+    return LogicalTensor(key, first.shape, first.dtype, mark_replicas(chunks))
+
+
+def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[str, LogicalTensor]) -> LogicalTensor:
+    if len(pieces) == 1:
+        (source,) = sources.values()
+        if source.shape == made.shape and _is_whole(pieces[0], source):
+            return source if source.key == key else replace(source, key=key, path=())
+    tensor = next(iter(sources.values()))
+    if tensor.dtype.bits < 8:
+        raise UsageError(
+            f"{key}: a {tensor.dtype.name} tensor can only be renamed, its elements are no bytes", code="E1280",
+            key=key.name, hint="--dialect keep, or dequantise it first",
+        )  # fmt: skip
+    chunks = [
+        chunk for piece in pieces for stored in sources[piece.src.name].chunks
+        for chunk in _mapped_chunks(piece, sources[piece.src.name].shape, stored, made.shape)
+    ]  # fmt: skip
+    return LogicalTensor(key, made.shape, tensor.dtype, tuple(chunks))
+
+
+def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
+    """Is every element at the same place on both sides?"""
+    flat = piece.merged()
+    return flat.numel == tensor.numel and flat.src.offset == flat.dst.offset == 0 and (
+        flat.src.strides == flat.dst.strides in ((), (1,))
+    )  # fmt: skip
+
+
+def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Iterator[Chunk]:
+    """What of `piece` lies in a stored chunk of its source, as chunks of the tensor of shape `made`."""
+    start, strides = chunk.region()
+    for part in piece.cut("src", shape, chunk.box):
+        for inner in part.along("src", shape):
+            told = inner.into("src", shape, chunk.box, start, strides)
+            for box, offset, steps in _boxes(told, made):
+                yield _chunk(chunk, box, offset, steps)
+
+
+def _chunk(chunk: Chunk, box: Box, offset: int, strides: Shape) -> Chunk:
+    """`box` of a new tensor, whose element 0 lies `offset` elements behind the array's start."""
+    array = chunk.array
+    there = StoredArray(
+        array.path, array.offset + offset * (array.dtype.bits // 8), array.dtype, box.shape, strides, array.crc
+    )
+    return Chunk(box, there, Box((0,) * len(box.shape), box.shape), chunk.replica)
+
+
+def _boxes(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
+    """A piece as boxes of its destination of `shape`, each with the place of its element 0 in the source and the step along
+    each dim there. Axes that leave gaps in a dim, or steps that differ, are told index by index."""
+    for part in piece.along("dst", shape):
+        yield from _unrolled(part, shape)
+
+
+def _unrolled(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
+    steps = contiguous_strides(shape)
+    axes: list[list[tuple[int, int, int, int]]] = [
+        [] for _ in shape
+    ]  # by dim: (index stride, source stride, extent, axis)
+    for axis, (n, d, s) in enumerate(zip(piece.ext, piece.dst.strides, piece.src.strides, strict=True)):
+        dim = next(k for k, step in enumerate(steps) if shape[k] > 1 and d >= step)
+        axes[dim].append((d // steps[dim], s, n, axis))
+    extents, strides = [1] * len(shape), list(contiguous_strides(shape))
+    for dim, found in enumerate(axes):
+        found.sort()
+        for index, (step, source, n, axis) in enumerate(found):
+            if index == 0 and step == 1:
+                extents[dim], strides[dim] = n, source
+            elif step == extents[dim] and index and source == strides[dim] * extents[dim]:
+                extents[dim] *= n
+            else:
+                yield from (box for k in range(n) for box in _unrolled(_at(piece, axis, k), shape))
+                return
+    offset, rest = [], piece.dst.offset
+    for step in steps:
+        offset.append(rest // step)
+        rest %= step
+    yield Box(tuple(offset), tuple(extents)), piece.src.offset, tuple(strides)
+
+
+def _at(piece: Piece, axis: int, index: int) -> Piece:
+    """The piece at one index of an axis."""
+
+    def without(values: tuple[int, ...]) -> tuple[int, ...]:
+        return (*values[:axis], *values[axis + 1 :])
+
+    src, dst = piece.src, piece.dst
+    return piece._replace(
+        ext=without(piece.ext),
+        src=src._replace(offset=src.offset + index * src.strides[axis], strides=without(src.strides)),
+        dst=dst._replace(offset=dst.offset + index * dst.strides[axis], strides=without(dst.strides)),
+    )
