@@ -1,0 +1,325 @@
+"""What tensor parallelism does to a Paddle parameter, and which weights Hugging Face files hold transposed: by name.
+
+The one idea: the module's own name says its layer class, and the class says the cut. A column parallel layer cuts the last
+axis (Paddle's Linear weights are [in, out]) and its bias, a row parallel one axis 0 and no bias, an embedding its rows. Two
+kinds hold several matrices side by side, of which each rank has a share of each:
+
+    up_gate_proj [h, 2f], tp 2    logical [gate | up]    rank 0: [g_0 | u_0], rank 1: [g_1 | u_1]    Cut(1, (1, 1))
+    qkv_proj, grouped a kv head   logical = ranks laid end to end                                    Cut(1)
+
+Specification, from `_get_tensor_parallel_mappings` of PaddleNLP 3.0.0b4 and PaddleFormers 0.4.0 (every model folder), from
+`transformers/conversion_utils.py` (`normal_fuse_split_tp`, `naive_fuse_split_tp`: two or three matrices, the third form with
+`num_kv_groups`), from the layers of PaddleFormers 1.2.0 (`nn/linear.py`, `nn/lm_head.py`, `nn/mlp.py`, `peft/lora`):
+
+* embed_tokens: rows; lm_head: its vocabulary axis, [vocab, hidden] in PaddleFormers and where tied, [hidden, vocab] in
+  PaddleNLP (told by `hidden_size` and the shape). Neither is cut where tp does not divide the vocabulary (PaddleNLP).
+* k_proj, v_proj, kv_b_proj: cut only where tp divides `num_key_value_heads`; else every rank holds them whole.
+* Routed experts: whole under expert parallelism, in DeepSeek always, in ERNIE when `moe_group` is the tensor group; else cut.
+* LoRA: column layers cut lora_B, row layers lora_A. Norms, routers, latent projections (q_a, kv_a): whole.
+* `ernie` (PaddleFormers' pretraining class) with grouped query heads: qkv_proj is three matrices [Q | K | V].
+* HF: `transpose_weight_keys` of PaddleFormers 1.2.0; only 2-d `.weight` without "lora" in the key.
+
+Order of judgement: the model type's own table, then the table of names that mean one thing everywhere; then nothing is known
+and the tensor is named in an error. Cost: a dict look-up. What it does not do: GLM's old per-head [q k v], T5's buckets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.mesh import divisors_near
+from ckpt_tool.errors import InputError, UsageError
+
+UNKNOWN_STORED, UNKNOWN_WANTED, UNEVEN = "E1310", "E1265", "E1266"
+
+COLUMN, ROW, GATED, THREE, KV, VOCAB, HEAD, MIX, WHOLE = (
+    "column", "row", "gated", "three", "kv", "vocab", "head", "mix", "whole",
+)  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """dim: the axis that ranks share, None when each holds the whole. parts: relative sizes of the matrices that lie side
+    by side along it, each shared by all ranks; () for one."""
+
+    dim: int | None
+    parts: tuple[int, ...] = ()
+
+
+_NOT = Cut(None)
+_GATED = ("up_gate_proj", "gate_up_fused_proj", "gate_up_proj")
+_MODULES: dict[str, str] = {
+    **dict.fromkeys(("q_proj", "up_proj", "gate_proj", "qkv_proj", "q_b_proj", "linear1", "fc1", "w3"), COLUMN),
+    **dict.fromkeys(("o_proj", "down_proj", "out_proj", "linear2", "fc2", "dense_4h_to_h", "c_proj"), ROW),
+    **dict.fromkeys(_GATED, GATED),
+    **dict.fromkeys(("k_proj", "v_proj", "kv_b_proj"), KV),
+    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte"), VOCAB),
+    **dict.fromkeys(("lm_head", "output_layer"), HEAD),
+    **dict.fromkeys(("eh_proj", "mtp_linear_proj"), MIX),
+    **dict.fromkeys(
+        ("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa", "moe_statics", "score", "classifier",
+         "embed_positions", "position_embeddings", "rotary_emb"), WHOLE,
+    ),
+}  # fmt: skip
+_PAIRS: dict[str, str] = {  # parent.module, where the module alone says nothing
+    "mlp.w1": COLUMN, "mlp.w2": COLUMN, "experts.w1": COLUMN, "experts.w2": ROW, "shared_head.head": HEAD,
+    "self_attention.dense": ROW, "attention.dense": ROW, "attn.c_attn": THREE,
+    **{f"{a}.{m}": COLUMN for a in ("SelfAttention", "EncDecAttention") for m in ("q", "k", "v", "relative_attention_bias")},
+    **{f"{a}.o": ROW for a in ("SelfAttention", "EncDecAttention")},
+    **{f"DenseReluDense.{m}": COLUMN for m in ("wi", "wi_0", "wi_1")}, "DenseReluDense.wo": ROW,
+}  # fmt: skip
+_OF_MODEL: dict[str, dict[str, str]] = {
+    "bloom": {"query_key_value": COLUMN, "dense_h_to_4h": COLUMN},
+    "chatglm": {"query_key_value": COLUMN, "dense_h_to_4h": COLUMN},
+    "chatglm_v2": {"query_key_value": THREE, "dense_h_to_4h": GATED},
+    "glm": {"dense_h_to_4h": COLUMN},
+    "opt": {"project_in": COLUMN, "project_out": COLUMN},
+    "t5": {"shared": VOCAB},
+    "ernie": {"qkv_proj": THREE},
+}  # fmt: skip
+_NAIVE = frozenset(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"))  # experts that tensor ranks never part
+_WHOLE_LEAVES = frozenset(("e_score_correction_bias", "inv_freq", "cos_cached", "sin_cached"))
+_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
+_TENSOR_GROUPS = frozenset(("mp", "model", "tp", "mpdp"))
+
+
+# -- the cut ------------------------------------------------------------------------------------------------------------
+
+
+def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> Cut:
+    """How `tp` ranks part tensor `name` whose whole shape is `shape`. config: the model's config.json, {} where none is
+    known. ep: expert parallel ranks. Raises UsageError E1265 (no rule, or one that needs the config), E1266 (uneven)."""
+    if tp == 1 or not shape:
+        return _NOT
+    cut = _judge(name, shape, shape, config, tp, ep)
+    if isinstance(cut, str):
+        raise UsageError(
+            f"{cut}, so how --tp {tp} parts it is not known", code=UNKNOWN_WANTED, key=name,
+            hint="pass the model's config.json with --config, or --tp 1",
+        )  # fmt: skip
+    if cut.dim is not None and not divides(shape, cut, tp):
+        length = shape[cut.dim] // max(sum(cut.parts), 1) if cut.parts else shape[cut.dim]
+        raise UsageError(
+            f"dim {cut.dim} of {list(shape)} does not part evenly over {tp} ranks", code=UNEVEN, key=name,
+            hint=f"degrees near that do: {', '.join(map(str, divisors_near(length, tp)))}",
+        )  # fmt: skip
+    return cut
+
+
+def stored_cut(name: str, local: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> Cut:
+    """The same of a tensor that lies in `tp` files, each with a part of shape `local`. Raises InputError E1310."""
+    if tp == 1 or not local:
+        return _NOT
+    cut = _judge(name, local, None, config, tp, ep)
+    if isinstance(cut, str):
+        raise InputError(
+            f"{cut}, so how {tp} ranks parted it is not known", code=UNKNOWN_STORED, key=name,
+            hint="pass the model's config.json with --config: it names the model and its sizes",
+        )  # fmt: skip
+    return cut
+
+
+def _judge(
+    name: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, config: Mapping[str, Any], tp: int, ep: int
+) -> Cut | str:
+    """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's."""
+    facts = text_config(config)
+    kind, leaf = _kind(name, facts)
+    if kind is None:
+        if len(shape) == 1 and (leaf == "weight" or "norm" in name):
+            return _NOT
+        return "no rule for this name"
+    if kind == WHOLE or _EXPERT.search(name) and not experts_are_cut(facts, ep):
+        return _NOT
+    if kind == KV:
+        heads = _int(facts, "num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_head")
+        if heads is None:
+            return "the number of key and value heads is not known"
+        kind = WHOLE if heads % tp else COLUMN
+    if kind in (VOCAB, HEAD):
+        kind = _vocabulary(kind, leaf, shape, whole, facts, tp)
+    elif kind == MIX:
+        hidden = _int(facts, "hidden_size")
+        cut = whole is None and hidden is not None and len(shape) == 2 and shape[1] * tp == hidden
+        kind = COLUMN if cut else WHOLE
+    return kind if kind.startswith("the ") else _cut(kind, leaf, len(shape), facts)
+
+
+def _vocabulary(
+    kind: str, leaf: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, facts: Mapping[str, Any], tp: int
+) -> str:
+    """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where it can't be told."""
+    axis = 0 if kind == VOCAB or len(shape) == 1 else head_axis(shape, facts, tp if whole is None else 1)
+    rows = whole[axis] if whole is not None else _int(facts, "vocab_size", "padded_vocab_size")
+    if rows is None:  # a whole vocabulary lies in every file only where tp does not divide it
+        if shape[axis] % tp:
+            return "the size of the vocabulary is not known"
+        rows = shape[axis] * tp
+    if rows % tp:
+        return WHOLE
+    return COLUMN if axis or len(shape) == 1 else ROW
+
+
+def _cut(kind: str, leaf: str, ndim: int, facts: Mapping[str, Any]) -> Cut:
+    column = kind in (COLUMN, GATED, THREE)
+    if kind == WHOLE or leaf == "lora_A" and column or leaf in ("lora_B", "bias") and not column:
+        return _NOT
+    dim = ndim - 1 if column else 0
+    if kind == GATED:
+        return Cut(dim, (1, 1))
+    if kind == THREE:
+        return Cut(dim, _three(facts))
+    return Cut(dim)
+
+
+def _three(facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """Relative widths of [Q | K | V]. () where the class cuts it as one matrix: `ernie` without grouped heads."""
+    heads = _int(facts, "num_attention_heads")
+    groups = _int(facts, "num_key_value_heads", "multi_query_group_num")
+    if facts.get("model_type") == "ernie" and (groups is None or groups == heads):
+        return ()
+    return (heads, groups, groups) if heads and groups else (1, 1, 1)
+
+
+def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> int:
+    """The vocabulary's axis of an lm_head; `share` ranks have a part each. [vocab, hidden] where the sizes are alike."""
+    hidden, vocab = _int(facts, "hidden_size"), _int(facts, "vocab_size", "padded_vocab_size")
+    fits = [
+        axis
+        for axis in (0, 1)
+        if (vocab is None or shape[axis] in (vocab, vocab // share)) and (hidden is None or shape[1 - axis] == hidden)
+    ]
+    if len(fits) == 1 or not fits:
+        return fits[0] if fits else 0
+    naive = "paddlenlp_version" in facts and not facts.get("tie_word_embeddings")
+    return 1 if naive else 0
+
+
+def _kind(name: str, facts: Mapping[str, Any]) -> tuple[str | None, str]:
+    """(kind, leaf) of a name; None for a name that no table has."""
+    words = [word for word in name.split(".") if not word.isdecimal()]
+    if words[-1] == "weight_scale_inv" and words[-2:-1] == ["weight"]:
+        words.pop()
+    leaf = words[-1]
+    if leaf in _WHOLE_LEAVES:
+        return WHOLE, leaf
+    if leaf == "sinks":
+        return ROW, leaf
+    module = words[-2] if len(words) > 1 else ""
+    if "norm" in module or module.startswith("ln_"):
+        return WHOLE, leaf
+    own = _OF_MODEL.get(model_type_of(facts), {}).get(module)
+    return own or _PAIRS.get(".".join(words[-3:-1])) or _MODULES.get(module), leaf
+
+
+def is_fused(name: str) -> bool:
+    """Is it gate and up in one tensor (their weight, bias or lora_B)?"""
+    words = [word for word in name.split(".") if not word.isdecimal()]
+    return len(words) > 1 and words[-2] in _GATED and words[-1] in ("weight", "bias", "lora_B")
+
+
+def is_expert(name: str) -> bool:
+    """Is it a routed expert's?"""
+    return _EXPERT.search(name) is not None
+
+
+def experts_are_cut(config: Mapping[str, Any], ep: int) -> bool:
+    """Do tensor ranks part the routed experts?"""
+    facts = text_config(config)
+    return ep == 1 and model_type_of(facts) not in _NAIVE and facts.get("moe_group") not in _TENSOR_GROUPS
+
+
+# -- geometry -----------------------------------------------------------------------------------------------------------
+
+
+def divides(shape: tuple[int, ...], cut: Cut, tp: int) -> bool:
+    """Does the cut part `shape` evenly?"""
+    if cut.dim is None:
+        return True
+    length, parts = shape[cut.dim], sum(cut.parts) or 1
+    return length % parts == 0 and all(length // parts * part % tp == 0 for part in cut.parts or (1,))
+
+
+def joined_shape(local: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
+    """The whole tensor's shape.  ((4, 6), Cut(1), 2) -> (4, 12)"""
+    if cut.dim is None:
+        return local
+    return (*local[: cut.dim], local[cut.dim] * tp, *local[cut.dim + 1 :])
+
+
+def local_boxes(shape: tuple[int, ...], cut: Cut, tp: int, rank: int) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+    """A rank's shape, and where its elements are: (box in the whole tensor, box in the rank's own). Even cuts only.
+
+    >>> local_boxes((2, 8), Cut(1, (1, 1)), 2, 1)[1][1]
+    (Box(offset=(0, 6), shape=(2, 2)), Box(offset=(0, 2), shape=(2, 2)))
+    """
+    origin = (0,) * len(shape)
+    if cut.dim is None:
+        return shape, [(Box(origin, shape), Box(origin, shape))]
+    dim, unit = cut.dim, shape[cut.dim] // (sum(cut.parts) or 1)
+    local = (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
+    boxes, start, at = [], 0, 0
+    for part in cut.parts or (1,):
+        width = unit * part // tp
+        size = (*shape[:dim], width, *shape[dim + 1 :])
+        there = (*origin[:dim], start + rank * width, *origin[dim + 1 :])
+        boxes.append((Box(there, size), Box((*origin[:dim], at, *origin[dim + 1 :]), size)))
+        start, at = start + unit * part, at + width
+    return local, boxes
+
+
+# -- configs ------------------------------------------------------------------------------------------------------------
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config, with the outer model type where it has none."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """`model_type`, "" where the config has none (or something that is no text)."""
+    said = config.get("model_type")
+    return said if isinstance(said, str) else ""
+
+
+def _int(facts: Mapping[str, Any], *keys: str) -> int | None:
+    for key in keys:
+        value = facts.get(key)
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+# -- Hugging Face -------------------------------------------------------------------------------------------------------
+
+_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_VISION = (*_SEVEN, "qkv", "proj")
+_TRANSPOSED: dict[str, tuple[str, ...]] = {  # patterns of modules, as PaddleFormers 1.2.0 lists them
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "ernie4_5", "glm4_moe", "gpt_oss"), _SEVEN),
+    "qwen2_moe": (*_SEVEN, "gate", "shared_expert_gate"),
+    **dict.fromkeys(("qwen3_moe",), (*_SEVEN, "gate")),
+    "ernie4_5_moe": (*_SEVEN, "gate", r"mtp_linear_proj\.\d+"),
+    "deepseek_v3": (
+        "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj", "gate",
+        "eh_proj",
+    ),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gemma3_text": (*_SEVEN, "lm_head"),
+    "kimi_k2": (*_SEVEN, "proj", "up_gate_proj", "qkv_proj"),
+    "qwen2_5_vl": (*_VISION, r"merger.mlp\.\d+"),
+    "qwen3_vl": (*_VISION, r"linear_fc\d+"),
+    "qwen3_next": (*_SEVEN, "gate", "in_proj_ba", "in_proj_qkvz", "out_proj", "shared_expert_gate"),
+}  # fmt: skip
+
+
+def transposed_in_hf(name: str, ndim: int, config: Mapping[str, Any]) -> bool | None:
+    """Does a Hugging Face file of Paddle's hold tensor `name` transposed? None: the model type is not known."""
+    keys = _TRANSPOSED.get(model_type_of(config)) or _TRANSPOSED.get(model_type_of(text_config(config)))
+    if keys is None:
+        return None
+    if ndim != 2 or "lora" in name or not name.endswith(".weight"):
+        return False
+    return any(re.search(rf"(?:^|\.){key}\.weight$", name) for key in keys)
