@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, VERIFY
+from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, SHARDINGS, VERIFY
 from ckpt_tool.core.progress import MODES
 
 Given = Mapping[str, Any]
@@ -76,6 +76,8 @@ READING = group(
         "Replicas that differ: an error, or take the first. Default error.",
         choices=("error", "first"),
     ),
+    text("family", "NAME", "The model family, where the files don't tell."),
+    text("config", "FILE", "A config.json, where the files hold none."),
 )
 LAYOUT = group(
     "Layout",
@@ -88,6 +90,7 @@ LAYOUT = group(
     text("vpp", "N", "Virtual pipeline stages a rank."),
     text("pp_split", "N,N,...", "Layers of each pipeline stage: 8,9,9,6."),
     text("zero", "0|1|2|3", "What data parallel ranks shard among themselves."),
+    text("sharding", "v1|v2", "Paddle: optimizer states by owner, or as slices. Default the source's.", choices=SHARDINGS),
     text("layout", "FILE", "A mesh and placement rules by glob, in TOML."),
     text(
         "on_indivisible", "POLICY", f"When a dim does not divide: {', '.join(POLICIES)}. Default largest-dim.",
@@ -101,8 +104,7 @@ TRAVEL = group(
         "dialect", "NAME", f"Names and structure: {', '.join(DIALECTS)}. Default: the format's home dialect.",
         choices=DIALECTS,
     ),
-    text("family", "NAME", "The model family, where the files don't tell."),
-    text("config", "FILE", "A config.json, where the files hold none."),
+    text("aoa", "FILE", "Paddle's any-to-any statements as the mapping of names and structure."),
     texts("state", "S,S,...", "model, master, optimizer, ema, extras, or all."),
     texts("drop", "S,S,...", "What may stay behind though it was asked for."),
     text("as_model", "ema|master", "Write this state as the model.", choices=("ema", "master")),

@@ -138,7 +138,7 @@ def test_merge_arrives(stub: dict[str, Stub]) -> None:
 
 def test_merge_config_is_not_the_model_config(stub: dict[str, Stub]) -> None:
     assert run("merge", "out", "--config", "m.yaml") == 0
-    assert stub["merge"].args[0] == [] and stub["merge"].args[3].config is None
+    assert stub["merge"].args[0] == [] and stub["merge"].args[2].config is None
     assert stub["merge"].kwargs["config"] == "m.yaml"
 
 
@@ -488,7 +488,7 @@ def test_the_python_face_mirrors_the_verbs(stub: dict[str, Stub]) -> None:
     assert stub["reshard"].args[2].from_format == "dcp" and stub["reshard"].args[3].on_indivisible == "error"
     ckpt_tool.merge(["a", Path("b")], "c", method="slerp", t=0.5, weight=(0.1, 0.9), config="m.yaml")
     assert stub["merge"].args[0] == ["a", "b"] and stub["merge"].kwargs["weights"] == (0.1, 0.9)
-    assert stub["merge"].kwargs["config"] == "m.yaml" and stub["merge"].args[3].config is None
+    assert stub["merge"].kwargs["config"] == "m.yaml" and stub["merge"].args[2].config is None
     ckpt_tool.diff("a", "b", rtol=1e-3, state="model", map="m")
     assert stub["diff"].kwargs["states"] == ("model",) and stub["diff"].kwargs["map_file"] == "m"
     ckpt_tool.verify("a", mode="quick")

@@ -6,19 +6,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.groups import without_removed
+from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.vocabulary import is_vocabulary, trim_vocabulary
-from ckpt_tool.commands.write import Chosen, write
+from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import check_sound
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.state_paths import clean
+from ckpt_tool.formats import registry
 from ckpt_tool.plan.moves import Stored
-
-RECORDS = frozenset({"deepspeed"})  # extras in which a format keeps the names that its files repeat
 
 
 def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
@@ -33,16 +34,12 @@ def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     if writing.to is None:
         raise UsageError("convert needs --to FORMAT", code="E0263", hint="such as --to safetensors")
     opened = open_source(src, reading)
-    if writing.dialect not in (None, "keep") or writing.family:
-        raise UsageError(
-            "this build maps no names between dialects yet", code="E0264",
-            hint="leave --dialect and --family off: names are kept as they are",
-        )  # fmt: skip
     if writing.dequantize:
         raise UsageError(
             "this build has no --dequantize yet", code="E0264", hint="quantised tensors are moved as they are"
         )
-    return write(choose(opened, reading, writing), dst, writing, progress, to=writing.to)
+    chosen = under_other_names(choose(opened, reading, writing), reading, writing, registry.by_name(writing.to))
+    return write(chosen, dst, writing, progress, to=writing.to)
 
 
 def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool = False) -> Chosen:
@@ -94,58 +91,6 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         renewed=frozenset(renewed),
         first_replica=reading.replica_policy == "first",
     )
-
-
-def without_removed(value: Any, names: set[str]) -> Any:
-    """Extras whose optimizer groups no longer list the removed parameters; all else stays, whatever it is called.
-
-    Groups are `param_groups: [{"params": [name, ...]}]`, with numbers and `param_names` side by side in torch's own,
-    and keys such as `param_groups.NAME.lr` in the flat spelling. What a reader noted of names (RECORDS) forgets them too:
-    an alias that stayed there would be written again from its twin.
-    """
-    if not names:
-        return value
-    if isinstance(value, dict):
-        return {
-            key: [_group_without(group, names) for group in item]
-            if key == "param_groups" and isinstance(item, list)
-            else _record_without(item, names)
-            if key in RECORDS
-            else without_removed(item, names)
-            for key, item in value.items()
-            if not (isinstance(key, str) and _flat_parameter(key) in names)
-        }
-    if isinstance(value, list):
-        return [without_removed(item, names) for item in value]
-    return value
-
-
-def _record_without(value: Any, names: set[str]) -> Any:
-    """A record whose keys and list items are names, among others."""
-    if isinstance(value, dict):
-        return {key: _record_without(item, names) for key, item in value.items() if key not in names}
-    if isinstance(value, list):
-        return [_record_without(item, names) for item in value if not (isinstance(item, str) and item in names)]
-    return value
-
-
-def _flat_parameter(key: str) -> str:
-    """`w` of `param_groups.w.lr`; "" for any other key."""
-    _, found, rest = f".{key}".partition(".param_groups.")
-    return clean(rest.rpartition(".")[0]) if found else ""
-
-
-def _group_without(group: Any, names: set[str]) -> Any:
-    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-        return group
-    params, listed = group["params"], group.get("param_names")
-    beside = isinstance(listed, list) and len(listed) == len(params)
-    keep = [clean(str(name)) not in names for name in group["param_names" if beside else "params"]]
-    fields = ("params", "param_names") if beside else ("params",)
-    return {
-        **group,
-        **{field: [item for item, kept in zip(group[field], keep, strict=True) if kept] for field in fields},
-    }
 
 
 def _as_model(stored: Iterable[Stored], state: str) -> tuple[list[Stored], list[dict[str, Any]]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.convert import choose, without_removed
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.convert import choose
+from ckpt_tool.commands.groups import without_removed
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.source import Opened, open_source
-from ckpt_tool.commands.write import Chosen, write
+from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError

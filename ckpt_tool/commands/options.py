@@ -26,6 +26,7 @@ FORMATS = (
     "safetensors", "torch", "dcp", "sharded", "megatron", "megatron-dist", "deepspeed", "deepspeed-universal",
     "paddle", "paddle-unified", "paddle-flex", "meta", "peft",
 )  # fmt: skip
+SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
 DEGREES = ("tp", "pp", "ep", "etp", "dp", "cp", "vpp")
 POLICIES = ("largest-dim", "prefix", "best-subset", "dtensor", "pad", "replicate", "error")
@@ -49,12 +50,12 @@ class Writing:
 
     to: str | None = None
     dialect: str | None = None
-    family: str | None = None
-    config: str | None = None
+    aoa: str | None = None
     degrees: Mapping[str, int] = field(default_factory=dict)
     layout: str | None = None
     pp_split: tuple[int, ...] = ()
     zero: int | None = None
+    sharding: str | None = None
     on_indivisible: str = "largest-dim"
     states: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
@@ -88,6 +89,8 @@ class ReadingOptions(TypedDict, total=False):
     require_checksums: bool
     prefer: str | None
     replica_policy: str | None
+    family: str | None
+    config: str | None
 
 
 class WritingOptions(TypedDict, total=False):
@@ -95,8 +98,7 @@ class WritingOptions(TypedDict, total=False):
 
     to: str | None
     dialect: str | None
-    family: str | None
-    config: str | None
+    aoa: str | None
     tp: int | None
     pp: int | None
     ep: int | None
@@ -107,6 +109,7 @@ class WritingOptions(TypedDict, total=False):
     layout: str | None
     pp_split: str | Iterable[int] | None
     zero: int | None
+    sharding: str | None
     on_indivisible: str | None
     strict_shard: bool
     state: str | Iterable[str] | None
@@ -211,6 +214,8 @@ def _reading(taken: Taken) -> Reading:
         require_checksums=taken.take("require_checksums", bool, False),
         prefer=taken.take("prefer", values.text, None),
         replica_policy=taken.take("replica_policy", values.one_of(("error", "first")), None),
+        family=taken.take("family", values.text, None),
+        config=taken.take("config", values.text, None),
     )
 
 
@@ -227,12 +232,12 @@ def _writing(taken: Taken) -> Writing:
     return Writing(
         to=take("to", values.one_of(FORMATS), None),
         dialect=take("dialect", values.one_of(DIALECTS), None),
-        family=take("family", values.text, None),
-        config=take("config", values.text, None),
+        aoa=take("aoa", values.text, None),
         degrees=degrees,
         layout=take("layout", values.text, None),
         pp_split=take("pp_split", values.counts, ()),
         zero=take("zero", values.between(0, 3), None),
+        sharding=take("sharding", values.one_of(SHARDINGS), None),
         on_indivisible=policy or "largest-dim",
         states=take("state", values.words, ()),
         drop=take("drop", values.words, ()),

@@ -9,6 +9,7 @@ import gc
 import re
 from dataclasses import dataclass
 
+from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import Incomplete, UnknownFormat, UnsafeInput
@@ -60,6 +61,8 @@ def open_source(src: str, reading: Reading) -> Opened:
         "prefer": reading.prefer,
         "allow_compressed": reading.allow_compressed,
         "require_checksums": reading.require_checksums,
+        "family": reading.family,
+        "config": read_config(reading.config) if reading.config else None,
     }
     enabled = gc.isenabled()
     gc.disable()  # a reader makes many small values that all live: collecting halves its speed for nothing

@@ -7,53 +7,30 @@ that can be known is raised before the first byte is written.
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_tool.commands.carry_out import execute, save_plan
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.select import group_of, removed_rows
-from ckpt_tool.commands.source import Opened
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Fitting, Format
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
-from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.storage.destination import check_destination, check_space, staging_path, sweep_leavings
 from ckpt_tool.storage.safetensors_file import gc_paused
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What shall be written, before any format has seen it.
-
-    stored: each tensor and the source (by position in `sources`) that it lies in, under the key it shall have.
-    removed, dropped: for the report. inherits: degrees that the user does not name are those of the first source.
-    """
-
-    sources: tuple[Opened, ...]
-    stored: tuple[Stored, ...]
-    extras: Mapping[str, Any]
-    removed: tuple[LogicalTensor, ...] = ()
-    dropped: tuple[dict[str, Any], ...] = ()
-    inherits: bool = False
-    notes: tuple[str, ...] = ()
-    renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
-    first_replica: bool = False  # take replica 0 without comparing the others: it was said in words
-    casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
-    unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values
 
 
 def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to: str) -> dict[str, Any]:
@@ -162,6 +139,7 @@ def _refuse_to_lose_masters(chosen: Chosen, stored: Sequence[Stored]) -> None:
         return
     gone = {tensor.key.name for tensor in chosen.removed}
     written = {row.tensor.key.name for row in stored}
+    written |= {name for name, made in chosen.names.items() if any(to in written for to in made)}
     for opened in chosen.sources:
         if MASTER not in opened.catalog.states():
             continue
@@ -183,13 +161,14 @@ def _fitted(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
         return chosen
     made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, _options(chosen, writing))
     stored = tuple(Stored(chosen.stored[index].source, tensor) for index, tensor in made.tensors)
-    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *made.dropped), casts=made.casts,
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *made.dropped), casts={**chosen.casts, **made.casts},
                    unlisted=made.unlisted)  # fmt: skip
 
 
 def _options(chosen: Chosen, writing: Writing) -> dict[str, Any]:
     """`Wanted.options` for a format with a layout of its own."""
-    return {"degrees": _degrees(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
+    return {"degrees": degrees_of(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
+            "sharding": writing.sharding, "hints": chosen.all_hints,
             "vocab_size": writing.vocab_size, "removed": frozenset(t.key for t in chosen.removed)}  # fmt: skip
 
 
@@ -217,14 +196,14 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         tuple([WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes, chosen.casts) if changes else
                             row.tensor.dtype, row.tensor.path) for row in chosen.stored]),
         chosen.extras,
-        first.catalog.hints,
+        chosen.all_hints,
         first.catalog.format,
         () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
         single,
         writing.max_shard_size,
         _options(chosen, writing) if fmt.holds.own_layout else {},
     )  # fmt: skip
-    layout, fallbacks = _layout(chosen, wanted, fmt, writing)
+    layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = fmt.target(wanted, layout)
@@ -283,104 +262,6 @@ def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[Te
         return tensor.dtype
     state = tensor.key.state
     return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
-
-
-def _degrees(chosen: Chosen, writing: Writing) -> dict[str, int]:
-    """For a format with a layout of its own: mesh dim -> size, `dp` all data ranks; what nobody says is left out."""
-    catalog = chosen.sources[0].catalog
-    inherited: dict[str, int] = {}
-    if chosen.inherits:
-        stated = catalog.hints.get("degrees")
-        inherited = dict(stated if stated else catalog.mesh.dims)
-        if not stated and "ep" in inherited:
-            inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
-    if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
-        inherited.pop("etp", None)  # experts follow tp unless somebody parted them
-    return {**inherited, **writing.degrees}
-
-
-def _layout(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
-    if fmt.holds.own_layout:
-        if writing.layout:
-            raise UsageError(
-                f"--layout: {fmt.name} lays its ranks out itself", code="E0260", hint="give degrees: --tp, --pp, --ep"
-            )
-        return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
-    inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
-    degrees = {**dict(inherited), **writing.degrees}
-    rules: tuple[Rule, ...] = ()
-    if writing.layout:
-        path = Path(writing.layout)
-        try:
-            document = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as e:
-            raise wrap_os_error(e, path, "reading the layout file") from e
-        except ValueError as e:
-            raise UsageError(f"the layout file is not TOML: {e}", code="E0252", path=path) from e
-        named, rules = rules_from(document, str(path))
-        degrees |= named
-    degrees = _carve_experts(degrees, writing)
-    foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
-    if foreign:
-        foreign.sort(key=lambda name: name not in writing.degrees)  # name what was typed, not what was inherited
-        if any(name in writing.degrees for name in foreign) or writing.layout:
-            raise UsageError(
-                f"--{foreign[0]} {degrees[foreign[0]]}: {fmt.name} holds whole tensors, not a rank's share", code="E0260",
-                hint="write to sharded or dcp for parallel ranks, or leave the degree off",
-            )  # fmt: skip
-        degrees = {name: size for name, size in degrees.items() if name not in foreign}
-    cuts = {row.tensor.key.name: dim for row in chosen.stored
-            if row.tensor.key.state == MODEL
-            and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None}  # fmt: skip
-    zero = fmt.holds.zero if writing.zero is None else writing.zero
-    return lay_out(
-        wanted.tensors, Wishes(Mesh.of(**degrees), zero, writing.on_indivisible, rules, cuts, writing.pp_split)
-    )
-
-
-def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:
-    """`--dp` counts all data ranks; expert ranks are carved out of them, so the mesh's `dp` is what is left."""
-    out = {name: size for name, size in degrees.items() if size != 1 or name in writing.degrees}
-    if out.get("etp", 1) == out.get("tp", 1):
-        out.pop("etp", None)
-    if out.get("etp", 1) > 1 or out.get("vpp", 1) > 1:
-        name = "etp" if out.get("etp", 1) > 1 else "vpp"
-        raise UsageError(
-            f"--{name} has no meaning for this format", code="E0261", hint="it belongs to Megatron's formats"
-        )
-    if "ep" in writing.degrees and "dp" in writing.degrees:
-        dp, ep = out.get("dp", 1), out.get("ep", 1)
-        if dp > 1 and dp % ep:
-            near = divisors_near(dp, ep)
-            raise UsageError(
-                f"{ep} expert ranks can't be carved out of {dp} data ranks", code="E0262",
-                hint=f"--ep that divides --dp {dp}: {', '.join(map(str, near))}",
-            )  # fmt: skip
-        if dp > 1:
-            out["dp"] = dp // ep
-    return out
-
-
-def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
-    """The one dim along which the source's tensor parallel ranks cut the tensor, None when none or several.
-
-    mesh: the source's, where it is known: a cut into as many bands as there are data ranks alone is no tensor cut.
-    """
-    if len(tensor.chunks) == 1:
-        return None
-    dims = {
-        d
-        for chunk in tensor.chunks
-        for d, (n, full) in enumerate(zip(chunk.box.shape, tensor.shape, strict=True))
-        if n != full
-    }
-    if len(dims) != 1:
-        return None
-    dim = dims.pop()
-    bands, tp = len({chunk.box.offset[dim] for chunk in tensor.chunks}), mesh["tp"]
-    if mesh.dims and (tp == 1 or bands not in (tp, tp * mesh["dp"] * mesh["ep"])):
-        return None
-    return dim
 
 
 def _report(

@@ -50,13 +50,15 @@ class TargetArray(NamedTuple):
     """`box` of tensor number `tensor` lies row-major at `offset` (bytes) of the file.
 
     shape: the stored array's shape where it is larger than the box (padding, filled with zeros at the end of each
-    dim); None: the box's own.
+    dim); None: the box's own. strides: elements between neighbours along each dim of the box where the array lies
+    otherwise than row-major, without gaps (a transposed matrix); None: row-major.
     """
 
     tensor: int
     box: Box
     offset: int
     shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
 
 
 class Patch(NamedTuple):
@@ -153,8 +155,8 @@ class Wanted:
     single: the output's file name where the user asked for one file (`OUT.pt`), None for a folder.
     shard_size: `--max-shard-size` in bytes.
     options: for formats with a layout of their own (`formats.base.Holds.own_layout`): `degrees` (mesh dim -> size, `dp`
-    all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `vocab_size`,
-    `removed` (the keys that were removed by pattern).
+    all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `sharding`
+    (`v1`, `v2` or None), `vocab_size`, `removed` (the keys that were removed by pattern), `hints`.
     """
 
     tensors: tuple[WantedTensor, ...]

@@ -30,7 +30,7 @@ def test_nothing_asked_for_is_the_default() -> None:
 
 def test_every_option_arrives() -> None:
     writing = writing_from({
-        "to": "Megatron_Dist", "dialect": "megatron", "family": "qwen3", "config": "c.json", "tp": "8", "pp": 2, "ep": "4",
+        "to": "Megatron_Dist", "dialect": "megatron", "aoa": "m.aoa", "sharding": "v2", "tp": "8", "pp": 2, "ep": "4",
         "layout": "l.toml", "pp_split": "8,9, 9,6", "zero": "3", "on_indivisible": "pad", "state": ["model,master", "ema"],
         "drop": "extras", "as_model": "ema", "dtype": ["bf16", "optimizer=float32"], "dequantize": True,
         "vocab_size": "100", "allow_lossy": True, "remove_keys": ["*.bias", "re:^a"], "keep_keys": "w*", "model_only": True,
@@ -38,7 +38,7 @@ def test_every_option_arrives() -> None:
         "dry_run": True, "plan": "p.json", "ray": "auto",
     })  # fmt: skip
     assert writing == Writing(
-        to="megatron-dist", dialect="megatron", family="qwen3", config="c.json", degrees={"tp": 8, "pp": 2, "ep": 4},
+        to="megatron-dist", dialect="megatron", aoa="m.aoa", sharding="v2", degrees={"tp": 8, "pp": 2, "ep": 4},
         layout="l.toml", pp_split=(8, 9, 9, 6), zero=3, on_indivisible="pad", states=("model", "master", "ema"),
         drop=("extras",), as_model="ema", dtypes={"": "BF16", "optimizer": "F32"}, dequantize=True, allow_lossy=True,
         vocab_size=100,

@@ -82,7 +82,7 @@ def test_boxes_tile_and_rows_tell_the_same(name, path):
 def test_reads_headers_only(name, tmp_path):
     values = {f"layers.{i}.w1.weight": np.arange(1 << 20, dtype="f4").reshape(1024, -1) for i in range(4)}
     save_file(values, tmp_path / "model.safetensors")
-    convert(str(tmp_path / "model.safetensors"), str(tmp_path / "out"), Reading(), Writing(to=name), Silent())
+    convert(str(tmp_path / "model.safetensors"), str(tmp_path / "out"), Reading(), Writing(to=name, dialect="keep"), Silent())
     opened = open_source(str(tmp_path / "out"), Reading())
     opened.catalog.check()
     assert sum(row.nbytes for row in opened.catalog.rows()) >= 16 << 20
@@ -143,7 +143,7 @@ def _tensors(path):
 def _convert(source, target, to):
     """The report of a conversion; None where the format says in words that it can't hold this checkpoint."""
     try:
-        return convert(str(source), str(target), Reading(), Writing(to=to, verify="full"), Silent())
+        return convert(str(source), str(target), Reading(), Writing(to=to, verify="full", dialect="keep"), Silent())
     except CkptError as e:
         assert e.exit_code == 2 and e.code in ("E0249", "E0258", "E0259"), (to, e, e.hint)
         return None

@@ -1,0 +1,116 @@
+"""Degrees: the mesh and the layout that the user's options, the source and the target format come to."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.mesh import Mesh, divisors_near
+from ckpt_tool.core.target import Wanted
+from ckpt_tool.core.tensor import MODEL, LogicalTensor
+from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.formats.base import Format
+from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
+
+
+def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
+    """For a format with a layout of its own: mesh dim -> size, `dp` all data ranks; what nobody says is left out."""
+    catalog = chosen.sources[0].catalog
+    inherited: dict[str, int] = {}
+    if chosen.inherits:
+        stated = chosen.all_hints.get("degrees")
+        inherited = dict(stated if stated else catalog.mesh.dims)
+        if not stated and "ep" in inherited:
+            inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
+    if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
+        inherited.pop("etp", None)  # experts follow tp unless somebody parted them
+    return {**inherited, **writing.degrees}
+
+
+def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
+    if fmt.holds.own_layout:
+        if writing.layout:
+            raise UsageError(
+                f"--layout: {fmt.name} lays its ranks out itself", code="E0260", hint="give degrees: --tp, --pp, --ep"
+            )
+        return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
+    inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
+    degrees = {**dict(inherited), **writing.degrees}
+    rules: tuple[Rule, ...] = ()
+    if writing.layout:
+        path = Path(writing.layout)
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise wrap_os_error(e, path, "reading the layout file") from e
+        except ValueError as e:
+            raise UsageError(f"the layout file is not TOML: {e}", code="E0252", path=path) from e
+        named, rules = rules_from(document, str(path))
+        degrees |= named
+    degrees = _carve_experts(degrees, writing)
+    foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
+    if foreign:
+        foreign.sort(key=lambda name: name not in writing.degrees)  # name what was typed, not what was inherited
+        if any(name in writing.degrees for name in foreign) or writing.layout:
+            raise UsageError(
+                f"--{foreign[0]} {degrees[foreign[0]]}: {fmt.name} holds whole tensors, not a rank's share", code="E0260",
+                hint="write to sharded or dcp for parallel ranks, or leave the degree off",
+            )  # fmt: skip
+        degrees = {name: size for name, size in degrees.items() if name not in foreign}
+    cuts = {row.tensor.key.name: dim for row in chosen.stored
+            if row.tensor.key.state == MODEL
+            and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None}  # fmt: skip
+    zero = fmt.holds.zero if writing.zero is None else writing.zero
+    return lay_out(
+        wanted.tensors, Wishes(Mesh.of(**degrees), zero, writing.on_indivisible, rules, cuts, writing.pp_split)
+    )
+
+
+def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:
+    """`--dp` counts all data ranks; expert ranks are carved out of them, so the mesh's `dp` is what is left."""
+    out = {name: size for name, size in degrees.items() if size != 1 or name in writing.degrees}
+    if out.get("etp", 1) == out.get("tp", 1):
+        out.pop("etp", None)
+    if out.get("etp", 1) > 1 or out.get("vpp", 1) > 1:
+        name = "etp" if out.get("etp", 1) > 1 else "vpp"
+        raise UsageError(
+            f"--{name} has no meaning for this format", code="E0261", hint="it belongs to Megatron's formats"
+        )
+    if "ep" in writing.degrees and "dp" in writing.degrees:
+        dp, ep = out.get("dp", 1), out.get("ep", 1)
+        if dp > 1 and dp % ep:
+            near = divisors_near(dp, ep)
+            raise UsageError(
+                f"{ep} expert ranks can't be carved out of {dp} data ranks", code="E0262",
+                hint=f"--ep that divides --dp {dp}: {', '.join(map(str, near))}",
+            )  # fmt: skip
+        if dp > 1:
+            out["dp"] = dp // ep
+    return out
+
+
+def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
+    """The one dim along which the source's tensor parallel ranks cut the tensor, None when none or several.
+
+    mesh: the source's, where it is known: a cut into as many bands as there are data ranks alone is no tensor cut.
+    """
+    if len(tensor.chunks) == 1:
+        return None
+    dims = {
+        d
+        for chunk in tensor.chunks
+        for d, (n, full) in enumerate(zip(chunk.box.shape, tensor.shape, strict=True))
+        if n != full
+    }
+    if len(dims) != 1:
+        return None
+    dim = dims.pop()
+    bands, tp = len({chunk.box.offset[dim] for chunk in tensor.chunks}), mesh["tp"]
+    if mesh.dims and (tp == 1 or bands not in (tp, tp * mesh["dp"] * mesh["ep"])):
+        return None
+    return dim

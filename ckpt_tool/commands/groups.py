@@ -1,0 +1,122 @@
+"""Optimizer groups in the extras, when parameters go or take other names.
+
+Groups are `param_groups: [{"params": [name, ...]}]`, with numbers and `param_names` side by side in torch's own, and keys
+such as `param_groups.NAME.lr` in the flat spelling. All else stays, whatever it is called.
+
+    renamed_groups({"param_groups": [{"lr": 1, "params": ["gate", "up"]}]}, {"gate": ("fc",), "up": ("fc",)})
+    {"param_groups": [{"lr": 1, "params": ["fc"]}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.formats.state_paths import clean
+
+RECORDS = frozenset({"deepspeed"})  # extras in which a format keeps the names that its files repeat
+Names = Mapping[str, tuple[str, ...]]  # parameter -> the parameters that are made of it
+
+
+def without_removed(value: Any, names: set[str]) -> Any:
+    """Extras whose optimizer groups no longer list the removed parameters; all else stays, whatever it is called.
+
+    Groups are `param_groups: [{"params": [name, ...]}]`, with numbers and `param_names` side by side in torch's own,
+    and keys such as `param_groups.NAME.lr` in the flat spelling. What a reader noted of names (RECORDS) forgets them too:
+    an alias that stayed there would be written again from its twin.
+    """
+    if not names:
+        return value
+    if isinstance(value, dict):
+        return {
+            key: [_group_without(group, names) for group in item]
+            if key == "param_groups" and isinstance(item, list)
+            else _record_without(item, names)
+            if key in RECORDS
+            else without_removed(item, names)
+            for key, item in value.items()
+            if not (isinstance(key, str) and _flat_parameter(key) in names)
+        }
+    if isinstance(value, list):
+        return [without_removed(item, names) for item in value]
+    return value
+
+
+def _record_without(value: Any, names: set[str]) -> Any:
+    """A record whose keys and list items are names, among others."""
+    if isinstance(value, dict):
+        return {key: _record_without(item, names) for key, item in value.items() if key not in names}
+    if isinstance(value, list):
+        return [_record_without(item, names) for item in value if not (isinstance(item, str) and item in names)]
+    return value
+
+
+def _flat_parameter(key: str) -> str:
+    """`w` of `param_groups.w.lr`; "" for any other key."""
+    _, found, rest = f".{key}".partition(".param_groups.")
+    return clean(rest.rpartition(".")[0]) if found else ""
+
+
+def _group_without(group: Any, names: set[str]) -> Any:
+    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+        return group
+    params, listed = group["params"], group.get("param_names")
+    beside = isinstance(listed, list) and len(listed) == len(params)
+    keep = [clean(str(name)) not in names for name in group["param_names" if beside else "params"]]
+    fields = ("params", "param_names") if beside else ("params",)
+    return {
+        **group,
+        **{field: [item for item, kept in zip(group[field], keep, strict=True) if kept] for field in fields},
+    }
+
+
+def renamed_groups(value: Any, names: Names) -> Any:
+    """Extras whose optimizer groups list the parameters that were made of theirs, each once.
+
+    Raises InconsistentCheckpoint E1281 where the parts of one parameter belong to groups (or carry values) that differ.
+    """
+    if isinstance(value, dict):
+        out: dict[Any, Any] = {}
+        for key, item in value.items():
+            if key == "param_groups" and isinstance(item, list):
+                out[key] = _renamed_lists(item, names)
+                continue
+            for to in _renamed_keys(key, names):
+                if to in out and out[to] != item:
+                    _differ(str(to), "optimizer settings of its parts differ")
+                out[to] = renamed_groups(item, names)
+        return out
+    return [renamed_groups(item, names) for item in value] if isinstance(value, list) else value
+
+
+def _renamed_keys(key: Any, names: Names) -> list[Any]:
+    name = _flat_parameter(key) if isinstance(key, str) else ""
+    return [key.replace(name, to, 1) for to in names.get(name, (name,))] if name else [key]
+
+
+def _renamed_lists(groups: list[Any], names: Names) -> list[Any]:
+    seen: dict[str, int] = {}
+    out = []
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            out.append(group)
+            continue
+        params, listed = group["params"], group.get("param_names")
+        beside = isinstance(listed, list) and len(listed) == len(params)
+        known = listed if isinstance(listed, list) and beside else params
+        rows: dict[str, Any] = {}
+        for param, name in zip(params, known, strict=True):
+            for to in names.get(clean(str(name)), (name,)):
+                if seen.setdefault(str(to), number) != number:
+                    _differ(str(to), f"its parts are in optimizer groups {seen[str(to)]} and {number}")
+                rows.setdefault(to, param if beside else to)
+        lists = {"params": list(rows.values()), **({"param_names": list(rows)} if beside else {})}
+        out.append({**group, **lists})
+    return out
+
+
+def _differ(name: str, why: str) -> None:
+    raise InconsistentCheckpoint(
+        f"{name}: {why}", code="E1281", key=name, hint="leave the optimizer's settings behind with --drop extras"
+    )
