@@ -91,8 +91,13 @@ def renamed_groups(value: Any, names: Names) -> Any:
 
 
 def _renamed_keys(key: Any, names: Names) -> list[Any]:
+    """A flat key under its parameters' new names; any other key as it is."""
     name = _flat_parameter(key) if isinstance(key, str) else ""
-    return [key.replace(name, to, 1) for to in names.get(name, (name,))] if name else [key]
+    if name not in names:
+        return [key]
+    head, _, setting = key.rpartition(".")
+    start = head[: len(head) - len(head.partition("param_groups.")[2])]
+    return [f"{start}{to}.{setting}" for to in names[name]]
 
 
 def _renamed_lists(groups: list[Any], names: Names) -> list[Any]:
