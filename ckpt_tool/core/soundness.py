@@ -29,9 +29,11 @@ from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 
 MOMENTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"))
 WHOLE_MODELS = frozenset(("safetensors", "sharded"))
-WITH_EXPERTS = frozenset(("megatron", "megatron-dist", "deepspeed", "deepspeed-universal"))
+WITH_EXPERTS = frozenset(
+    ("megatron", "megatron-dist", "deepspeed", "deepspeed-universal", "paddle", "paddle-unified", "paddle-flex")
+)
 DEPTH = 8  # levels of the extras in which groups are looked for
-_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d+)\.(.+)")
 _FACTORED = "exp_avg_sq_row"  # Adafactor's second moment of a matrix; vectors keep exp_avg_sq
 _LENIENT = "; --lenient takes it as it is"
 
