@@ -20,6 +20,7 @@ from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, S
 from ckpt_tool.plan.copy import Region, clip, hull
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
+from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
 
@@ -102,9 +103,9 @@ class Sources:
         return self.files[number].path
 
     def remote(self, number: int) -> Tree | None:
-        """The tree to read through where the file has no descriptor (a URL), else None."""
+        """The tree to read through where the file has no descriptor (a URL, a view of text arrays), else None."""
         tree = self.trees[self.files[number].root]
-        return None if tree.local else tree
+        return None if tree.local and not self.files[number].path.endswith(INLINE) else tree
 
     def open(self, number: int) -> int:
         file = self.files[number]

@@ -274,7 +274,7 @@ def _bytes(args: Args) -> bytes:
         return b""
     if len(args) == 2:
         return _text_bytes(*args)
-    _want(len(args) == 1 and type(args[0]) is bytes, f"bytes({_brief(args[0])}) is no spelling of bytes")
+    _want(len(args) == 1 and isinstance(args[0], bytes), f"bytes({_brief(args[0])}) is no spelling of bytes")
     return bytes(args[0])
 
 

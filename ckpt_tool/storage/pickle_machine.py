@@ -49,20 +49,21 @@ class Machine:
 
     data: the stream, or a window of it that `refill(offset, nbytes)` replaces. origin: offset (bytes, in the file) of
     data[0]. end: offset (bytes, in the file) where the stream may end at most. span_from: byte strings at least this
-    long become Spans; 0: none do.
+    long become Spans; 0: none do. places: shorter ones become Placed.
     """
 
     __slots__ = (
         "at", "condemned", "copies", "count", "data", "end", "good_getattr", "items", "longest", "memo", "meta",
-        "opcodes", "origin", "pos", "protocol", "refill", "size", "span_from", "stack", "start", "stopped", "storages",
+        "opcodes", "origin", "places", "pos", "protocol", "refill", "size", "span_from", "stack", "start", "stopped", "storages",
         "symbols", "tiers", "uses",
     )  # fmt: skip
 
     def __init__(
         self, data: bytes, *, origin: int, end: int | None = None, opcodes: int = 10_000_000, span_from: int = 0,
-        refill: Callable[[int, int], bytes] | None = None,
+        refill: Callable[[int, int], bytes] | None = None, places: bool = False,
     ) -> None:  # fmt: skip
         self.data = data
+        self.places = places
         self.origin = origin
         self.end = origin + len(data) if end is None else end
         self.opcodes = opcodes

@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, Span
+from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, Placed, Span
 
 _KINDS = "biufcSUV"
 _SCALARS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
@@ -92,6 +92,8 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
         raise _fault("shape of a NumPy array is malformed")
     if type(data) is list:
         raise _fault("NumPy arrays of Python objects are not supported")
+    if type(data) is Placed:
+        data = Span(data.offset, len(data))
     have = data.nbytes if type(data) is Span else len(data) if type(data) is bytes else -1
     if have != prod(shape) * item_nbytes(code):
         raise _fault(f"a NumPy array of shape {list(shape)[:8]} of {code} has {have} bytes")
@@ -128,11 +130,11 @@ def _scalar(args: tuple[Any, ...]) -> Any:
     code, data = dtype_code(args[0]), args[1]
     if type(data) is str and len(data) <= 16:
         data = data.encode("utf-8", "surrogatepass")
-    if type(data) is not bytes or len(data) != item_nbytes(code):
+    if not isinstance(data, bytes) or len(data) != item_nbytes(code):
         raise _fault(f"a NumPy scalar of {code} without its bytes")
     letter = _SCALARS.get(code.lstrip("<>|="))
     if letter is None:
-        return Opaque("numpy.scalar", (code, data))
+        return Opaque("numpy.scalar", (code, bytes(data)))
     return struct.unpack((">" if code[0] == ">" else "<") + letter, data)[0]
 
 

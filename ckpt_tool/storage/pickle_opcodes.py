@@ -16,7 +16,7 @@ from ckpt_tool.core.extras import Opaque
 from ckpt_tool.storage.pickle_builders import storage
 from ckpt_tool.storage.pickle_calls import call, dict_of, list_of, set_of
 from ckpt_tool.storage.pickle_machine import MoreWanted
-from ckpt_tool.storage.pickle_values import Misuse, Span, StorageRef, safe_key
+from ckpt_tool.storage.pickle_values import Misuse, Placed, Span, StorageRef, safe_key
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.pickle_machine import Machine
@@ -75,7 +75,11 @@ def _take(m: Machine, pos: int, width: int) -> tuple[bytes | Span, int]:
             raise Misuse(f"a string of {size} bytes, but {m.end - m.origin - start} are left", "E0368")
         return Span(m.origin + start, size), start + size
     m.fits(start + size - m.at, m.at)
-    return m.data[start : start + size], start + size
+    data = m.data[start : start + size]
+    if m.places:
+        data = Placed(data)
+        data.offset = m.origin + start
+    return data, start + size
 
 
 # -- numbers and strings ----------------------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class Placed(bytes):
+    """Short bytes that were read, with their place. offset: bytes from the start of the file. Only `load_file` makes them,
+    where it was asked for places."""
+
+    offset: int = -1
+
+
 class StorageRef(NamedTuple):
     """A torch storage that a persistent id names.
 
@@ -231,6 +238,8 @@ def as_extras(value: Any) -> Any:
     kind = type(value)
     if kind in (str, int, float, bool, bytes, type(None), Symbol):
         return value
+    if kind is Placed:
+        return bytes(value)
     if isinstance(value, dict):
         return {key: as_extras(item) for key, item in value.items()}
     if kind is list:
@@ -274,6 +283,7 @@ def safe_key(key: Any) -> Any:
 
 def _safe_part(key: Any, room: list[int]) -> Any:
     room[0] -= 1
+    key = bytes(key) if type(key) is Placed else key
     kind = type(key)
     if room[0] < 0:
         raise Misuse("a dict key has more than 64 parts", "E0369")

@@ -97,7 +97,7 @@ def plan_pickle(value: Any, *, protocol: int = 4) -> PicklePlan:
     ignored), so that a `.pdparams` is laid out before a tensor byte moves. Else as `dumps`; holes want protocol >= 3."""
     if protocol not in (2, 3, 4):
         raise _refused(f"pickle protocol {protocol}", "want 2, 3 or 4")
-    writer = _Writer(protocol)
+    writer = PickleWriter(protocol)
     writer.save(value)
     writer.out += b"."
     literals, offsets = [], []
@@ -114,7 +114,7 @@ def _refused(what: str, hint: str = "drop it by name, or convert it to plain val
     return UsageError(f"{what} can't be written into a pickle of ours", code="E0375", hint=hint)
 
 
-class _Writer:
+class PickleWriter:
     """One pickle in the making. out: the bytes so far; memo: text or name -> its number."""
 
     def __init__(self, protocol: int) -> None:
@@ -127,7 +127,7 @@ class _Writer:
 
     def save(self, value: Any) -> None:
         """Write one value."""
-        write = _WRITERS.get(type(value))
+        write = WRITERS.get(type(value))
         if write is None:
             raise _refused(f"a value of type {type(value).__name__}")
         self.depth += 1
@@ -406,24 +406,24 @@ class _Writer:
         self.out += b"b"
 
 
-_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer.none,
-    bool: _Writer.boolean,
-    int: _Writer.integer,
-    float: _Writer.real,
-    str: _Writer.text,
-    bytes: _Writer.raw,
+WRITERS: dict[type, Callable[[PickleWriter, Any], None]] = {
+    type(None): PickleWriter.none,
+    bool: PickleWriter.boolean,
+    int: PickleWriter.integer,
+    float: PickleWriter.real,
+    str: PickleWriter.text,
+    bytes: PickleWriter.raw,
     bytearray: lambda writer, value: writer.raw(bytes(value)),
-    tuple: _Writer.tuple_of,
-    list: _Writer.list_of,
-    dict: _Writer.dict_of,
-    OrderedMap: _Writer.ordered,
-    set: _Writer.set_of,
-    frozenset: _Writer.set_of,
-    TorchSize: _Writer.size,
-    Symbol: _Writer.symbol,
-    Record: _Writer.record,
-    Opaque: _Writer.opaque,
-    TensorRef: _Writer.tensor,
-    NumpyArray: _Writer.array,
+    tuple: PickleWriter.tuple_of,
+    list: PickleWriter.list_of,
+    dict: PickleWriter.dict_of,
+    OrderedMap: PickleWriter.ordered,
+    set: PickleWriter.set_of,
+    frozenset: PickleWriter.set_of,
+    TorchSize: PickleWriter.size,
+    Symbol: PickleWriter.symbol,
+    Record: PickleWriter.record,
+    Opaque: PickleWriter.opaque,
+    TensorRef: PickleWriter.tensor,
+    NumpyArray: PickleWriter.array,
 }

@@ -79,12 +79,13 @@ def load(
 
 def load_file(
     tree: Tree, path: str, *, start: int = 0, nbytes: int | None = None, multi: bool = False,
-    span_from: int = 4096, opcodes: int = OPCODE_LIMIT,
+    span_from: int = 4096, opcodes: int = OPCODE_LIMIT, places: bool = False,
 ) -> Pickled:  # fmt: skip
     """Read one pickle from bytes [start, start + nbytes) of a file without reading its large byte strings.
 
     A byte string of `span_from` bytes or more becomes `Span(offset in the file, nbytes)` and is never read (a window
-    of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all.
+    of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all. places: shorter ones remember
+    where they lie, so that every NumPy array's data is a Span.
     path: relative to the tree. Raises as `load` does.
     """
     size = tree.size(path)
@@ -104,7 +105,7 @@ def load_file(
         return tree.read(path, offset, min(max(wanted, window[0]), end - offset))
 
     first = tree.read(path, start, min(1 << 16, end - start))
-    machine = Machine(first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill)
+    machine = Machine(first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill, places=places)
     return _execute(machine, tree.display(path), None, multi=multi)
 
 
@@ -326,7 +327,7 @@ def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
         depth[key] = 1 + max((depth[id(part)] for part in inside), default=0)
         size[key] = len(parts) + sum(size[id(part)] for part in inside)
         text[key] = sum(text[id(part)] for part in inside) + sum(
-            len(part) for part in parts if type(part) is str or type(part) is bytes
+            len(part) for part in parts if type(part) is str or isinstance(part, bytes)
         )
         if depth[key] > DEPTH_LIMIT:
             raise Misuse(f"values nest more than {DEPTH_LIMIT} deep", "E0370")

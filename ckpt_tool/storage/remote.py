@@ -33,6 +33,7 @@ from ckpt_tool.errors import (
     UsageError,
     near_misses,
 )
+from ckpt_tool.storage.inline_arrays import INLINE, base_of
 from ckpt_tool.storage.source import DEPTH_LIMIT, FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 
 FIRST_FETCH = 64 << 10  # bytes
@@ -141,10 +142,12 @@ class RemoteTree(Tree):
 
     def identity(self, path: str) -> Identity:
         """The identity at first sight."""
+        path = base_of(path)
         return _identity(self.shown, path, self._info(path))
 
     def identity_by_name(self, path: str) -> Identity:
         """The identity now, asked of the store again."""
+        path = base_of(path)
         self._fs.invalidate_cache()
         return _identity(self.shown, path, self._ask_store(self._key(path), "looking at", path))
 
@@ -182,6 +185,8 @@ class RemoteTree(Tree):
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before."""
+        if path.endswith(INLINE):
+            return self._read_view(base_of(path), offset, nbytes)
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise CorruptFile(

@@ -29,6 +29,7 @@ from ckpt_tool.errors import (
     UnsafeInput,
     wrap_os_error,
 )
+from ckpt_tool.storage.inline_arrays import INLINE, base_of, view
 
 FILE_LIMIT = 1_000_000  # entries of one tree
 DEPTH_LIMIT = 6  # folders below the root
@@ -104,6 +105,7 @@ class Tree:
     """
 
     local = True
+    _views: dict[str, bytes] | None = None  # by file: see `storage.inline_arrays`
 
     def __init__(self, path: str | os.PathLike[str], *, follow_symlinks: bool = False) -> None:
         given = Path(path)
@@ -147,6 +149,7 @@ class Tree:
 
     def display(self, path: str = "") -> str:
         """`path` as messages show it."""
+        path = base_of(path)
         if self.single is not None and path in ("", self.single):
             return self.shown
         base = os.path.dirname(self.shown) if self.single is not None else self.shown
@@ -297,6 +300,7 @@ class Tree:
 
     def identity(self, path: str) -> Identity:
         """Device, inode, size, times of the file at first sight. Raises SourceChanged when it has others by now."""
+        path = base_of(path)
         return self._hold(path, self.fd(path))
 
     def _hold(self, path: str, fd: int) -> Identity:
@@ -312,7 +316,7 @@ class Tree:
 
     def identity_by_name(self, path: str) -> Identity:
         """The identity of the file that now bears the name, opened afresh."""
-        fd = self.open(path)
+        fd = self.open(base_of(path))
         try:
             return identity_of(os.fstat(fd))
         finally:
@@ -325,6 +329,8 @@ class Tree:
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before; checks first, so
         a lying length costs no memory."""
+        if path.endswith(INLINE):
+            return self._read_view(base_of(path), offset, nbytes)
         fd = self.fd(path)
         size = os.fstat(fd).st_size
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
@@ -358,6 +364,21 @@ class Tree:
         with self._lock:
             self.bytes_read += len(data)
         return data
+
+    def _read_view(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Bytes of a file's view (`storage.inline_arrays`)."""
+        with self._lock:
+            known = (self._views or {}).get(path)
+        if known is None:
+            known = view(self, path)
+            with self._lock:
+                self._views = {path: known}  # one at a time: files are read one behind the other
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(known):
+            raise CorruptFile(
+                f"want {nbytes} bytes at {offset} of its arrays, which have {len(known)}", code="E0311",
+                path=self.display(path), hint="the file changed: run again",
+            )  # fmt: skip
+        return known[offset : offset + nbytes]
 
     def read_whole(self, path: str, *, limit: int) -> bytes:
         """The whole file, refused when longer than `limit` bytes."""

@@ -1,0 +1,68 @@
+"""Arrays that do not lie plainly in their pickle: a view in which they do.
+
+Pickles of protocol 2 have no bytes: NumPy's lie in them as latin-1 text, coded in UTF-8, where every second byte takes two.
+So nothing can be copied out of such a file in place. The view of a file `x.pdparams` is called `x.pdparams//arrays` (no
+real file can be) and holds the bytes of those arrays one behind the other, in the order of the value:
+
+    {"a": 12 bytes, "b": 8 bytes}      a at 0, b at 12 of x.pdparams//arrays
+
+`Tree` reads both alike, and counts the view's identity as the file's own. Cost: the file is read whole and decoded when its
+first value is wanted; so files of more than LIMIT bytes are refused. Source: CPython `pickle.py`, `save_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.errors import InputError
+from ckpt_tool.storage.pickle_values import NumpyArray
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+INLINE = "//arrays"  # no file of a checkpoint can be called so: `safe_relative` refuses it, and no listing has it
+LIMIT = 256 << 20  # bytes of the file
+
+
+def base_of(path: str) -> str:
+    """The real file of a path that may be a view's."""
+    return path.removesuffix(INLINE)
+
+
+def inline_arrays(value: Any) -> Iterator[NumpyArray]:
+    """The arrays of a pickle's value whose bytes are at hand, in the value's order, each once."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, NumpyArray):
+            if isinstance(item.data, bytes) and item.data and id(item) not in seen:
+                seen.add(id(item))
+                yield item
+            continue
+        if isinstance(item, dict | list | tuple):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            todo.extend(reversed(list(item.values()) if isinstance(item, dict) else item))
+
+
+def refuse_large(tree: Tree, name: str, code: str) -> None:
+    """Raise InputError when the file is of protocol 2 or older and too large to be decoded in memory."""
+    size = tree.size(name)
+    if size > LIMIT and tree.read(name, 0, 2) < b"\x80\x03":
+        raise InputError(
+            f"a pickle of protocol 2 with {size} bytes, want at most {LIMIT}: its arrays are text and can't be copied in "
+            "place", code=code, path=tree.display(name), offset=0,
+            hint="save it again with the framework that wrote it: paddle.save(paddle.load(x), x, protocol=4)",
+        )  # fmt: skip
+
+
+def view(tree: Tree, name: str) -> bytes:
+    """The bytes of the view of file `name`. Raises what `pickles.load_file` raises."""
+    from ckpt_tool.storage import pickles
+
+    refuse_large(tree, name, "E1301")
+    value = pickles.load_file(tree, name, span_from=512, places=True).value
+    return b"".join(array.data for array in inline_arrays(value) if isinstance(array.data, bytes))
