@@ -67,7 +67,16 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None}  # fmt: skip
     zero = fmt.holds.zero if writing.zero is None else writing.zero
     return lay_out(
-        wanted.tensors, Wishes(Mesh.of(**degrees), zero, writing.on_indivisible, rules, cuts, writing.pp_split)
+        wanted.tensors,
+        Wishes(
+            Mesh.of(**degrees),
+            zero,
+            writing.on_indivisible,
+            rules,
+            cuts,
+            writing.pp_split,
+            chosen.all_hints.get("dialect") == "paddle",
+        ),
     )
 
 

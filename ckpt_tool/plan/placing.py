@@ -23,7 +23,7 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
 
 _COLUMN = re.compile(
-    r"(?:^|\.)(?:q_proj|k_proj|v_proj|qkv_proj|query_key_value|gate_proj|up_proj|gate_up_proj|w1|w3|wq|wk|wv|fc1|"
+    r"(?:^|\.)(?:q_proj|k_proj|v_proj|qkv_proj|query_key_value|gate_proj|up_proj|(?:gate_up|up_gate|gate_up_fused)_proj|w1|w3|wq|wk|wv|fc1|"
     r"linear_qkv|linear_fc1|q_b_proj|kv_b_proj|linear_q_up_proj|linear_kv_up_proj|dense_h_to_4h)\.(?:weight|bias)$"
 )
 _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|w2|wo|fc2|linear_proj|linear_fc2|dense_4h_to_h)\.weight$")
@@ -58,7 +58,8 @@ class Rule:
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What the user asked for. zero: 0-3, how far DP shards the states. cuts: name -> tensor dim that the source's
-    ranks cut. pp_split: layers of each stage, () for even stages."""
+    ranks cut. pp_split: layers of each stage, () for even stages. in_out: matrices lie as (inputs, outputs), Paddle's way
+    round, so that what cuts outputs cuts dim 1."""
 
     mesh: Mesh
     zero: int = 0
@@ -66,6 +67,7 @@ class Wishes:
     rules: tuple[Rule, ...] = ()
     cuts: Mapping[str, int] = field(default_factory=dict)
     pp_split: tuple[int, ...] = ()
+    in_out: bool = False
 
 
 def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, list[dict[str, Any]]]:
@@ -203,7 +205,7 @@ def _wish(
     cut: dict[int, list[str]] = {}
     source = "replicated"
     if not expert and mesh["tp"] > 1 or expert and mesh["tp"] > 1 and mesh["etp"] == 1:
-        dim, source = _tensor_parallel_dim(name, shape, wishes.cuts)
+        dim, source = _tensor_parallel_dim(name, shape, wishes)
         if dim is not None:
             cut.setdefault(dim, []).append("tp")
     if _STACKED.search(name) and len(shape) == 3 and mesh["ep"] > 1:
@@ -220,17 +222,19 @@ def _at(name: str, stages: Mapping[str, int], experts: Mapping[str, int]) -> At:
     return (*at, ("ep", experts[name])) if name in experts else at
 
 
-def _tensor_parallel_dim(name: str, shape: Sequence[int], cuts: Mapping[str, int]) -> tuple[int | None, str]:
+def _tensor_parallel_dim(name: str, shape: Sequence[int], wishes: Wishes) -> tuple[int | None, str]:
     if not shape:
         return None, "scalars whole"
-    if _COLUMN.search(name) or _VOCAB.search(name):
-        return 0, "the table of common names"
+    inputs = 0 if wishes.in_out else 1
+    if _VOCAB.search(name) or _COLUMN.search(name):
+        outputs = 0 if len(shape) == 1 or _VOCAB.search(name) else 1 - inputs
+        return outputs, "the table of common names"
     if _ROW.search(name) and len(shape) > 1:
-        return 1, "the table of common names"
+        return inputs, "the table of common names"
     if _WHOLE.search(name):
         return None, "the table of common names"
-    if name in cuts:
-        return cuts[name], "the source's own cut"
+    if name in wishes.cuts:
+        return wishes.cuts[name], "the source's own cut"
     return (0, "dim 0") if len(shape) > 1 else (None, "vectors whole")
 
 

@@ -32,6 +32,17 @@ def test_common_names_are_cut_as_megatron_cuts_them():
     assert fallbacks == []
 
 
+def test_matrices_that_lie_the_other_way_round_are_cut_along_the_other_dim():
+    rows = tensors(
+        ("layers.0.up_gate_proj.weight", (8, 16), "model"),
+        ("layers.0.o_proj.weight", (16, 8), "model"),
+        ("embed_tokens.weight", (32, 8), "model"),
+        ("layers.0.qkv_proj.bias", (16,), "model"),
+    )
+    layout, _ = lay_out(rows, Wishes(Mesh.of(tp=4), in_out=True))
+    assert [placement.shard[0][0] for placement in layout.placements] == [1, 0, 0, 0]
+
+
 def test_a_dim_that_does_not_divide_is_reported_with_its_extra_bytes():
     rows = tensors(("a.weight", (10, 3), "model"), ("b.weight", (9, 3), "model"), ("c.weight", (10, 3), "exp_avg"))
     layout, fallbacks = lay_out(rows, Wishes(Mesh.of(dp=2, tp=4), zero=3))
