@@ -97,11 +97,13 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
 
 
 class Part(NamedTuple):
-    """`box` of wanted tensor number `tensor` lies row-major at element `start` of a storage."""
+    """`box` of wanted tensor number `tensor` lies at element `start` of a storage, row-major without gaps, or with `strides`
+    (elements) between neighbours: columns of a wider matrix."""
 
     tensor: int
     box: Box
     start: int
+    strides: tuple[int, ...] | None = None
 
 
 class _Storage(NamedTuple):
@@ -152,7 +154,7 @@ class TorchComposer:
                 continue
             patches += [Patch(hole, "crc32", -1, (offset, one.nbytes)) for hole in holes]
             arrays += [
-                TargetArray(part.tensor, part.box, offset + one.dtype.nbytes(part.start))
+                TargetArray(part.tensor, part.box, offset + one.dtype.nbytes(part.start), strides=part.strides)
                 for part in one.parts
                 if part.box.numel
             ]

@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, first_overlap
-from ckpt_tool.core.target import Later, Places, Target, TargetFile, Wanted, WantedTensor
+from ckpt_tool.core.target import Later, Places, Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Region, hull
 from ckpt_tool.plan.moves import FileNumber, LaterMoves, Stored, move_of, output_region
@@ -41,7 +41,7 @@ def build_moves(
             if array.box.numel:
                 outputs[array.tensor].append(output_region(array, wanted.tensors[array.tensor], number))
                 boxes[array.tensor].append(array.box)
-        _check_disjoint(file, extents)
+        _check_disjoint(file, extents, wanted)
         arrays.append(tuple(extents))
     _check_cover(wanted, boxes)
     records: dict[Record, None] = {}
@@ -73,7 +73,7 @@ def _moves_by_group(
 
     def arrays(file: TargetFile) -> list[tuple[int, int]]:
         extents = _extents(file, wanted)
-        _check_disjoint(file, extents)
+        _check_disjoint(file, extents, wanted)
         return extents
 
     moves = LaterMoves(stored, wanted, places, file_number)
@@ -81,28 +81,58 @@ def _moves_by_group(
 
 
 def _extents(file: TargetFile, wanted: Wanted) -> list[tuple[int, int]]:
-    """(offset, nbytes) of the file's arrays."""
-    return [
-        (
-            array.offset,
-            wanted.tensors[array.tensor].dtype.nbytes(
-                prod(array.shape if array.shape is not None else array.box.shape)
-            ),
-        )
-        for array in file.arrays
+    """(offset, nbytes) of the file's arrays, from the first to the last byte of each."""
+    return [(array.offset, _reach(array, wanted.tensors[array.tensor])) for array in file.arrays]
+
+
+def _reach(array: TargetArray, item: WantedTensor) -> int:
+    """Bytes from the first to the end of the last element of an array."""
+    if array.strides is None or not array.box.numel:
+        return item.dtype.nbytes(prod(array.shape if array.shape is not None else array.box.shape))
+    steps = sum((n - 1) * stride for n, stride in zip(array.box.shape, array.strides, strict=True))
+    return item.dtype.nbytes(steps + 1)
+
+
+def _check_disjoint(file: TargetFile, extents: Sequence[tuple[int, int]], wanted: Wanted) -> None:
+    """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each other's
+    gaps: columns of one matrix."""
+    spans: list[tuple[int, int, tuple[int, int, int] | None]] = [
+        (at, at + n, _comb(array, wanted.tensors[array.tensor]))
+        for (at, n), array in zip(extents, file.arrays, strict=True)
+        if n
     ]
-
-
-def _check_disjoint(file: TargetFile, extents: Sequence[tuple[int, int]]) -> None:
-    """No two arrays or literals of an output file overlap, none leaves the file."""
-    spans = sorted(
-        [(at, at + n) for at, n in extents if n] + [(at, at + len(data)) for at, data in file.literals if data]
-    )
-    end = 0
-    for start, stop in spans:
-        if start < end or stop > file.size:
+    spans += [(at, at + len(data), None) for at, data in file.literals if data]
+    end, inside = 0, list[tuple[int, int, int] | None]()
+    for start, stop, comb in sorted(spans, key=lambda span: span[:2]):
+        if stop > file.size or start < end and not all(_apart(comb, other) for other in inside):
             raise InternalError(f"{file.path}: bytes {start}..{stop} are written twice or lie outside {file.size}")
-        end = stop
+        inside = [*inside, comb] if start < end else [comb]
+        end = max(end, stop)
+
+
+def _comb(array: TargetArray, item: WantedTensor) -> tuple[int, int, int] | None:
+    """(offset, bytes from tooth to tooth, bytes of a tooth) of an array with gaps of one size; None for one without."""
+    if array.strides is None:
+        return None
+    size, width, pitch = max(1, item.dtype.bits // 8), 1, 0
+    for n, stride in sorted(zip(array.box.shape, array.strides, strict=True), key=lambda dim: dim[1]):
+        if n == 1:
+            continue
+        if not pitch and stride == width:
+            width *= n
+        elif not pitch:
+            pitch = stride
+        elif stride % pitch:
+            return None
+    return (array.offset, pitch * size, width * size) if pitch else None
+
+
+def _apart(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
+    """Do the teeth of two combs never meet?"""
+    if a is None or b is None or a[1] != b[1]:
+        return False
+    ahead = (b[0] - a[0]) % a[1]
+    return ahead >= a[2] and a[1] - ahead >= b[2]
 
 
 def _check_cover(wanted: Wanted, boxes: Sequence[Sequence[Box]]) -> None:
