@@ -165,13 +165,14 @@ class Laid:
         return [b for b in every if b.parameter.trained and b.parameter.alias not in here]
 
     def shares(self, rank: Rank) -> list[Share]:
-        """What the rank keeps of the states, in the order of the optimizer's list."""
+        """What the rank keeps of the states, in the order of the optimizer's list; under v1 in that of dealing."""
         blocks = self.optimized(rank)
         if not self.degrees.version:
             return [Share(block, None) for block in blocks]
         if self.degrees.version == V1:
-            owner = self._owners(rank.pp, rank.tp, rank.ep)
-            return [Share(b, None) for b in blocks if owner[b.parameter.name] == self.group_rank(b, rank)]
+            named = {block.parameter.name: block for block in blocks}
+            dealt = self.owner_of(rank).items()
+            return [Share(b, None) for name, to in dealt if to == self.group_rank(b := named[name], rank)]
         held: dict[str, Span] = {}
         for colour in _colours(blocks):
             ranks = self.degrees.sharding if colour[0].parameter.expert is None else self.degrees.moe_sharding
@@ -220,6 +221,8 @@ def settle(wanted: Wanted) -> Laid:
     items = items_of(names, config)
     notes: list[str] = []
     degrees = degrees_of(wanted, _experts(names), notes)
+    if degrees.ep == 1 and all(state in (MODEL, EMA) for states in rows.values() for state in states):
+        degrees = degrees._replace(sharding=1, version="")  # there is nothing to share
     stages = stages_of(items, degrees.pp, wanted.options.get("pp_split") or (), own.get("counts") or ())
     if stages.method == "uniform":
         notes.append(

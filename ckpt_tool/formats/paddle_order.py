@@ -4,7 +4,7 @@ The one idea: a source of Paddle's says it (its name tables run in that order); 
 modules, for all of PaddleFormers' decoders declare them alike:
 
     embed_tokens; layers in turn: self_attn (qkv_proj | q_proj k_proj v_proj, o_proj, q_norm, k_norm),
-    mlp (gate router, experts in turn, shared experts | up_gate_proj | gate_proj up_proj, down_proj),
+    mlp (gate router, experts in turn, shared experts, moe_statics | up_gate_proj | gate_proj up_proj, down_proj),
     input_layernorm, post_attention_layernorm; norm; multi-token prediction; lm_head
 
 Sharding deals parameters in this order (`paddle_slices`), so it decides which rank holds what. A loader that reshards accepts
@@ -22,9 +22,10 @@ _WORDS = (
     "embed_tokens", "enorm", "hnorm", "eh_proj", "self_attn", "self_attention", "attn", "attention",
     "qkv_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
     "k_proj", "v_proj", "o_proj", "out_proj", "q_norm", "k_norm",
-    "mlp", "gate", "moe_statics", "router", "experts", "shared_experts", "shared_expert", "shared_expert_gate",
+    "mlp", "gate", "router", "experts", "shared_experts", "shared_expert", "shared_expert_gate", "moe_statics",
     "up_gate_proj", "gate_up_fused_proj", "gate_up_proj", "gate_proj", "up_proj", "down_proj",
     "input_layernorm", "post_attention_layernorm", "norm", "shared_head",
+    "mtp_block", "mtp_hidden_norm", "mtp_emb_norm", "mtp_linear_proj",
     "weight", "bias", "e_score_correction_bias", "lora_A", "lora_B",
 )  # fmt: skip
 _PLACE = {word: number for number, word in enumerate(_WORDS)}
