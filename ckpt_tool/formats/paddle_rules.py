@@ -79,7 +79,9 @@ _OF_MODEL: dict[str, dict[str, str]] = {
     "t5": {"shared": VOCAB},
     "ernie": {"qkv_proj": THREE},
 }  # fmt: skip
-_NAIVE = frozenset(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"))  # experts that tensor ranks never part
+_NAIVE = frozenset(  # experts that tensor ranks never part
+    ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "ernie4_5_moe", "ernie4_5_moe_vl")
+)
 _WHOLE_LEAVES = frozenset(("e_score_correction_bias", "inv_freq", "cos_cached", "sin_cached"))
 _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
 _TENSOR_GROUPS = frozenset(("mp", "model", "tp", "mpdp"))
@@ -93,7 +95,7 @@ def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int
     known. ep: expert parallel ranks. Raises UsageError E1265 (no rule, or one that needs the config), E1266 (uneven)."""
     if tp == 1 or not shape:
         return _NOT
-    cut = _judge(name, shape, shape, config, tp, ep)
+    cut = _judge(name, shape, shape, config, tp, ep, False)
     if isinstance(cut, str):
         raise UsageError(
             f"{cut}, so how --tp {tp} parts it is not known", code=UNKNOWN_WANTED, key=name,
@@ -108,11 +110,20 @@ def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int
     return cut
 
 
-def stored_cut(name: str, local: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> Cut:
-    """The same of a tensor that lies in `tp` files, each with a part of shape `local`. Raises InputError E1310."""
-    if tp == 1 or not local:
+def stored_cut(
+    name: str,
+    local: tuple[int, ...],
+    config: Mapping[str, Any],
+    tp: int,
+    *,
+    ep: int = 1,
+    distributed: bool | None = None,
+) -> Cut:
+    """The same of a tensor that lies in `tp` files, each with a part of shape `local`. distributed: what model_meta.json says;
+    it settles what else the config's sizes would. Raises InputError E1310."""
+    if tp == 1 or not local or distributed is False:
         return _NOT
-    cut = _judge(name, local, None, config, tp, ep)
+    cut = _judge(name, local, None, config, tp, ep, bool(distributed))
     if isinstance(cut, str):
         raise InputError(
             f"{cut}, so how {tp} ranks parted it is not known", code=UNKNOWN_STORED, key=name,
@@ -122,9 +133,16 @@ def stored_cut(name: str, local: tuple[int, ...], config: Mapping[str, Any], tp:
 
 
 def _judge(
-    name: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, config: Mapping[str, Any], tp: int, ep: int
+    name: str,
+    shape: tuple[int, ...],
+    whole: tuple[int, ...] | None,
+    config: Mapping[str, Any],
+    tp: int,
+    ep: int,
+    cut: bool,
 ) -> Cut | str:
-    """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's."""
+    """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's. cut: it is known to be
+    a part."""
     facts = text_config(config)
     kind, leaf = _kind(name, facts)
     if kind is None:
@@ -133,30 +151,34 @@ def _judge(
         return "no rule for this name"
     if kind == WHOLE or _EXPERT.search(name) and not experts_are_cut(facts, ep):
         return _NOT
+    if kind == KV and cut:
+        kind = COLUMN
     if kind == KV:
         heads = _int(facts, "num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_head")
         if heads is None:
             return "the number of key and value heads is not known"
         kind = WHOLE if heads % tp else COLUMN
     if kind in (VOCAB, HEAD):
-        kind = _vocabulary(kind, leaf, shape, whole, facts, tp)
+        kind = _vocabulary(kind, shape, whole, facts, tp, cut)
     elif kind == MIX:
         hidden = _int(facts, "hidden_size")
-        cut = whole is None and hidden is not None and len(shape) == 2 and shape[1] * tp == hidden
-        kind = COLUMN if cut else WHOLE
+        part = whole is None and hidden is not None and len(shape) == 2 and shape[1] * tp == hidden
+        kind = COLUMN if cut or part else WHOLE
     return kind if kind.startswith("the ") else _cut(kind, leaf, len(shape), facts)
 
 
 def _vocabulary(
-    kind: str, leaf: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, facts: Mapping[str, Any], tp: int
+    kind: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, facts: Mapping[str, Any], tp: int, cut: bool
 ) -> str:
     """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where it can't be told."""
     axis = 0 if kind == VOCAB or len(shape) == 1 else head_axis(shape, facts, tp if whole is None else 1)
     rows = whole[axis] if whole is not None else _int(facts, "vocab_size", "padded_vocab_size")
-    if rows is None:  # a whole vocabulary lies in every file only where tp does not divide it
-        if shape[axis] % tp:
-            return "the size of the vocabulary is not known"
+    if (
+        cut or rows is None and shape[axis] % tp == 0
+    ):  # a whole vocabulary is in every file only where tp does not divide it
         rows = shape[axis] * tp
+    if rows is None:
+        return "the size of the vocabulary is not known"
     if rows % tp:
         return WHOLE
     return COLUMN if axis or len(shape) == 1 else ROW

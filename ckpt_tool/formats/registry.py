@@ -62,6 +62,24 @@ def _deepspeed() -> Format:
     return FORMAT
 
 
+def _paddle_unified() -> Format:
+    from ckpt_tool.formats.paddle_unified import FORMAT
+
+    return FORMAT
+
+
+def _paddle() -> Format:
+    from ckpt_tool.formats.paddle_pdparams import FORMAT
+
+    return FORMAT
+
+
+def _paddle_flex() -> Format:
+    from ckpt_tool.formats.paddle_flex import FORMAT
+
+    return FORMAT
+
+
 def _may_be_torch(tree: Tree) -> bool:
     return tree.single is not None or not any(name.endswith(".safetensors") for name in tree.names())
 
@@ -91,6 +109,18 @@ def _may_be_deepspeed(tree: Tree) -> bool:
     return tree.single is None and any(name.endswith("_states.pt") for name in tree.names())
 
 
+def _may_be_paddle_unified(tree: Tree) -> bool:
+    return tree.single is None and any(".safetensors" in name for name in tree.names())
+
+
+def _may_be_paddle(tree: Tree) -> bool:
+    return any(name.endswith((".pdparams", ".pdopt", ".pd", ".pdema")) for name in tree.names())
+
+
+def _may_be_paddle_flex(tree: Tree) -> bool:
+    return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
+
+
 def _may_be(tree: Tree) -> bool:
     return True
 
@@ -104,6 +134,9 @@ _ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
     "megatron-dist": (_megatron_dist, _may_be_megatron_dist),
     "deepspeed-universal": (_deepspeed_universal, _may_be_universal),
     "deepspeed": (_deepspeed, _may_be_deepspeed),
+    "paddle": (_paddle, _may_be_paddle),
+    "paddle-unified": (_paddle_unified, _may_be_paddle_unified),
+    "paddle-flex": (_paddle_flex, _may_be_paddle_flex),
 }
 NAMES = tuple(_ROWS)
 

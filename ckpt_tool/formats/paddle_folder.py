@@ -1,0 +1,158 @@
+"""What is read of a path that holds files of paddle.save: ranks' files in a folder, or one file alone.
+
+    checkpoint-100/  model_state.tp0{0,1}.pdparams  optimizer.tp0{0,1}.pdopt  scheduler.pdparams  config.json
+                     training_args.bin  rng_state_0.pth                              named in a note, never unpickled
+    fc.pdparams      a state dict;   train.pd   {"model": {...}, "epoch": 3}: names by where tensors hang
+
+Specification: `formats.paddle_pdparams`. Cost: as the files. What it does not do: gather parts (`formats.paddle_read`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
+from ckpt_tool.errors import CkptError, Incomplete
+from ckpt_tool.formats.hf_files import is_sidefile
+from ckpt_tool.formats.paddle_accumulators import MASTER_WEIGHTS
+from ckpt_tool.formats.paddle_file import PaddleContent, chunks_of, read_paddle
+from ckpt_tool.formats.paddle_ranks import BESIDE, MODEL_FILE, RankFile, rank_file, rank_files
+from ckpt_tool.formats.paddle_read import Reading, element_type, plain_config, says_bf16
+from ckpt_tool.formats.state_paths import Leaf, name_leaves
+from ckpt_tool.formats.state_tree import dotted
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+MISSING, JOB = "E0302", "N1303"
+CONFIG = "config.json"
+_CONFIG_LIMIT = 16 << 20  # bytes
+_JOB_FILES = re.compile(
+    r"training_args\.bin|trainer_state\.(?:bin|json)|rng_state.*\.pth|static_name_to_dyg_name\.json|\.saving_info"
+)
+_SIDE = re.compile(r"(?:lora|vera|lokr|reft|prefix)_config\.json")
+_MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
+
+
+def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
+    """The catalog. Raises what `formats.paddle_pdparams` says."""
+    config = config_of(tree, options)
+    if tree.single is not None:
+        return _read_one(tree, tree.single, config, lenient=bool(options.get("lenient")))
+    names = tree.names()
+    files = rank_files(names, prefer=options.get("prefer"))
+    if not files:
+        raise Incomplete(
+            "no model_state*.pdparams or optimizer*.pdopt", code=MISSING, path=tree.display(),
+            hint="pass the folder of a checkpoint, or a file; of models with different names say which with --prefer STEM",
+        )  # fmt: skip
+    beside = [name for name in BESIDE if name in names]
+    extras: dict[Any, Any] = {}
+    tensors: dict[TensorKey, LogicalTensor] = {}
+    contents = {}
+    for name in beside:
+        contents[name] = content = read_paddle(tree, name)
+        stem = name.partition(".")[0]
+        extras[stem] = content.extras if content.extras != {} or not content.leaves else {}
+        tensors |= _hanging(stem, content)
+        if not extras[stem] and content.leaves:
+            del extras[stem]
+    reading = Reading(tree, files, config)
+    job = [name for name in names if _JOB_FILES.fullmatch(name)]
+    if job:
+        message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
+        reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
+    sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
+    catalog = reading.catalog(extras, sides, beside)
+    unsafe = (*catalog.unsafe, *(line for content in contents.values() for line in content.unsafe))
+    return _with(catalog, tensors, unsafe)
+
+
+def _with(catalog: Catalog, tensors: Mapping[TensorKey, LogicalTensor], unsafe: tuple[str, ...]) -> Catalog:
+    from dataclasses import replace
+
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=unsafe)
+
+
+def _hanging(stem: str, content: PaddleContent) -> dict[TensorKey, LogicalTensor]:
+    """The tensors of a side file, as extras at their place."""
+    out = {}
+    for saved in content.leaves:
+        path = (stem, *saved.path)
+        key = TensorKey(dotted(path), EXTRAS)
+        out[key] = LogicalTensor(key, saved.shape, saved.dtype, chunks_of(saved, whole(saved.shape)), path)
+    return out
+
+
+def config_of(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
+    """What is known of the model: --config, else config.json beside the files; --family says the model type."""
+    given = options.get("config")
+    config: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        config = dict(given)
+    elif _beside(tree, CONFIG):
+        value = parse(tree.read_whole(CONFIG, limit=_CONFIG_LIMIT), path=tree.display(CONFIG))
+        config = dict(value) if isinstance(value, dict) else {}
+    family = options.get("family")
+    return {**config, "model_type": family} if isinstance(family, str) and family else config
+
+
+def _beside(tree: Tree, name: str) -> bool:
+    """Does a file lie in the folder? A lone file's folder is not listed, so it is tried."""
+    if tree.single is None:
+        return tree.exists(name)
+    try:
+        tree.fd(name)
+    except CkptError:
+        return False
+    return True
+
+
+# -- one file -----------------------------------------------------------------------------------------------------------
+
+
+def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -> Catalog:
+    file = rank_file(name)
+    if file is None or not _is_flat(file, content := read_paddle(tree, name)):
+        return _nested(tree, name, config, content if file is not None else read_paddle(tree, name))
+    if (file.at or file.of > 1) and not lenient:
+        raise Incomplete(
+            f"{name} is one rank's file of several", code=MISSING, path=tree.display(name),
+            hint="pass the folder: a rank's file alone is a part of every tensor; --lenient shows the parts as they are",
+        )  # fmt: skip
+    file = file._replace(at={}, part=1, of=1)
+    extra = []
+    if file.kind != MODEL_FILE:
+        model = f"{_MODEL_STEM.get(file.stem, file.stem)}.pdparams"
+        extra = [model] if _beside(tree, model) else []
+    return Reading(tree, [file], config, extra).catalog({}, (), ())
+
+
+def _is_flat(file: RankFile, content: PaddleContent) -> bool:
+    """Is it a state dict, or an optimizer's?"""
+    if file.kind == MODEL_FILE:
+        return all(len(saved.path) == 1 for saved in content.leaves)
+    return all(len(saved.path) == 1 or saved.path[0] == MASTER_WEIGHTS for saved in content.leaves)
+
+
+def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleContent) -> Catalog:
+    """Any other state: names and states by where its tensors hang."""
+    bf16 = says_bf16(config) or any(MASTER_WEIGHTS in saved.path for saved in content.leaves)
+    extras = content.extras if isinstance(content.extras, dict) else {"value": content.extras}
+    named = name_leaves([Leaf(saved.path, saved.shape) for saved in content.leaves], extras, path=name)
+    tensors = {}
+    for key, saved in zip(named.keys, content.leaves, strict=True):
+        dtype = element_type(saved, None, bf16=bf16)
+        chunks = chunks_of(saved, whole(saved.shape), dtype=dtype)
+        tensors[key] = LogicalTensor(key, saved.shape, dtype, chunks, saved.path)
+    hints = {
+        **named.roots.to_hints(),
+        "dialect": "paddle",
+        "paddle": {"kind": "nested", "config": plain_config(config)},
+    }
+    return Catalog(
+        "paddle", tensors, extras, files=(name,), notes=tuple(named.notes), unsafe=tuple(content.unsafe), hints=hints
+    )  # fmt: skip
