@@ -14,8 +14,10 @@ What it does not do: names of static graphs (`paddle_static`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.", re.ASCII)
 _FIRST = ("embed_tokens", "word_embeddings", "wte", "embeddings")
 _LAST = ("lm_head", "output_layer", "score", "classifier")
 _WORDS = (
@@ -35,9 +37,18 @@ def registration_order(names: Sequence[str], known: Sequence[str] = ()) -> list[
     """`names` in Paddle's order. known: names in the order in which the source's files list them; used where they are all of
     `names`, else the order of the modules is."""
     place = {name: number for number, name in enumerate(known)}
-    if names and all(name in place for name in names):
-        return sorted(names, key=place.__getitem__)
-    return sorted(names, key=_key)
+    if not names or not all(name in place for name in names):
+        return sorted(names, key=_key)
+    first: dict[str, int] = {}  # of the experts of a layer: ranks that hold others list them behind
+    for name in names:
+        front = _EXPERT.split(name, 1)[0]
+        first[front] = min(first.get(front, len(place)), place[name])
+
+    def key(name: str) -> tuple[int, int, int]:
+        found = _EXPERT.search(name)
+        return (first[name[: found.start()]], int(found[1]), place[name]) if found else (place[name], 0, 0)
+
+    return sorted(names, key=key)
 
 
 def _key(name: str) -> tuple[tuple[int, int, str], ...]:
