@@ -1,0 +1,91 @@
+"""Family: a model architecture as a list of equations between names, and what they come to for one checkpoint.
+
+A family has one table a dialect, each against the hub (Hugging Face's unfused names), so that any two dialects compose:
+
+    paddle   model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+    hub      model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+
+    mapping(family, "hf", "paddle", {"model.layers.0.mlp.gate_proj.weight": (48, 32), ...up...}, {"hidden_size": 32})
+      -> Made("model.layers.0.mlp.up_gate_proj.weight", (32, 96), two pieces)
+
+What is there decides: rules are worked out for the layers, experts and optional tensors (biases, norms, MTP) that the
+source names, so a part of a checkpoint maps as well as a whole one. A tensor is made when all its sources are there,
+left out when none is, and a fault that names the missing ones otherwise. Names that no rule knows are not in the
+result: they stay as they are. Tied heads: both names are mapped as stored, and where the target leaves one out the
+result names it as an alias.
+
+Cost: some 25 us a tensor both ways (671B, 92k tensors: 2 to 3 s). What it does not do: choose the family
+(`families.registry`), read a file, or change values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.families.table import Table, table_of
+
+Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+HUB = "hf"
+# PaddleNLP 3.0.0b4 and ERNIE's own code: the head is a Linear unless it is the embedding itself
+NLP_HEAD = """
+    lm_head.weight : h v = lm_head.weight : v h if not tie_word_embeddings?
+    lm_head.weight : v h = lm_head.weight : v h if tie_word_embeddings?
+"""
+
+
+class Variant(NamedTuple):
+    """A dialect told by another: `root` in place of `model.`, the rules of `over` first and instead of its own, and in the
+    table's text `swap[1]` for `swap[0]`. like_hub: only names that the hub lacks are laid out as in `of`."""
+
+    of: str
+    root: str = "model."
+    over: str = ""
+    swap: tuple[str, str] = ("", "")
+    like_hub: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """One model architecture. axes: {axis: expression of the config}; `{axis}` in a name counts below its size.
+
+    hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first asked for.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    axes: Mapping[str, str]
+    hub: str
+    dialects: Mapping[str, str | Variant] = field(default_factory=dict)
+
+    @property
+    def known_dialects(self) -> tuple[str, ...]:
+        return (HUB, *self.dialects)
+
+    def table(self, dialect: str) -> Table:
+        """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""
+        return _table(self, dialect)
+
+
+@lru_cache(maxsize=256)
+def _table(family: Family, dialect: str) -> Table:
+    if dialect == HUB:
+        return table_of(family.hub)
+    if dialect not in family.dialects:
+        raise UsageError(
+            f"family {family.name} has no dialect {dialect!r}", code="E1231",
+            hint=f"it has {', '.join(family.known_dialects)}; {near_misses(dialect, family.known_dialects)}".rstrip("; "),
+        )  # fmt: skip
+    told = family.dialects[dialect]
+    if isinstance(told, str):
+        return table_of(told)
+    text = family.dialects[told.of]
+    if not isinstance(text, str):
+        raise UsageError(f"{family.name}: {dialect!r} is a variant of a variant", code="E1234")
+    table = table_of(text.replace(*told.swap) if told.swap[0] else text, root=told.root, over=told.over)
+    return table.beside(family.table(HUB)) if told.like_hub else table

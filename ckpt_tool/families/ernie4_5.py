@@ -1,0 +1,49 @@
+"""ERNIE 4.5, dense. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5/modeling.py, qkv_proj grouped by KV head.
+
+Releases named `-Paddle` have the root `ernie.`, and ERNIE's export tool (tools/paddle2torch) reads their qkv_proj as
+[Q|K|V]. Nothing in the files tells which it is, so both are dialects, and the user says which. `paddle-hf` is what the
+Trainer calls a Hugging Face save: fused weights as they are in Paddle, the others transposed.
+"""
+
+from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+
+FAMILY = Family(
+    name="ernie4_5", model_types=("ernie4_5",),
+    architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5Model"),
+    axes={
+        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
+        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+        "d": "head_dim? or h // num_attention_heads",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+        model.layers.{i}.mlp.<gate|up>_proj.bias : f
+        model.layers.{i}.mlp.down_proj.weight : h f
+        model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
+    """,
+    dialects={
+        "paddle": """
+            <model.embed_tokens|lm_head>.weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+            model.layers.{i}.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+            model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
+        """,
+        "paddle-hf": Variant("paddle", like_hub=True),
+        "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
+        "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),
+    },
+)

@@ -1,0 +1,60 @@
+"""ERNIE 4.5, experts. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5_moe; root `ernie.`: see ernie4_5."""
+
+from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+
+FAMILY = Family(
+    name="ernie4_5_moe", model_types=("ernie4_5_moe",),
+    architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
+    axes={
+        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
+        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+        "d": "head_dim? or h // num_attention_heads", "n": "num_nextn_predict_layers? or 1", "w": "2 * h",
+        "e": "moe_num_experts", "m": "moe_intermediate_size", "s": "m * moe_num_shared_experts",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
+        model.mtp_linear_proj.{n}.weight : h w
+        model.[layers.{i}|mtp_block.{n}].<input|post_attention>_layernorm.weight : h
+        model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.[layers.{i}|mtp_block.{n}].self_attn.o_proj.weight : h (g r d)
+        model.[layers.{i}|mtp_block.{n}].mlp.<gate|up>_proj.weight : f h
+        model.[layers.{i}|mtp_block.{n}].mlp.<gate|up>_proj.bias : f
+        model.[layers.{i}|mtp_block.{n}].mlp.down_proj.weight : h f
+        model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
+        model.layers.{i}.mlp.gate.weight : e h
+        model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
+        model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : m h
+        model.layers.{i}.mlp.experts.{e}.down_proj.weight : h m
+        model.layers.{i}.mlp.shared_experts.<gate|up>_proj.weight : s h
+        model.layers.{i}.mlp.shared_experts.down_proj.weight : h s
+    """,
+    dialects={
+        "paddle": """
+            <model.embed_tokens|lm_head>.weight : v h
+            model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
+            model.mtp_linear_proj.{n}.weight : w h = : h w
+            model.[layers.{i}|mtp_block.{n}].<input|post_attention>_layernorm.weight : h
+            model.[layers.{i}|mtp_block.{n}].self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.[layers.{i}|mtp_block.{n}].self_attn.qkv_proj.bias : (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.[layers.{i}|mtp_block.{n}].self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.[layers.{i}|mtp_block.{n}].mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+            model.[layers.{i}|mtp_block.{n}].mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f
+            model.[layers.{i}|mtp_block.{n}].mlp.down_proj.weight : f h = : h f
+            model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
+            model.layers.{i}.mlp.gate.weight : h e = : e h
+            model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
+            model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
+            model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
+            model.layers.{i}.mlp.shared_experts.up_gate_proj.weight : h ((1 + 1) s) = ..<gate|up>_proj.weight : s h
+            model.layers.{i}.mlp.shared_experts.down_proj.weight : s h = : h s
+        """,
+        "paddle-hf": Variant("paddle", like_hub=True),
+        "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
+        "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),
+    },
+)

@@ -1,0 +1,47 @@
+"""Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
+
+from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+
+FAMILY = Family(
+    name="llama", model_types=("llama", "mistral"),
+    architectures=("LlamaForCausalLM", "LlamaModel", "MistralForCausalLM", "MistralModel"),
+    axes={
+        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
+        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+        "d": "head_dim? or h // num_attention_heads",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+        model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+        model.layers.{i}.mlp.<gate|up>_proj.bias : f
+        model.layers.{i}.mlp.down_proj.weight : h f
+        model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
+    """,
+    dialects={
+        "paddle": """
+            <model.embed_tokens|lm_head>.weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d) = : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+            model.layers.{i}.mlp.<gate|up>_proj.weight : h f = : f h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+            model.layers.{i}.mlp.<gate|up>_proj.bias : f
+            model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
+            # fuse_attention_qkv, fuse_attention_ffn
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.mlp.gate_up_fused_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+        """,
+        "paddle-nlp": Variant("paddle", root="llama.", over=NLP_HEAD),
+    },
+)

@@ -1,0 +1,152 @@
+"""The families by name, and which family and dialect a checkpoint is of.
+
+    find(config, shapes)                                      Found(LLAMA, "hf")
+    find(config, shapes, told="paddle")                       Found(LLAMA, "paddle"): the format says whose names they are
+    find(None, shapes, family="ernie4_5:paddle-contiguous")   the user says both
+
+The family comes from the user, else from config.json (`model_type`, `architectures`), else from names that only one
+family has. The dialect comes from the user, else from names, then from shapes: Llama has the same names in both worlds
+and only transposed weights. What fits two is an error that says what to pass, never a guess. Cost: 2 us a name and
+dialect. What it does not do: read config.json. To add a family: one file with a `FAMILY`, one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ckpt_tool.errors import InputError, UsageError, near_misses
+from ckpt_tool.families import ernie4_5, ernie4_5_moe, llama
+from ckpt_tool.families.base import Config, Family, Shape
+from ckpt_tool.families.rewrite import misfits
+from ckpt_tool.families.table import instances
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, ernie4_5.FAMILY, ernie4_5_moe.FAMILY)
+NAMES: tuple[str, ...] = tuple(family.name for family in FAMILIES)
+_KEEP = "or keep the source's names with --dialect keep"
+
+
+class Found(NamedTuple):
+    family: Family
+    dialect: str
+
+
+def by_name(name: str) -> Family:
+    """The family of that name. Raises UsageError (E1230)."""
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise UsageError(
+        f"--family: no family {name!r}", code="E1230",
+        hint=near_misses(name, NAMES) or f"there are {', '.join(NAMES)}",
+    )  # fmt: skip
+
+
+def find(
+    config: Config | None, names: Mapping[str, Shape] | Iterable[str], *, told: str | None = None, family: str | None = None
+) -> Found:  # fmt: skip
+    """Whose tensors they are.
+
+    Args:
+        config: the model's config.json, None where there is none.
+        names: {parameter: shape}, or the names alone.
+        told: what the format says of the dialect: `paddle` is also any `paddle-...`.
+        family: what the user says, `NAME` or `NAME:DIALECT`.
+    Raises UsageError: E1230 (no such family), E1231 (no such dialect), E1232 and E1233 (several families, several dialects
+    fit); InputError: E1372 (no family), E1373 (the names are of none of the family's dialects).
+    """
+    shapes = names if isinstance(names, Mapping) else None
+    names = list(names)
+    if family is not None:
+        name, _, dialect = family.partition(":")
+        chosen = by_name(name)
+        if dialect:
+            chosen.table(dialect)
+            return Found(chosen, dialect)
+    else:
+        chosen = _configured(config or {}) or _named(names)
+    return Found(chosen, _dialect(chosen, names, shapes, config or {}, told))
+
+
+def _configured(config: Config) -> Family | None:
+    """The family that a config names, None where it names nothing. Raises InputError (E1372) for one that is not here."""
+    kind, classes = config.get("model_type"), config.get("architectures")
+    classes = [str(each) for each in classes] if isinstance(classes, list) else []
+    for family in FAMILIES:
+        if kind in family.model_types:
+            return family
+    for family in FAMILIES:
+        if any(each.removesuffix("Pipe") in family.architectures for each in classes):
+            return family
+    if kind is None and not classes:
+        return None
+    what = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
+    known = [each for family in FAMILIES for each in family.model_types]
+    raise InputError(
+        f"config.json says {what}, for which there is no family", code="E1372",
+        hint=f"{near_misses(str(kind), known) or 'there are ' + ', '.join(NAMES)}; say which with --family NAME, {_KEEP}",
+    )  # fmt: skip
+
+
+def _named(names: list[str]) -> Family:
+    """The one family that knows the most of the names."""
+    known = {family: max(_known(family, names).values()) for family in FAMILIES}
+    most = max(known.values())
+    fitting = [family for family, count in known.items() if count == most]
+    if most == 0:
+        raise InputError(
+            f"no family knows a name like {names[0] if names else '(there are none)'}", code="E1372",
+            hint=f"there are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
+        )  # fmt: skip
+    if len(fitting) > 1:
+        told = ", ".join(family.name for family in fitting)
+        raise UsageError(
+            f"without a config the names fit several families: {told}", code="E1232",
+            hint=f"give the model's config.json with --config FILE, or the family with --family NAME, {_KEEP}",
+        )  # fmt: skip
+    return fitting[0]
+
+
+def _known(family: Family, names: list[str]) -> dict[str, int]:
+    """{dialect: how many of the names it has}."""
+    return {
+        dialect: len(names) - len(instances(family.table(dialect).left, names)[1]) for dialect in family.known_dialects
+    }
+
+
+def _dialect(
+    family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, told: str | None
+) -> str:  # fmt: skip
+    known = _known(family, names)
+    if told is not None:
+        known = {dialect: n for dialect, n in known.items() if dialect == told or dialect.startswith(f"{told}-")}
+        if not known:
+            family.table(told)  # raises, with what there is
+    most = max(known.values())
+    if most == 0:
+        raise InputError(
+            f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
+            + (f" in dialect {told}" if told else ""),
+            code="E1373", hint=f"is it the right family? There are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
+        )  # fmt: skip
+    fitting = [dialect for dialect, count in known.items() if count == most]
+    if len(fitting) > 1 and shapes is not None:
+        wrong = {dialect: misfits(family, dialect, shapes, config) for dialect in fitting}
+        fitting = [dialect for dialect in fitting if wrong[dialect] == min(wrong.values())]
+    if told in fitting:
+        return told
+    if len({_wording(family, dialect, names) for dialect in fitting}) > 1:
+        ways = " or ".join(f"--family {family.name}:{dialect}" for dialect in fitting)
+        raise UsageError(
+            f"{'names and shapes fit' if shapes is not None else 'the names fit'} several dialects of {family.name},"
+            f" which lay the elements out differently: {', '.join(fitting)}",
+            code="E1233", hint=f"say which with {ways}",
+        )  # fmt: skip
+    return fitting[0]
+
+
+def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
+    """The rules that the names ask for: dialects with the same ones are the same for this checkpoint."""
+    table = family.table(dialect)
+    named, _ = instances(table.left, names)
+    return frozenset(table.rules[spot.rule].text for group in named for spot in group.spots)

@@ -1,0 +1,346 @@
+"""Rewrite: a checkpoint's tensors from one dialect of a family into another.
+
+    mapping(ERNIE, "hf", "paddle", {"...gate_proj.weight": (48, 32), "...up_proj.weight": (48, 32)}, {"hidden_size": 32})
+      -> Made("...up_gate_proj.weight", (32, 96), pieces=(from gate_proj, from up_proj))
+
+Source rules give pieces source -> hub for what is there; target rules take pieces hub -> target of hub tensors that were
+made; `algebra.compose` joins them without a hub tensor ever being built. All faults of a pass come at once. Cost: some 25
+us a tensor both ways. What it does not do: see `families.base`.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tool.algebra.compose import compose
+from ckpt_tool.algebra.equation import Equation
+from ckpt_tool.algebra.expression import Extent
+from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.algebra.piece import PAD, Piece, Side
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.families.base import HUB, Config, Family, Shape
+from ckpt_tool.families.sizes import check_known, configured, fits, settled
+from ckpt_tool.families.table import Instances, Table, form_of, instances
+
+_QUANT = (".weight_scale_inv", ".weight_scale")  # what lies beside a quantised `X.weight`, and is laid out as it is
+
+
+class Fault(NamedTuple):
+    code: str
+    name: str
+    what: str
+    hint: str
+
+
+class Found(NamedTuple):
+    """A rule of which one side is there. domains: {index: the numbers seen}; example: a name that asks for it."""
+
+    number: int
+    rule: Equation
+    domains: dict[str, set[int]]
+    example: str
+
+    def sizes(self, sizes: Mapping[str, Extent]) -> dict[str, Extent]:
+        """The rule's axes: an index that only counts names runs over the numbers seen, the others over their size."""
+        patterns = {axis for term in (*self.rule.left, *self.rule.right) for axis in term.pattern.axes}
+        seen = {axis: tuple(sorted(some)) for axis, some in self.domains.items() if axis not in patterns}
+        return {**sizes, **seen}
+
+    @property
+    def needed(self) -> list[str]:
+        """Axes whose size must be known."""
+        patterns = {axis for term in (*self.rule.left, *self.rule.right) for axis in term.pattern.axes}
+        return [axis for axis in self.rule.axes if axis in patterns or axis not in self.domains]
+
+
+class _Hub(NamedTuple):
+    """What the source makes of the hub's tensors. made: {hub tensor: the source tensors it is made of}."""
+
+    pieces: list[Piece]
+    made: dict[str, list[str]]
+    used: set[str]  # source tensors that a rule knows
+    dropped: list[str]
+
+
+class _Target(NamedTuple):
+    """pieces: target -> hub turned round. shapes: of every whole target tensor."""
+
+    pieces: list[Piece]
+    shapes: dict[str, Shape]
+    dropped: list[str]  # hub tensors that the target does not have
+
+
+def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape], config: Config | None) -> Mapped:
+    """What the tensors of dialect `source` are in dialect `target`.
+
+    Args:
+        shapes: {parameter: shape} of all that there is; names that no rule knows are not in the result.
+        config: the model's config.json, None or {} where there is none.
+    Raises UsageError E1231 (no such dialect), E0223-E0224 (a rule's condition asks for what the config lacks); InputError
+    E1376 (sizes unknown); InconsistentCheckpoint, all at once: E1370 (a shape against the config), E1371 (a tensor half
+    there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised tensor that would move).
+    """
+    config = config or {}
+    here, there = family.table(source), family.table(target)
+    named, unknown = instances(here.left, shapes)
+    found = _found(here, named)
+    sizes, reasons = sizes_of(family, here, named, shapes, config)
+    check_known(_needed(found), sizes, reasons, family.name)
+    faults: list[Fault] = []
+    hub = _to_hub(found, sizes, config, shapes, faults)
+    if any(fault.code == "E1370" for fault in faults):
+        faults = [fault._replace(hint=fault.hint or _elsewhere(family, source, shapes, config)) for fault in faults]
+    wanted, tied = _chosen(family, there, hub, sizes, config, faults)
+    check_known(_needed(found for found, _ in wanted), sizes, reasons, family.name)
+    result = _from_hub(wanted, sizes, config, hub, here, faults)
+    if source != target:
+        faults += _quantised(unknown, hub.used)
+    if faults:
+        raise InconsistentCheckpoint(
+            f"{faults[0].name}: {faults[0].what}", code=faults[0].code, key=faults[0].name, hint=faults[0].hint,
+            faults=[f"{fault.name}: {fault.what}" for fault in faults[1:]],
+        )  # fmt: skip
+    gone = [name for hub_name in (*tied, *result.dropped) for name in hub.made[hub_name]]
+    pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
+    made = _mapped(compose(pieces, result.pieces), result.shapes, shapes)
+    pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
+    named_there = [(_named_in(there, name), _named_in(there, of)) for name, of in pairs]
+    aliases = [(names[0], of[0]) for names, of in named_there
+               if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes]  # fmt: skip
+    return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone])), aliases=tuple(aliases))
+
+
+def sizes_of(
+    family: Family, table: Table, named: Sequence[Instances], shapes: Mapping[str, Shape], config: Config
+) -> tuple[dict[str, Extent], dict[str, str]]:
+    """(sizes, reasons): every axis that the config or a shape settles; why not, for the others."""
+    sizes, reasons = configured(family.axes, config)
+    seen = []
+    for group in named:
+        for spot in group.spots if len(group.spots) == 1 else ():  # two rules of a name: a condition chooses
+            for term in table.rules[spot.rule].left:
+                if term.name and term.name.form == group.form:
+                    seen.append((term.pattern, tuple(shapes[group.form % group.values[0]])))
+    return settled(seen, sizes), reasons
+
+
+def misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:
+    """How many kinds of tensors can't have their shapes in that dialect."""
+    table = family.table(dialect)
+    named, _ = instances(table.left, shapes)
+    sizes, _ = sizes_of(family, table, named, shapes, config)
+    wrong = 0
+    for group in named:
+        shape = shapes[group.form % group.values[0]]
+        terms = [term for spot in group.spots for term in table.rules[spot.rule].left
+                 if term.name and term.name.form == group.form]  # fmt: skip
+        wrong += all(fits(term.pattern, shape, sizes) is False for term in terms)
+    return wrong
+
+
+def _elsewhere(family: Family, source: str, shapes: Mapping[str, Shape], config: Config) -> str:
+    others = [other for other in family.known_dialects if other != source and not misfits(family, other, shapes, config)
+              and len(instances(family.table(other).left, shapes)[1]) == 0]  # fmt: skip
+    if others:
+        return f"the shapes are those of dialect {' or '.join(others)}: pass --family {family.name}:{others[0]}"
+    return f"does the config belong to this checkpoint, and is it a {family.name} model?"
+
+
+# Source to hub.
+
+
+def _found(table: Table, named: Iterable[Instances]) -> list[Found]:
+    """The rules whose left side is there, at least in part, in the table's order."""
+    found: dict[int, Found] = {}
+    for group in named:
+        for spot in group.spots:
+            rule = found.setdefault(
+                spot.rule, Found(spot.rule, table.rules[spot.rule], defaultdict(set), group.form % group.values[0])
+            )
+            for axis, numbers in zip(spot.axes, zip(*group.values, strict=True), strict=True):
+                rule.domains[axis].update(numbers)
+    return [found[number] for number in sorted(found)]
+
+
+def _needed(found: Iterable[Found]) -> dict[str, str]:
+    needed: dict[str, str] = {}
+    for rule in found:
+        for axis in rule.needed:
+            needed.setdefault(axis, rule.example)
+    return needed
+
+
+def _to_hub(
+    found: Sequence[Found], sizes: Mapping[str, Extent], config: Config, shapes: Mapping[str, Shape], faults: list[Fault]
+) -> _Hub:  # fmt: skip
+    hub = _Hub([], defaultdict(list), set(), [])
+    wanted: dict[str, Shape] = {}
+    numel: dict[str, int] = defaultdict(int)
+    kept: list[Piece] = []
+    for each in found:
+        faults += _beyond(each, sizes)
+        here = each.sizes(sizes)
+        left, right = each.rule.shapes(here, config)
+        wanted.update(right)
+        for name, shape in left.items():
+            if name in shapes and tuple(shapes[name]) != shape:
+                told = " ".join(f"{axis}={here[axis]}" for axis in each.needed if isinstance(here[axis], int))
+                what = f"shape {list(shapes[name])}, {each.rule.left[0].pattern.text} wants {list(shape)} ({told})"
+                faults.append(Fault("E1370", name, what, ""))
+        for piece in each.rule.pieces(here, config):
+            name = piece.src.name
+            if name not in shapes:
+                continue
+            hub.used.add(name)
+            if piece.dst.name == PAD:
+                hub.dropped.append(name)
+                continue
+            numel[piece.dst.name] += piece.numel
+            if name not in hub.made[piece.dst.name]:
+                hub.made[piece.dst.name].append(name)
+            kept.append(piece)
+    for name, count in numel.items():
+        if count != prod(wanted[name]):
+            many = count > prod(wanted[name])
+            what = f"{', '.join(hub.made[name])} {'all hold' if many else 'hold only a part of'} the hub's {name}"
+            faults.append(
+                Fault("E1375" if many else "E1371", hub.made[name][0], what, "keep one of them, --remove-keys")
+            )
+    whole = {name for name, count in numel.items() if count == prod(wanted[name])}
+    hub.pieces.extend(piece for piece in kept if piece.dst.name in whole)
+    for name in [name for name in hub.made if name not in whole]:
+        del hub.made[name]
+    partly = {piece.src.name for piece in kept}
+    hub.dropped[:] = [name for name in dict.fromkeys(hub.dropped) if name not in partly]
+    return hub
+
+
+def _beyond(found: Found, sizes: Mapping[str, Extent]) -> Iterable[Fault]:
+    """Numbers in names that the config has no room for."""
+    for axis, numbers in found.domains.items():
+        size = sizes.get(axis)
+        if isinstance(size, int) and max(numbers) >= size:
+            what = f"a name with {axis}={max(numbers)}, the config says {size} of them"
+            yield Fault("E1370", found.example, what, "does the config belong to this checkpoint?")
+
+
+# Hub to target.
+
+
+def _chosen(
+    family: Family, table: Table, hub: _Hub, sizes: Mapping[str, Extent], config: Config, faults: list[Fault]
+) -> tuple[list[tuple[Found, set[str]]], set[str]]:
+    """Each hub tensor's rule in the target, the first that holds: (rules and the hub tensors that they take, hub tensors
+    that are another's alias and have no rule of their own)."""
+    named, orphans = instances(table.right, hub.made)
+    counts = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    rules: dict[int, tuple[Found, set[str]]] = {}
+    for group in named:
+        for values in group.values:
+            name = group.form % values
+            for spot in group.spots:
+                rule = table.rules[spot.rule]
+                if rule.condition is None or rule.condition.value(
+                    ChainMap(dict(zip(spot.axes, values, strict=True)), counts, dict(config))
+                ):
+                    found, names = rules.setdefault(spot.rule, (Found(spot.rule, rule, defaultdict(set), name), set()))
+                    for axis, number in zip(spot.axes, values, strict=True):
+                        found.domains[axis].add(number)
+                    names.add(name)
+                    break
+            else:
+                orphans.append(name)
+    aliases = {name: of for alias in family.table(HUB).aliases for name, of in alias.pairs(sizes, config).items()}
+    tied = {name for name in orphans if aliases.get(name) in hub.made}
+    for name in orphans:
+        if name not in tied:
+            faults.append(Fault(
+                "E1374", hub.made[name][0], "the target dialect has no rule for it",
+                "leave it behind by name with --remove-keys, or keep the source's names with --dialect keep",
+            ))  # fmt: skip
+    return [rules[number] for number in sorted(rules)], tied
+
+
+def _from_hub(
+    wanted: Sequence[tuple[Found, set[str]]], sizes: Mapping[str, Extent], config: Config, hub: _Hub, here: Table,
+    faults: list[Fault],
+) -> _Target:  # fmt: skip
+    result = _Target([], {}, [])
+    for found, names in wanted:
+        local = found.sizes(sizes)
+        shapes = found.rule.shapes(local, config)[0]
+        kept: dict[str, list[Piece]] = defaultdict(list)
+        missing: dict[str, list[str]] = defaultdict(list)
+        for piece in found.rule.swap().pieces(local, config):
+            source, name = piece.src.name, piece.dst.name
+            if name == PAD:
+                if source in names:
+                    result.dropped.append(source)
+                    result.pieces.append(piece)
+            elif source == PAD or source in names:
+                kept[name].append(piece)
+            elif source not in missing[name]:
+                missing[name].append(source)
+        for name, pieces in kept.items():
+            if all(piece.src.name == PAD for piece in pieces):
+                continue
+            if missing.get(name):
+                there = _sources_of(hub, pieces)
+                lost = [each for source in missing[name] for each in _named_in(here, source)]
+                what = (
+                    f"{name} is made of it too, and {', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''} is missing"
+                )
+                faults.append(Fault("E1371", there[0], what, "is a shard or a file of the checkpoint missing?"))
+                continue
+            result.pieces.extend(pieces)
+            result.shapes[name] = shapes[name]
+    return result
+
+
+def _sources_of(hub: _Hub, pieces: Iterable[Piece]) -> list[str]:
+    return [name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name]]
+
+
+def _named_in(table: Table, hub_name: str) -> list[str]:
+    """What the source dialect would call the tensors that a hub tensor is made of, by its first rule."""
+    form, numbers = form_of(hub_name)
+    for spot in table.right.get(form, ()):
+        at = dict(zip(spot.axes, numbers, strict=True))
+        names = [term.name for term in table.rules[spot.rule].left if term.name]
+        return [name.form % tuple(at.get(axis, 0) for axis in name.axes) for name in names]
+    return [hub_name]
+
+
+def _quantised(unknown: Iterable[str], used: set[str]) -> Iterable[Fault]:
+    for name in unknown:
+        ending = next((ending for ending in _QUANT if name.endswith(ending)), None)
+        if ending and f"{name.removesuffix(ending)}.weight" in used:
+            yield Fault(
+                "E1377", name, "the scales of a quantised weight, whose layout would change without them",
+                "dequantise the checkpoint first, or keep the source's names with --dialect keep",
+            )  # fmt: skip
+
+
+def _mapped(pieces: Iterable[Piece], made: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
+    """The made tensors in the order of their first source."""
+    parts: dict[str, list[Piece]] = {name: [] for name in made}
+    first: dict[str, int] = {}
+    place = {name: number for number, name in enumerate(shapes)}
+    flat: dict[tuple[Shape, Shape, Shape], tuple[Shape, Shape, Shape]] = {}
+    for ext, src, dst, maps in pieces:
+        if dst.name == PAD:
+            continue
+        key = ext, src.strides, dst.strides
+        if key not in flat:
+            few = Piece(ext, src, dst).merged()
+            flat[key] = few.ext, few.src.strides, few.dst.strides
+        ext, steps, strides = flat[key]
+        here = Piece(ext, Side(src.name, src.offset, steps), Side(dst.name, dst.offset, strides), maps)
+        parts[dst.name].append(here)
+        at = place.get(src.name, len(place))
+        first[dst.name] = min(first.get(dst.name, at), at)
+    order = sorted(parts, key=lambda name: first.get(name, len(place)))
+    return tuple(Made(name, made[name], tuple(parts[name])) for name in order)
