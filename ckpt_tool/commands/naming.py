@@ -7,6 +7,7 @@ source's dialect is known and is not the target's, or none: names are kept. The 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,17 @@ from typing import Any
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.config import config_of, read_config
 from ckpt_tool.commands.groups import renamed_groups
-from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.commands.options import DIALECTS, Reading, Writing
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import InputError, UsageError, wrap_os_error
+from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
+_NUMBER = re.compile(r"\d+")
 
 
 def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: Format) -> Chosen:
@@ -28,15 +33,85 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
     if writing.aoa:
         if writing.dialect not in (None, "keep"):
             raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
-        return _by_statements(chosen, writing.aoa)
-    return chosen
+        return _by_statements(chosen, writing)
+    target = writing.dialect or fmt.holds.dialect
+    if target == "keep":
+        if reading.family and writing.dialect is None:
+            return replace(
+                chosen, notes=(*chosen.notes, f"--family: {fmt.name} keeps names; --dialect NAME changes them")
+            )
+        return chosen
+    source = _dialect_of(chosen.sources[0].catalog)
+    if writing.dialect is None and not reading.family and source == target and not _half_paddle(chosen):
+        return chosen
+    return _by_family(chosen, reading, target, source, asked=writing.dialect is not None or reading.family is not None)
 
 
-def _by_statements(chosen: Chosen, path: str) -> Chosen:
-    from ckpt_tool.algebra.aoa import compile_aoa, read_aoa
+def _half_paddle(chosen: Chosen) -> bool:
+    """Paddle's trainers write folders that are Hugging Face's in all but the fused weights, which keep names that no hub
+    model has. (A folder that says Paddle of itself is never asked.)"""
+    return any(".up_gate_proj." in row.tensor.key.name for row in chosen.stored)
+
+
+def _dialect_of(catalog: Catalog) -> str | None:
+    """What the source says of its names: `hf`, `paddle`, `megatron`, ...; None where it says nothing."""
+    said = catalog.hints.get("dialect")
+    if isinstance(said, str):
+        return said if said in DIALECTS and said != "keep" else None
+    home = registry.by_name(catalog.format).holds.dialect
+    return None if home == "keep" else home
+
+
+def _by_family(chosen: Chosen, reading: Reading, target: str, source: str | None, *, asked: bool) -> Chosen:
+    """By the equations of the family that the config, the names or `--family` tell. asked: the user wants it so in words;
+    otherwise what can't be told is kept as it is, with a line, unless the source says that its names are foreign."""
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.plan.mapping import parameter_shapes
 
-    file = Path(path)
+    opened = chosen.sources[0]
+    config = read_config(reading.config) if reading.config else config_of(opened.tree)
+    shapes = parameter_shapes(chosen.stored)
+    told = None if source == "hf" else source
+    try:
+        found = find(config, _one_of_each(shapes), told=told, family=reading.family)
+        if target not in found.family.known_dialects:
+            found.family.table(target)
+    except (UsageError, InputError) as e:
+        if asked or source == "paddle" and target == "hf":
+            raise
+        return replace(chosen, notes=(*chosen.notes, f"names and structure are kept as they are: {e.message}"))
+    hints: dict[str, Any] = {"dialect": target}
+    if target == "paddle" and config is not None:
+        plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
+        hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
+    if found.dialect == target:
+        return replace(chosen, hints={**chosen.all_hints, "dialect": target})
+    mapped = mapping(found.family, found.dialect, target, shapes, config)
+    by = f"the family {found.family.name}, {found.dialect} to {target}"
+    out = _renamed(chosen, mapped, by, hints)
+    known = {name for names in out.names.values() for name in names}
+    kept = list(dict.fromkeys(row.tensor.key.name for row in out.stored if row.tensor.key.name not in known))
+    said = [f"names and structure: {by}"]
+    if kept:
+        shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
+        said.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
+    return replace(out, notes=(*out.notes, *said))
+
+
+def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """One layer and expert of each kind: enough to tell whose names they are, whatever their number."""
+    seen: dict[str, str] = {}
+    for name in shapes:
+        seen.setdefault(_NUMBER.sub("#", name), name)
+    return {name: shapes[name] for name in seen.values()}
+
+
+def _by_statements(chosen: Chosen, writing: Writing) -> Chosen:
+    from ckpt_tool.algebra.aoa import Shards, compile_aoa, read_aoa
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    file = Path(writing.aoa or "")
     try:
         if file.stat().st_size > AOA_LIMIT:
             raise UsageError(f"--aoa: more than {AOA_LIMIT >> 20} MiB of statements", code="E1283", path=file)
@@ -46,8 +121,25 @@ def _by_statements(chosen: Chosen, path: str) -> Chosen:
     except UnicodeDecodeError as e:
         raise UsageError("--aoa: the file is not UTF-8 text", code="E1283", path=file) from e
     statements, reverse = read_aoa(text)
-    mapped = compile_aoa(statements, parameter_shapes(chosen.stored), reverse=reverse)
+    shapes = parameter_shapes(chosen.stored)
+    mapped = compile_aoa(statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)))
     return _renamed(chosen, mapped, f"the statements of {file.name}", {"dialect": "keep"})
+
+
+def _bands(chosen: Chosen) -> dict[str, int]:
+    """{parameter: bands along its last dim}, where its stored boxes cut that alone: how many ranks a fused weight was cut
+    for that its format does not know to be one. (Those it knows are plain already: their boxes alternate.)"""
+    out = {}
+    for row in chosen.stored:
+        tensor = row.tensor
+        if tensor.key.state == MODEL and len(tensor.shape) == 2 and len(tensor.chunks) > 1:
+            columns = {
+                (chunk.box.offset[1], chunk.array) for chunk in tensor.chunks if chunk.box.shape[1] < tensor.shape[1]
+            }
+            files = {array for _, array in columns}
+            if columns and len(columns) == len(files) and tensor.shape[1] % len(columns) == 0:
+                out[tensor.key.name] = len(columns)
+    return out
 
 
 def _renamed(chosen: Chosen, mapped: Mapped, by: str, hints: Mapping[str, Any], notes: Sequence[str] = ()) -> Chosen:
