@@ -39,14 +39,26 @@ NLP_HEAD = """
 
 
 class Variant(NamedTuple):
-    """A dialect told by another: `root` in place of `model.`, the rules of `over` first and instead of its own, and in the
-    table's text `swap[1]` for `swap[0]`. like_hub: only names that the hub lacks are laid out as in `of`."""
+    """A dialect told by another one, or by a table.
+
+    of: the other dialect's name, or a table. root: in place of `model.`. over: rules that come first and instead of those
+    of their names. swap: in the table's text `swap[1]` for `swap[0]`. like_hub: only names that the hub lacks are laid out
+    as in `of`. inner: where `inner[1]` holds of a layer, what is `layers.{i}.x` elsewhere is `layers.{i}.inner[0]x`.
+    """
 
     of: str
     root: str = "model."
     over: str = ""
     swap: tuple[str, str] = ("", "")
     like_hub: bool = False
+    inner: tuple[str, str] = ("", "")
+
+    def table(self, text: str, hub: Table) -> Table:
+        """The dialect, `text` being the table of `of`."""
+        table = table_of(text.replace(*self.swap) if self.swap[0] else text, root=self.root, over=self.over)
+        if self.inner[0]:
+            table = table.within("layers.%d.", "layers.{i}.", *self.inner)
+        return table.beside(hub) if self.like_hub else table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +96,7 @@ def _table(family: Family, dialect: str) -> Table:
     told = family.dialects[dialect]
     if isinstance(told, str):
         return table_of(told)
-    text = family.dialects[told.of]
-    if not isinstance(text, str):
+    of = told.of if "\n" in told.of else family.dialects[told.of]
+    if not isinstance(of, str):
         raise UsageError(f"{family.name}: {dialect!r} is a variant of a variant", code="E1234")
-    table = table_of(text.replace(*told.swap) if told.swap[0] else text, root=told.root, over=told.over)
-    return table.beside(family.table(HUB)) if told.like_hub else table
+    return told.table(of, family.table(HUB))

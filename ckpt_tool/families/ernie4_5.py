@@ -23,9 +23,8 @@ FAMILY = Family(
         model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
         model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
         model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.layers.{i}.mlp.<gate|up>_proj.bias : f
-        model.layers.{i}.mlp.down_proj.weight : h f
         model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
     """,
     dialects={

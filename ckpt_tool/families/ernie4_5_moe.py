@@ -20,16 +20,13 @@ FAMILY = Family(
         model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
         model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
         model.[layers.{i}|mtp_block.{n}].self_attn.o_proj.weight : h (g r d)
-        model.[layers.{i}|mtp_block.{n}].mlp.<gate|up>_proj.weight : f h
+        model.[layers.{i}|mtp_block.{n}].mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.[layers.{i}|mtp_block.{n}].mlp.<gate|up>_proj.bias : f
-        model.[layers.{i}|mtp_block.{n}].mlp.down_proj.weight : h f
         model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
         model.layers.{i}.mlp.gate.weight : e h
         model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
-        model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : m h
-        model.layers.{i}.mlp.experts.{e}.down_proj.weight : h m
-        model.layers.{i}.mlp.shared_experts.<gate|up>_proj.weight : s h
-        model.layers.{i}.mlp.shared_experts.down_proj.weight : h s
+        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
     """,
     dialects={
         "paddle": """

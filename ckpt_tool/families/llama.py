@@ -19,9 +19,8 @@ FAMILY = Family(
         model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
         model.layers.{i}.self_attn.o_proj.weight : h (g r d)
         model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-        model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.layers.{i}.mlp.<gate|up>_proj.bias : f
-        model.layers.{i}.mlp.down_proj.weight : h f
         model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
     """,
     dialects={
@@ -33,8 +32,7 @@ FAMILY = Family(
             model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
             model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-            model.layers.{i}.mlp.<gate|up>_proj.weight : h f = : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+            model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
             model.layers.{i}.mlp.<gate|up>_proj.bias : f
             model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
             # fuse_attention_qkv, fuse_attention_ffn

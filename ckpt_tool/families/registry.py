@@ -16,12 +16,26 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckpt_tool.errors import InputError, UsageError, near_misses
-from ckpt_tool.families import ernie4_5, ernie4_5_moe, llama
+from ckpt_tool.families import (
+    deepseek_v3,
+    ernie4_5,
+    ernie4_5_moe,
+    glm4_moe,
+    llama,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from ckpt_tool.families.base import Config, Family, Shape
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import instances
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, ernie4_5.FAMILY, ernie4_5_moe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY,
+    ernie4_5.FAMILY, ernie4_5_moe.FAMILY, glm4_moe.FAMILY,
+)  # fmt: skip
 NAMES: tuple[str, ...] = tuple(family.name for family in FAMILIES)
 _KEEP = "or keep the source's names with --dialect keep"
 

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckpt_tool.algebra.equation import Alias, Equation, rules
+from ckpt_tool.algebra.expression import expression
 from ckpt_tool.algebra.term import Name, Term
 from ckpt_tool.errors import UsageError
 
@@ -66,6 +67,17 @@ class Table:
         """The rules of names that the hub does not have, then the hub's."""
         own = [rule for rule in self.rules if not any(term.name and term.name.form in hub.left for term in rule.left)]
         return Table((*own, *hub.rules), ())
+
+    def within(self, form: str, place: str, inner: str, condition: str) -> Table:
+        """The same, and first the rules of names in `place` (`form` as a form) with `inner` after it, where it holds."""
+        nested = []
+        for rule in self.rules:
+            names = [term.name for term in rule.left if term.name]
+            if rule.condition is None and names and all(form in name.form for name in names):
+                left = tuple(replace(term, name=_renamed(term.name, place, place + inner, form, form + inner))
+                             if term.name else term for term in rule.left)  # fmt: skip
+                nested.append(replace(rule, left=left, condition=expression(condition), text=f"{rule.text} ({inner})"))
+        return Table((*nested, *self.rules), self.aliases)
 
 
 def table_of(text: str, *, root: str = "model.", over: str = "") -> Table:
@@ -144,13 +156,15 @@ def _spots(sides: Iterable[tuple[Term, ...]]) -> dict[str, tuple[Spot, ...]]:
 
 
 def _rooted(rule: Equation | Alias, root: str) -> Equation | Alias:
-    if root == "model.":
+    if root == "model." or isinstance(rule, Alias):
         return rule
-    if isinstance(rule, Alias):
-        return replace(rule, name=_renamed(rule.name, root), of=_renamed(rule.of, root))
-    left = tuple(replace(term, name=_renamed(term.name, root)) if term.name else term for term in rule.left)
+    left = tuple(replace(term, name=_moved(term.name, root)) if term.name else term for term in rule.left)
     return replace(rule, left=left)
 
 
-def _renamed(name: Name, root: str) -> Name:
+def _moved(name: Name, root: str) -> Name:
     return replace(name, text=_ROOT.sub(root, name.text), form=_ROOT.sub(root, name.form))
+
+
+def _renamed(name: Name, place: str, there: str, form: str, form_there: str) -> Name:
+    return replace(name, text=name.text.replace(place, there), form=name.form.replace(form, form_there))

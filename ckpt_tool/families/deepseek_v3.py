@@ -1,0 +1,59 @@
+"""DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3/modeling.py: nothing is fused."""
+
+from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+
+FAMILY = Family(
+    name="deepseek_v3", model_types=("deepseek_v3", "deepseek_v2"),
+    architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model", "DeepseekV2ForCausalLM", "DeepseekV2Model"),
+    axes={
+        "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
+        "f": "intermediate_size", "a": "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+        "q": "q_lora_rank", "l": "kv_lora_rank", "b": "kv_lora_rank + qk_rope_head_dim",
+        "c": "num_attention_heads * (qk_nope_head_dim + v_head_dim)", "u": "num_attention_heads * v_head_dim",
+        "w": "2 * h", "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|q_a|q_b>_proj.weight : a h, q h, a q
+        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|o_proj>.weight : b h, c l, h u
+        model.layers.{i}.self_attn.<q|kv>_a_layernorm.weight : q, l
+        model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+        model.layers.{i}.mlp.gate.weight : e h
+        model.layers.{i}.mlp.gate.e_score_correction_bias : e
+        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
+        # MTP
+        model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+        model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
+        model.layers.{i}.eh_proj.weight : h w
+        model.layers.{i}.eh_proj.bias : h
+    """,
+    dialects={
+        "paddle": """
+            <model.embed_tokens|lm_head>.weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.<q|q_a|q_b>_proj.weight : h a, h q, q a = : a h, q h, a q
+            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|o_proj>.weight : h b, l c, u h = : b h, c l, h u
+            model.layers.{i}.self_attn.<q|kv>_a_layernorm.weight : q, l
+            model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+            model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+            model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
+            model.layers.{i}.mlp.gate.weight : h e = : e h
+            model.layers.{i}.mlp.gate.e_score_correction_bias : e
+            model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : h m, h m, m h = : m h, m h, h m
+            model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : h s, h s, s h = : s h, s h, h s
+            # MTP
+            model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+            model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
+            model.layers.{i}.eh_proj.weight : w h = : h w
+            model.layers.{i}.eh_proj.bias : h
+        """,
+        "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
+    },
+)

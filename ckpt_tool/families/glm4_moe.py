@@ -1,0 +1,59 @@
+"""GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe/modeling.py (without paddlefleet)."""
+
+from ckpt_tool.families.base import Family, Variant
+
+FAMILY = Family(
+    name="glm4_moe", model_types=("glm4_moe",),
+    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    axes={
+        "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
+        "f": "intermediate_size", "g": "num_key_value_heads? or num_attention_heads", "w": "2 * h",
+        "r": "num_attention_heads // g", "d": "head_dim? or h // num_attention_heads",
+        "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.<q|k>_norm.weight : d
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+        model.layers.{i}.mlp.gate.weight : e h
+        model.layers.{i}.mlp.gate.e_score_correction_bias : e
+        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
+        # MTP
+        model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+        model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
+        model.layers.{i}.eh_proj.weight : h w
+    """,
+    dialects={
+        "paddle": Variant(
+            inner=("transformer_layer.", "i >= num_hidden_layers"),
+            of="""
+            <model.embed_tokens|lm_head>.weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.<q|k>_norm.weight : d
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+            model.layers.{i}.mlp.gate.weight : e h
+            model.layers.{i}.mlp.gate.e_score_correction_bias : e
+            model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
+            model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
+            model.layers.{i}.mlp.shared_experts.up_gate_proj.weight : h ((1 + 1) s) = ..<gate|up>_proj.weight : s h
+            model.layers.{i}.mlp.shared_experts.down_proj.weight : s h = : h s
+            # MTP
+            model.layers.{i}.<enorm|hnorm|norm>.weight : h = model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+            model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
+            model.layers.{i}.eh_proj.weight : w h = : h w
+        """),
+    },
+)

@@ -1,0 +1,41 @@
+"""Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3/modeling.py (without paddlefleet)."""
+
+from ckpt_tool.families.base import Family, Variant
+
+FAMILY = Family(
+    name="qwen3", model_types=("qwen3",),
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    axes={
+        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
+        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+        "d": "head_dim? or h // num_attention_heads",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.<q|k>_norm.weight : d
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.o_proj.bias : h
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+    """,
+    dialects={
+        "paddle": """
+            <model.embed_tokens|lm_head>.weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.<q|k>_norm.weight : d
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.self_attn.o_proj.bias : h
+            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+        """,
+        "paddle-hf": Variant("paddle", like_hub=True),
+    },
+)

@@ -1,0 +1,47 @@
+"""Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe/modeling.py (without paddlefleet and sonic_moe)."""
+
+from ckpt_tool.families.base import Family, Variant
+
+FAMILY = Family(
+    name="qwen3_moe", model_types=("qwen3_moe",),
+    architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    axes={
+        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
+        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+        "d": "head_dim? or h // num_attention_heads", "m": "moe_intermediate_size",
+        "e": "num_experts? or n_routed_experts? or num_local_experts",
+    },
+    hub="""
+        <model.embed_tokens|lm_head>.weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.<q|k>_norm.weight : d
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.o_proj.bias : h
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+        model.layers.{i}.mlp.gate.weight : e h
+        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+    """,
+    dialects={
+        "paddle": """
+            <model.embed_tokens|lm_head>.weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.<q|k>_norm.weight : d
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.self_attn.o_proj.bias : h
+            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+            model.layers.{i}.mlp.gate.weight : h e = : e h
+            model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
+            model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
+        """,
+        "paddle-hf": Variant("paddle", like_hub=True),
+    },
+)
