@@ -5,7 +5,7 @@ The one idea: the same training state, held by other tensors:
     tied embeddings     one tensor in a process, and its states once: under the embedding; with pipeline stages the first and the
                         last hold one each, so states stand under both names
     bf16 weights        a source of `sharding_io` may have none: without shared states they are the fp32 masters rounded to
-                        bf16, as Paddle's loader rounds them
+                        bf16, as Paddle's loader rounds them; what others with masters alone computed in, nobody knows
 
 Sources: PaddleFormers 1.2.0 `trainer/utils/sharding_io.py` (`_recover_params_from_master_weights`), `nn/pp_model.py`
 (`SharedLayerDesc`), runs of tied models. Cost: a pass over the tensors. What it does not do: values.
@@ -21,9 +21,10 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.formats.base import Fitted
+from ckpt_tool.formats.paddle_degrees import paddle_hints
 from ckpt_tool.formats.paddle_layout import Laid, settle
 from ckpt_tool.formats.paddle_rules import text_config
-from ckpt_tool.formats.paddle_target import PLAIN, kind_of
+from ckpt_tool.formats.paddle_target import IO, PLAIN, kind_of
 
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "word_embeddings.weight")
 Rows = list[tuple[int, LogicalTensor]]
@@ -35,11 +36,12 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Ma
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
     wanted, laid = _settled(rows, extras, options)
-    rows = _with_head(rows, laid, dropped)
+    rows = with_head(rows, laid, dropped)
     wanted, laid = _settled(rows, extras, options)
     rows = _tied(rows, laid, dropped)
-    if kind_of(laid, wanted) == PLAIN:
-        rows = _with_weights(rows, options, casts, dropped)
+    own = paddle_hints(wanted)
+    if kind_of(laid, wanted) == PLAIN and own.get("kind") == IO:  # so they are bf16; of other sources nobody knows
+        rows = with_weights(rows, options, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
@@ -50,7 +52,7 @@ def _settled(rows: Rows, extras: Mapping[str, Any], options: Mapping[str, Any]) 
     return wanted, settle(wanted)
 
 
-def _with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
     """The tied head beside the embedding, as Paddle's files have it, where the config says that they are one."""
     names = {row.key.name for _, row in rows if row.key.state == MODEL}
     if text_config(laid.config).get("tie_word_embeddings") is not True or HEAD in names:
@@ -105,7 +107,7 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
     return out
 
 
-def _with_weights(
+def with_weights(
     rows: Rows, options: Mapping[str, Any], casts: dict[TensorKey, DType], dropped: list[dict[str, Any]]
 ) -> Rows:
     """Weights of the model where the source has masters alone; none anew that was removed by name."""

@@ -47,7 +47,6 @@ from ckpt_tool.formats.paddle_rules import Cut, cut_of, local_boxes
 from ckpt_tool.formats.paddle_slices import BUFFER_MB, Member, Span, owners, spans
 from ckpt_tool.formats.paddle_stages import Stages, items_of, stages_of
 
-
 __all__ = [
     "Block", "Degrees", "Laid", "Parameter", "Rank", "Share", "Span", "config_of", "paddle_hints", "settle",
 ]  # fmt: skip

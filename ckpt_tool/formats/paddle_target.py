@@ -83,6 +83,11 @@ class _Writing:
         nameless = [p.name for p in self.laid.parameters.values() if p.trained and self._number(MODEL, p) is None]
         self.kind = IO if nameless and self.laid.degrees.sharding > 1 else kind_of(self.laid, wanted)
         self.meta = self.kind == IO or bool(nameless)
+        if nameless and self.kind == PLAIN:
+            self.notes.append(
+                f"{len(nameless)} parameters have no weights but their fp32 masters, and no model file holds them: a Paddle job"
+                " that shares no states does not load that (--as-model master --dtype bf16 writes them as the model)"
+            )
         present = dict.fromkeys(tensor.key.state for tensor in wanted.tensors)
         order = [*_ACCUMULATORS, *(s for s in present if s not in (*_ACCUMULATORS, MODEL, MASTER, EMA, EXTRAS))]
         self.states = [state for state in order if state in present]
@@ -105,7 +110,8 @@ class _Writing:
                 files.append(self._average_file(rank))
         if self.meta:
             files.append(whole_file(META, json.dumps(self._meta()).encode("ascii")))
-        files += [whole_file(f"saved_signal_{rank.number}", b"1") for rank in self.laid.ranks()]
+        if self.optimizes:  # a rank's mark that its optimizer's file is whole
+            files += [whole_file(f"saved_signal_{rank.number}", b"1") for rank in self.laid.ranks()]
         files += self._extras()
         copies = [TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles]
         taken = {file.path for file in files}
