@@ -1,0 +1,154 @@
+"""Names and structure of the output: dialects, AOA statements, and what stays as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ckpt_tool.commands.convert import convert
+from ckpt_tool.commands.diff import diff
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import InputError, UsageError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+UNIFIED = FIXTURES / "paddle-unified" / "llama_tied_hf"
+LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+         "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 10, "tie_word_embeddings": False}  # fmt: skip
+SHAPES = {"self_attn.q_proj.weight": (8, 8), "self_attn.k_proj.weight": (4, 8), "self_attn.v_proj.weight": (4, 8),
+          "self_attn.o_proj.weight": (8, 8), "mlp.gate_proj.weight": (6, 8), "mlp.up_proj.weight": (6, 8),
+          "mlp.down_proj.weight": (8, 6), "input_layernorm.weight": (8,), "post_attention_layernorm.weight": (8,)}  # fmt: skip
+STATEMENTS = """
+# hub to Paddle
+model.layers.$LAYER_ID.self_attn.q_proj.weight^T, model.layers.$LAYER_ID.self_attn.k_proj.weight^T,\
+ model.layers.$LAYER_ID.self_attn.v_proj.weight^T -> model.layers.$LAYER_ID.self_attn.qkv_proj.weight,\
+ fused_qkv, num_heads=4, num_key_value_groups=2
+model.layers.$LAYER_ID.mlp.gate_proj.weight^T, model.layers.$LAYER_ID.mlp.up_proj.weight^T ->\
+ model.layers.$LAYER_ID.mlp.up_gate_proj.weight, fused_ffn
+model.layers.$LAYER_ID.mlp.down_proj.weight^T -> model.layers.$LAYER_ID.mlp.down_proj.weight
+model.layers.$LAYER_ID.self_attn.o_proj.weight^T -> model.layers.$LAYER_ID.self_attn.o_proj.weight
+lm_head.weight -> lm_head.weight, dtype='bfloat16'
+"""
+
+
+def hub_model(folder: Path, config: dict[str, Any] | None) -> dict[str, np.ndarray]:
+    names = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,), "lm_head.weight": (10, 8)}
+    names |= {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in SHAPES.items()}
+    arrays, start = {}, 0
+    for name, shape in names.items():
+        arrays[name] = np.arange(start, start + np.prod(shape), dtype=np.float32).reshape(shape)
+        start += arrays[name].size
+    folder.mkdir()
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return arrays
+
+
+def run(source: Path, out: Path, reading: Reading | None = None, **writing: Any) -> dict[str, Any]:
+    return convert(
+        str(source), str(out), reading or Reading(), Writing(**{"to": "sharded", "fsync": False, **writing}), Silent()
+    )
+
+
+def test_statements_make_what_the_layout_says(tmp_path: Path) -> None:
+    arrays = hub_model(tmp_path / "hub", None)
+    (tmp_path / "s.aoa").write_text(STATEMENTS)
+    report = run(tmp_path / "hub", tmp_path / "out", aoa=str(tmp_path / "s.aoa"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    q, k, v = (arrays[f"model.layers.1.self_attn.{x}_proj.weight"].T for x in "qkv")
+    want = np.concatenate([q[:, :4], k[:, :2], v[:, :2], q[:, 4:], k[:, 2:], v[:, 2:]], 1)
+    assert np.array_equal(found["model.layers.1.self_attn.qkv_proj.weight"], want)
+    gate, up = (arrays[f"model.layers.0.mlp.{x}_proj.weight"].T for x in ("gate", "up"))
+    assert np.array_equal(found["model.layers.0.mlp.up_gate_proj.weight"], np.concatenate([gate, up], 1))
+    assert str(found["lm_head.weight"].dtype) == "bfloat16"
+    assert np.array_equal(found["model.norm.weight"], arrays["model.norm.weight"])
+    assert len(found) == 3 + 2 * 6 and report["digest_checked"]
+
+
+def test_statements_that_drop_are_told(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", None)
+    (tmp_path / "s.json").write_text(json.dumps({"aoa_statements": ["lm_head.weight -> _"]}))
+    report = run(tmp_path / "hub", tmp_path / "out", aoa=str(tmp_path / "s.json"))
+    assert report["dropped"][0]["names"] == ["lm_head.weight"] and "s.json" in report["dropped"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model.layers.$LAYER_ID.nothing -> x.$LAYER_ID", "nothing"),
+        ("lm_head.weight -> a, b, c, axis=0", "3"),
+        ("lm_head.weight ->", "nothing on one side|want|names"),
+        ("\udcff", "UTF-8"),
+    ],
+)
+def test_bad_statements_are_usage_errors(tmp_path: Path, text: str, says: str) -> None:
+    hub_model(tmp_path / "hub", None)
+    (tmp_path / "s.aoa").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UsageError, match=says):
+        run(tmp_path / "hub", tmp_path / "out", aoa=str(tmp_path / "s.aoa"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_statements_and_a_dialect_exclude_each_other(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", None)
+    (tmp_path / "s.aoa").write_text(STATEMENTS)
+    with pytest.raises(UsageError, match="both say"):
+        run(tmp_path / "hub", tmp_path / "out", aoa=str(tmp_path / "s.aoa"), dialect="hf")
+
+
+def test_to_paddle_and_back_is_the_source(tmp_path: Path) -> None:
+    arrays = hub_model(tmp_path / "hub", LLAMA)
+    run(tmp_path / "hub", tmp_path / "paddle", dialect="paddle")
+    found = load_file(tmp_path / "paddle" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert np.array_equal(found[name], arrays[name].T) and np.array_equal(
+        found["model.norm.weight"], arrays["model.norm.weight"]
+    )
+    run(tmp_path / "paddle", tmp_path / "back", Reading(config=str(tmp_path / "hub")), to="safetensors")
+    assert diff(str(tmp_path / "hub"), str(tmp_path / "back"), Reading(), progress=Silent())["equal"]
+
+
+def test_the_trainers_two_layouts_are_one_model(tmp_path: Path) -> None:
+    """The real writer stored the model the hub's way round, masters and moments Paddle's."""
+    report = run(UNIFIED, tmp_path / "out", dialect="hf")
+    stored = load_file(next(UNIFIED.glob("model-*.safetensors")))
+    found = {state: load_file(tmp_path / "out" / f"{state}.safetensors") for state in ("model", "master", "exp_avg")}
+    assert all(np.array_equal(found["model"][name].view(np.uint16), stored[name].view(np.uint16)) for name in stored)
+    masters = load_file(next(UNIFIED.glob("master_weights-*.safetensors")))
+    name = next(name for name in masters if "gate_proj" in name)
+    assert np.array_equal(found["master"][name], masters[name].T)
+    assert any("llama, paddle to hf" in note for note in report["notes"])
+
+
+def test_names_that_no_family_knows_stay_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    save_file({"net.0.w": np.zeros((2, 3), np.float32)}, tmp_path / "src" / "model.safetensors")
+    run(tmp_path / "src", tmp_path / "mine", to="dcp")
+    report = run(tmp_path / "mine", tmp_path / "out", to="safetensors")
+    assert any("kept as they are" in note for note in report["notes"])
+    with pytest.raises(InputError) as caught:
+        run(tmp_path / "mine", tmp_path / "other", dialect="paddle")
+    assert "--dialect keep" in str(caught.value.hint)
+
+
+def test_a_tensor_beside_the_rules_is_named(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", LLAMA)
+    save_file({"extra.thing": np.ones(3, np.float32), **load_file(tmp_path / "hub" / "model.safetensors")},
+              tmp_path / "hub" / "model.safetensors", {"format": "pt"})  # fmt: skip
+    report = run(tmp_path / "hub", tmp_path / "out", dialect="paddle")
+    assert any("extra.thing" in note and "kept as they are" in note for note in report["notes"])
+    assert "extra.thing" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_a_config_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", None)
+    for text in ("[1]", "{", '{"a": 1, "a": 2}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UsageError, match="config"):
+            run(tmp_path / "hub", tmp_path / "out", Reading(config=str(tmp_path / "config.json")), dialect="paddle")
