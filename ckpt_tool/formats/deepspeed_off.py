@@ -127,7 +127,7 @@ def _check(entries: Sequence[Entry], path: str) -> None:
     shapes: dict[int, tuple[int, ...]] = {}
     masters = {entry.number for entry in entries if entry.state == MASTER}
     for entry in entries:
-        if entry.array.numel == 1 and not entry.array.shape:
+        if entry.array.shape in ((), (1,)):  # a number of the parameter's: its step, Paddle's powers of beta
             continue
         shape = shapes.setdefault(entry.number, entry.array.shape)
         if shape != entry.array.shape or masters and entry.number not in masters:

@@ -108,11 +108,13 @@ def _check(tensors: Sequence[WantedTensor]) -> None:
 def _lay_out(wanted: Wanted, extras: Mapping[str, Any]) -> _Layout:
     out = _Layout()
     model: dict[str, int] = {}
+    shapes = {tensor.key.name: tensor.shape for tensor in wanted.tensors if tensor.key.state in (MODEL, MASTER)}
     for row, tensor in enumerate(wanted.tensors):
         name, state = tensor.key
         if state == MODEL:
             model[name] = row
-        if state in _BESIDE or not _STATE.fullmatch(state):
+        odd = state != STEP and tensor.shape != shapes.get(name, tensor.shape)  # Paddle's powers of beta: [1]
+        if odd or state in _BESIDE or not _STATE.fullmatch(state):
             out.beside.append(row)
         else:
             out.folders.setdefault(name, {})["fp32" if state == MASTER else state] = row

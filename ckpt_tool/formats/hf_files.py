@@ -7,7 +7,8 @@ numbered files (`model-00001-of-00002.safetensors`); `model.safetensors`; all sa
     choose(["model.safetensors", "extra.safetensors", "config.json"]).files == ("model.safetensors",)
 
 Folders that other formats own are left to them: `ckpt.index.json` (sharded), `.metadata` (dcp), Paddle's
-`master_weights*` and `optimizer*` (paddle-unified), an adapter alone (peft). Reads nothing.
+`master_weights*`, `optimizer*` and `peft_model*` (paddle-unified), `0.metadata` and `0_0.safetensors` (paddle-flex), an adapter alone (peft).
+Reads nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetens
 _SHARDED = re.compile(
     r"[\w%-]+(?:[._](?:tp|pp|ep|etp|dp|cp|vpp)\d{2,})+\.safetensors"
 )  # a rank's, its index lost or not
-_PADDLE = re.compile(r"(master_weights|optimizer)([-.].*)?\.safetensors(\.index\.json)?")
+_PADDLE = re.compile(r"(master_weights|optimizer|peft_model)([-.].*)?\.safetensors(\.index\.json|_shard_\d+)?")
+_FLEX = re.compile(r"(?:(?:model_state|optimizer_state|master_weight|ema_state)/)?\d{1,9}\.metadata(\.lock)?")
+_FLEX_DATA = re.compile(r"\d{1,9}_\d{1,9}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,12 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
         return None
     if ".metadata" in names or any(_PADDLE.fullmatch(name) for name in names):
         return None
+    if any(_FLEX.fullmatch(path) for path in paths):
+        return None
     weights = [name for name in names if name.endswith(SUFFIX) and not name.startswith("adapter_model")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("adapter_model")]
+    if weights and all(_FLEX_DATA.fullmatch(name) for name in weights):
+        return None
     dcp = [name for name in weights if _DCP_SHARD.fullmatch(name)]
     whole = [name for name in weights if name not in set(dcp)]
     below = [path for path in paths if path.startswith(DCP_FOLDER) and _DCP_SHARD.fullmatch(path[len(DCP_FOLDER) :])]

@@ -32,7 +32,7 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, InternalError
-from ckpt_tool.formats import hf_files, hf_shards
+from ckpt_tool.formats import hf_files, hf_shards, paddle_unified_files
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf_files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
 from ckpt_tool.formats.hf_index import Index, read_index, write_index
@@ -68,9 +68,12 @@ class HfSafetensors:
     holds = Holds(all_states=False, extras=False, single=True, dialect="hf", dtypes=frozenset({"C128"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder; by the first bytes of a single file."""
+        """By the names in a folder; by the first bytes of a single file. A folder whose first file says that it is in
+        Paddle's layout is `paddle-unified`."""
         chosen = _choose(tree, None)
-        return Evidence(chosen.why) if chosen else None
+        if chosen is None or tree.single is None and paddle_unified_files.why(tree) is not None:
+            return None
+        return Evidence(chosen.why)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are told at once."""

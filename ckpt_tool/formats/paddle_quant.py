@@ -1,0 +1,66 @@
+"""Quantised optimizer states of Paddle (`ckpt_quant_stage` O1 and O2): what is stored, and under which states it is shown.
+
+The one idea: a quantised moment is no moment until somebody dequantises it, so it gets a state of its own that no trainer
+mistakes for one, and its scales travel beside it under the same parameter. Nothing is lost by moving them as they are.
+
+    file key                    dtype, shape        state                        stage
+    K/moment1_0                 I8 as K             exp_avg@int8                 O1
+    K/moment1_0@scales          F32 [columns]       exp_avg@scales               O1; O2: [rows / 32, columns]
+    K/moment2_0                 U8 as K             exp_avg_sq@uint8             O1
+    K/moment2_0@min_scales      F32 [columns]       exp_avg_sq@min_scales        O1; O2: [rows / 32, columns]
+    K/moment2_0@max_scales      F32 [columns]       exp_avg_sq@max_scales        O1; O2: [rows / 32, columns]
+    K/moment2_0                 I8 as K             exp_avg_exp_avg_sq@int4      O2 (two-dimensional parameters alone)
+
+Arithmetic (b = 127, 255, 7, 15; rows of O2 in groups of 32 along axis 0; scales broadcast over the last axis; of a 1-d
+parameter in O1 there is one scale, shape ()):
+
+    O1   exp_avg = q / 127 * scale                          exp_avg_sq = (1 / r - 1e-8)^2, r = q / 255 * (max - min) + min
+    O2   exp_avg = (q >> 4) * scale / 7                     r = (q & 15) / 15 * (max - min) + min
+
+O2 stores no `K/moment1_0`, though the index still names it; `total_size` counts what was there before quantising.
+Source: PaddleFormers 1.2.0 `quantization/unified_checkpoint_quantization.py`, `checkpoint_quantization_utils.py`
+(`qdq_weight`, `asymmetry_qdq_weight`, `group_wise_quant_dequant`, `merge_int4`). The arithmetic is `run.dequantize`.
+
+A catalog that holds such states says so: `hints["quantised"] == {"kind": "paddle", "stage": "O1"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+SYMMETRIC, LOW, HIGH = "@scales", "@min_scales", "@max_scales"
+SUFFIXES = (SYMMETRIC, LOW, HIGH)
+FIRST8, FIRST_SCALES = "exp_avg@int8", "exp_avg@scales"
+SECOND8, SECOND_LOW, SECOND_HIGH = "exp_avg_sq@uint8", "exp_avg_sq@min_scales", "exp_avg_sq@max_scales"
+PACKED = "exp_avg_exp_avg_sq@int4"
+GROUP = 32  # rows of O2 that share a scale
+
+
+class Quantised(NamedTuple):
+    """One state to be made: `made` (F32, of the shape of `stored`) from `stored` and its scales, all of one parameter."""
+
+    made: str
+    stored: str
+    scales: tuple[str, ...]
+
+
+RECIPES: Mapping[str, Sequence[Quantised]] = {
+    "O1": (Quantised("exp_avg", FIRST8, (FIRST_SCALES,)), Quantised("exp_avg_sq", SECOND8, (SECOND_LOW, SECOND_HIGH))),
+    "O2": (
+        Quantised("exp_avg", PACKED, (FIRST_SCALES,)),
+        Quantised("exp_avg_sq", PACKED, (SECOND_LOW, SECOND_HIGH)),
+    ),
+}
+STATES = frozenset((FIRST8, FIRST_SCALES, SECOND8, SECOND_LOW, SECOND_HIGH, PACKED))
+
+
+def recipes_of(states: Sequence[str]) -> tuple[Quantised, ...]:
+    """What the quantised states of one parameter come to; () where it has none.
+
+    >>> [recipe.made for recipe in recipes_of(["exp_avg@int8", "exp_avg@scales", "beta1_pow_acc"])]
+    ['exp_avg']
+    """
+    have = frozenset(states)
+    every = (*RECIPES["O1"], *RECIPES["O2"])
+    return tuple(recipe for recipe in every if have.issuperset((recipe.stored, *recipe.scales)))
