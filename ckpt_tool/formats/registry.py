@@ -118,7 +118,8 @@ def _may_be_paddle(tree: Tree) -> bool:
 
 
 def _may_be_paddle_flex(tree: Tree) -> bool:
-    return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
+    ends = (".metadata", ".lock", ".distcp", ".safetensors")
+    return tree.single is None and any(path.endswith(ends) for path in tree.listing())
 
 
 def _may_be(tree: Tree) -> bool:

@@ -1,0 +1,130 @@
+"""Which folders of a tree are flex checkpoints, and whether their saves were finished: by file names alone.
+
+    model_state/ optimizer_state/ master_weight/ [ema_state/]     the Trainer's folders, each a save of its own
+    0.metadata, 0_0.distcp, 1_0.distcp                            a plain paddle.distributed.save_state_dict
+    0.metadata, 0_0.safetensors, ...                              the same with safetensors=True
+
+`R_N.distcp` is rank R's file of save N, `N.metadata` says what is where. Rules (PaddlePaddle 3.3.1 `flex_checkpoint/dcp/
+{save,load}_state_dict.py`, `utils.py`): N is 0, or the highest N that lies there (the documentation says one more); a folder
+with several saves is one that was written into again: the highest N is the newest, and what `load_merged_state_dict` takes.
+`N.metadata.lock` lies there while the metadata is being written. `flex-ckpt.auto_generated.metadata` in a Hugging Face folder
+is a cache that Paddle makes when it opens one: no save. Reads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.errors import Incomplete, InputError
+
+MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER = (
+    "model_state",
+    "optimizer_state",
+    "master_weight",
+    "ema_state",
+)
+FOLDERS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER)
+UNFINISHED, MIXED = "E1330", "E1331"
+METADATA = re.compile(r"(\d{1,9})\.metadata")
+DATA = re.compile(r"(\d{1,9})_(\d{1,9})\.(distcp|safetensors)")
+_LOCK = re.compile(r"(\d{1,9})\.metadata\.lock")
+
+
+class Save(NamedTuple):
+    """One save. folder: "" for the root, else with a slash at its end. unique: N. metadata: its file's name, None where there
+    is none. data: the names of its data files, by rank. lock: a lock that lies beside it. older: other N with files."""
+
+    folder: str
+    unique: int
+    metadata: str | None
+    data: tuple[str, ...]
+    lock: str | None = None
+    older: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`model_state`, ..., or "" for a plain save at the root."""
+        return self.folder.rstrip("/")
+
+
+def find(listing: Iterable[str]) -> list[Save]:
+    """The saves of a tree: the Trainer's folders in their order, or the plain save at the root; [] when there is neither."""
+    names: dict[str, list[str]] = {}
+    for path in listing:
+        folder, slash, name = path.rpartition("/")
+        if folder in FOLDERS or not folder:
+            names.setdefault(folder + slash, []).append(name)
+    trainer = [save for kind in FOLDERS if (save := _save(f"{kind}/", names.get(f"{kind}/", ())))]
+    if trainer:
+        return trainer
+    plain = _save("", names.get("", ()))
+    return [plain] if plain else []
+
+
+def _save(folder: str, names: Sequence[str]) -> Save | None:
+    """The newest save of a folder, None where nothing looks like one."""
+    metadata = {int(found[1]): name for name in names if (found := METADATA.fullmatch(name))}
+    locks = {int(found[1]): name for name in names if (found := _LOCK.fullmatch(name))}
+    data: dict[int, list[tuple[int, str]]] = {}
+    for name in names:
+        found = DATA.fullmatch(name)
+        if found and (found[3] == "distcp" or metadata or locks or _nothing_else(names)):
+            data.setdefault(int(found[2]), []).append((int(found[1]), name))
+    if not metadata and not locks and not data:
+        return None
+    unique = max({*metadata, *locks, *data})
+    files = tuple(name for _, name in sorted(data.get(unique, [])))
+    older = tuple(sorted({*metadata, *locks, *data} - {unique}))
+    return Save(folder, unique, metadata.get(unique), files, locks.get(unique), older)
+
+
+def _nothing_else(names: Sequence[str]) -> bool:
+    """Are all safetensors files there a rank's? (A model of another system may have a file that is called so.)"""
+    return all(DATA.fullmatch(name) for name in names if name.endswith((".safetensors", ".index.json")))
+
+
+def why(saves: Sequence[Save]) -> str:
+    """What was found, in words."""
+    if saves[0].folder:
+        return f"Paddle's folders {', '.join(save.folder for save in saves)}"
+    return " and ".join(filter(None, (saves[0].metadata or saves[0].lock, *saves[0].data[:1])))
+
+
+def check(saves: Sequence[Save], shown: str, root_names: Sequence[str]) -> list[Note]:
+    """Raise Incomplete E1330 for a save that was not finished (an EMA without metadata aside: Paddle wrote such), InputError
+    E1331 for files of both kinds in a folder, or two checkpoints in one. shown: the root."""
+    notes = []
+    if saves[0].folder and any(METADATA.fullmatch(name) for name in root_names):
+        raise InputError(
+            f"two checkpoints in one folder: {saves[0].folder} and a plain save beside it", code=MIXED, path=shown,
+            hint="pass a folder that holds one of them alone",
+        )  # fmt: skip
+    for save in saves:
+        where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown
+        if save.lock:
+            raise Incomplete(
+                f"save {save.unique} was not finished: {save.lock} lies there while the metadata is being written",
+                code=UNFINISHED, path=f"{where}/{save.lock}",
+                hint="wait until the job is done; if it died, take the checkpoint before",
+            )  # fmt: skip
+        if save.metadata is None and save.kind != EMA_FOLDER:
+            raise Incomplete(
+                f"save {save.unique} was not finished: {save.unique}.metadata is missing, which says where everything lies",
+                code=UNFINISHED, path=f"{where}/{save.unique}.metadata",
+                hint="fetch it from where the job wrote it, or take the checkpoint before",
+            )  # fmt: skip
+        kinds = {name.rpartition(".")[2] for name in save.data}
+        if len(kinds) > 1:
+            raise InputError(
+                "files of both kinds, .distcp and .safetensors, in one save", code=MIXED, path=where,
+                hint="they are of two saves: remove those of the older one",
+            )  # fmt: skip
+        if save.older:
+            notes.append(Note(
+                "N-several-saves", f"{len(save.older) + 1} saves in {save.folder or 'the folder'}: number {save.unique} is "
+                f"the newest and is taken; {', '.join(map(str, save.older[:10]))} lie beside it", where,
+            ))  # fmt: skip
+    return notes
