@@ -6,7 +6,8 @@ ranks whose k_proj are equal to the bit hold the same ones. A tensor of one valu
     k_proj of tp00 and tp01, their first MiB differs      parts: joined
     equal, and not all one value                          copies
 
-Cost: up to 1 MiB a rank for one tensor of each kind; not at all where a config or a meta says it. What it does not do: say
+All states of a tensor are asked: weights in few bits may be equal by chance, their moments are not. Cost: up to 1 MiB a rank
+and state for one tensor of each kind; not at all where a config or a meta says it. What it does not do: say
 along which axis a tensor of unknown name is parted.
 """
 
@@ -20,8 +21,14 @@ from ckpt_tool.storage.source import Tree
 LOOKED_AT = 1 << 20  # bytes of each rank's array
 
 
-def differ(tree: Tree, arrays: Sequence[StoredArray]) -> bool | None:
-    """Do ranks' arrays of one shape and dtype hold different values? None: they can't tell."""
+def differ(tree: Tree, lists: Sequence[Sequence[StoredArray]]) -> bool | None:
+    """Do ranks' arrays hold different values? lists: of each state of a tensor the ranks' arrays, of one shape and dtype.
+    None: they can't tell."""
+    found = [_differ(tree, arrays) for arrays in lists]
+    return True if True in found else False if False in found else None
+
+
+def _differ(tree: Tree, arrays: Sequence[StoredArray]) -> bool | None:
     if len(arrays) < 2 or any(array.strides is not None for array in arrays):
         return None
     first = arrays[0]

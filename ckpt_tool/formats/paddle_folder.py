@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import LogicalTensor, simple_tensor
 from ckpt_tool.errors import CkptError, Incomplete
 from ckpt_tool.formats.hf_files import is_sidefile
 from ckpt_tool.formats.paddle_accumulators import MASTER_WEIGHTS
 from ckpt_tool.formats.paddle_file import PaddleContent, chunks_of, read_paddle
-from ckpt_tool.formats.paddle_ranks import BESIDE, MODEL_FILE, RankFile, rank_file, rank_files
+from ckpt_tool.formats.paddle_ranks import MODEL_FILE, OPTIMIZER_FILE, RankFile, rank_file, rank_files
 from ckpt_tool.formats.paddle_read import Reading, element_type, plain_config, says_bf16
+from ckpt_tool.formats.paddle_unified_extras import read_extras
 from ckpt_tool.formats.state_paths import Leaf, name_leaves
-from ckpt_tool.formats.state_tree import dotted
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -34,6 +35,7 @@ _JOB_FILES = re.compile(
     r"training_args\.bin|trainer_state\.(?:bin|json)|rng_state.*\.pth|static_name_to_dyg_name\.json|\.saving_info"
 )
 _SIDE = re.compile(r"(?:lora|vera|lokr|reft|prefix)_config\.json")
+_SIGNAL = re.compile(r"saved_signal_\d+")
 _MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
 
 
@@ -49,42 +51,29 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
             "no model_state*.pdparams or optimizer*.pdopt", code=MISSING, path=tree.display(),
             hint="pass the folder of a checkpoint, or a file; of models with different names say which with --prefer STEM",
         )  # fmt: skip
-    beside = [name for name in BESIDE if name in names]
-    extras: dict[Any, Any] = {}
-    tensors: dict[TensorKey, LogicalTensor] = {}
-    contents = {}
-    for name in beside:
-        contents[name] = content = read_paddle(tree, name)
-        stem = name.partition(".")[0]
-        extras[stem] = content.extras if content.extras != {} or not content.leaves else {}
-        tensors |= _hanging(stem, content)
-        if not extras[stem] and content.leaves:
-            del extras[stem]
+    if not options.get("lenient"):
+        _refuse_lost_optimizer(tree, names, files)
+    extras, hanging, beside, notes = read_extras(tree)
+    tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in hanging.items()}
     reading = Reading(tree, files, config)
     job = [name for name in names if _JOB_FILES.fullmatch(name)]
     if job:
         message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
         reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
     sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
+    reading.notes += notes
     catalog = reading.catalog(extras, sides, beside)
-    unsafe = (*catalog.unsafe, *(line for content in contents.values() for line in content.unsafe))
-    return _with(catalog, tensors, unsafe)
+    return replace(catalog, tensors={**catalog.tensors, **tensors})
 
 
-def _with(catalog: Catalog, tensors: Mapping[TensorKey, LogicalTensor], unsafe: tuple[str, ...]) -> Catalog:
-    from dataclasses import replace
-
-    return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=unsafe)
-
-
-def _hanging(stem: str, content: PaddleContent) -> dict[TensorKey, LogicalTensor]:
-    """The tensors of a side file, as extras at their place."""
-    out = {}
-    for saved in content.leaves:
-        path = (stem, *saved.path)
-        key = TensorKey(dotted(path), EXTRAS)
-        out[key] = LogicalTensor(key, saved.shape, saved.dtype, chunks_of(saved, whole(saved.shape)), path)
-    return out
+def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) -> None:
+    """Raise Incomplete E0302 where ranks noted that they saved their optimizer, and no file of it is there."""
+    signals = [name for name in names if _SIGNAL.fullmatch(name)]
+    if signals and not any(file.kind == OPTIMIZER_FILE for file in files):
+        raise Incomplete(
+            f"{signals[0]} says that a rank saved its optimizer, but there is no optimizer*.pdopt", code=MISSING,
+            path=tree.display(signals[0]), hint="fetch it; without it, remove the saved_signal files or pass --lenient",
+        )  # fmt: skip
 
 
 def config_of(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:

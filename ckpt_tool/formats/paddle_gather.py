@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle_accumulators import SCALARS
 from ckpt_tool.formats.paddle_file import Saved, chunks_of
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 class Gathering:
     """All keys while files are taken apart. config: the model's. shapes: structured name -> shape of a tensor rank's part.
     distributed: what the meta says of it. sliced: the states are slices (v2), None where nothing states it. apart: is a name an
-    expert of one rank, which others lack? differ: do the ranks' arrays of a name hold different values (`paddle_evidence`)?"""
+    expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state) hold different values (`paddle_evidence`)?"""
 
     degrees: Degrees
     config: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Gathering:
     distributed: dict[str, bool] = field(default_factory=dict)
     sliced: bool | None = None
     apart: Callable[[str], bool] = lambda name: False
-    differ: Callable[[str, list[StoredArray]], bool | None] = lambda name, arrays: None
+    differ: Callable[[str, list[list[StoredArray]]], bool | None] = lambda name, lists: None
     saw_slices: bool = False
     _found: dict[TensorKey, dict[tuple[int, int, int], list[Held]]] = field(default_factory=dict)
     _cuts: dict[str, Cut] = field(default_factory=dict)
@@ -164,13 +164,17 @@ class Gathering:
         return cut
 
     def _told(self, name: str) -> bool | None:
-        """Is it parted? By the values of one tensor of its kind."""
+        """Is it parted? By the values of one tensor of its kind, in all states that ranks keep whole."""
         kind = _NUMBERS.sub("#", name)
         if kind not in self._kinds:
-            ranks = {tp: group[0] for (_, tp, _), group in self._found.get(TensorKey(name, MODEL), {}).items()}
-            arrays = [held.saved.parts[0] for held in ranks.values() if len(held.saved.parts) == 1]
-            whole_set = len(arrays) == self.degrees.tp
-            self._kinds[kind] = self.differ(name, arrays) if whole_set else None
+            lists = []
+            for key, groups in self._found.items():
+                if key.name == name and key.state not in SCALARS:
+                    ranks = {tp: group[0].saved for (_, tp, _), group in groups.items() if len(group) == 1}
+                    arrays = [saved.parts[0] for saved in ranks.values() if len(saved.parts) == 1]
+                    if len(arrays) == self.degrees.tp and len({array.shape for array in arrays}) == 1:
+                        lists.append(arrays)
+            self._kinds[kind] = self.differ(name, lists)
         return self._kinds[kind]
 
     def _parts(
@@ -202,11 +206,10 @@ class Gathering:
     def _from_slices(self, key: TensorKey, local: tuple[int, ...], pieces: Pieces, group: list[Held]) -> list[Chunk]:
         turns = [self._turn(key.name, held.where) for held in group]
         total, numel = sum(held.saved.shape[0] for held in group), prod(local)
-        padding = _PADDING * max(self.degrees.sharding, 1)
-        if turns != list(range(turns[0], turns[0] + len(turns))) or not numel <= total < numel + padding:
+        if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded(key.name, numel):
             raise InconsistentCheckpoint(
                 f"slices of {[held.saved.shape[0] for held in group]} elements from sharding ranks {turns} do not make up"
-                f" {numel} and their padding", code=SLICES, path=group[0].saved.parts[0].path, key=str(key),
+                f" {numel} with padding to {_PADDING} bytes a rank", code=SLICES, path=group[0].saved.parts[0].path, key=str(key),
                 hint="files of two jobs lie together, or the model's shapes are another's",
             )  # fmt: skip
         chunks: list[Chunk] = []
@@ -217,6 +220,15 @@ class Gathering:
                 chunks += _slice_chunks(array, local, pieces, at, min(at + array.numel, numel))
                 at += array.numel
         return chunks
+
+    def _padded(self, name: str, numel: int) -> set[int]:
+        """Elements that a parameter may take in a fused buffer: a multiple of 256 bytes times the ranks, by the model's dtype."""
+        degrees = self.degrees
+        ranks = degrees.sharding
+        if degrees.ep > 1 and not degrees.by_data and self.apart(name):
+            ranks = max(degrees.tp * degrees.sharding // degrees.ep, 1)
+        units = [_PADDING // width * ranks for width in (1, 2, 4, 8)]
+        return {numel, *(-(-numel // unit) * unit for unit in units)}
 
     def _differ(self, key: TensorKey, held: Held, what: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(

@@ -72,10 +72,10 @@ class Reading:
         for file in self.files:
             if file.kind == MODEL_FILE:
                 self._model(file, self.contents[file.name])
+        self._same_names()
         for file in self.files:
             if file.kind != MODEL_FILE:
                 self._states(file, self.contents[file.name])
-        self._same_names()
         self._all_there()
         tensors = self.gathering.tensors(self._order())
         contents = list(self.contents.values())
@@ -213,7 +213,7 @@ class Reading:
             return TensorKey(self._logical(path[0], where), EMA)
         else:
             owner = table.owner(path[0]) if table else Table({}).guess(path[0])
-        if owner is None:
+        if owner is None or table is None and self.tree.single is None:
             return None
         name = table.structured.get(owner.static) if table else owner.static
         return None if name is None else TensorKey(self._logical(name, where), owner.state)
@@ -236,8 +236,8 @@ class Reading:
         """What a stored array's bits are. Raises InputError E1314 where nothing says it, E1312 where the meta contradicts."""
         return element_type(saved, stated, bf16=self.bf16)
 
-    def _differ(self, name: str, arrays: list[StoredArray]) -> bool | None:
-        told = differ(self.tree, arrays)
+    def _differ(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
+        told = differ(self.tree, lists)
         if told is not None:
             what = "the ranks' differ, so they are parts" if told else "the ranks' are equal, so they are copies"
             self.notes.append(Note(BY_VALUES, f"how ranks share it is told by its values: {what}", key=name))
