@@ -43,7 +43,7 @@ class Variant(NamedTuple):
 
     of: the other dialect's name, or a table. root: in place of `model.`. over: rules that come first and instead of those
     of their names. swap: in the table's text `swap[1]` for `swap[0]`. like_hub: only names that the hub lacks are laid out
-    as in `of`. inner: where `inner[1]` holds of a layer, what is `layers.{i}.x` elsewhere is `layers.{i}.inner[0]x`.
+    as in `of`. inner: where `inner[1]` holds of a layer, its `inner[2:]` lie one level down, under `inner[0]`.
     """
 
     of: str
@@ -51,13 +51,14 @@ class Variant(NamedTuple):
     over: str = ""
     swap: tuple[str, str] = ("", "")
     like_hub: bool = False
-    inner: tuple[str, str] = ("", "")
+    inner: tuple[str, ...] = ()
 
     def table(self, text: str, hub: Table) -> Table:
         """The dialect, `text` being the table of `of`."""
         table = table_of(text.replace(*self.swap) if self.swap[0] else text, root=self.root, over=self.over)
-        if self.inner[0]:
-            table = table.within("layers.%d.", "layers.{i}.", *self.inner)
+        if self.inner:
+            level, condition, *modules = self.inner
+            table = table.within(level, condition, modules)
         return table.beside(hub) if self.like_hub else table
 
 

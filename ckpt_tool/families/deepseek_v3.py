@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3/modeling.py: nothing is fused."""
+"""DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused."""
 
 from ckpt_tool.families.base import NLP_HEAD, Family, Variant
 
@@ -13,7 +13,7 @@ FAMILY = Family(
         "w": "2 * h", "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -35,7 +35,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.<q|q_a|q_b>_proj.weight : h a, h q, q a = : a h, q h, a q

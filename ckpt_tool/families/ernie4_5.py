@@ -16,7 +16,8 @@ FAMILY = Family(
         "d": "head_dim? or h // num_attention_heads",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.bias : v
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -29,7 +30,8 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
+            lm_head.bias : v
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)

@@ -12,7 +12,8 @@ FAMILY = Family(
         "e": "moe_num_experts", "m": "moe_intermediate_size", "s": "m * moe_num_shared_experts",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.bias : v
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
         model.mtp_linear_proj.{n}.weight : h w
@@ -23,14 +24,15 @@ FAMILY = Family(
         model.[layers.{i}|mtp_block.{n}].mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.[layers.{i}|mtp_block.{n}].mlp.<gate|up>_proj.bias : f
         model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
-        model.layers.{i}.mlp.gate.weight : e h
-        model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
+        model.layers.{i}.mlp.<gate.weight|moe_statics.e_score_correction_bias> : e h, 1 e
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
+        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.bias : s, s, h
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
+            lm_head.bias : v
             model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
             model.mtp_linear_proj.{n}.weight : w h = : h w
             model.[layers.{i}|mtp_block.{n}].<input|post_attention>_layernorm.weight : h
@@ -43,12 +45,13 @@ FAMILY = Family(
             model.[layers.{i}|mtp_block.{n}].mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f
             model.[layers.{i}|mtp_block.{n}].mlp.down_proj.weight : f h = : h f
             model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
-            model.layers.{i}.mlp.gate.weight : h e = : e h
-            model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
+            model.layers.{i}.mlp.<gate.weight|moe_statics.e_score_correction_bias> : h e, 1 e = : e h, 1 e
             model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
             model.layers.{i}.mlp.shared_experts.up_gate_proj.weight : h ((1 + 1) s) = ..<gate|up>_proj.weight : s h
+            model.layers.{i}.mlp.shared_experts.up_gate_proj.bias : ((1 + 1) s) = ..<gate|up>_proj.bias : s
             model.layers.{i}.mlp.shared_experts.down_proj.weight : s h = : h s
+            model.layers.{i}.mlp.shared_experts.down_proj.bias : h
         """,
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),

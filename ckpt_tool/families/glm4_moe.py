@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe/modeling.py (without paddlefleet)."""
+"""GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe (without paddlefleet)."""
 
 from ckpt_tool.families.base import Family, Variant
 
@@ -12,7 +12,7 @@ FAMILY = Family(
         "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -32,9 +32,10 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": Variant(
-            inner=("transformer_layer.", "i >= num_hidden_layers"),
+            inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",
+                   "input_layernorm", "post_attention_layernorm"),
             of="""
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)

@@ -11,7 +11,7 @@ FAMILY = Family(
         "d": "head_dim? or h // num_attention_heads", "e": "num_local_experts",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -24,7 +24,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": Variant(of="""
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d) = : (g r d) h, (g d) h, (g d) h

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2/modeling.py; PaddleNLP fuses nothing."""
+"""Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
 from ckpt_tool.families.base import NLP_HEAD, Family, Variant
 
@@ -11,7 +11,7 @@ FAMILY = Family(
         "d": "head_dim? or h // num_attention_heads",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -23,7 +23,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe/modeling.py; PaddleNLP fuses nothing."""
+"""Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
 from ckpt_tool.families.base import NLP_HEAD, Family, Variant
 
@@ -12,7 +12,7 @@ FAMILY = Family(
         "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -27,7 +27,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)

@@ -1,4 +1,4 @@
-"""Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3/modeling.py (without paddlefleet)."""
+"""Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet)."""
 
 from ckpt_tool.families.base import Family, Variant
 
@@ -11,7 +11,7 @@ FAMILY = Family(
         "d": "head_dim? or h // num_attention_heads",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -24,7 +24,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe/modeling.py (without paddlefleet and sonic_moe)."""
+"""Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
 from ckpt_tool.families.base import Family, Variant
 
@@ -12,7 +12,7 @@ FAMILY = Family(
         "e": "num_experts? or n_routed_experts? or num_local_experts",
     },
     hub="""
-        <model.embed_tokens|lm_head>.weight : v h
+        [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -27,7 +27,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": """
-            <model.embed_tokens|lm_head>.weight : v h
+            [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)

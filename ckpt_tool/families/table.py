@@ -68,15 +68,15 @@ class Table:
         own = [rule for rule in self.rules if not any(term.name and term.name.form in hub.left for term in rule.left)]
         return Table((*own, *hub.rules), ())
 
-    def within(self, form: str, place: str, inner: str, condition: str) -> Table:
-        """The same, and first the rules of names in `place` (`form` as a form) with `inner` after it, where it holds."""
+    def within(self, level: str, condition: str, modules: Iterable[str]) -> Table:
+        """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition holds."""
         nested = []
         for rule in self.rules:
             names = [term.name for term in rule.left if term.name]
-            if rule.condition is None and names and all(form in name.form for name in names):
-                left = tuple(replace(term, name=_renamed(term.name, place, place + inner, form, form + inner))
-                             if term.name else term for term in rule.left)  # fmt: skip
-                nested.append(replace(rule, left=left, condition=expression(condition), text=f"{rule.text} ({inner})"))
+            if any(f"layers.%d.{module}." in name.form for module in modules for name in names):
+                left = tuple(replace(term, name=_below(term.name, level)) if term.name else term for term in rule.left)
+                text = f"{rule.text} (in {level})"
+                nested.append(replace(rule, left=left, condition=expression(condition), text=text))
         return Table((*nested, *self.rules), self.aliases)
 
 
@@ -91,8 +91,14 @@ def table_of(text: str, *, root: str = "model.", over: str = "") -> Table:
     found = [*first]
     for rule in rules(_stated(text)):
         rule = _rooted(rule, root)
-        if not (isinstance(rule, Equation) and any(term.name and term.name.form in known for term in rule.left)):
+        names = [term.name.form for term in rule.left if term.name] if isinstance(rule, Equation) else []
+        if not any(name in known for name in names):
             found.append(rule)
+        elif not all(name in known for name in names):
+            raise UsageError(
+                f"a rule is replaced in part: {', '.join(name for name in names if name not in known)} has none left",
+                code="E1234", place=f"in the rule `{rule.text}`", hint="write `[a|b]`, which is two rules, for `<a|b>`",
+            )  # fmt: skip
     for rule in found:
         for term in (*rule.left, *rule.right) if isinstance(rule, Equation) else ():
             if term.name and (not term.name.plain or _NUMBER.search(term.name.text)):
@@ -166,5 +172,6 @@ def _moved(name: Name, root: str) -> Name:
     return replace(name, text=_ROOT.sub(root, name.text), form=_ROOT.sub(root, name.form))
 
 
-def _renamed(name: Name, place: str, there: str, form: str, form_there: str) -> Name:
-    return replace(name, text=name.text.replace(place, there), form=name.form.replace(form, form_there))
+def _below(name: Name, level: str) -> Name:
+    text, form = (re.sub(r"(layers\.[^.]*\.)", rf"\g<1>{level}.", each, count=1) for each in (name.text, name.form))
+    return replace(name, text=text, form=form)

@@ -1,0 +1,138 @@
+"""Small models of every family: a config each, odd sizes on purpose, and their tensors in the hub's naming.
+
+`hub_shapes` is spelled out by hand from the architectures, another road than the tables; `test_hub_names` compares it
+with the real classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+CLASSES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+}
+MOE = {
+    "qwen2_moe": {"num_experts": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 9, "mlp_only_layers": [0]},
+    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 5, "mlp_only_layers": [0]},
+    "mixtral": {"num_local_experts": 3},
+    "deepseek_v3": {"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+                    "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+                    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 3, "moe_intermediate_size": 5, "moe_num_shared_experts": 2,
+                     "moe_layer_start_index": 1},
+    "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+                 "use_qk_norm": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+}  # fmt: skip
+BIASED = {"qwen2", "qwen2_moe", "glm4_moe"}  # q, k and v have biases in the models that people use
+
+
+def config_of(family: str, **change: Any) -> dict[str, Any]:
+    """A config.json: 2 layers (the first dense), 6 heads in 2 groups of 4, hidden 18."""
+    kind, architecture = CLASSES[family]
+    config = {
+        "model_type": kind, "architectures": [architecture], "num_hidden_layers": 2, "vocab_size": 22, "hidden_size": 18,
+        "intermediate_size": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4,
+        "tie_word_embeddings": False, **MOE.get(family, {}), **change,
+    }  # fmt: skip
+    if family in BIASED:
+        config |= {"attention_bias": True, "qkv_bias": True}
+    if family == "deepseek_v3":
+        config |= {"num_key_value_heads": config["num_attention_heads"]}
+    return config
+
+
+def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
+    """{name: shape} as the hub has them; with `mtp`, one layer of multi-token prediction."""
+    h, v = config["hidden_size"], config["vocab_size"]
+    shapes = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= _layer(family, config, f"model.layers.{i}", dense=i == 0 and family != "mixtral")
+    if mtp and family == "ernie4_5_moe":
+        shapes |= _layer(family, config, "model.mtp_block.0", dense=True)
+        shapes |= {f"model.mtp_{kind}_norm.0.weight": (h,) for kind in ("emb", "hidden")}
+        shapes["model.mtp_linear_proj.0.weight"] = (h, 2 * h)
+    elif mtp:
+        there = f"model.layers.{config['num_hidden_layers']}"
+        shapes |= _layer(family, config, there, dense=False)
+        shapes |= {f"{there}.{name}.weight": (h,) for name in ("enorm", "hnorm", "shared_head.norm")}
+        shapes |= {f"{there}.{name}.weight": (v, h) for name in ("embed_tokens", "shared_head.head")}
+        shapes[f"{there}.eh_proj.weight"] = (h, 2 * h)
+    return shapes
+
+
+def _layer(family: str, config: Mapping[str, Any], at: str, *, dense: bool) -> dict[str, tuple[int, ...]]:
+    h, f = config["hidden_size"], config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.{n}_layernorm.weight": (h,) for n in ("input", "post_attention")}
+    shapes |= {f"{at}.self_attn.{name}": shape for name, shape in _attention(family, config).items()}
+    experts = family in MOE and not dense
+
+    def mlp(place: str, width: int) -> dict[str, tuple[int, ...]]:
+        up = {f"{at}.{place}.{part}_proj.weight": (width, h) for part in ("gate", "up")}
+        return up | {f"{at}.{place}.down_proj.weight": (h, width)}
+
+    if not experts:
+        return shapes | mlp("mlp", f)
+    m = config.get("moe_intermediate_size", f)
+    e = next(config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if k in config)
+    if family == "mixtral":
+        shapes[f"{at}.block_sparse_moe.gate.weight"] = (e, h)
+        for k in range(e):
+            there = f"{at}.block_sparse_moe.experts.{k}"
+            shapes |= {f"{there}.w1.weight": (f, h), f"{there}.w3.weight": (f, h), f"{there}.w2.weight": (h, f)}
+        return shapes
+    shapes[f"{at}.mlp.gate.weight"] = (e, h)
+    for k in range(e):
+        shapes |= mlp(f"mlp.experts.{k}", m)
+    if family == "qwen2_moe":
+        shapes |= mlp("mlp.shared_expert", config["shared_expert_intermediate_size"])
+        shapes[f"{at}.mlp.shared_expert_gate.weight"] = (1, h)
+    elif family == "ernie4_5_moe":
+        shapes |= mlp("mlp.shared_experts", m * config["moe_num_shared_experts"])
+        shapes[f"{at}.mlp.moe_statics.e_score_correction_bias"] = (1, e)
+    elif family in ("deepseek_v3", "glm4_moe"):
+        shapes |= mlp("mlp.shared_experts", m * config["n_shared_experts"])
+        shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (e,)
+    return shapes
+
+
+def _attention(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    h, heads = config["hidden_size"], config["num_attention_heads"]
+    if family == "deepseek_v3":
+        q, k, nope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_nope_head_dim"]
+        rope, v = config["qk_rope_head_dim"], config["v_head_dim"]
+        return {
+            "q_a_proj.weight": (q, h), "q_a_layernorm.weight": (q,), "q_b_proj.weight": (heads * (nope + rope), q),
+            "kv_a_proj_with_mqa.weight": (k + rope, h), "kv_a_layernorm.weight": (k,),
+            "kv_b_proj.weight": (heads * (nope + v), k), "o_proj.weight": (h, heads * v),
+        }  # fmt: skip
+    d, kv = config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (heads * d, h), "k_proj.weight": (kv, h), "v_proj.weight": (kv, h), "o_proj.weight": (h, heads * d)
+    }  # fmt: skip
+    if family in BIASED:
+        shapes |= {"q_proj.bias": (heads * d,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
+    if family in ("qwen3", "qwen3_moe", "glm4_moe"):
+        shapes |= {"q_norm.weight": (d,), "k_norm.weight": (d,)}
+    return shapes
+
+
+def counted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Arrays of those shapes in which no two elements are alike."""
+    arrays, start = {}, 0
+    for name, shape in shapes.items():
+        n = int(np.prod(shape))
+        arrays[name] = np.arange(start, start + n, dtype=np.int64).reshape(shape)
+        start += n
+    return arrays

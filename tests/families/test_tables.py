@@ -1,0 +1,159 @@
+"""The tables of the families: they parse, agree with the hub, tile, and lead there and back; a family file is a table."""
+
+from __future__ import annotations
+
+import ast
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family_models import config_of, counted, hub_shapes
+
+import ckpt_tool.families
+from ckpt_tool.algebra.compose import check_tiling
+from ckpt_tool.algebra.mapped import Mapped
+from ckpt_tool.algebra.piece import apply
+from ckpt_tool.families.base import Family
+from ckpt_tool.families.registry import FAMILIES, by_name
+from ckpt_tool.families.rewrite import mapping, sizes_of
+from ckpt_tool.families.table import form_of, instances
+
+FOLDER = Path(ckpt_tool.families.__file__).parent
+PAIRS = [(family.name, dialect) for family in FAMILIES for dialect in family.dialects]
+MTP = ("deepseek_v3", "glm4_moe", "ernie4_5_moe")
+
+
+def moved(mapped: Mapped, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    pieces = [piece for made in mapped.made for piece in made.pieces]
+    return apply(pieces, arrays, {made.name: made.shape for made in mapped.made})
+
+
+def random_config(family: str, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    groups, repeats, d = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 5)
+    change: dict[str, Any] = {
+        "hidden_size": rng.randint(1, 9), "intermediate_size": rng.randint(1, 9), "vocab_size": rng.randint(1, 9),
+        "num_attention_heads": groups * repeats, "num_key_value_heads": groups, "head_dim": d,
+        "num_hidden_layers": rng.randint(1, 12),
+    }  # fmt: skip
+    return config_of(family, **change)
+
+
+@pytest.mark.parametrize(("name", "dialect"), PAIRS)
+def test_a_dialect_speaks_of_every_hub_tensor_in_the_hub_s_shape(name: str, dialect: str) -> None:
+    family, config = by_name(name), config_of(name)
+    shapes = hub_shapes(name, config, mtp=name in MTP)
+    hub, table = family.table("hf"), family.table(dialect)
+    assert {form_of(each)[0] for each in shapes} <= table.right.keys()
+    assert table.right.keys() <= hub.right.keys()
+    named, _ = instances(hub.left, shapes)
+    sizes, _ = sizes_of(family, hub, named, shapes, config)
+    there = {form_of(each)[0]: shape for rule in hub.rules for each, shape in rule.shapes({"n": 1, **sizes}, config)[1].items()}
+    for rule in table.rules:
+        for each, shape in rule.shapes({"n": 1, **sizes}, config)[1].items():
+            assert there[form_of(each)[0]] == shape, each
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "dialect"), PAIRS)
+def test_there_and_back(name: str, dialect: str, seed: int) -> None:
+    config = random_config(name, seed)
+    shapes = hub_shapes(name, config, mtp=name in MTP)
+    arrays = counted(shapes)
+    there = mapping(by_name(name), "hf", dialect, shapes, config)
+    made = {each.name: each.shape for each in there.made}
+    check_tiling([piece for each in there.made for piece in each.pieces], shapes, "src")
+    check_tiling([piece for each in there.made for piece in each.pieces], made, "dst")
+    there_arrays = moved(there, arrays)
+    assert sorted(np.concatenate([a.reshape(-1) for a in there_arrays.values()])) == list(range(sum(a.size for a in arrays.values())))
+    back = mapping(by_name(name), dialect, "hf", made, config)
+    found = moved(back, there_arrays)
+    assert found.keys() == arrays.keys()
+    for each, array in arrays.items():
+        np.testing.assert_array_equal(found[each], array, err_msg=each)
+
+
+def paddle_by_hand(name: str, config: dict[str, Any], hub: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """PaddleFormers' tensors from the hub's, by the prose of its AOA statements: one name at a time, in NumPy."""
+    out: dict[str, np.ndarray] = {}
+    fused = name not in ("llama", "mixtral", "deepseek_v3")
+    g, d = config["num_key_value_heads"], config["head_dim"]
+    layers = config["num_hidden_layers"]
+    for key, value in hub.items():
+        place, _, leaf = key.rpartition("_proj.")
+        if name == "glm4_moe" and key.startswith(f"model.layers.{layers}."):
+            inside = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+            if key.split(".")[3] in inside:
+                place = place.replace(f".{layers}.", f".{layers}.transformer_layer.")
+                key_there = key.replace(f".{layers}.", f".{layers}.transformer_layer.")
+            else:
+                key_there = key.replace("shared_head.norm", "norm")
+        else:
+            key_there = key
+        if fused and place.endswith("self_attn.q"):
+            parts = [hub[key.replace(".q_proj", f".{x}_proj")] for x in "qkv"]
+            heads = [part.reshape(g, -1, d, *part.shape[1:]) for part in parts]
+            whole = np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
+            out[f"{place.removesuffix('q')}qkv_proj.{leaf}"] = whole.T
+        elif fused and place.endswith(".gate"):
+            whole = np.concatenate([value, hub[key.replace(".gate_proj", ".up_proj")]], axis=0)
+            out[f"{place.removesuffix('gate')}up_gate_proj.{leaf}"] = whole.T
+        elif fused and place.endswith((".k", ".v", ".up")) and "mtp_" not in place.rpartition(".")[2]:
+            continue
+        elif value.ndim == 1 or "embed_tokens" in key or "head" in key or "e_score" in key:
+            out[key_there] = value
+        else:
+            straight = name == "glm4_moe" and key.endswith("mlp.gate.weight")
+            out[key_there] = value if straight else value.T
+    if name == "mixtral":  # PaddleNLP: its own root, and a head that is a Linear
+        out = {key.replace("model.", "mixtral."): value for key, value in out.items()}
+        out["lm_head.weight"] = out["lm_head.weight"].T
+    return out
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_paddle_equals_what_numpy_makes_of_the_hub(name: str, seed: int) -> None:
+    config = random_config(name, 100 + seed)
+    hub = counted(hub_shapes(name, config, mtp=name in MTP))
+    want = paddle_by_hand(name, config, hub)
+    got = moved(mapping(by_name(name), "hf", "paddle", {k: a.shape for k, a in hub.items()}, config), hub)
+    assert got.keys() == want.keys()
+    for key, array in want.items():
+        np.testing.assert_array_equal(got[key], array, err_msg=key)
+
+
+def test_dialects_meet_without_the_hub() -> None:
+    """Grouped to contiguous: heads regrouped in one step, no transposition."""
+    config = config_of("ernie4_5")
+    shapes = hub_shapes("ernie4_5", config)
+    family = by_name("ernie4_5")
+    grouped = moved(mapping(family, "hf", "paddle", shapes, config), counted(shapes))
+    got = mapping(family, "paddle", "paddle-contiguous", {k: a.shape for k, a in grouped.items()}, config)
+    name = "ernie.layers.1.self_attn.qkv_proj.weight"
+    want = np.concatenate([counted(shapes)[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]).T
+    np.testing.assert_array_equal(moved(got, grouped)[name], want)
+    assert {piece.src.name for made in got.made if made.name == name for piece in made.pieces} == {
+        "model.layers.1.self_attn.qkv_proj.weight"
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_file_is_a_table_of_at_most_60_lines(family: Family) -> None:
+    text = (FOLDER / f"{family.name}.py").read_text()
+    assert len(text.splitlines()) <= 60
+    doc, imported, table = ast.parse(text).body
+    assert isinstance(doc, ast.Expr) and isinstance(imported, ast.ImportFrom)
+    assert imported.module == "ckpt_tool.families.base"
+    assert isinstance(table, ast.Assign) and ast.unparse(table.targets[0]) == "FAMILY"
+    calls = {ast.unparse(node.func) for node in ast.walk(table) if isinstance(node, ast.Call)}
+    assert calls <= {"Family", "Variant"}
+    code = (ast.Lambda, ast.IfExp, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp, ast.JoinedStr, ast.Subscript)
+    assert not [node for node in ast.walk(table) if isinstance(node, code)]
+
+
+def test_every_family_file_is_registered() -> None:
+    files = {path.stem for path in FOLDER.glob("*.py") if "FAMILY = " in path.read_text()}
+    assert files == {family.name for family in FAMILIES}
