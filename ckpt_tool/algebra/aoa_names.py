@@ -129,7 +129,7 @@ class _Names:
         where = "source" if forms is self.source else "destination"
         near = self.faults.near(_HOLDER.sub("0", bare), forms.names)
         return UsageError(f"no name of the {where} fits `{bare}`", code="E1208",
-                          hint=near or "leave the statement out, or write out the numbers of a name made on the way")  # fmt: skip
+                          hint=near or "leave the statement out, or --lenient, which skips those that fit nothing, as Paddle does")  # fmt: skip
 
     def _at(self, names: Sequence[str], ids: Ids, *, made: bool) -> tuple[str, ...]:
         """The names at `ids`. The offset counts the right side one below the left, whichever is the one that is read."""

@@ -33,7 +33,7 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
     if writing.aoa:
         if writing.dialect not in (None, "keep"):
             raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
-        return _by_statements(chosen, writing)
+        return _by_statements(chosen, reading, writing)
     target = writing.dialect or fmt.holds.dialect
     if target == "keep":
         if reading.family and writing.dialect is None:
@@ -107,7 +107,7 @@ def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     return {name: shapes[name] for name in seen.values()}
 
 
-def _by_statements(chosen: Chosen, writing: Writing) -> Chosen:
+def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen:
     from ckpt_tool.algebra.aoa import Shards, compile_aoa, read_aoa
     from ckpt_tool.plan.mapping import parameter_shapes
 
@@ -122,7 +122,9 @@ def _by_statements(chosen: Chosen, writing: Writing) -> Chosen:
         raise UsageError("--aoa: the file is not UTF-8 text", code="E1283", path=file) from e
     statements, reverse = read_aoa(text)
     shapes = parameter_shapes(chosen.stored)
-    mapped = compile_aoa(statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)))
+    mapped = compile_aoa(
+        statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)), skip_unmatched=reading.lenient
+    )
     return _renamed(chosen, mapped, f"the statements of {file.name}", {"dialect": "keep"})
 
 

@@ -103,7 +103,7 @@ def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
             raise UsageError(
                 f"{made.name} wants {what}", code="E1280", key=made.name, hint="this build maps bits as they are"
             )
-    return [piece for piece in made.pieces if piece.numel]
+    return [piece for piece in made.pieces if piece.numel or not prod(made.shape)]
 
 
 def _states(
@@ -161,7 +161,7 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
             key=key.name, hint="--dialect keep, or dequantise it first",
         )  # fmt: skip
     chunks = [
-        chunk for piece in pieces for stored in sources[piece.src.name].chunks
+        chunk for piece in pieces if piece.numel for stored in sources[piece.src.name].chunks
         for chunk in _mapped_chunks(piece, sources[piece.src.name].shape, stored, made.shape)
     ]  # fmt: skip
     return LogicalTensor(key, made.shape, tensor.dtype, tuple(chunks))

@@ -82,7 +82,13 @@ def test_boxes_tile_and_rows_tell_the_same(name, path):
 def test_reads_headers_only(name, tmp_path):
     values = {f"layers.{i}.w1.weight": np.arange(1 << 20, dtype="f4").reshape(1024, -1) for i in range(4)}
     save_file(values, tmp_path / "model.safetensors")
-    convert(str(tmp_path / "model.safetensors"), str(tmp_path / "out"), Reading(), Writing(to=name, dialect="keep"), Silent())
+    convert(
+        str(tmp_path / "model.safetensors"),
+        str(tmp_path / "out"),
+        Reading(),
+        Writing(to=name, dialect="keep"),
+        Silent(),
+    )
     opened = open_source(str(tmp_path / "out"), Reading())
     opened.catalog.check()
     assert sum(row.nbytes for row in opened.catalog.rows()) >= 16 << 20
@@ -129,10 +135,19 @@ def test_there_and_back_through_every_format(name, path, tmp_path):
             assert left <= {"step"} or "master" in {d.key.state for d in _tensors(path)}
         else:
             assert same["equal"] or not holds_all and kinds == {"missing_right"}, (other, same["differences"][:3])
-        if same["equal"] and _convert(through, back, name):
+        returned = _convert(through, back, name) if same["equal"] else None
+        if returned:
             states = ("model",) if not registry.by_name(name).holds.all_states else ()
             again = diff(str(path), str(back), Reading(), states=states, progress=Silent())
-            assert again["equal"], (other, again["differences"][:3])
+            made = {
+                d["state"] for d in again["differences"] if d["kind"] == "missing_left"
+            }  # what only `back` has, and said
+            fits = isinstance(registry.by_name(name), Fitting) and len(made) == len(
+                {d["state"] for d in again["differences"]}
+            )
+            assert again["equal"] or fits and made <= {entry["state"] for entry in returned["dropped"]}, (
+                other, again["differences"][:3],
+            )  # fmt: skip
         assert "model" not in left or holds_all is False or isinstance(registry.by_name(other), Fitting)
 
 

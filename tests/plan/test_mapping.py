@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.algebra.equation import equation
 from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.algebra.piece import Piece, Side
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import faults_of
 from ckpt_tool.core.dtype import DTYPES
@@ -180,3 +181,17 @@ def test_the_models_shape_is_the_parameters() -> None:
         disk.lay(TensorKey("a"), np.zeros((2, 3), np.float32)),
     ]
     assert parameter_shapes(Stored(0, row) for row in rows) == {"a": (2, 3)}
+
+
+def test_a_tensor_without_elements_takes_its_new_name() -> None:
+    disk = Disk()
+    rows = [
+        disk.lay(TensorKey("a"), np.zeros((0, 3), np.float32)),
+        disk.lay(TensorKey("a", "exp_avg"), np.zeros((0, 3), np.float32)),
+    ]
+    piece = Piece((0, 3), Side("a", 0, (3, 1)), Side("b", 0, (3, 1)))
+    applied = apply_mapping([Stored(0, row) for row in rows], Mapped((Made("b", (0, 3), (piece,)),)))
+    assert [(str(row.tensor.key), row.tensor.shape) for row in applied.stored] == [
+        ("b", (0, 3)),
+        ("b [exp_avg]", (0, 3)),
+    ]
