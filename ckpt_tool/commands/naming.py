@@ -8,7 +8,7 @@ source's dialect is known and is not the target's, or none: names are kept. The 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ckpt_tool.formats.base import Format
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 _NUMBER = re.compile(r"\d+")
+_MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
 
 def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: Format) -> Chosen:
@@ -42,15 +43,28 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
             )
         return chosen
     source = _dialect_of(chosen.sources[0].catalog)
-    if writing.dialect is None and not reading.family and source == target and not _half_paddle(chosen):
-        return chosen
+    if writing.dialect is None and not reading.family:
+        if source == target != "hf":
+            return chosen
+        if target == "hf" and source in (None, "hf") and not _looks_like_paddle(row.tensor for row in chosen.stored):
+            return chosen
     return _by_family(chosen, reading, target, source, asked=writing.dialect is not None or reading.family is not None)
 
 
-def _half_paddle(chosen: Chosen) -> bool:
-    """Paddle's trainers write folders that are Hugging Face's in all but the fused weights, which keep names that no hub
-    model has. (A folder that says Paddle of itself is never asked.)"""
-    return any(".up_gate_proj." in row.tensor.key.name for row in chosen.stored)
+def _looks_like_paddle(tensors: Iterable[LogicalTensor]) -> bool:
+    """Does what says nothing of itself, or says Hugging Face, look like Paddle's? A quick look that spares the families:
+    names that no hub model has, or a matrix of the MLP that lies (inputs, outputs). Paddle's trainers also write folders
+    that are Hugging Face's in all but the fused weights."""
+    shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
+    if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
+        return True
+    hidden = next(
+        (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None
+    )
+    for name, shape in shapes.items():
+        if len(shape) == 2 and shape[0] != shape[1] and hidden in shape and name.endswith(_MLP):
+            return (shape[0] == hidden) != name.endswith("down_proj.weight")
+    return False
 
 
 def _dialect_of(catalog: Catalog) -> str | None:

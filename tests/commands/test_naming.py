@@ -130,11 +130,22 @@ def test_names_that_no_family_knows_stay_with_a_line(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     save_file({"net.0.w": np.zeros((2, 3), np.float32)}, tmp_path / "src" / "model.safetensors")
     run(tmp_path / "src", tmp_path / "mine", to="dcp")
-    report = run(tmp_path / "mine", tmp_path / "out", to="safetensors")
+    report = run(tmp_path / "mine", tmp_path / "out", to="paddle-unified")
     assert any("kept as they are" in note for note in report["notes"])
     with pytest.raises(InputError) as caught:
         run(tmp_path / "mine", tmp_path / "other", dialect="paddle")
     assert "--dialect keep" in str(caught.value.hint)
+
+
+def test_paddles_way_round_is_noticed_where_nobody_says_it(tmp_path: Path) -> None:
+    """dcp has no word for whose names it holds; a model-only output is the hub's all the same."""
+    hub_model(tmp_path / "hub", LLAMA)
+    run(tmp_path / "hub", tmp_path / "dcp", to="dcp", dialect="paddle")
+    run(tmp_path / "dcp", tmp_path / "back", Reading(config=str(tmp_path / "hub")), to="safetensors")
+    assert diff(str(tmp_path / "hub"), str(tmp_path / "back"), Reading(), progress=Silent())["equal"]
+    run(tmp_path / "hub", tmp_path / "plain", to="dcp")
+    report = run(tmp_path / "plain", tmp_path / "same", to="safetensors")
+    assert not any("names and structure" in note for note in report["notes"])
 
 
 def test_a_tensor_beside_the_rules_is_named(tmp_path: Path) -> None:
