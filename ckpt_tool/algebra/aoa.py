@@ -69,7 +69,7 @@ def compile_aoa(
         reverse: run them from right to left; `shapes` is then what the right sides name.
         shards: how many shards the tensors of fusions have where they lie and where they go; 1 where nothing is said.
         wanted: the names of the destination, or name -> shape; None where it is not known: then every value that nothing
-            reads is an output.
+            reads is an output, and so is `x` of `x -> x` where others merely rename it.
         skip_unmatched: a pattern that fits no tensor makes nothing, as in Paddle; otherwise it is an error.
     Returns: each output with the pieces that tile it (`src` in the source, `dst` in it; merged where they are regular), in
         the order of `wanted`, else of the source (by the first tensor that each is made of). `dropped`: sources of which

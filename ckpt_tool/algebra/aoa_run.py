@@ -2,9 +2,11 @@
 
 Names hold values as in any small language: the source's tensors at first; a step reads names and assigns others, a name
 may be assigned again once its value has been read. At the end the outputs are those of the destination where it is known,
-else every value that nothing has read. Each element of the source must reach one place: what is overwritten, never
-read, cut away or read twice is a fault, unless a statement drops it in words. A whole tensor may be read several times
-(`embed -> head` for tied weights). What it does not do: find out what names stand for (`aoa_names`).
+else every value that nothing has read, and `x` of `x -> x` where others merely rename it (`x -> head`).
+
+Each element of the source must reach one place: what is overwritten, never read, cut away or read twice is a fault, unless
+a statement drops it in words. A whole tensor may be read several times (`embed -> head` for tied weights). What it does
+not do: find out what names stand for (`aoa_names`).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Run:
         self.dropped: dict[str, tuple[int, Value]] = {}
         self.unfilled: dict[str, int] = {}
         self.buried: dict[str, int] = {}  # sources that were assigned before anything read them: by which statement
+        self.stated: set[str] = set()  # names that are said to stay, `x -> x`, and are only renamed afterwards
 
     def steps(self, steps: Iterable[Step]) -> None:
         """Carry them out in order. Faults: E1215 to E1219, E1221."""
@@ -54,6 +57,10 @@ class Run:
                         self.faults.take(step.number, e)
                 for name, value in zip(step.right, made, strict=True):
                     self._assign(name, value, step.number)
+                if step.kind != "rename":
+                    self.stated.difference_update(step.left)
+                elif step.left == step.right:
+                    self.stated.update(step.right)
 
     def _read(self, name: str, number: int) -> Value | None:
         if name not in self.values:
@@ -80,6 +87,7 @@ class Run:
         self.values[name] = value
         self.maker[name] = number
         self.reader.pop(name, None)
+        self.stated.discard(name)
 
     def _drop(self, step: Step) -> None:
         (name,) = step.left
@@ -110,8 +118,9 @@ class Run:
         """The output tensors by name. Faults: E1219 to E1224."""
         if wanted is None:
             found = {
-                name: value for name, value in self.values.items() if value is not None and name not in self.reader
-            }
+                name: value for name, value in self.values.items()
+                if value is not None and (name not in self.reader or name in self.stated)
+            }  # fmt: skip
         else:
             found = self._wanted(wanted)
         self._account(found)

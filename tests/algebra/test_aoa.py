@@ -289,6 +289,10 @@ def test_tied_weights_may_be_read_twice() -> None:
     got = carried_out(mapped, {"embed": np.arange(6).reshape(3, 2)})
     np.testing.assert_array_equal(got["head"], got["model.embed"].T)
     assert names(compile_aoa(["embed -> head"], {"embed": (3, 2)}, wanted=["embed", "head"])) == ["embed", "head"]
+    assert names(compile_aoa(["embed -> embed", "embed -> head"], {"embed": (3, 2)})) == ["embed", "head"], (
+        "said to stay"
+    )
+    assert names(compile_aoa(["embed -> x", "x -> embed", "embed -> y"], {"embed": (3, 2)})) == ["y"]
 
 
 def test_casts_are_told() -> None:
