@@ -14,12 +14,14 @@ import errno
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
+from ckpt_tool.run.transposed import PANEL, Strips, Transposed, is_transposed
 from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
@@ -157,10 +159,15 @@ class Reader:
     """Fills blocks from source regions. For one thread.
 
     crc_starts: for files with checksummed records, the bytes where a record begins; their CRCs collect in `pieces`.
+    panel: bytes that transposed sources may take, see `run/transposed.py`.
     """
 
-    def __init__(self, files: Files, room: int, crc_starts: Mapping[int, Container[int]]) -> None:
+    def __init__(
+        self, files: Files, room: int, crc_starts: Mapping[int, Container[int]], *, panel: int = PANEL
+    ) -> None:
         self._files = files
+        self._strips = Strips(panel)
+        self._turned: Transposed | None = None
         self._fds = FdCache(files.open, room)
         self._scratch = bytearray()
         self._starts = crc_starts
@@ -168,13 +175,18 @@ class Reader:
         self._spans: Spans = ()
         self.pieces: dict[int, Pieces] = {}
 
-    def fill(self, move: Move, block: memoryview, start: int, stop: int, *, count: bool = True) -> None:
+    def fill(
+        self, move: Move, block: memoryview, start: int, stop: int, *, count: bool = True, until: int | None = None
+    ) -> None:
         """Read elements [start, stop) of the move's line into `block`; replicas are compared with what is there.
 
         count: whether the bytes count for record checksums (False for a second look at the same bytes).
+        until: the element up to which the caller will go on, all of them if None.
         """
-        if self._move is not move:
-            self._move, self._spans = move, spans_of(move.sources)
+        turned = self.turned(move)
+        if turned is not None:
+            turned.fill(block, start, stop, move.numel if until is None else until)
+            return
         copies = []
         for low, high, region in self._spans:
             if low >= stop or high <= start:
@@ -188,6 +200,16 @@ class Reader:
             for part in clip(region, start, stop):
                 self._compare(move, part, block, start, count=count)
 
+    def turned(self, move: Move) -> Transposed | None:
+        """The panels of a move with transposed sources, None for others. Good until another move is asked for."""
+        if self._move is not move:
+            self._move, self._spans, self._turned = move, (), None
+            if any(map(is_transposed, move.sources)):
+                self._turned = Transposed(move, self, self._strips, partial(self._differs, move))
+            else:
+                self._spans = spans_of(move.sources)
+        return self._turned
+
     def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
         import numpy as np
 
@@ -196,11 +218,14 @@ class Reader:
         view = ((part.at - start) * move.item, part.extents, [step * move.item for step in part.steps], move.item)
         mine, theirs = strided(block, *view), strided(other, *view)
         if not np.array_equal(mine, theirs):
-            raise InconsistentCheckpoint(
-                f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
-                path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
-                hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
-            )  # fmt: skip
+            self._differs(move, part)
+
+    def _differs(self, move: Move, part: Region) -> NoReturn:
+        raise InconsistentCheckpoint(
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
+            path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
+            hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
+        )  # fmt: skip
 
     def _read(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
         at = (part.at - start) * item
@@ -267,6 +292,16 @@ class Reader:
         scratch = self._scratch if len(self._scratch) >= span else bytearray(span)
         self.pread(file, offset, memoryview(scratch)[:span], count=False)
         strided(block, at, extents, targets, item)[...] = strided(scratch, 0, extents, strides, item)
+
+    def fd(self, file: int) -> int:
+        """A descriptor of a source file, good until another file's is asked for."""
+        return self._fds[file]
+
+    def remote(self, file: int) -> Tree | None:
+        return self._files.remote(file)
+
+    def path(self, file: int) -> str:
+        return self._files.path(file)
 
     def pread(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
         """Read all of `view` from byte `offset` of a source file."""

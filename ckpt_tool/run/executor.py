@@ -5,9 +5,10 @@ writing. A unit is walked in blocks of 256 KiB (strided work: 1 MiB): fill from 
 outputs. The hash is over exactly the bytes that are written, so a digest that is right proves the values arrived; it is
 computed on the way, which costs a tenth of the copy. With `verify="off"` runs go by `copy_file_range`, unhashed.
 
-Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size. A worker's failure stops the others
-and fails the run. What is staged stays for the same command to go on with, unless it can't be trusted (a source that
-changed, bad input, a failed fsync): then nothing is left.
+Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size; transposed sources take up to
+`PANEL` more a thread, less where `memory` is less. A worker's failure stops the others and fails the run. What is staged
+stays for the same command to go on with, unless it can't be trusted (a source that changed, bad input, a failed fsync):
+then nothing is left.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.digest import root
+from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Walk, read_back
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
@@ -100,6 +102,7 @@ class Executor:
         per_thread = 4 * STRIDED_BLOCK
         wanted = threads or min(os.cpu_count() or 1, 8)
         self.threads = max(1, min(wanted, memory // per_thread))
+        self._panel = max(STRIDED_BLOCK, min(PANEL, memory // self.threads - per_thread))
         self.units = units(plan.moves)
         self._names = [file.path for file in plan.outputs]
         self._record_starts: dict[int, set[int]] = {}
@@ -217,8 +220,10 @@ class Executor:
     def _gather_leaves(self, lines: Iterable[dict[str, Any]], state: _State) -> None:
         for line in lines:
             for move, first, text, out_first, out_text in line.get("leaves", ()):
-                state.leaves.setdefault(move, {})[first] = b64decode(text)
-                state.leaves_out.setdefault(move, {})[out_first] = b64decode(out_text)
+                if text:  # in a share shorter than a leaf none may begin: `first` is then another share's leaf
+                    state.leaves.setdefault(move, {})[first] = b64decode(text)
+                if out_text:
+                    state.leaves_out.setdefault(move, {})[out_first] = b64decode(out_text)
             for move, count in line.get("overflows", {}).items():
                 state.overflows[int(move)] = state.overflows.get(int(move), 0) + count
 
@@ -249,7 +254,7 @@ class Executor:
             raise state.error
 
     def _worker(self, staging: Staging, state: _State, room: int) -> None:
-        reader = Reader(self.sources, room, self._record_starts)
+        reader = Reader(self.sources, room, self._record_starts, panel=self._panel)
         writer = Writer(staging, self._names, room, self._patch_starts)
         block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
         job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, self._advance)

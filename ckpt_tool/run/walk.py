@@ -51,6 +51,8 @@ class Walk:
             else self.source_leaves
         )
         out = self.out_leaves
+        want = max(self.source_leaves.end // move.item, out.end // move.item_out) if job.hashing else stop
+        self.until = max(stop, want)  # the element up to which is read
         self.pieces = (
             out
             if out.aligned
@@ -76,20 +78,21 @@ class Walk:
             self.job.advance((end - at) * move.item)
             at = end
         if hashing and not self.job.stopped():  # the last leaf may run on into the next item's elements
-            want = max(self.source_leaves.end // move.item, self.out_leaves.end // move.item_out)
-            while at < want:
-                end = min(at + per_block, want)
+            while at < self.until:
+                end = min(at + per_block, self.until)
                 self._step(at, end, count=False)
                 at = end
 
     def _step(self, at: int, end: int, *, count: bool = True) -> memoryview:
         """Read, hash and cast elements [at, end). Returns the bytes to write."""
         move = self.move
-        block = self.block[: (end - at) * move.item]
-        if count:
-            self._fill(block, at, end)
-        else:
-            self.reader.fill(move, block, at, end, count=False)
+        block = self._taken(at, end)
+        if block is None:
+            block = self.block[: (end - at) * move.item]
+            if count:
+                self._fill(block, at, end)
+            else:
+                self.reader.fill(move, block, at, end, count=False, until=self.until)
         if self.job.hashing:
             self.source_leaves.feed(at * move.item, block)
         if not self.cast:
@@ -110,7 +113,9 @@ class Walk:
         move = self.move
         self._reads = self._lane(move.sources, move.item, self.reader.pread, reads=True)
         self._writes = self._lane(move.outputs, move.item_out, self.writer.pwrite, reads=False)
-        if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
+        turned = self.reader.turned(move) if self._reads is None else None
+        self._panels = turned if isinstance(self._writes, Runs) else None
+        if (self._panels or isinstance(self._reads, Runs)) and isinstance(self._writes, Runs):
             return BLOCK // move.item
         most = STRIDED_BLOCK // move.item
         rows = [region.steps[0] for region in (*move.sources, *move.outputs) if len(region.extents) > 1]
@@ -129,6 +134,10 @@ class Walk:
         row, bands = found
         return Bands(bands, row, item, self.block, self.job.scratch, transfer, reads=reads)
 
+    def _taken(self, at: int, end: int) -> memoryview | None:
+        """Elements [at, end) where they lie in a panel already and nothing wants them in the block."""
+        return self._panels.view(at, end, self.until) if self._panels else None
+
     def _fill(self, block: memoryview, at: int, end: int) -> None:
         lane, item = self._reads, self.move.item
         if isinstance(lane, Runs):
@@ -136,7 +145,7 @@ class Walk:
         elif lane is not None and lane.whole(at, end):
             lane.pass_by(block, at, end)
         else:
-            self.reader.fill(self.move, block, at, end)
+            self.reader.fill(self.move, block, at, end, until=self.until)
 
     def _drain(self, out: memoryview, at: int, end: int) -> None:
         lane, item = self._writes, self.move.item_out

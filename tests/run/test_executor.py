@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -20,7 +21,8 @@ from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError, OutputExists, SourceChanged, StorageError
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.plan import Plan, SourceFile
-from ckpt_tool.plan.schedule import build_moves
+from ckpt_tool.plan.schedule import build_moves, units
+from ckpt_tool.run import executor
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor
 from ckpt_tool.storage.destination import staging_path
@@ -45,8 +47,9 @@ class Case:
     """A source folder of raw arrays, the tensors in it, and a plan to another random layout."""
 
     def __init__(
-        self, root: Path, rng, *, shapes, kind="u2", dtype="BF16", out=None, replicas=1, crc=False, view=False
-    ):
+        self, root: Path, rng, *, shapes, kind="u2", dtype="BF16", out=None, replicas=1, crc=False, view=False,
+        turned=False,
+    ):  # fmt: skip
         self.root, self.out = root, root / "out"
         source = root / "source"
         source.mkdir()
@@ -61,7 +64,7 @@ class Case:
                     number = int(rng.integers(0, 3))
                     array, within, strides = whole[slices(box)], Box((0,) * len(shape), box.shape), None
                     raw = np.ascontiguousarray(array)
-                    if view and len(shape) == 2 and rng.integers(0, 2):
+                    if turned or view and len(shape) == 2 and rng.integers(0, 2):
                         raw, strides = np.ascontiguousarray(array.T), (1, box.shape[0])
                     data = raw.tobytes()
                     at = len(files[number])
@@ -136,6 +139,22 @@ def test_random_layouts_move_every_element(tmp_path, seed):
         assert result.digests[TensorKey(name)] == want
         assert json.loads((case.out / "index.json").read_text())[name] == want
     assert not staging_path(case.out).exists()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_transposed_sources_in_small_shares(tmp_path, monkeypatch, seed):
+    """Shares end inside rows and inside leaves; panels are smaller than shares; digests know nothing of it."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
+    out, kind = ("F32", "f4") if seed % 3 == 0 else (None, None)
+    case = Case(tmp_path, rng, shapes=[(700, 900), (2000, 300), (90, 11), (300, 2100)], out=out,
+                replicas=1 + seed % 4 // 3, crc=seed % 2 == 1, turned=True)  # fmt: skip
+    parts = [(1, 2), (2, 2)] if seed % 2 else [None]
+    memory = int(rng.integers(1, 8)) << 20
+    results = [case.run(threads=1 + seed % 2, part=part, memory=memory) for part in parts]
+    case.check(lambda array: array.view(ml_dtypes.bfloat16).astype(kind) if kind else array)
+    for name, whole in case.values.items():
+        assert results[-1].digests[TensorKey(name)] == digest("BF16", whole.shape, whole.tobytes())
 
 
 def test_off_moves_the_same_bytes(tmp_path):

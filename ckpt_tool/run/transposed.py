@@ -1,0 +1,338 @@
+"""Transposed sources: strips of the stored rows, put in the line's order in a panel ahead of the walk.
+
+A matrix that is stored the other way round has its line spread over the whole file: the next element of the line lies a
+stored row further on. Read block by block, each block would touch every stored row for a few bytes. So a panel is
+made, some MiB of the line at a time: from each stored row one strip, as long as the panel is high, and strips are turned
+in groups while they are in L2:
+
+    stored (3, 8), the line wants (8, 3)         panel of 4 rows of the line       strips read, 4 elements each
+    a0 a1 a2 a3 a4 a5 a6 a7                      a0 b0 c0                          a0 a1 a2 a3
+    b0 b1 b2 b3 b4 b5 b6 b7                      a1 b1 c1                          b0 b1 b2 b3
+    c0 c1 c2 c3 c4 c5 c6 c7                      a2 b2 c2   a3 b3 c3               c0 c1 c2 c3
+
+Blocks are then slices of the panel, hashed and written as they lie. Every region goes through `plan.copy.clip`, so any
+number of transposed blocks side by side (fused gate and up, grouped qkv, TP shards), stacked experts, and plain regions
+among them are one case. Replicas are gathered into a second panel and compared.
+
+Every strip is read once (two units that part a row of the line both read that row). A strip is at most 8 KiB, so a panel
+of a line of C elements needs C * 8 KiB; where the bound on memory gives less, strips are shorter and cost more calls:
+ns a byte, one core, warm cache, strips of 512, 1024, 2048, 4096, 8192 bytes: 1.0, 0.5, 0.25, 0.16, 0.12. Gaps of up to
+8 KiB are read too, into bytes that nobody looks at: that costs less than a call.
+
+Does not serve sources with zero or negative strides, nor 1-d ones; those go the general way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ckpt_tool.plan.copy import Region, clip, hull
+from ckpt_tool.plan.plan import Move
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+PANEL = 32 << 20  # bytes: the most that is put in order at a time
+STRIP = 8 << 10  # bytes: longer strips gain nothing
+SHORT = 1 << 10  # bytes: strips shorter than this are taken together
+GROUP = 512 << 10  # bytes of strips that are turned together: they stay in L2
+COLUMNS = 64  # of a tile: one NumPy call turns so many strips
+BRIDGE = 8 << 10  # bytes: strips closer than this are read in one call
+FAR_BRIDGE, FAR_READ = 1 << 20, 8 << 20  # the same through a remote tree, and the most of one request
+_VECTORS = 1024  # buffers of one preadv: IOV_MAX of Linux
+_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+class Dim(NamedTuple):
+    """extent, and what a step along the dim is: bytes in the file, bytes in the panel."""
+
+    extent: int
+    stride: int
+    step: int
+
+
+class Source(Protocol):
+    """What a Reader lends. pread fills a view or raises the error that names file and byte."""
+
+    def fd(self, file: int) -> int: ...
+    def remote(self, file: int) -> Tree | None: ...
+    def path(self, file: int) -> str: ...
+    def pread(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None: ...
+
+
+def is_transposed(region: Region) -> bool:
+    """Is the dim that runs fastest in the file another than the one that runs fastest along the line?"""
+    return len(region.strides) > 1 and 0 < min(region.strides) < region.strides[-1]
+
+
+class Strips:
+    """The buffers of one thread: they grow to what is asked of them and stay. panel: the most bytes of a panel."""
+
+    def __init__(self, panel: int = PANEL) -> None:
+        self.most = panel
+        self._panels = [memoryview(b""), memoryview(b"")]
+        self._strips = memoryview(bytearray(0))
+        self._slots: tuple[int, int, list[memoryview]] = (0, 0, [])
+        self._waste = memoryview(b"")
+
+    def panel(self, number: int, nbytes: int) -> memoryview:
+        """Panel 0, or 1 for replicas."""
+        if len(self._panels[number]) < nbytes:
+            self._panels[number] = memoryview(b"")
+            self._panels[number] = memoryview(bytearray(nbytes))
+        return self._panels[number]
+
+    def slots(self, pitch: int, length: int, count: int) -> tuple[memoryview, list[memoryview]]:
+        """Room for `count` strips of `length` bytes, `pitch` bytes apart: the whole, and each strip's own view."""
+        if len(self._strips) < count * pitch:
+            self._strips = memoryview(bytearray(max(count * pitch, GROUP)))
+            self._slots = (0, 0, [])
+        if self._slots[:2] != (pitch, length) or len(self._slots[2]) < count:
+            slots = [self._strips[at : at + length] for at in range(0, count * pitch, pitch)]
+            self._slots = (pitch, length, slots)
+        return self._strips, self._slots[2][:count]
+
+    def waste(self, nbytes: int) -> memoryview:
+        """Room for bytes that nobody looks at."""
+        if len(self._waste) < nbytes:
+            self._waste = memoryview(bytearray(nbytes))
+        return self._waste[:nbytes]
+
+
+class Transposed:
+    """The sources of one move, put in order panel by panel. For one thread, one move at a time.
+
+    differ: called with the part of a replica that is not equal to the first copy; raises.
+    """
+
+    def __init__(self, move: Move, source: Source, strips: Strips, differ: Callable[[Region], None]) -> None:
+        self._source, self._strips, self._differ, self._item = source, strips, differ, move.item
+        self._regions = [(*hull(region), region) for region in move.sources]
+        turned = [region for region in move.sources if is_transposed(region)]
+        fast = [region.strides.index(min(region.strides)) for region in turned]
+        self._row = max(region.steps[d] for region, d in zip(turned, fast, strict=True))
+        height = max(region.extents[d] for region, d in zip(turned, fast, strict=True))
+        self._height = height if height * move.item <= 2 * STRIP else STRIP // move.item
+        self._halves = 1 + any(region.replica for region in move.sources)
+        self._numel = move.numel
+        self._low = self._high = 0  # elements that the panel holds
+        self._panel = memoryview(b"")
+
+    def view(self, start: int, stop: int, until: int) -> memoryview | None:
+        """Elements [start, stop) as they lie in the panel, None where they lie in two. Valid until the next call.
+
+        until: the element up to which the caller will ask: no more is read.
+        """
+        if not self._low <= start < self._high:
+            self._load(start, until)
+        if stop > self._high:
+            return None
+        return self._panel[(start - self._low) * self._item : (stop - self._low) * self._item]
+
+    def fill(self, data: memoryview, start: int, stop: int, until: int) -> None:
+        """Copy elements [start, stop) into `data`."""
+        at = start
+        while at < stop:
+            if not self._low <= at < self._high:
+                self._load(at, until)
+            end = min(stop, self._high)
+            part = self._panel[(at - self._low) * self._item : (end - self._low) * self._item]
+            data[(at - start) * self._item : (end - start) * self._item] = part
+            at = end
+
+    # -- a panel ----------------------------------------------------------------------------------------------------
+
+    def _load(self, start: int, until: int) -> None:
+        """Make the panel that begins with the row of element `start`: whole rows, as many as there is room for."""
+        item, row, room = self._item, self._row, self._strips.most // self._halves
+        self._low = self._high = 0
+        if row * item > room:
+            low, high = start, min(start + max(1, room // item), until)
+        else:
+            first, last = start // row, -(-until // row)
+            most = max(1, min(self._height, room // (row * item)))
+            count = -(-(last - first) // most)  # panels to come: of equal height
+            rows = -(-(last - first) // count)
+            low, high = first * row, min((first + rows) * row, self._numel)
+        nbytes = (high - low) * item
+        panel = self._panel = self._strips.panel(0, nbytes)
+        copies = []
+        for begin, end, region in self._regions:
+            if begin >= high or end <= low:
+                continue
+            if region.replica:
+                copies.append(region)
+                continue
+            for part in clip(region, low, high):
+                self._gather(part, panel, low)
+        for region in copies:
+            other = self._strips.panel(1, nbytes)
+            for part in clip(region, low, high):
+                self._gather(part, other, low)
+                self._compare(part, panel, other, low)
+        self._low, self._high = low, high
+
+    def _compare(self, part: Region, panel: memoryview, other: memoryview, low: int) -> None:
+        import numpy as np
+
+        item = self._item
+        shape = (part.extents, f"V{item}" if item == 16 else _TYPES[item])
+        steps = tuple(step * item for step in part.steps)
+        at = (part.at - low) * item
+        mine, theirs = (np.ndarray(*shape, buffer, at, steps) for buffer in (panel, other))
+        if not np.array_equal(mine, theirs):
+            self._differ(part)
+
+    def _gather(self, part: Region, panel: memoryview, low: int) -> None:
+        """Read a region of which all is wanted, and lay it into the panel, whose first element is `low`."""
+        item, at = self._item, (part.at - low) * self._item
+        dims = [
+            Dim(n, stride, step * item) for n, stride, step in zip(part.extents, part.strides, part.steps, strict=True)
+        ]
+        if not dims or len(dims) == 1 and dims[0].stride == item == dims[0].step:
+            self._source.pread(part.file, part.offset, panel[at : at + part.numel * item], count=False)
+            return
+        inner, outer = strip_of(dims, item)
+        for offset, to, few in cut_strip(inner, STRIP if outer else GROUP):
+            span = item + sum((n - 1) * stride for n, stride, _ in few)
+            pitch = -(-span // 64) * 64
+            pitch += 64 * (pitch % 1024 == 0)  # rows 4096 bytes apart fall into the same few cache sets
+            for shift, target, many in cut_group(outer, max(1, GROUP // pitch)):
+                self._turn(part.file, part.offset + offset + shift, panel, at + to + target, many, few, span, pitch)
+
+    def _turn(
+        self, file: int, offset: int, panel: memoryview, at: int, outer: Sequence[Dim], inner: Sequence[Dim],
+        span: int, pitch: int,
+    ) -> None:  # fmt: skip
+        """Read a group of strips, one for each index of `outer`, and lay them into the panel from byte `at` on."""
+        import numpy as np
+
+        order = sorted(outer, key=lambda dim: -dim.stride)  # the file's
+        offsets, packed = [offset], list[int]()
+        for n, stride, _ in order:
+            offsets = [base + i for base in offsets for i in range(0, n * stride, stride)]
+            packed = [n * by for by in packed] + [pitch]
+        strips, slots = self._strips.slots(pitch, span, len(offsets))
+        read(self._source, self._strips, file, offsets, slots)
+        dims = [*order, *inner]
+        kind, extents = _TYPES[self._item], tuple(dim.extent for dim in dims)
+        source = np.ndarray(extents, kind, strips, 0, (*packed, *(dim.stride for dim in inner)))
+        target = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
+        axis = min(range(len(dims)), key=lambda d: dims[d].step)
+        width = COLUMNS if source.strides[axis] > self._item else extents[axis]
+        for column in range(0, extents[axis], width):
+            few = (*(slice(None),) * axis, slice(column, column + width))
+            target[few] = source[few]
+
+
+# -- geometry -------------------------------------------------------------------------------------------------------
+
+
+def strip_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
+    """(the dims that make up a strip, smallest stride first; the others, largest step first).
+
+    A strip grows by a dim as long as it is short and at least half of it is wanted.
+    """
+    inner, span = list[Dim](), item
+    left = sorted(dims, key=lambda dim: dim.stride)
+    while left and (not inner or left[0].stride < span or span < SHORT and left[0].stride <= 2 * span):
+        dim = left.pop(0)
+        inner.append(dim)
+        span += (dim.extent - 1) * dim.stride
+    return inner, sorted(left, key=lambda dim: -dim.step)
+
+
+def cut_strip(inner: Sequence[Dim], most: int) -> Iterator[tuple[int, int, list[Dim]]]:
+    """Strips of about `most` bytes, up to twice that where that leaves one whole: (byte in the strip, byte in the panel,
+    the strip's dims) of each part."""
+    *rest, last = inner
+    below = sum((dim.extent - 1) * dim.stride for dim in rest)
+    if below + last.extent * last.stride <= 2 * most:
+        yield 0, 0, [*inner]
+        return
+    count = max(1, most // last.stride)
+    for i in range(0, last.extent, count):
+        yield i * last.stride, i * last.step, [*rest, last._replace(extent=min(count, last.extent - i))]
+
+
+def cut_group(outer: Sequence[Dim], most: int) -> Iterator[tuple[int, int, list[Dim]]]:
+    """At most `most` strips at a time: (byte in the file, byte in the panel, dims) of each group.
+
+    The last dim, the columns, is cut first but not below the width of a tile; then the dims before it, the first first.
+    """
+    total = prod(dim.extent for dim in outer)
+    if total <= most:
+        yield 0, 0, [*outer]
+        return
+    columns = outer[-1].extent
+    first = next((d for d, dim in enumerate(outer[:-1]) if dim.extent > 1), len(outer) - 1)
+    d = len(outer) - 1 if total // columns * COLUMNS <= most else first
+    dim = outer[d]
+    count = max(1, most // (total // dim.extent))
+    for i in range(0, dim.extent, count):
+        part = dim._replace(extent=min(count, dim.extent - i))
+        for shift, to, dims in cut_group([*outer[:d], part, *outer[d + 1 :]], most):
+            yield i * dim.stride + shift, i * dim.step + to, dims
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(source: Source, strips: Strips, file: int, offsets: Sequence[int], slots: Sequence[memoryview]) -> None:
+    """Read the strip at each offset into its slot; all strips are of one length."""
+    length = len(slots[0])
+    tree = source.remote(file)
+    if tree is not None:
+        _read_far(tree, source.path(file), offsets, slots)
+        return
+    gaps = [b - a - length for a, b in zip(offsets, offsets[1:], strict=False)]
+    try:
+        if gaps and 0 <= min(gaps) and max(gaps) <= BRIDGE:
+            done = _read_bridged(source.fd(file), strips, offsets, slots, gaps)
+        else:
+            done = sum(map(os.preadv, repeat(source.fd(file)), zip(slots, strict=True), offsets))
+    except OSError:
+        done = -1
+    if done != length * len(offsets):  # one at a time: that names the byte
+        for offset, slot in zip(offsets, slots, strict=True):
+            source.pread(file, offset, slot, count=False)
+
+
+def _read_bridged(
+    fd: int, strips: Strips, offsets: Sequence[int], slots: Sequence[memoryview], gaps: Sequence[int]
+) -> int:
+    """Strips that lie close together, gaps read and thrown away. Returns the bytes of strips that were read."""
+    every = _VECTORS // 2 if any(gaps) else _VECTORS
+    waste = {gap: strips.waste(gap) for gap in sorted(set(gaps), reverse=True)}
+    done = 0
+    for at in range(0, len(offsets), every):
+        few = list(slots[at : at + every])
+        between = gaps[at : at + len(few) - 1]
+        if any(between):
+            vectors = [few[0]] * (2 * len(few) - 1)
+            vectors[::2], vectors[1::2] = few, [waste[gap] for gap in between]
+        else:
+            vectors = few
+        done += os.preadv(fd, vectors, offsets[at]) - sum(between)
+    return done
+
+
+def _read_far(tree: Tree, path: str, offsets: Sequence[int], slots: Sequence[memoryview]) -> None:
+    """Through a tree without descriptors: every request costs a journey, so it takes all that lies near."""
+    length, i = len(slots[0]), 0
+    while i < len(offsets):
+        end = i + 1
+        while (
+            end < len(offsets)
+            and 0 <= offsets[end] - offsets[end - 1] <= length + FAR_BRIDGE
+            and offsets[end] + length - offsets[i] <= FAR_READ
+        ):
+            end += 1
+        data = memoryview(tree.read(path, offsets[i], offsets[end - 1] + length - offsets[i]))
+        for offset, slot in zip(offsets[i:end], slots[i:end], strict=True):
+            slot[:] = data[offset - offsets[i] : offset - offsets[i] + length]
+        i = end
