@@ -9,8 +9,8 @@ name may be any text (`moe_gate_0`, `lm_head_0.w_0`), so the longest one of the 
     linear_1.w_0_fp32_master_0_beta1_pow_acc_0      a.weight [beta1_pow_acc]
     master_weights / linear_1.w_0        a.weight [master]
 
-Two structured names may share one static name (tied embeddings): what is stored once is shown once, under the first of the
-table. Sources: paddlepaddle 3.3.1 `python/paddle/optimizer/optimizer.py` (`_add_accumulator`, `_create_master_weight`,
+Two structured names may share one static name (tied embeddings): what is stored once is shown once, under the embedding's name
+(the first of the table, where Paddle wrote it). Sources: paddlepaddle 3.3.1 `python/paddle/optimizer/optimizer.py` (`_add_accumulator`, `_create_master_weight`,
 `state_dict`), PaddleFormers 1.2.0 `trainer/utils/reshard/common.py` (`convert_opt_name_to_tname`).
 Cost: some dict look-ups a key. What it does not do: files, shapes.
 """
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 MASTER_WEIGHTS, SCHEDULER = "master_weights", "LR_Scheduler"
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 _INFIX = "fp32_master_0_"
 STATES = {
     "moment1": "exp_avg", "moment2": "exp_avg_sq", "moment2_max": "max_exp_avg_sq", "velocity": "momentum_buffer",
@@ -43,12 +44,13 @@ class Owner(NamedTuple):
 
 
 class Table:
-    """Static name -> the first structured name that has it, of one rank."""
+    """Static name -> the first structured name that has it, of one rank; of a tied pair the embedding's."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.structured: dict[str, str] = {}
         for name, static in names.items():
-            self.structured.setdefault(static, name)
+            if self.structured.setdefault(static, name) != name and name.endswith(_EMBEDDINGS):
+                self.structured[static] = name
 
     def owner(self, key: str) -> Owner | None:
         """Of accumulator `key`, None when no static name of the table begins it."""

@@ -130,9 +130,11 @@ def test_copies_that_differ_are_found_when_read(tmp_path):
         values(tmp_path)
 
 
-def test_a_tied_pair_has_its_optimizer_under_the_first_name(tmp_path):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tied_pair_has_its_optimizer_under_the_embeddings_name(tmp_path, turned):
     w = np.arange(12, dtype="f4").reshape(4, 3)
     names = {"model.embed_tokens.weight": "embedding_0.w_0", "lm_head.weight": "embedding_0.w_0"}
+    names = dict(reversed(names.items())) if turned else names
     write(tmp_path / "model_state.pdparams", {**dict.fromkeys(names, w), TABLE: names})
     write(tmp_path / "optimizer.pdopt", {"embedding_0.w_0_moment1_0": w, TABLE: {}})
     catalog = open_source(str(tmp_path), Reading()).catalog
