@@ -128,6 +128,9 @@ def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
             hint="choose another format, or --remove-keys", faults=[str(tensor.key) for tensor in unheld[1:]],
         )  # fmt: skip
     if not stored:
+        if not any(opened.catalog.tensors for opened in chosen.sources):
+            raise UsageError("the source holds no tensor, so there is nothing to write", code="E0259",
+                             hint="an empty state dict is what a rank saves that has nothing; pass the whole folder")  # fmt: skip
         raise UsageError("nothing is left to write", code="E0259", hint="widen --state or the key patterns")
     return replace(chosen, stored=tuple(stored), dropped=tuple(dropped), extras=extras)
 
