@@ -89,7 +89,7 @@ def read_ranks(
                 )  # fmt: skip
                 held.setdefault(key, []).append(Held((at[0], at[1], at[2], at[3]), array))
     tp = degrees.get("tp", 1)
-    tensors = {key: _join(key, found, shapes, config, tp) for key, found in held.items()}
+    tensors = {key: join(key, found, shapes, config, tp) for key, found in held.items()}
     return RankTensors(tensors, headers, degrees)
 
 
@@ -132,10 +132,10 @@ def _name(stem: str, at: Sequence[tuple[str, int]], part: int) -> str:
 # -- joining ------------------------------------------------------------------------------------------------------------
 
 
-def _join(
+def join(
     key: TensorKey, held: Sequence[Held], shapes: Mapping[str, Shape], config: Mapping[str, Any], tp: int
 ) -> LogicalTensor:
-    """The whole tensor of one key."""
+    """The whole tensor of one key, from what `tp` tensor ranks and their sharding ranks hold of it."""
     first = held[0].array
     if any(each.array.dtype != first.dtype for each in held):
         raise InconsistentCheckpoint(

@@ -15,14 +15,13 @@ Cost: two preads a file, 2 us and 300 bytes a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import paddle_quant as quant
 from ckpt_tool.formats import paddle_unified_files as files_of
 from ckpt_tool.formats.hf_files import is_sidefile
@@ -31,29 +30,20 @@ from ckpt_tool.formats.paddle_unified_files import EMA_STEM, MASTER_STEM, OPTIMI
 from ckpt_tool.formats.paddle_unified_index import PaddleIndex, read_index
 from ckpt_tool.formats.paddle_unified_keys import optimizer_key
 from ckpt_tool.formats.paddle_unified_layout import transposed
-from ckpt_tool.formats.paddle_unified_ranks import read_ranks
+from ckpt_tool.formats.paddle_unified_part import TWICE, Part, read_part, refuse_twice
+from ckpt_tool.formats.paddle_unified_ranks import Held, join, read_ranks
 from ckpt_tool.formats.paddle_unified_table import Lying, UnifiedTable
-from ckpt_tool.storage.safetensors_file import Header, read_header
+from ckpt_tool.storage.safetensors_file import Header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
-MISSING_FILES, NOT_IN_FILE, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
-SIXTEEN_BITS, NO_STATES, LOST_MASTERS = "E1357", "E1358", "E1359"
+SIXTEEN_BITS, NO_STATES, LOST_MASTERS, SLICED = "E1357", "E1358", "E1359", "E1361"
 CONFIG = "config.json"
 CONFIG_LIMIT = 4_000_000  # bytes
 SIDEFILES = ("lora_config.json", "vera_config.json", "lokr_config.json", "prefix_config.json", "sft_config.json")
 _HALF = {"bfloat16": "BF16", "float16": "F16"}
 
 Entries = dict[TensorKey, Lying | LogicalTensor]
-
-
-class Part(NamedTuple):
-    """What one index names. rows: tensor -> (header, row), in the index's order, scales of a quantised optimizer last."""
-
-    listed: PaddleIndex
-    headers: list[Header]
-    rows: dict[str, tuple[Header, int]]
-    notes: list[Note]
 
 
 def read_catalog(tree: Tree, name: str, options: Mapping[str, object]) -> Catalog:
@@ -141,20 +131,18 @@ class _Reading:
             self.optimizer = read_index(self.tree, self.files.indexes[OPTIMIZER_STEM], merged=False)
         merged = self.optimizer is not None and self.optimizer.weight_map is not None
         optimizer = self._part(OPTIMIZER_STEM) if merged else None
+        for part in (model, averages):
+            if part is not None:
+                refuse_twice(self.tree, part)
         out: Entries = {}
-        if masters is not None:
-            out |= {TensorKey(name, MASTER): _lying(*row) for name, row in masters.rows.items()}
         if averages is not None:
             out |= {TensorKey(name, EMA): _lying(*row) for name, row in averages.rows.items()}
+        if masters is not None:
+            out |= self._whole(masters, model, lambda name, header, row: TensorKey(name, MASTER))
         if optimizer is not None:
-            out |= self._optimizer(optimizer)
+            out |= self._whole(optimizer, model, self._key)
         if not merged and (self.files.ranks or self.optimizer is not None):
-            shapes = (
-                {}
-                if model is None
-                else {key.name: row.shape for key, row in self._model(model, out, settle=False).items()}
-            )
-            out |= self._ranks(shapes)
+            out |= self._ranks(self._shapes(model, out))
         elif self.files.ranks:
             self.notes.append(Note("W-stray", "ranks' own optimizer files beside a merged one: not read"))
         ours = self._model(model, out) if model is not None else {}
@@ -170,17 +158,51 @@ class _Reading:
         self.notes += part.notes
         return part
 
-    def _optimizer(self, part: Part) -> Entries:
+    def _key(self, name: str, header: Header, row: int) -> TensorKey:
+        return optimizer_key(name, header.kinds[row].dtype, path=self.tree.display(header.path))
+
+    def _whole(self, part: Part, model: Part | None, key_of: Callable[[str, Header, int], TensorKey]) -> Entries:
+        """The tensors of masters or optimizer; slices of sharding v2 joined."""
+        keys = {name: key_of(name, *where) for name, where in part.rows.items()}
+        if len(set(keys.values())) < len(keys):
+            raise InconsistentCheckpoint(
+                "two keys of the optimizer mean one state", code=TWICE, path=self.tree.display(part.listed.path),
+                hint="the file was edited: fetch it again",
+            )  # fmt: skip
+        shapes = self._shapes(model, {}) if part.again or _may_be_slices(part) else {}
+        sliced = [
+            name for name, (header, row) in part.rows.items() if _is_slice(keys[name], header.kinds[row].shape, shapes)
+        ]
+        if not sliced:
+            refuse_twice(self.tree, part)
+            return {keys[name]: _lying(*where) for name, where in part.rows.items()}
+        self._refuse_merged_slices(part, model, sliced[0])
+        order = {header.path: number for number, header in enumerate(sorted(part.headers, key=lambda h: h.path))}
         out: Entries = {}
-        for name, (header, row) in part.rows.items():
-            key = optimizer_key(name, header.kinds[row].dtype, path=self.tree.display(header.path))
-            if key in out:
-                raise InconsistentCheckpoint(
-                    "two keys of the optimizer mean one state", code=TWICE, path=self.tree.display(header.path),
-                    key=str(key), hint="the file was edited: fetch it again",
-                )  # fmt: skip
-            out[key] = _lying(header, row)
+        for name, where in part.rows.items():
+            held = [Held((0, 0, order[header.path], 0), _lying(header, row).array())
+                    for header, row in (where, *part.again.get(name, ()))]  # fmt: skip
+            out[keys[name]] = join(keys[name], held, shapes, self.config, 1)
         return out
+
+    def _refuse_merged_slices(self, part: Part, model: Part | None, name: str) -> None:
+        """Slices under tensor parallelism were laid side by side by length, and nothing says that there was any."""
+        full = [header for header in model.headers if len(header)] if model is not None else []
+        if len(full) > 1:
+            raise InputError(
+                "slices of sharding v2 in merged files, of a job with several tensor or pipeline ranks: nothing says which",
+                code=SLICED, path=self.tree.display(part.listed.path), key=name,
+                hint="PaddleFormers 1.2.0 itself can't resume this: save with ignore_merge_optimizer, with sharding v1, or"
+                " in another format; --drop is no way out, the states lie in no order that can be told",
+            )  # fmt: skip
+        message = "slices of sharding v2 in merged files, joined in the order of the files (PaddleFormers 1.2.0 can't resume it)"
+        self.notes.append(Note("W-slices", message, part.listed.path))
+
+    def _shapes(self, model: Part | None, others: Entries) -> dict[str, tuple[int, ...]]:
+        """A first look at the model's shapes, in Paddle's layout."""
+        if model is None:
+            return {}
+        return {key.name: row.shape for key, row in self._model(model, others, settle=False).items()}
 
     def _ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[TensorKey, LogicalTensor]:
         index = self.optimizer
@@ -293,123 +315,18 @@ class _Reading:
             )  # fmt: skip
 
 
-# -- files of an index ---------------------------------------------------------------------------------------------------
-
-
-def read_part(tree: Tree, path: str, *, lenient: bool) -> Part:
-    """The headers of every file that the index names, held against it.
-
-    Raises Incomplete (E0380 files, E0381 tensors), InconsistentCheckpoint (E0383 a tensor in two files, E0382 one that the
-    index does not name).
-    """
-    index = read_index(tree, path)
-    named = index.files()
-    _refuse_missing(tree, index, named)
-    headers, faults = list[Header](), list[CkptError]()
-    for file in named:
-        try:
-            headers.append(read_header(tree, file, lenient=lenient))
-        except InputError as fault:
-            faults.append(fault)
-    if faults:
-        first = faults[0]
-        first.faults += tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:100])
-        raise first
-    rows: dict[str, tuple[Header, int]] = {}
-    more: dict[str, tuple[Header, int]] = {}
-    absent, notes = list[tuple[str, str]](), list[Note]()
-    for header in headers:
-        where = {name: row for row, name in enumerate(header.names)}
-        for name in named[header.path]:
-            if name in where:
-                rows[name] = (header, where.pop(name))
-            else:
-                absent.append((name, header.path))
-        scales = {name: row for name, row in where.items() if name.endswith(quant.SUFFIXES)}
-        more |= {name: (header, row) for name, row in scales.items()}
-        notes += _strangers(tree, index, header.path, [name for name in where if name not in scales], lenient=lenient)
-    _refuse_absent(tree, index, absent, rows, more)
-    order = index.weight_map or {}
-    rows = {name: rows[name] for name in order if name in rows} | more
-    notes += _total(index, rows)
-    notes += [Note("W-header", warning, header.path) for header in headers for warning in header.warnings]
-    return Part(index, headers, rows, notes)
-
-
-def _refuse_missing(tree: Tree, index: PaddleIndex, named: Mapping[str, Sequence[str]]) -> None:
-    listing = tree.listing()
-    missing = [file for file in named if file not in listing]
-    if missing:
-        lost = sum(len(named[file]) for file in missing)
-        raise Incomplete(
-            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}; they hold {lost} of"
-            f" {len(index.weight_map or ())} tensors",
-            code=MISSING_FILES, path=tree.display(index.path), faults=(f"missing: {file}" for file in missing[1:100]),
-            hint="fetch the missing files into this folder; of a job on several machines, from all of them",
-        )  # fmt: skip
-
-
-def _strangers(tree: Tree, index: PaddleIndex, path: str, names: Sequence[str], *, lenient: bool) -> list[Note]:
-    """Tensors of a file that its index does not place there: an error, or a note with --lenient."""
-    if not names:
-        return []
-    order = index.weight_map or {}
-    twice = [name for name in names if name in order]
-    name = (twice or names)[0]
-    if twice:
-        message = f"tensor {name[:200]} lies in {order[name]} and in {path}"
-    else:
-        message = f"{len(names)} tensors lie in the index's files, but not in the index; the first: {name[:200]}"
-    if lenient:
-        return [Note("W-extra-tensors", f"{message}; not read", path, name)]
-    raise InconsistentCheckpoint(
-        message, code=TWICE if twice else NOT_IN_INDEX, path=tree.display(path), key=name[:200],
-        hint="index and files come from two saves: fetch both again", faults=[each[:200] for each in (twice or names)[1:50]],
-    )  # fmt: skip
-
-
-def _refuse_absent(
-    tree: Tree,
-    index: PaddleIndex,
-    absent: list[tuple[str, str]],
-    rows: Mapping[str, object],
-    more: Mapping[str, object],
-) -> None:
-    """Tensors that the index names and no file holds, but for the first moments that O2 packs into the second."""
-    lost = [
-        (name, path)
-        for name, path in absent
-        if not (
-            index.stage == "O2"
-            and name.endswith("/moment1_0")
-            and name + quant.SYMMETRIC in more
-            and name.removesuffix("1_0") + "2_0" in rows
-        )
-    ]
-    if lost:
-        name, path = lost[0]
-        raise Incomplete(
-            f"{len(lost)} of {len(index.weight_map or ())} tensors of the index are not in their files; the first:"
-            f" {name[:200]} not in {path}",
-            code=NOT_IN_FILE, path=tree.display(path), key=name[:200],
-            faults=(f"{name[:200]} not in {path}" for name, path in lost[1:100]),
-            hint="index and files come from two saves: fetch both again",
-        )  # fmt: skip
-
-
-def _total(index: PaddleIndex, rows: Mapping[str, tuple[Header, int]]) -> list[Note]:
-    """A note where the index states another size than its tensors have. A quantised optimizer's is of before."""
-    if index.total_size is None or index.stage:
-        return []
-    actual = sum(header.kinds[row].nbytes for header, row in rows.values())
-    bools = sum(prod(h.kinds[r].shape) for h, r in rows.values() if h.kinds[r].dtype.name == "BOOL")
-    if index.total_size in (actual, actual - bools + bools // 8):
-        return []
-    message = f"the index states total_size {index.total_size}, the tensors have {actual} bytes"
-    return [Note("W-total-size", message, index.path)]
-
-
 # -- small ---------------------------------------------------------------------------------------------------------------
+
+
+def _may_be_slices(part: Part) -> bool:
+    """Nothing but vectors: whole matrices show themselves."""
+    return all(len(header.kinds[row].shape) == 1 for header, row in part.rows.values()) and bool(part.rows)
+
+
+def _is_slice(key: TensorKey, stored: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Is it a slice of the tensor's line (padding and all), not the tensor?"""
+    full = shapes.get(key.name)
+    return full is not None and len(stored) == 1 and stored != full and not key.state.endswith("pow_acc")
 
 
 def _lying(header: Header, row: int, *, flip: bool = False, bf16: bool = True) -> Lying:
