@@ -188,7 +188,8 @@ def _to_hub(
         for name, shape in left.items():
             if name in shapes and tuple(shapes[name]) != shape:
                 told = " ".join(f"{axis}={here[axis]}" for axis in each.needed if isinstance(here[axis], int))
-                what = f"shape {list(shapes[name])}, {each.rule.left[0].pattern.text} wants {list(shape)} ({told})"
+                term = next(term for term in each.rule.left if term.name and term.name.form == form_of(name)[0])
+                what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({told})"
                 faults.append(Fault("E1370", name, what, ""))
         for piece in each.rule.pieces(here, config):
             name = piece.src.name
@@ -305,12 +306,16 @@ def _sources_of(hub: _Hub, pieces: Iterable[Piece]) -> list[str]:
 
 
 def _named_in(table: Table, hub_name: str) -> list[str]:
-    """What the source dialect would call the tensors that a hub tensor is made of, by its first rule."""
+    """What a dialect calls the tensors that a hub tensor is made of, by its first rule: all names of the other side, or
+    the one in its place where both sides have as many."""
     form, numbers = form_of(hub_name)
     for spot in table.right.get(form, ()):
         at = dict(zip(spot.axes, numbers, strict=True))
-        names = [term.name for term in table.rules[spot.rule].left if term.name]
-        return [name.form % tuple(at.get(axis, 0) for axis in name.axes) for name in names]
+        rule = table.rules[spot.rule]
+        here, there = ([term.name for term in side if term.name] for side in (rule.left, rule.right))
+        if len(here) == len(there):
+            here = [here[[name.form for name in there].index(form)]]
+        return [name.form % tuple(at.get(axis, 0) for axis in name.axes) for name in here]
     return [hub_name]
 
 

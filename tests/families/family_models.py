@@ -85,7 +85,9 @@ def _layer(family: str, config: Mapping[str, Any], at: str, *, dense: bool) -> d
     if not experts:
         return shapes | mlp("mlp", f)
     m = config.get("moe_intermediate_size", f)
-    e = next(config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if k in config)
+    e = next(
+        config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if k in config
+    )
     if family == "mixtral":
         shapes[f"{at}.block_sparse_moe.gate.weight"] = (e, h)
         for k in range(e):

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import pytest
+from family_models import CLASSES, config_of, hub_shapes
 
 from ckpt_tool.families.registry import FAMILIES, by_name
 from ckpt_tool.families.rewrite import sizes_of
 from ckpt_tool.families.table import instances
-from family_models import CLASSES, config_of, hub_shapes
 
 
 def real_shapes(family: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

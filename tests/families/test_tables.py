@@ -50,7 +50,11 @@ def test_a_dialect_speaks_of_every_hub_tensor_in_the_hub_s_shape(name: str, dial
     assert table.right.keys() <= hub.right.keys()
     named, _ = instances(hub.left, shapes)
     sizes, _ = sizes_of(family, hub, named, shapes, config)
-    there = {form_of(each)[0]: shape for rule in hub.rules for each, shape in rule.shapes({"n": 1, **sizes}, config)[1].items()}
+    there = {
+        form_of(each)[0]: shape
+        for rule in hub.rules
+        for each, shape in rule.shapes({"n": 1, **sizes}, config)[1].items()
+    }
     for rule in table.rules:
         for each, shape in rule.shapes({"n": 1, **sizes}, config)[1].items():
             assert there[form_of(each)[0]] == shape, each
@@ -67,7 +71,9 @@ def test_there_and_back(name: str, dialect: str, seed: int) -> None:
     check_tiling([piece for each in there.made for piece in each.pieces], shapes, "src")
     check_tiling([piece for each in there.made for piece in each.pieces], made, "dst")
     there_arrays = moved(there, arrays)
-    assert sorted(np.concatenate([a.reshape(-1) for a in there_arrays.values()])) == list(range(sum(a.size for a in arrays.values())))
+    assert sorted(np.concatenate([a.reshape(-1) for a in there_arrays.values()])) == list(
+        range(sum(a.size for a in arrays.values()))
+    )
     back = mapping(by_name(name), dialect, "hf", made, config)
     found = moved(back, there_arrays)
     assert found.keys() == arrays.keys()
@@ -150,7 +156,16 @@ def test_a_family_file_is_a_table_of_at_most_60_lines(family: Family) -> None:
     assert isinstance(table, ast.Assign) and ast.unparse(table.targets[0]) == "FAMILY"
     calls = {ast.unparse(node.func) for node in ast.walk(table) if isinstance(node, ast.Call)}
     assert calls <= {"Family", "Variant"}
-    code = (ast.Lambda, ast.IfExp, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp, ast.JoinedStr, ast.Subscript)
+    code = (
+        ast.Lambda,
+        ast.IfExp,
+        ast.ListComp,
+        ast.DictComp,
+        ast.SetComp,
+        ast.GeneratorExp,
+        ast.JoinedStr,
+        ast.Subscript,
+    )
     assert not [node for node in ast.walk(table) if isinstance(node, code)]
 
 

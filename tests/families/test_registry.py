@@ -1,0 +1,103 @@
+"""Whose tensors they are: from the user, the config, the names, the shapes; never by guessing."""
+
+from __future__ import annotations
+
+import pytest
+from family_models import CLASSES, config_of, hub_shapes
+
+from ckpt_tool.errors import CkptError, InputError, UsageError
+from ckpt_tool.families.registry import FAMILIES, by_name, find
+from ckpt_tool.families.rewrite import mapping
+
+PAIRS = [(family.name, dialect) for family in FAMILIES for dialect in family.known_dialects]
+
+
+def shapes_in(name: str, dialect: str) -> dict[str, tuple[int, ...]]:
+    config = config_of(name)
+    shapes = hub_shapes(name, config)
+    if dialect == "hf":
+        return shapes
+    return {made.name: made.shape for made in mapping(by_name(name), "hf", dialect, shapes, config).made}
+
+
+@pytest.mark.parametrize(("name", "dialect"), PAIRS)
+def test_names_and_shapes_tell_the_dialect(name: str, dialect: str) -> None:
+    shapes = shapes_in(name, dialect)
+    if dialect in ("paddle-grouped", "paddle-contiguous"):
+        with pytest.raises(UsageError) as error:
+            find(config_of(name), shapes)
+        assert error.value.code == "E1233"
+        assert f"--family {name}:paddle-grouped or --family {name}:paddle-contiguous" in (error.value.hint or "")
+        assert find(None, shapes, family=f"{name}:{dialect}") == (by_name(name), dialect)
+        with pytest.raises(UsageError, match="several dialects"):
+            find(None, shapes, family=name)
+    else:
+        assert find(config_of(name), shapes) == (by_name(name), dialect)
+        if dialect != "hf":
+            assert find(config_of(name), shapes, told="paddle") == (by_name(name), dialect)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_family_comes_from_the_model_type_or_from_a_class(name: str) -> None:
+    config, shapes = config_of(name), shapes_in(name, "hf")
+    kind = {key: value for key, value in config.items() if key != "architectures"}
+    classes = {key: value for key, value in config.items() if key != "model_type"}
+    assert find(kind, shapes, told="hf").family.name == name
+    assert find({**classes, "architectures": [f"{classes['architectures'][0]}Pipe"]}, shapes).family.name == name
+
+
+def test_a_config_of_no_family() -> None:
+    with pytest.raises(InputError, match="model_type 'qwen2_vl'") as error:
+        find({"model_type": "qwen2_vl"}, shapes_in("qwen2", "hf"))
+    assert error.value.code == "E1372" and "did you mean" in (error.value.hint or "")
+
+
+def test_names_that_one_family_has_need_no_config() -> None:
+    assert find(None, shapes_in("mixtral", "hf")).family.name == "mixtral"
+    assert find({}, shapes_in("ernie4_5_moe", "paddle")) == (by_name("ernie4_5_moe"), "paddle")
+    assert find(None, shapes_in("llama", "paddle-nlp")) == (by_name("llama"), "paddle-nlp")
+
+
+def test_names_that_many_have_are_told_as_such() -> None:
+    with pytest.raises(UsageError, match="several families: llama, qwen2,") as error:
+        find(None, shapes_in("llama", "hf"))
+    assert error.value.code == "E1232" and "--config" in (error.value.hint or "")
+
+
+def test_names_alone_do_not_tell_two_layouts() -> None:
+    with pytest.raises(UsageError, match="the names fit several dialects of llama") as error:
+        find(config_of("llama"), list(shapes_in("llama", "hf")))
+    assert error.value.code == "E1233"
+    assert "--family llama:hf or --family llama:paddle" in (error.value.hint or "")
+    assert find(config_of("llama"), list(shapes_in("llama", "hf")), told="paddle").dialect == "paddle"
+
+
+def test_square_shapes_do_not_tell_either_unless_told() -> None:
+    square = config_of("llama", hidden_size=24, intermediate_size=24, num_key_value_heads=6)
+    shapes = hub_shapes("llama", square)
+    with pytest.raises(UsageError, match="names and shapes fit"):
+        find(square, shapes)
+    assert find(square, shapes, told="hf").dialect == "hf"
+    assert find(square, shapes, family="llama:paddle").dialect == "paddle"
+
+
+def test_tensors_that_lie_alike_in_both_are_no_question() -> None:
+    assert find(config_of("llama"), {"model.norm.weight": (18,), "model.embed_tokens.weight": (22, 18)}).dialect == "hf"
+
+
+FAULTS = {
+    "no family": (lambda: find(None, ["x"], family="lama"), UsageError, "E1230", "did you mean llama"),
+    "no dialect": (lambda: find(None, ["x"], family="llama:padle"), UsageError, "E1231", "did you mean paddle"),
+    "a told dialect": (lambda: find(config_of("llama"), ["x"], told="meta"), UsageError, "E1231", "it has hf"),
+    "no such names": (lambda: find(config_of("llama"), ["x.y"]), InputError, "E1373", "right family"),
+    "names of nobody": (lambda: find(None, ["x.y"]), InputError, "E1372", "--dialect keep"),
+    "no names": (lambda: find(None, []), InputError, "E1372", "--dialect keep"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_say_what_to_pass(fault: str) -> None:
+    call, kind, code, hint = FAULTS[fault]
+    with pytest.raises(CkptError) as error:
+        call()
+    assert isinstance(error.value, kind) and error.value.code == code and hint in (error.value.hint or "")

@@ -1,0 +1,181 @@
+"""A checkpoint's tensors in another dialect: parts of checkpoints, ties, and every fault by name."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from family_models import config_of, hub_shapes
+
+from ckpt_tool.algebra.mapped import Mapped
+from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.families.registry import by_name
+from ckpt_tool.families.rewrite import mapping
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def ernie(source: str, target: str, shapes: Shapes, config: dict[str, Any] | None) -> Mapped:
+    return mapping(by_name("ernie4_5"), source, target, shapes, config)
+
+
+def names(mapped: Mapped) -> list[str]:
+    return [made.name for made in mapped.made]
+
+
+CONFIG = config_of("ernie4_5")
+HUB = hub_shapes("ernie4_5", CONFIG)
+PADDLE = {made.name: made.shape for made in ernie("hf", "paddle", HUB, CONFIG).made}
+
+
+def test_one_layer_of_a_checkpoint_is_a_checkpoint() -> None:
+    part = {name: shape for name, shape in HUB.items() if ".layers.1." in name}
+    made = ernie("hf", "paddle", part, CONFIG)
+    assert names(made) == [name for name in PADDLE if ".layers.1." in name]
+    assert not made.dropped and not made.unfilled
+
+
+def test_one_tensor_is_a_checkpoint() -> None:
+    assert names(ernie("hf", "paddle", {"model.norm.weight": (18,)}, CONFIG)) == ["model.norm.weight"]
+    assert names(ernie("hf", "paddle", {}, CONFIG)) == []
+
+
+def test_the_order_is_the_source_s() -> None:
+    backwards = dict(reversed(HUB.items()))
+    assert names(ernie("hf", "paddle", backwards, CONFIG))[0] == "model.layers.1.mlp.down_proj.weight"
+
+
+def test_what_no_rule_knows_is_not_in_the_result() -> None:
+    made = ernie("hf", "paddle", {**HUB, "score.weight": (3, 3), "model.layers.007.mlp.down_proj.weight": (1,)}, CONFIG)
+    assert names(made) == list(PADDLE)
+    assert "score.weight" not in made.dropped
+
+
+def test_a_half_tensor_names_what_is_missing() -> None:
+    part = {name: shape for name, shape in HUB.items()
+            if name not in ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight")}  # fmt: skip
+    with pytest.raises(InconsistentCheckpoint, match="layers.0.self_attn.v_proj.weight is missing") as error:
+        ernie("hf", "paddle", part, CONFIG)
+    assert error.value.code == "E1371"
+    assert len(error.value.faults) == 1 and "model.layers.1.mlp.up_proj.weight is missing" in error.value.faults[0]
+
+
+def test_shapes_against_the_config_come_all_at_once() -> None:
+    wrong = {**HUB, "model.norm.weight": (17,), "model.layers.0.mlp.up_proj.weight": (9, 18)}
+    with pytest.raises(InconsistentCheckpoint, match=r"shape \[17\], .* wants \[18\]") as error:
+        ernie("hf", "paddle", wrong, CONFIG)
+    assert error.value.code == "E1370" and len(error.value.faults) == 1
+    assert "f=10" in error.value.faults[0]
+
+
+def test_a_wrong_dialect_is_told_by_its_shapes() -> None:
+    config = config_of("llama")
+    shapes = hub_shapes("llama", config)
+    there = {made.name: made.shape for made in mapping(by_name("llama"), "hf", "paddle", shapes, config).made}
+    with pytest.raises(InconsistentCheckpoint) as error:
+        mapping(by_name("llama"), "hf", "paddle", there, config)
+    assert "--family llama:paddle" in (error.value.hint or "")
+
+
+def test_a_layer_or_an_expert_that_the_config_has_no_room_for() -> None:
+    with pytest.raises(InconsistentCheckpoint, match="i=1, the config says 1") as error:
+        ernie("hf", "paddle", HUB, {**CONFIG, "num_hidden_layers": 1})
+    assert error.value.code == "E1370"
+
+
+def test_heads_want_a_config() -> None:
+    with pytest.raises(InputError, match="num_attention_heads") as error:
+        ernie("hf", "paddle", HUB, None)
+    assert error.value.code == "E1376" and "--config" in (error.value.hint or "")
+
+
+def test_a_transposition_alone_wants_none() -> None:
+    """Llama's weights are only turned, but its heads are still three axes: what is asked for is named."""
+    mlp = {name: shape for name, shape in HUB.items() if "mlp" in name or "norm" in name or "embed" in name}
+    assert len(mapping(by_name("llama"), "hf", "paddle", mlp, None).made) == len(mlp)
+
+
+def test_sizes_follow_from_shapes_where_one_settles_them() -> None:
+    config = config_of("deepseek_v3")
+    shapes = hub_shapes("deepseek_v3", config, mtp=True)
+    family = by_name("deepseek_v3")
+    assert mapping(family, "hf", "paddle", shapes, None) == mapping(family, "hf", "paddle", shapes, config)
+
+
+def test_two_spellings_of_one_tensor_are_one_too_many() -> None:
+    config = config_of("llama")
+    shapes = {"model.layers.0.mlp.gate_up_fused_proj.weight": (18, 20), "model.layers.0.mlp.up_proj.weight": (18, 10)}
+    with pytest.raises(InconsistentCheckpoint, match="all hold the hub's model.layers.0.mlp.up_proj.weight") as error:
+        mapping(by_name("llama"), "paddle", "hf", shapes, config)
+    assert error.value.code == "E1375"
+
+
+def test_a_fused_spelling_is_read_and_the_first_one_written() -> None:
+    config = config_of("llama")
+    shapes = {"llama.layers.0.mlp.gate_up_fused_proj.weight": (18, 20), "lm_head.weight": (18, 22)}
+    family = by_name("llama")
+    assert names(mapping(family, "paddle-nlp", "hf", shapes, config)) == [
+        "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight",
+    ]  # fmt: skip
+    made = mapping(family, "paddle-nlp", "paddle", shapes, config).made
+    assert [(each.name, each.shape) for each in made] == [
+        ("model.layers.0.mlp.gate_proj.weight", (18, 10)), ("model.layers.0.mlp.up_proj.weight", (18, 10)),
+        ("lm_head.weight", (22, 18)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tied", "shape"), [(True, (22, 18)), (False, (18, 22))])
+def test_paddlenlp_lays_a_head_out_as_it_is_tied(*, tied: bool, shape: tuple[int, ...]) -> None:
+    config = config_of("llama", tie_word_embeddings=tied)
+    made = mapping(by_name("llama"), "hf", "paddle-nlp", {"lm_head.weight": (22, 18)}, config).made
+    assert made[0].shape == shape
+
+
+def test_tied_heads_stay_as_stored() -> None:
+    config = config_of("ernie4_5", tie_word_embeddings=True)
+    alone = {name: shape for name, shape in HUB.items() if name != "lm_head.weight"}
+    assert ernie("hf", "paddle", alone, config).aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
+    assert ernie("hf", "paddle-contiguous", alone, config).aliases == (("lm_head.weight", "ernie.embed_tokens.weight"),)
+    both = ernie("hf", "paddle", HUB, config)
+    assert "lm_head.weight" in names(both) and not both.aliases
+    assert not ernie("hf", "paddle", alone, CONFIG).aliases
+
+
+def test_buffers_that_no_parameter_is_are_dropped_by_name() -> None:
+    config = config_of("llama")
+    shapes = {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,), "model.norm.weight": (18,)}
+    made = mapping(by_name("llama"), "hf", "paddle", shapes, config)
+    assert made.dropped == ("model.layers.0.self_attn.rotary_emb.inv_freq",) and names(made) == ["model.norm.weight"]
+
+
+def test_scales_do_not_stay_behind_a_weight_that_turns() -> None:
+    shapes = {"model.layers.0.mlp.up_proj.weight": (10, 18), "model.layers.0.mlp.up_proj.weight_scale_inv": (1, 1)}
+    with pytest.raises(InconsistentCheckpoint, match="quantised") as error:
+        mapping(by_name("deepseek_v3"), "hf", "paddle", shapes, config_of("deepseek_v3"))
+    assert error.value.code == "E1377"
+
+
+def test_no_such_dialect() -> None:
+    with pytest.raises(UsageError, match="no dialect 'pdle'") as error:
+        ernie("hf", "pdle", HUB, CONFIG)
+    assert error.value.code == "E1231" and "did you mean paddle" in (error.value.hint or "")
+
+
+def test_no_rule_in_the_target() -> None:
+    config = config_of("glm4_moe")
+    family = by_name("glm4_moe")
+    lame = type(family)("lame", (), (), family.axes, family.hub, {"small": "model.norm.weight : h"})
+    with pytest.raises(InconsistentCheckpoint, match="no rule for it") as error:
+        mapping(lame, "hf", "small", {"model.norm.weight": (18,), "lm_head.weight": (22, 18)}, config)
+    assert error.value.code == "E1374" and error.value.key == "lm_head.weight"
+
+
+def test_a_large_model_takes_moments() -> None:
+    """8,000 tensors: far below a second; 671B (48,000) takes some 2."""
+    config = config_of("deepseek_v3", num_hidden_layers=20, n_routed_experts=128)
+    shapes = hub_shapes("deepseek_v3", config)
+    start = time.process_time()
+    made = mapping(by_name("deepseek_v3"), "hf", "paddle", shapes, config).made
+    assert len(made) == len(shapes) > 7000
+    assert time.process_time() - start < 3
