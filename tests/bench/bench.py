@@ -112,6 +112,12 @@ JOBS = (
         ("same-hf", "{hf}", "{out}"),
         (Peer("from_pretrained, save_pretrained", ("transformers", "{src}", "{out}", "{shard}"), ("same-hf", "{hf}", "{out}")),),
     ),
+    Job(
+        "transposed Linear weights", "transposed",
+        ("convert", "{src}", "{out}", "--to", "safetensors", "--max-shard-size", "{shard}"),
+        ("same-hf", "{hf}", "{out}"),
+        (Peer("torch.load, contiguous, save_file", ("contiguous", "{src}", "{out}"), ("same-hf", "{hf}", "{out}")),),
+    ),
 )  # fmt: skip
 
 
@@ -152,6 +158,8 @@ class Sources:
             return [[*convert, str(self.path("hf")), str(out), "--to", "dcp", "--dp", "4"]]
         if name == "hf_shards":
             return [[*peer, "build-hf-shards", str(self.path("hf")), str(out)]]
+        if name == "transposed":
+            return [[*peer, "build-transposed", str(self.path("hf")), str(out)]]
         raise KeyError(name)
 
     def fill(self, arguments: tuple[str, ...], job: Job, out: Path) -> list[str]:

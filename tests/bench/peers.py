@@ -6,10 +6,12 @@
     python tests/bench/peers.py dcp-to-safetensors SRC OUT
     python tests/bench/peers.py consolidate SRC OUT        consolidate_safetensors_files
     python tests/bench/peers.py transformers SRC OUT SIZE  from_pretrained, save_pretrained
+    python tests/bench/peers.py contiguous SRC OUT         torch.load, contiguous(), save_file
 
 and what the benchmark needs from the real libraries: a source that only they write, and judges that are not ours:
 
     python tests/bench/peers.py build-hf-shards SRC OUT    4 gloo ranks, HuggingFaceStorageWriter, FSDP2's cut
+    python tests/bench/peers.py build-transposed SRC OUT   a torch file whose matrices are stored as (inputs, outputs)
     python tests/bench/peers.py same-hf A B                two safetensors folders hold the same bytes
     python tests/bench/peers.py same-tp HF OUT N           N rank files are the torch.chunk of the whole tensors
     python tests/bench/peers.py same-dcp TRAINING OUT      torch.distributed.checkpoint loads OUT: the values are TRAINING's
@@ -119,7 +121,24 @@ def transformers(src: str, out: str, size: str) -> None:
     model.save_pretrained(out, max_shard_size=size)
 
 
+def contiguous(src: str, out: str) -> None:
+    """The script that everyone writes to turn the Linear weights of one system into another's."""
+    state = torch.load(src, weights_only=True)
+    os.makedirs(out)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, f"{out}/model.safetensors")
+
+
 # -- sources ----------------------------------------------------------------------------------------------------------
+
+
+def build_transposed(src: str, out: str) -> None:
+    """Linear weights as Paddle, TensorFlow and GPT-2's Conv1D lay them out, seen through `t()`. Of the old kind of torch
+    file, which has no checksums of its arrays, as the files of those systems have none."""
+    state = {}
+    for name, tensor in _read(src):
+        turned = tensor.dim() == 2 and "embed_tokens" not in name
+        state[name] = tensor.t().contiguous().t() if turned else tensor
+    torch.save(state, out, _use_new_zipfile_serialization=False)
 
 
 def build_hf_shards(src: str, out: str, world: str = "4") -> None:
@@ -259,7 +278,7 @@ def _model(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 COMMANDS = {
     "cat": cat, "dcp-to-torch": dcp_to_torch, "dcp-to-dcp": dcp_to_dcp, "dcp-to-safetensors": dcp_to_safetensors,
-    "consolidate": consolidate, "transformers": transformers, "build-hf-shards": build_hf_shards, "same-hf": same_hf,
+    "consolidate": consolidate, "transformers": transformers, "build-hf-shards": build_hf_shards, "build-transposed": build_transposed, "contiguous": contiguous, "same-hf": same_hf,
     "same-tp": same_tp, "same-dcp": same_dcp, "same-torch": same_torch,
 }  # fmt: skip
 
