@@ -2,7 +2,7 @@
 
 Names hold values as in any small language: the source's tensors at first; a step reads names and assigns others, a name
 may be assigned again once its value has been read. At the end the outputs are those of the destination where it is known,
-else every value that nothing has read, and `x` of `x -> x` where others merely rename it (`x -> head`).
+else every value that nothing has read, and a source `x` of `x -> x` where others merely rename it (`x -> head`).
 
 Each element of the source must reach one place: what is overwritten, never read, cut away or read twice is a fault, unless
 a statement drops it in words. A whole tensor may be read several times (`embed -> head` for tied weights). What it does
@@ -37,7 +37,8 @@ class Run:
         self.dropped: dict[str, tuple[int, Value]] = {}
         self.unfilled: dict[str, int] = {}
         self.buried: dict[str, int] = {}  # sources that were assigned before anything read them: by which statement
-        self.stated: set[str] = set()  # names that are said to stay, `x -> x`, and are only renamed afterwards
+        # the source's names that are said to stay, `x -> x`, and are only renamed afterwards
+        self.stated: set[str] = set()
 
     def steps(self, steps: Iterable[Step]) -> None:
         """Carry them out in order. Faults: E1215 to E1219, E1221."""
@@ -59,7 +60,7 @@ class Run:
                     self._assign(name, value, step.number)
                 if step.kind != "rename":
                     self.stated.difference_update(step.left)
-                elif step.left == step.right:
+                elif step.left == step.right and step.left[0] in self.shapes:
                     self.stated.update(step.right)
 
     def _read(self, name: str, number: int) -> Value | None:

@@ -166,6 +166,8 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
         else:
             items.append((name, None))
             at += 1
+        if len(items) > MAX_NAMES:
+            raise UsageError(f"more than {MAX_NAMES} names on one side", code="E1206")
         if rest[at][0] == "end":
             return items
         if rest[at][1] != ",":
@@ -206,8 +208,9 @@ def _parted(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...],
 
 def _value(name: str, value: int | str) -> int | str:
     if name not in (*_NUMBERS, *_TEXTS):
-        raise UsageError(f"{name} is no attribute", code="E1203",
-                         hint=near_misses(name, (*_NUMBERS, *_TEXTS)) or f"there are {', '.join((*_NUMBERS, *_TEXTS))}")  # fmt: skip
+        near = "reshape= came after PaddlePaddle 3.3.1 and is not built" if name == "reshape" else ""
+        near = near or near_misses(name, (*_NUMBERS, *_TEXTS)) or f"there are {', '.join((*_NUMBERS, *_TEXTS))}"
+        raise UsageError(f"{name} is no attribute", code="E1203", hint=near)
     if name in _NUMBERS and isinstance(value, str):
         raise UsageError(f"{name}='{value}': want a number without quotes", code="E1204")
     if name in _TEXTS and not isinstance(value, str):

@@ -338,14 +338,14 @@ def test_thousands_of_experts_cost_seconds_at_most() -> None:
     shapes = {
         f"layers.{i}.experts.{e}.{x}.w": (4, 6) for i in range(20) for e in range(128) for x in ("gate", "up", "down")
     }
-    start = time.perf_counter()
+    start = time.process_time()
     mapped = compile_aoa([
         "layers.$LAYER_ID.experts.$EXPERT_ID.gate.w^T, layers.$LAYER_ID.experts.$EXPERT_ID.up.w^T"
         " -> l.$LAYER_ID.e.$EXPERT_ID.gu, fused_ffn",
         "layers.$LAYER_ID.experts.$EXPERT_ID.down.w^T -> l.$LAYER_ID.e.$EXPERT_ID.down",
     ], shapes)  # fmt: skip
     assert len(mapped.made) == 2 * 20 * 128
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------
