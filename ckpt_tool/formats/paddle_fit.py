@@ -77,33 +77,20 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
         if row.key.name in (first, last) and row.key.state not in (MODEL, EXTRAS):
             held.setdefault(row.key.state, {})[row.key.name] = (index, row)
     out: Rows = []
-    gone: list[LogicalTensor] = []
-    copied = renamed = 0
     for index, row in rows:
         own = held.get(row.key.state, {}) if row.key.name in (first, last) and row.key.state != MODEL else {}
-        if not own:
+        if not own or apart or row.key.name == first:
             out.append((index, row))
-            continue
-        if apart:
-            out.append((index, row))
-            if len(own) == 1:
-                other = last if row.key.name == first else first
-                out.append((index, replace(row, key=TensorKey(other, row.key.state), path=())))
-                copied += 1
-        elif row.key.name == first:
-            out.append((index, row))
-        elif len(own) == 1:
+        if apart and len(own) == 1:
+            other = last if row.key.name == first else first
+            out.append((index, replace(row, key=TensorKey(other, row.key.state), path=())))
+            dropped.append(_made(f"of the tied {first} it stands on the first and on the last stage", row.key.state))
+        elif own and not apart and row.key.name == last and len(own) == 1:
             out.append((index, replace(row, key=TensorKey(first, row.key.state), path=())))
-            renamed += 1
-        else:
-            gone.append(row)
-    if gone:
-        entry = _made(f"{last} is tied to {first}: Paddle keeps its states once")
-        dropped.append(entry | {"state": gone[0].key.state, "tensors": len(gone), "bytes": sum(t.nbytes for t in gone)})
-    if copied:
-        dropped.append(_made(f"{copied} states of the tied {first} stand on the first and on the last stage"))
-    if renamed:
-        dropped.append(_made(f"{renamed} states of {last} stand under {first}, to which it is tied"))
+            dropped.append(_made(f"of {last} it stands under {first}, to which it is tied", row.key.state))
+        elif own and not apart and row.key.name == last:
+            reason = f"{last} is tied to {first}: Paddle keeps it once"
+            dropped.append(_made(reason, row.key.state) | {"tensors": 1, "bytes": row.nbytes})
     return out
 
 
@@ -125,5 +112,5 @@ def with_weights(
     return made + rows
 
 
-def _made(reason: str) -> dict[str, Any]:
-    return {"state": MODEL, "tensors": 0, "bytes": 0, "reason": reason}
+def _made(reason: str, state: str = MODEL) -> dict[str, Any]:
+    return {"state": state, "tensors": 0, "bytes": 0, "reason": reason}

@@ -100,7 +100,10 @@ class Laid:
         self._by_stage: list[list[Parameter]] = [[] for _ in range(degrees.pp)]
         for parameter in parameters.values():
             for stage in parameter.stages:
-                self._by_stage[stage].append(parameter)
+                first = (
+                    parameter.alias is not None and degrees.pp > 1
+                )  # a pipeline makes shared layers before all others
+                self._by_stage[stage].insert(0 if first else len(self._by_stage[stage]), parameter)
         self._blocks = lru_cache(maxsize=None)(self._make_blocks)
         self._owners = lru_cache(maxsize=None)(self._make_owners)
 

@@ -281,7 +281,7 @@ class _Writing:
             if number is not None and self._number(MASTER, parameter) is None:
                 name = static[parameter.name]
                 state[parameter.name] = Named(name, self._array(composer, Share(block, None), number))
-        return composer.file(f"ema{self._suffix(rank, shard=True)}.pdopt", {**state, MASTER_WEIGHTS: masters}, None)
+        return composer.file(f"ema{self._suffix(rank, shard=True)}.pdopt", {MASTER_WEIGHTS: masters, **state}, None)
 
     # -- the rest ----------------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,8 @@ class _Writing:
         """[shape, dtype, is_distributed, no_sync], as Paddle notes them."""
         expert = block.parameter.expert is not None
         no_sync = expert and not self.laid.by_tensor
-        return [list(block.shape), _CODES[block.parameter.dtype.name], block.cut.dim is not None or expert, no_sync]
+        apart = block.cut.dim is not None or expert or block.parameter.name.endswith(".e_score_correction_bias")
+        return [list(block.shape), _CODES[block.parameter.dtype.name], apart, no_sync]
 
     def _extras(self) -> list[TargetFile]:
         """Files of plain values and of tensors that are no parameter's."""

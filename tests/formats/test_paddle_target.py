@@ -168,6 +168,33 @@ def test_every_rank_holds_what_numpy_cuts_for_it(tmp_path_factory: Any, drawn: t
     check_back(folder, model, wanted.options["config"])
 
 
+@pytest.mark.parametrize("version", ["v1", "v2", ""])
+@pytest.mark.parametrize("kind", ["ernie", "moe"])
+def test_an_average_lies_as_its_master_and_whole_where_there_is_none(tmp_path: Path, kind: str, version: str) -> None:
+    model = pm.model_of(kind, 2, 4, True)
+    for state, name in list(model.arrays):
+        if state == "model":
+            model.arrays["ema", name] = pm.ramp(500_000 + len(model.arrays), model.arrays["model", name].shape, False)
+    job = pm.Job(tp=2, ep=4 if kind == "moe" and version else 1, sharding=2 if version else 1, version=version or "v1")
+    wanted = wanted_of(model, job)
+    lay_down(paddle_target(wanted), wanted, model, tmp_path)
+    seen: dict[str, int] = {}
+    for at in pm.places(job):
+        static = statics_of(tmp_path, job, at)
+        expected = {name: array for (state, name), array in pm.states(model, job, at).items() if state == "master"}
+        got = stored(tmp_path, f"ema{tokens(job, at)}.pdopt")
+        assert {path[1] for path in got if path[0] == "master_weights"} == {static[name] for name in expected}
+        for path, array in got.items():
+            if path[0] == "master_weights":
+                assert array.size == next(a.size for n, a in expected.items() if static[n] == path[1])
+            else:
+                assert path[0].endswith("mlp.gate.weight")
+                seen[path[0]] = seen.get(path[0], 0) + 1
+                np.testing.assert_array_equal(array, pm.cut(path[0], model.arrays["ema", path[0]], job, at.tp))
+    assert set(seen.values()) <= {job.tp}
+    check_back(tmp_path, model, wanted.options["config"])
+
+
 def test_a_stage_names_its_parameters_after_its_own_counters(tmp_path: Path) -> None:
     model, job = pm.model_of("llama", 2, 0, True), pm.Job(pp=2)
     wanted = wanted_of(model, job)
