@@ -58,7 +58,9 @@ from ckpt_tool.storage.strict_json import parse
 
 TWICE = "E1339"
 CONFIG_LIMIT = 16 << 20  # bytes
-_JOB = re.compile(r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|static_name_to_dyg_name\.json")
+_JOB = re.compile(
+    r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|static_name_to_dyg_name\.json|model_meta\.json"
+)
 _ALL = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64", "C128", "F8_E4M3",
         "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")  # fmt: skip
 

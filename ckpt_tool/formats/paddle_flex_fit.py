@@ -66,10 +66,9 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
             fresh = [key for key in keys if key not in have]
             have.update(fresh)
             made += [(index, replace(row, key=key, path=())) for key in fresh]
-    if made:
+    for state in dict.fromkeys(row.key.state for _, row in made):
         dropped.append({
-            "state": made[0][1].key.state, "tensors": 0, "bytes": 0,
-            "reason": f"{len(made)} states of {' and '.join(pair)}, which are tied, stand under {' and '.join(asked)} too: "
-            "Paddle asks for them there",
+            "state": state, "tensors": 0, "bytes": 0,
+            "reason": f"{' and '.join(pair)} are tied: its {state} stands under {' and '.join(asked)}, where Paddle asks for it",
         })  # fmt: skip
     return rows + made
