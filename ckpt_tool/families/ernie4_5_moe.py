@@ -16,7 +16,7 @@ FAMILY = Family(
         lm_head.bias : v
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
-        model.mtp_linear_proj.{n}.weight : h w
+        model.mtp_linear_proj.{n}.<weight|bias> : h w, h
         model.[layers.{i}|mtp_block.{n}].<input|post_attention>_layernorm.weight : h
         model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
         model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
@@ -34,7 +34,7 @@ FAMILY = Family(
             [model.embed_tokens|lm_head].weight : v h
             lm_head.bias : v
             model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
-            model.mtp_linear_proj.{n}.weight : w h = : h w
+            model.mtp_linear_proj.{n}.<weight|bias> : w h, h = : h w, h
             model.[layers.{i}|mtp_block.{n}].<input|post_attention>_layernorm.weight : h
             model.[layers.{i}|mtp_block.{n}].self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
                 = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
