@@ -76,7 +76,9 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
         return None
     if any(_FLEX.fullmatch(path) for path in paths):
         return None
-    weights = [name for name in names if name.endswith(SUFFIX) and not name.startswith(("adapter_model", "ckpt_extras."))]
+    weights = [
+        name for name in names if name.endswith(SUFFIX) and not name.startswith(("adapter_model", "ckpt_extras."))
+    ]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("adapter_model")]
     if weights and all(_FLEX_DATA.fullmatch(name) for name in weights):
         return None
