@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.dequantized import dequantized
 from ckpt_tool.commands.groups import without_removed
 from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
@@ -24,8 +25,14 @@ from ckpt_tool.plan.moves import Stored
 
 def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
     """The same checkpoint, every state of it, for other parallel degrees. Degrees left out keep the source's value."""
+    if writing.aoa or writing.dialect not in (None, "keep"):
+        option = "--aoa" if writing.aoa else "--dialect"
+        raise UsageError(
+            f"reshard keeps names: {option} changes them", code="E0264",
+            hint="ckpt convert takes the degrees too, so one hop is enough",
+        )  # fmt: skip
     opened = open_source(src, reading)
-    chosen = choose(opened, reading, writing, inherits=True)
+    chosen = dequantized(choose(opened, reading, writing, inherits=True), writing)
     return write(chosen, dst, writing, progress, to=writing.to or opened.catalog.format)
 
 
@@ -34,11 +41,8 @@ def convert(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     if writing.to is None:
         raise UsageError("convert needs --to FORMAT", code="E0263", hint="such as --to safetensors")
     opened = open_source(src, reading)
-    if writing.dequantize:
-        raise UsageError(
-            "this build has no --dequantize yet", code="E0264", hint="quantised tensors are moved as they are"
-        )
-    chosen = under_other_names(choose(opened, reading, writing), reading, writing, registry.by_name(writing.to))
+    chosen = dequantized(choose(opened, reading, writing), writing)
+    chosen = under_other_names(chosen, reading, writing, registry.by_name(writing.to))
     return write(chosen, dst, writing, progress, to=writing.to)
 
 
