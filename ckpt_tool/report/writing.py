@@ -90,8 +90,12 @@ def _warnings(document: Document, *, everything: bool, notes: bool = True) -> li
     if removed:
         blocks.append(_removed(document, removed, everything=everything))
     dropped = document.get("dropped") or ()
-    if dropped:
-        blocks.append(_listed("left behind", [_dropped(entry) for entry in dropped], "entry", everything))
+    gone = [entry for entry in dropped if entry.get("tensors") or entry.get("bytes") or entry.get("names")]
+    if gone:
+        blocks.append(_listed("left behind", [_dropped(entry) for entry in gone], "entry", everything))
+    told = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
+    if told:
+        blocks.append(_listed("made anew", told, "entry", everything))
     if notes and document.get("notes"):
         blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
     return blocks
