@@ -39,23 +39,30 @@ NLP_HEAD = """
 
 
 class Variant(NamedTuple):
-    """A dialect told by another one, or by a table.
+    """A dialect told by another one, or by a table, in this order:
 
-    of: the other dialect's name, or a table. root: in place of `model.`. over: rules that come first and instead of those
-    of their names. swap: in the table's text `swap[1]` for `swap[0]`. like_hub: only names that the hub lacks are laid out
-    as in `of`. inner: where `inner[1]` holds of a layer, its `inner[2:]` lie one level down, under `inner[0]`.
+    of: the other dialect's name, or a table. swap: `swap[1]` for `swap[0]` in the text of that table. root: in place of
+    `model.`. over: rules that come first and instead of those of their names. inner: where `inner[1]` holds of a layer, its
+    `inner[2:]` lie one level down, under `inner[0]`. apart: what is fused may also lie apart, under the hub's names, turned.
+    like_hub: names that the hub has are laid out as in the hub.
     """
 
     of: str
     root: str = "model."
     over: str = ""
     swap: tuple[str, str] = ("", "")
-    like_hub: bool = False
     inner: tuple[str, ...] = ()
+    apart: bool = False
+    like_hub: bool = False
 
-    def table(self, text: str, hub: Table) -> Table:
-        """The dialect, `text` being the table of `of`."""
-        table = table_of(text.replace(*self.swap) if self.swap[0] else text, root=self.root, over=self.over)
+    def changed(self, table: Table, hub: Table) -> Table:
+        """The table of `of` as that of this dialect."""
+        if self.root != "model.":
+            table = table.under(self.root)
+        if self.over:
+            table = table_of(self.over).over(table)
+        if self.apart:
+            table = table.apart()
         if self.inner:
             level, condition, *modules = self.inner
             table = table.within(level, condition, modules)
@@ -94,10 +101,11 @@ def _table(family: Family, dialect: str) -> Table:
             f"family {family.name} has no dialect {dialect!r}", code="E1231",
             hint=f"it has {', '.join(family.known_dialects)}; {near_misses(dialect, family.known_dialects)}".rstrip("; "),
         )  # fmt: skip
-    told = family.dialects[dialect]
+    return _told(family, family.dialects[dialect], ("", ""))
+
+
+def _told(family: Family, told: str | Variant, swap: tuple[str, str]) -> Table:
     if isinstance(told, str):
-        return table_of(told)
+        return table_of(told.replace(*swap) if swap[0] else told)
     of = told.of if "\n" in told.of else family.dialects[told.of]
-    if not isinstance(of, str):
-        raise UsageError(f"{family.name}: {dialect!r} is a variant of a variant", code="E1234")
-    return told.table(of, family.table(HUB))
+    return told.changed(_told(family, of, told.swap if told.swap[0] else swap), family.table(HUB))

@@ -29,7 +29,7 @@ FAMILY = Family(
         model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
     """,
     dialects={
-        "paddle": """
+        "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             lm_head.bias : v
             model.norm.weight : h
@@ -42,7 +42,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f
             model.layers.{i}.mlp.down_proj.weight : f h = : h f
             model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
-        """,
+        """),
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
         "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),

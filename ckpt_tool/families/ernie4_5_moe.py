@@ -30,7 +30,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.bias : s, s, h
     """,
     dialects={
-        "paddle": """
+        "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             lm_head.bias : v
             model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
@@ -52,7 +52,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.shared_experts.up_gate_proj.bias : ((1 + 1) s) = ..<gate|up>_proj.bias : s
             model.layers.{i}.mlp.shared_experts.down_proj.weight : s h = : h s
             model.layers.{i}.mlp.shared_experts.down_proj.bias : h
-        """,
+        """),
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
         "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),

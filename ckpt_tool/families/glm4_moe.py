@@ -32,7 +32,7 @@ FAMILY = Family(
     """,
     dialects={
         "paddle": Variant(
-            inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",
+            apart=True, inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",
                    "input_layernorm", "post_attention_layernorm"),
             of="""
             [model.embed_tokens|lm_head].weight : v h

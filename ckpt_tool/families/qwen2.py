@@ -22,7 +22,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
     dialects={
-        "paddle": """
+        "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -33,15 +33,9 @@ FAMILY = Family(
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
             model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
             model.layers.{i}.mlp.down_proj.weight : f h = : h f
-        """,
-        "paddle-hf": Variant("paddle", like_hub=True),
-        "paddle-nlp": Variant("paddle", root="qwen2.", over=NLP_HEAD + """
-            qwen2.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d)
-                = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            qwen2.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-                = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-            qwen2.layers.{i}.mlp.<gate|up>_proj.weight : h f
-                = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+            model.layers.{i}.mlp.gate_up_fused_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h  # PaddleNLP
         """),
+        "paddle-hf": Variant("paddle", like_hub=True),
+        "paddle-nlp": Variant("paddle", root="qwen2.", over=NLP_HEAD),
     },
 )

@@ -26,7 +26,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
     """,
     dialects={
-        "paddle": """
+        "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -42,19 +42,8 @@ FAMILY = Family(
             model.layers.{i}.mlp.shared_expert.up_gate_proj.weight : h ((1 + 1) s) = ..<gate|up>_proj.weight : s h
             model.layers.{i}.mlp.shared_expert.down_proj.weight : s h = : h s
             model.layers.{i}.mlp.shared_expert_gate.weight : h 1 = : 1 h
-        """,
-        "paddle-hf": Variant("paddle", like_hub=True),
-        "paddle-nlp": Variant("paddle", root="qwen2_moe.", over=NLP_HEAD + """
-            qwen2_moe.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d)
-                = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            qwen2_moe.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-                = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-            qwen2_moe.layers.{i}.mlp.<gate|up>_proj.weight : h f
-                = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
-            qwen2_moe.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : h m
-                = model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : m h
-            qwen2_moe.layers.{i}.mlp.shared_expert.<gate|up>_proj.weight : h s
-                = model.layers.{i}.mlp.shared_expert.<gate|up>_proj.weight : s h
         """),
+        "paddle-hf": Variant("paddle", like_hub=True),
+        "paddle-nlp": Variant("paddle", root="qwen2_moe.", over=NLP_HEAD),
     },
 )

@@ -23,7 +23,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
     dialects={
-        "paddle": """
+        "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -35,7 +35,7 @@ FAMILY = Family(
             model.layers.{i}.self_attn.o_proj.bias : h
             model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
             model.layers.{i}.mlp.down_proj.weight : f h = : h f
-        """,
+        """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },
 )

@@ -26,7 +26,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
     """,
     dialects={
-        "paddle": """
+        "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -41,7 +41,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.gate.weight : h e = : e h
             model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
-        """,
+        """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },
 )

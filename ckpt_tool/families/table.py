@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ckpt_tool.algebra.equation import Alias, Equation, rules
 from ckpt_tool.algebra.expression import expression
-from ckpt_tool.algebra.term import Name, Term
+from ckpt_tool.algebra.pattern import Pattern, pattern
+from ckpt_tool.algebra.term import Term
 from ckpt_tool.errors import UsageError
 
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a whole part between dots, as `%d` would print it
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
+_LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])model\.")
 
 
@@ -68,37 +70,52 @@ class Table:
         own = [rule for rule in self.rules if not any(term.name and term.name.form in hub.left for term in rule.left)]
         return Table((*own, *hub.rules), ())
 
+    def under(self, root: str) -> Table:
+        """The same with `root` in place of `model.` in the dialect's names."""
+        return Table(tuple(_named(rule, lambda name: _ROOT.sub(root, name)) for rule in self.rules), self.aliases)
+
+    def over(self, other: Table) -> Table:
+        """This table's rules, then those of `other` that name no tensor of this one."""
+        kept = []
+        for rule in other.rules:
+            names = [term.name.form for term in rule.left if term.name]
+            lost = [name for name in names if name not in self.left]
+            if lost and len(lost) < len(names):
+                raise UsageError(
+                    f"a rule is replaced in part: {', '.join(lost)} has none left", code="E1234",
+                    place=f"in the rule `{rule.text}`", hint="write `[a|b]`, which is two rules, for `<a|b>`",
+                )  # fmt: skip
+            if lost:
+                kept.append(rule)
+        return Table((*self.rules, *kept), (*self.aliases, *other.aliases))
+
+    def apart(self) -> Table:
+        """The same, and last what is fused in it under the hub's names, matrices turned: a second spelling."""
+        more, known = [], set(self.left)
+        for rule in self.rules:
+            if len(rule.left) == 1 < len(rule.right) and rule.condition is None:
+                left = tuple(replace(term, pattern=_turned(term.pattern)) for term in rule.right)
+                names = {term.name.form for term in left if term.name}
+                if not names & known:
+                    more.append(replace(rule, left=left, text=f"{rule.text} (apart)"))
+                    known |= names
+        return Table((*self.rules, *more), self.aliases)
+
     def within(self, level: str, condition: str, modules: Iterable[str]) -> Table:
         """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition holds."""
         nested = []
         for rule in self.rules:
             names = [term.name for term in rule.left if term.name]
             if any(f"layers.%d.{module}." in name.form for module in modules for name in names):
-                left = tuple(replace(term, name=_below(term.name, level)) if term.name else term for term in rule.left)
                 text = f"{rule.text} (in {level})"
-                nested.append(replace(rule, left=left, condition=expression(condition), text=text))
+                below = _named(rule, lambda name: _LAYER.sub(rf"\g<0>{level}.", name, count=1))
+                nested.append(replace(below, condition=expression(condition), text=text))
         return Table((*nested, *self.rules), self.aliases)
 
 
-def table_of(text: str, *, root: str = "model.", over: str = "") -> Table:
-    """Parse a table. `root` takes the place of `model.` in the dialect's names; the rules of `over`, whose names are final,
-    come first and replace those that name a tensor of theirs.
-
-    Raises UsageError: E0220-E0235 and E1234, a rule that can't be read.
-    """
-    first = rules(_stated(over))
-    known = _spots(rule.left for rule in first if isinstance(rule, Equation))
-    found = [*first]
-    for rule in rules(_stated(text)):
-        rule = _rooted(rule, root)
-        names = [term.name.form for term in rule.left if term.name] if isinstance(rule, Equation) else []
-        if not any(name in known for name in names):
-            found.append(rule)
-        elif not all(name in known for name in names):
-            raise UsageError(
-                f"a rule is replaced in part: {', '.join(name for name in names if name not in known)} has none left",
-                code="E1234", place=f"in the rule `{rule.text}`", hint="write `[a|b]`, which is two rules, for `<a|b>`",
-            )  # fmt: skip
+def table_of(text: str) -> Table:
+    """Parse a table. Raises UsageError (E0220-E0235, E1234) for a rule that can't be read."""
+    found = rules(_stated(text))
     for rule in found:
         for term in (*rule.left, *rule.right) if isinstance(rule, Equation) else ():
             if term.name and (not term.name.plain or _NUMBER.search(term.name.text)):
@@ -106,10 +123,8 @@ def table_of(text: str, *, root: str = "model.", over: str = "") -> Table:
                     f"`{term.name.text}`: the indices of a family's names are plain axes, between dots", code="E1234",
                     place=f"in the rule `{rule.text}`", hint="write `layers.{i}.w`, and conditions after `if`",
                 )  # fmt: skip
-    return Table(
-        tuple(rule for rule in found if isinstance(rule, Equation)),
-        tuple(rule for rule in found if isinstance(rule, Alias)),
-    )
+    equations = tuple(rule for rule in found if isinstance(rule, Equation))
+    return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)))
 
 
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
@@ -161,17 +176,23 @@ def _spots(sides: Iterable[tuple[Term, ...]]) -> dict[str, tuple[Spot, ...]]:
     return {form: tuple(spots) for form, spots in found.items()}
 
 
-def _rooted(rule: Equation | Alias, root: str) -> Equation | Alias:
-    if root == "model." or isinstance(rule, Alias):
-        return rule
-    left = tuple(replace(term, name=_moved(term.name, root)) if term.name else term for term in rule.left)
+def _named(rule: Equation, change: Callable[[str], str]) -> Equation:
+    """The rule with its dialect's names changed."""
+    left = tuple(
+        replace(term, name=replace(term.name, text=change(term.name.text), form=change(term.name.form)))
+        if term.name else term for term in rule.left
+    )  # fmt: skip
     return replace(rule, left=left)
 
 
-def _moved(name: Name, root: str) -> Name:
-    return replace(name, text=_ROOT.sub(root, name.text), form=_ROOT.sub(root, name.form))
-
-
-def _below(name: Name, level: str) -> Name:
-    text, form = (re.sub(r"(layers\.[^.]*\.)", rf"\g<1>{level}.", each, count=1) for each in (name.text, name.form))
-    return replace(name, text=text, form=form)
+def _turned(dims: Pattern) -> Pattern:
+    """The pattern of the transposed tensor."""
+    words = re.findall(r"[()]|[^()\s]+", dims.text)
+    found: list[list[str]] = []
+    depth = 0
+    for word in words:
+        if depth == 0:
+            found.append([])
+        depth += (word == "(") - (word == ")")
+        found[-1].append(word)
+    return pattern(" ".join(" ".join(dim) for dim in reversed(found)))

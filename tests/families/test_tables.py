@@ -131,6 +131,19 @@ def test_paddle_equals_what_numpy_makes_of_the_hub(name: str, seed: int) -> None
         np.testing.assert_array_equal(got[key], array, err_msg=key)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "ernie4_5", "ernie4_5_moe", "glm4_moe"])
+def test_what_is_fused_today_is_read_apart_too(name: str) -> None:
+    """PaddleFormers 0.4 and PaddleNLP hold q, k, v, gate and up each in a tensor: the hub's names, matrices turned."""
+    config = random_config(name, 7)
+    hub = counted(hub_shapes(name, config))
+    kept = ("embed_tokens", "lm_head", "e_score", *(["mlp.gate.weight"] if name == "glm4_moe" else []))
+    apart = {key: array if any(part in key for part in kept) else array.T for key, array in hub.items()}
+    got = moved(mapping(by_name(name), "paddle", "hf", {k: a.shape for k, a in apart.items()}, config), apart)
+    assert got.keys() == hub.keys()
+    for key, array in hub.items():
+        np.testing.assert_array_equal(got[key], array, err_msg=key)
+
+
 def test_dialects_meet_without_the_hub() -> None:
     """Grouped to contiguous: heads regrouped in one step, no transposition."""
     config = config_of("ernie4_5")
