@@ -90,7 +90,7 @@ def compile_aoa(
         Made(name, outputs[name].shape, pieces_of(name, outputs[name], shapes), outputs[name].dtype) for name in names
     ]
     used = {piece.source for value in outputs.values() for piece in value.slices}
-    dropped = {piece.source for _, value in run.dropped.values() for piece in value.slices} - used
+    dropped = {piece.source for value in run.left_out for piece in value.slices} - used
     return Mapped(tuple(made), tuple(name for name in shapes if name in dropped), tuple(run.unfilled))
 
 

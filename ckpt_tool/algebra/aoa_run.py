@@ -34,7 +34,8 @@ class Run:
         self.values: dict[str, Value | None] = {name: whole(name, shape) for name, shape in shapes.items()}
         self.maker: dict[str, int] = {}  # assigned names: the statement that made their value
         self.reader: dict[str, int] = {}  # names whose value has been read: the statement that did first
-        self.dropped: dict[str, tuple[int, Value]] = {}
+        self.dropped: dict[str, int] = {}  # names: the statement that drops them
+        self.left_out: list[Value] = []  # what they held
         self.unfilled: dict[str, int] = {}
         self.buried: dict[str, int] = {}  # sources that were assigned before anything read them: by which statement
         # the source's names that are said to stay, `x -> x`, and are only renamed afterwards
@@ -69,14 +70,14 @@ class Run:
                 gone = self.dropped.get(name)
                 near = self.faults.near(name, self.values)
                 self.faults.add("E1218", number, f"`{shown(name)}` is read, but nothing has made it",
-                                f"statement {gone[0]} drops it" if gone else near)  # fmt: skip
+                                f"statement {gone} drops it" if gone else near)  # fmt: skip
             self.values[name] = None
         self.reader.setdefault(name, number)
         return self.values[name]
 
     def _assign(self, name: str, value: Value | None, number: int) -> None:
         if name in self.unfilled:
-            self._contradiction(name, number, self.unfilled[name])
+            self._contradiction(name, self.unfilled[name], number)
         if name in self.values and name not in self.reader:
             if name not in self.maker:
                 self.buried[name] = number
@@ -101,19 +102,20 @@ class Run:
         self.reader.pop(name, None)
         self.maker.pop(name, None)
         if value is not None:
-            self.dropped[name] = (step.number, value)
+            self.dropped[name] = step.number
+            self.left_out.append(value)
 
     def _add(self, step: Step) -> None:
         (name,) = step.right
         if name in self.values:
-            self._contradiction(name, self.maker.get(name, 0) or step.number, step.number)
+            self._contradiction(name, step.number, self.maker.get(name, 0))
         self.unfilled[name] = step.number
 
-    def _contradiction(self, name: str, number: int, adder: int) -> None:
-        what = "makes it" if number != adder else "is to leave it empty, but the source has it"
-        self.faults.add("E1221", number, f"statement {adder} says that `{name}` has no source"
-                        + (f", statement {number} {what}" if number != adder else ", but the source has it"),
-                        "leave one of the two out")  # fmt: skip
+    def _contradiction(self, name: str, adder: int, maker: int) -> None:
+        """`_ -> name` of statement `adder`; `maker` makes it, 0 the source has it."""
+        what = f"statement {maker} makes it" if maker else "the source has it"
+        self.faults.add("E1221", max(adder, maker), f"statement {adder} says that `{name}` has no source, but {what}",
+                        "leave one of the two out" if maker else f"drop it first: `{name} -> _`")  # fmt: skip
 
     def outputs(self, wanted: Mapping[str, Shape | None] | None) -> dict[str, Value]:
         """The output tensors by name. Faults: E1219 to E1224."""
@@ -135,7 +137,7 @@ class Run:
                 continue
             if value is None:
                 gone = self.dropped.get(name)
-                hint = f"statement {gone[0]} drops it" if gone else self.faults.near(name, self.values)
+                hint = f"statement {gone} drops it" if gone else self.faults.near(name, self.values)
                 self.faults.add("E1220", 0, f"the destination's `{name}` is made of nothing",
                                 hint or f"`_ -> {name}` states that it has no source")  # fmt: skip
                 continue
@@ -143,6 +145,10 @@ class Run:
                 self.faults.add("E1224", self.maker.get(name, 0), f"`{name}` comes out as {list(value.shape)}, the destination"
                                 f" has {list(shape)}", "is a transpose or an axis wrong?")  # fmt: skip
             found[name] = value
+        for name, number in self.unfilled.items():
+            if name not in wanted:
+                self.faults.add("E1222", number, f"`{name}` has no source, and the destination has none of that name",
+                                self.faults.near(name, wanted))  # fmt: skip
         for name, value in self.values.items():
             if name in wanted or name in self.reader or value is None or name.startswith(TEMPORARY):
                 continue
@@ -165,7 +171,7 @@ class Run:
             for piece in value.slices:
                 used[piece.source].setdefault(output, []).append(piece)
         left_out: dict[str, int] = {}
-        for _, value in self.dropped.values():
+        for value in self.left_out:
             for piece in value.slices:
                 left_out[piece.source] = left_out.get(piece.source, 0) + prod(piece.shape)
         doubtful = self.doubtful or bool(self.faults.found)

@@ -306,6 +306,10 @@ def test_casts_are_told() -> None:
 def test_parts_may_be_dropped_in_words() -> None:
     mapped = compile_aoa(["embed -> a, b, axis=0", "b -> _", "layers.*.q -> _", "layers.$LAYER_ID.k -> _"], MODEL)
     assert mapped.dropped == tuple(f"layers.{i}.{x}" for i in range(3) for x in "qk")
+    assert compile_aoa(["a -> _", "b -> a", "a -> _", "c -> a"], {"a": (2,), "b": (2,), "c": (2,)}).dropped == (
+        "a",
+        "b",
+    )
     assert "a" in names(mapped) and not {"b", "embed"} & set(names(mapped))
 
 
@@ -425,8 +429,9 @@ PROGRAMS = [
     ("E1219", ["embed -> _"], {"wanted": [n for n in MODEL if n not in ("embed", "norm")]}, "`norm` is read by no statement"),
     ("E1220", [], {"wanted": [*MODEL, "heat"]}, "`heat` is made of nothing"),
     ("E1221", ["embed -> a", "embed -> _"], {}, "`embed` is dropped, but statement 1 reads it"),
-    ("E1221", ["_ -> a", "embed -> a"], {}, "statement 1 says that `a` has no source, statement 2 makes it"),
+    ("E1221", ["_ -> a", "embed -> a"], {}, "statement 1 says that `a` has no source, but statement 2 makes it"),
     ("E1222", ["embed -> emb"], {"wanted": list(MODEL)}, "`emb` is made, but nothing reads it"),
+    ("E1222", ["_ -> heat"], {"wanted": list(MODEL)}, "the destination has none of that name"),
     ("E1223", ["embed -> a, b, axis=0", "embed -> c"], {}, "elements of the source's `embed` are read twice"),
     ("E1223", ["embed -> a, b, axis=0", "embed, head -> c, axis=0"], {}, "elements of the source's `embed` are read twice"),
     ("E1224", ["head -> head"], {"wanted": {**MODEL, "head": (4, 10)}}, "`head` comes out as [10, 4], the destination has [4, 10]"),
