@@ -19,6 +19,8 @@ from ckpt_tool.run.blocks import Files, Reader, Sources
 from ckpt_tool.run.checksum import Piece, join
 from ckpt_tool.storage.staging import Staging
 
+ALONE = 16 << 20  # bytes: what is left to read for checksums goes to several threads from here on
+
 
 def record_faults(
     records: Sequence[Record], files: Files, pieces: Mapping[int, Sequence[Piece]]
@@ -28,22 +30,32 @@ def record_faults(
     pieces: source file -> the CRCs of the runs that passed by.
     """
     by_file = {file: sorted(found) for file, found in pieces.items()}
-    reader = Reader(files, 2, {})
-    try:
-        for record in records:
-            stop = record.offset + record.nbytes
-            own = within(by_file.get(record.file, []), record.offset, stop)
+
+    def fault(record: Record) -> CorruptFile | None:
+        stop, reader = record.offset + record.nbytes, Reader(files, 1, {})
+        own = within(by_file.get(record.file, []), record.offset, stop)
+        try:
             have = join(record.offset, stop, own, partial(reader.chunks, record.file))
-            if have != record.crc:
-                yield CorruptFile(
-                    f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
-                    code="E0351",
-                    path=files.shown(record.file),
-                    offset=record.offset,
-                    hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
-                )
-    finally:
-        reader.close()
+        finally:
+            reader.close()
+        if have == record.crc:
+            return None
+        return CorruptFile(
+            f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
+            code="E0351",
+            path=files.shown(record.file),
+            offset=record.offset,
+            hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
+        )
+
+    seen = sum(piece.stop - piece.start for found in by_file.values() for piece in found)
+    if sum(record.nbytes for record in records) - seen < ALONE:
+        yield from filter(None, map(fault, records))
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # strips of transposed arrays were not hashed
+        yield from filter(None, pool.map(fault, records))
 
 
 def check_records(plan: Plan, sources: Sources, pieces: Mapping[int, Sequence[Piece]]) -> None:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 PANEL = 32 << 20  # bytes: the most that is put in order at a time
-STRIP = 8 << 10  # bytes: longer strips gain nothing
-SHORT = 1 << 10  # bytes: strips shorter than this are taken together
+STRIP = 4 << 10  # bytes: longer strips gain little
+SHORT, NEAR = 2 << 10, 2 << 10  # bytes: strips shorter than SHORT are taken as one with what lies NEAR between them
 GROUP = 512 << 10  # bytes of strips that are turned together: they stay in L2
 COLUMNS = 64  # of a tile: one NumPy call turns so many strips
-BRIDGE = 8 << 10  # bytes: strips closer than this are read in one call
+BRIDGE = 2 << 10  # bytes: strips closer than this are read in one call
 FAR_BRIDGE, FAR_READ = 1 << 20, 8 << 20  # the same through a remote tree, and the most of one request
 _VECTORS = 1024  # buffers of one preadv: IOV_MAX of Linux
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -115,8 +115,7 @@ class Transposed:
         turned = [region for region in move.sources if is_transposed(region)]
         fast = [region.strides.index(min(region.strides)) for region in turned]
         self._row = max(region.steps[d] for region, d in zip(turned, fast, strict=True))
-        height = max(region.extents[d] for region, d in zip(turned, fast, strict=True))
-        self._height = height if height * move.item <= 2 * STRIP else STRIP // move.item
+        self._height = max(region.extents[d] for region, d in zip(turned, fast, strict=True))
         self._halves = 1 + any(region.replica for region in move.sources)
         self._numel = move.numel
         self._low = self._high = 0  # elements that the panel holds
@@ -154,9 +153,7 @@ class Transposed:
             low, high = start, min(start + max(1, room // item), until)
         else:
             first, last = start // row, -(-until // row)
-            most = max(1, min(self._height, room // (row * item)))
-            count = -(-(last - first) // most)  # panels to come: of equal height
-            rows = -(-(last - first) // count)
+            rows = self._rows(last - first, room // (row * item))
             low, high = first * row, min((first + rows) * row, self._numel)
         nbytes = (high - low) * item
         panel = self._panel = self._strips.panel(0, nbytes)
@@ -175,6 +172,14 @@ class Transposed:
                 self._gather(part, other, low)
                 self._compare(part, panel, other, low)
         self._low, self._high = low, high
+
+    def _rows(self, total: int, room: int) -> int:
+        """Rows of the next panel, of `total` to come and `room` for: panels of equal height, whole matrices if they can."""
+        most, height = max(1, min(STRIP // self._item, room)), self._height
+        if most >= height:
+            most -= most % height
+        rows = -(-total // -(-total // most))
+        return min(-(-rows // height) * height, most) if most >= height else rows
 
     def _compare(self, part: Region, panel: memoryview, other: memoryview, low: int) -> None:
         import numpy as np
@@ -235,11 +240,11 @@ class Transposed:
 def strip_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
     """(the dims that make up a strip, smallest stride first; the others, largest step first).
 
-    A strip grows by a dim as long as it is short and at least half of it is wanted.
+    A strip grows by a dim as long as it is short and what lies between is shorter than it, or short.
     """
     inner, span = list[Dim](), item
     left = sorted(dims, key=lambda dim: dim.stride)
-    while left and (not inner or left[0].stride < span or span < SHORT and left[0].stride <= 2 * span):
+    while left and (not inner or left[0].stride < span or span < SHORT and left[0].stride <= span + max(span, NEAR)):
         dim = left.pop(0)
         inner.append(dim)
         span += (dim.extent - 1) * dim.stride

@@ -22,7 +22,7 @@ from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError, Ou
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves, units
-from ckpt_tool.run import executor
+from ckpt_tool.run import closing, executor
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor
 from ckpt_tool.storage.destination import staging_path
@@ -195,6 +195,20 @@ def test_checksums_are_checked_and_made(tmp_path, seed):
     data = case.check()
     for number, at, nbytes, _, _ in case.places:
         assert data[number][at - 4 : at] == crc32(data[number][at : at + nbytes]).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_nobody_hashed_is_checked_by_several_threads(tmp_path, monkeypatch, turned):
+    monkeypatch.setattr(closing, "ALONE", 0)
+    case = Case(tmp_path, np.random.default_rng(5), shapes=[(300, 500), (40, 7)] * 4, crc=True, turned=turned)
+    case.run()
+    case.check()
+    record = case.plan.records[-1]
+    records = (*case.plan.records[:-1], record._replace(crc=record.crc ^ 1))
+    case.plan = replace(case.plan, records=records, destination=str(tmp_path / "again"))
+    with pytest.raises(CorruptFile) as e:
+        case.run()
+    assert e.value.code == "E0351" and e.value.offset == record.offset
 
 
 def test_a_flipped_bit_in_a_checksummed_record_is_found(tmp_path):
