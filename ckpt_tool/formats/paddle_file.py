@@ -16,7 +16,7 @@ Specification (PaddlePaddle 3.3.1, `python/paddle/framework/io.py`, `io_utils.py
 * Encoding A, where every value is a tensor or a dict without one: plain arrays, and as last key the name table
   `StructuredToParameterName@@` {key: the tensor's own name}. `{}` is a table alone, 47 bytes.
 * Encoding B, anything else (masters, nesting, lists, a bare tensor): each tensor is `tuple((name, array))`, no table.
-* bfloat16 is stored as uint16 bits, float8 as int8 bits, without a mark: what they are is said elsewhere.
+* bfloat16 is stored as uint16 bits, float8 as int8 bits, without a mark. Paddle has no uint16 tensors of its own.
 * Protocols 2 and 3 cut arrays of more than (2^30 - 1) / itemsize elements: flat parts `KEY@@.0`, `KEY@@.1`, ... and
   `UnpackBigParamInfor@@` {KEY: {"OriginShape": shape, "slices": [the parts' keys]}}.
 * In protocol 2 arrays are text (`storage.inline_arrays`). Protocol 5 is none of Paddle's, but NumPy's, and reads.
@@ -34,29 +34,22 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.target import TargetArray, TargetFile
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
-from ckpt_tool.errors import CorruptFile, InputError, InternalError, UnsafeInput, UsageError
+from ckpt_tool.errors import CorruptFile, InputError, InternalError, UnsafeInput
+from ckpt_tool.formats.paddle_compose import BY_CODE, DTYPE, TABLE, ArrayRef, Named, PaddleComposer
 from ckpt_tool.formats.state_tree import DEPTH_LIMIT, SLOT, dotted
-from ckpt_tool.formats.torch_content import Part
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.inline_arrays import INLINE, inline_arrays, refuse_large
-from ckpt_tool.storage.pickle_frames import Anew, Pair, plan_framed
 from ckpt_tool.storage.pickle_values import NumpyArray, Span, as_extras
 from ckpt_tool.storage.source import Tree
 
-TABLE = "StructuredToParameterName@@"
-SLICES = "UnpackBigParamInfor@@"
-TOO_LARGE, DTYPE, ORDER, MALFORMED = "E1301", "E1302", "E1303", "E1304"
-_NOT_PICKLE = "E1305"
+__all__ = [
+    "TABLE", "ArrayRef", "Named", "PaddleComposer", "PaddleContent", "Saved", "chunks_of", "read_paddle",
+]  # fmt: skip
 
-_BY_CODE = {
-    "b1": "BOOL", "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64", "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64",
-    "f2": "F16", "f4": "F32", "f8": "F64", "c8": "C64", "c16": "C128", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-_CODES = {name: code for code, name in _BY_CODE.items() if code[-1].isdigit() and code[1:].isdigit()}
-_BITS = {"BF16": "u2", "F8_E4M3": "i1", "F8_E5M2": "i1"}  # as Paddle stores them
+SLICES = "UnpackBigParamInfor@@"
+TOO_LARGE, ORDER, MALFORMED = "E1301", "E1303", "E1304"
+_NOT_PICKLE = "E1305"
 
 
 class Saved(NamedTuple):
@@ -200,7 +193,7 @@ class _Reading:
         self.leaves.append(Saved(path, name, array.shape, dtype, (stored,)))
 
     def _dtype(self, code: str, key: str) -> DType:
-        found = _BY_CODE.get(code.lstrip("<>|="))
+        found = BY_CODE.get(code.lstrip("<>|="))
         if found is None:
             raise InputError(
                 f"an array of NumPy's {code}, which is no tensor's type", code=DTYPE, path=self.shown, key=key,
@@ -331,100 +324,3 @@ def _slices(shape: tuple[int, ...], parts: Sequence[StoredArray], box: Box, with
             out.append(Chunk(shared.translate(shift), array, whole(shared.shape)))
         start += part.numel
     return out
-
-
-# -- composing --------------------------------------------------------------------------------------------------------
-
-
-class ArrayRef(NamedTuple):
-    """A tensor of a `PaddleComposer`, to be put into a state."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: DType
-
-
-class Named(NamedTuple):
-    """A tensor with its own name: written as the pair of encoding B."""
-
-    name: str
-    ref: ArrayRef
-
-
-class _Source(NamedTuple):
-    parts: Sequence[Part]
-    data: bytes | None  # known already
-
-
-class PaddleComposer:
-    """A new `paddle.save` file, array by array. Equal input gives equal bytes."""
-
-    def __init__(self) -> None:
-        self._sources: list[_Source] = []
-
-    def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part]) -> ArrayRef:
-        """A tensor that `parts` fill; what they leave out is zero. BF16 is written as uint16 bits. Raises UsageError E1302
-        for a type that NumPy lacks."""
-        return self._add(shape, dtype, parts, None)
-
-    def value(self, shape: Sequence[int], dtype: DType, data: bytes) -> ArrayRef:
-        """A tensor whose bytes (little-endian, row-major) are known already."""
-        if len(data) != dtype.nbytes(prod(shape)):
-            raise InternalError(f"{len(data)} bytes for a {dtype.name} tensor of shape {tuple(shape)}")
-        return self._add(shape, dtype, (), data)
-
-    def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part], data: bytes | None) -> ArrayRef:
-        if dtype.name not in _CODES and dtype.name not in _BITS:
-            raise UsageError(
-                f"paddle.save has no place for {dtype.name}", code=DTYPE, hint="choose another type with --dtype"
-            )
-        self._sources.append(_Source(parts, data))
-        return ArrayRef(len(self._sources) - 1, tuple(shape), dtype)
-
-    def file(self, path: str, state: Mapping[str, Any], names: Mapping[str, str] | None) -> TargetFile:
-        """The file of `state`, in which the tensors made here stand. names: the tensors' own names by key, for encoding A;
-        None for encoding B, whose tensors are `Named`. Raises UsageError E0375 for values that no pickle of ours holds."""
-        order: list[ArrayRef] = []
-        body = {key: _body(item, order) for key, item in state.items()}
-        if names is not None:
-            body[TABLE] = {key: Anew(name) for key, name in names.items()}
-        plan = plan_framed(body)
-        filled = [ref for ref in order if ref.dtype.nbytes(prod(ref.shape))]
-        literals = [*plan.literals]
-        arrays: list[TargetArray] = []
-        for ref, offset in zip(filled, plan.offsets, strict=True):
-            source = self._sources[ref.number]
-            if source.data is not None:
-                literals.append((offset, source.data))
-            arrays += [_target(part, ref.dtype, offset) for part in source.parts if part.box.numel]
-        return TargetFile(path, plan.size, tuple(sorted(literals)), tuple(arrays))
-
-
-def _target(part: Part, dtype: DType, offset: int) -> TargetArray:
-    at = offset + dtype.nbytes(part.start)
-    strides = getattr(part, "strides", None)
-    if strides is None:
-        return TargetArray(part.tensor, part.box, at)
-    return TargetArray(part.tensor, part.box, at, strides=strides)
-
-
-def _body(item: Any, order: list[ArrayRef]) -> Any:
-    """A state's value as the pickle takes it, its tensors noted in the order of writing."""
-    if isinstance(item, Named):
-        return Pair((Anew(item.name), _array(item.ref, order)))
-    if isinstance(item, ArrayRef):
-        return _array(item, order)
-    if isinstance(item, Mapping):
-        return {key: _body(value, order) for key, value in item.items()}
-    if type(item) is list:
-        return [_body(value, order) for value in item]
-    if type(item) is tuple:
-        return tuple(_body(value, order) for value in item)
-    return item
-
-
-def _array(ref: ArrayRef, order: list[ArrayRef]) -> NumpyArray:
-    order.append(ref)
-    code = _BITS.get(ref.dtype.name) or _CODES[ref.dtype.name]
-    order_mark = "|" if code in ("b1", "i1", "u1") else "<"
-    return NumpyArray(order_mark + code, ref.shape, False, Span(0, ref.dtype.nbytes(prod(ref.shape))))
