@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle_accumulators import SCALARS
 from ckpt_tool.formats.paddle_file import Saved, chunks_of
@@ -113,7 +113,7 @@ class Gathering:
         if len(dtypes) > 1:
             raise self._differ(key, first, " and ".join(sorted(dtype.name for dtype in dtypes)))
         local = self.shapes.get(key.name)
-        if self._scalar(key, first.saved, local):
+        if self._scalar(key, groups.values(), local):
             return self._copies(key, [held for group in groups.values() for held in group])
         if local is None:
             local = first.saved.shape
@@ -130,12 +130,14 @@ class Gathering:
                 chunks += [replace(chunk, replica=copy) for chunk in part] if copy else part
         return LogicalTensor(key, shape, first.dtype, tuple(chunks))
 
-    def _scalar(self, key: TensorKey, saved: Saved, local: tuple[int, ...] | None) -> bool:
+    def _scalar(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...] | None) -> bool:
         """Is it one number a parameter (a power of beta)?"""
         if key.state in SCALARS:
             return True
-        one = saved.shape in ((), (1,)) and key.state not in ("model", "master", "ema")
-        return one and not self.sliced and local is not None and prod(local) != 1
+        if key.state in (MODEL, MASTER, EMA) or local is None:
+            return False
+        numel = prod(local)
+        return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
 
     def _copies(self, key: TensorKey, held: list[Held]) -> LogicalTensor:
         shape = held[0].saved.shape

@@ -155,6 +155,17 @@ def test_static_names_are_matched_by_the_longest(tmp_path):
     assert states == {("a", "exp_avg"), ("b", "exp_avg_sq"), ("c", "momentum_buffer"), ("c", "my_state")}
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_number_a_parameter_is_whole_on_every_rank(tmp_path, v2):
+    one = Job(sharding=2, v2=v2)
+    one.save(tmp_path, io=True)
+    key = "linear_0.w_0_fp32_master_0_scale_0"
+    for shard in (0, 1):
+        _edit(tmp_path, f"optimizer.shard0{shard}.pdopt", lambda s: s.update({key: (key, np.array([7], "f4"))}))
+    want = {**one.truth(io=True), ("scale", "model.embed_tokens.weight"): np.array([7], "f4")}
+    same(values(tmp_path)[1], want)
+
+
 # -- what nothing states ------------------------------------------------------------------------------------------------
 
 
