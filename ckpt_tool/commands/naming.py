@@ -8,7 +8,8 @@ source's dialect is known and is not the target's, or none: names are kept. The 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,18 +165,31 @@ def _renamed(chosen: Chosen, mapped: Mapped, by: str, hints: Mapping[str, Any], 
 
     applied = apply_mapping(chosen.stored, mapped)
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
-    unfilled = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
+    said = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
+    said += [
+        f"{by}: {left} of {whole} elements of {name} are left out" for name, left, whole in _left_over(chosen, mapped)
+    ]
     return replace(
         chosen,
         stored=applied.stored,
         extras=renamed_groups(chosen.extras, applied.names),
         dropped=(*chosen.dropped, *_dropped(applied.dropped, by)),
-        notes=(*chosen.notes, *notes, *unfilled),
+        notes=(*chosen.notes, *notes, *said),
         renewed=chosen.renewed | applied.renewed,
         casts={**chosen.casts, **casts},
         names=applied.names,
         hints={**chosen.all_hints, **hints},
     )
+
+
+def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]:
+    """(source, elements that nothing is made of, all) of sources that are taken in part."""
+    taken: Counter[str] = Counter()
+    for made in mapped.made:
+        for piece in made.pieces:
+            taken[piece.src.name] += piece.numel
+    whole = {row.tensor.key.name: row.tensor.numel for row in chosen.stored if row.tensor.key.state == MODEL}
+    yield from ((name, whole[name] - n, whole[name]) for name, n in taken.items() if n < whole.get(name, 0))
 
 
 def _dropped(tensors: Sequence[LogicalTensor], by: str) -> list[dict[str, Any]]:

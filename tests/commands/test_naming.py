@@ -78,6 +78,13 @@ def test_statements_that_drop_are_told(tmp_path: Path) -> None:
     assert report["dropped"][0]["names"] == ["lm_head.weight"] and "s.json" in report["dropped"][0]["reason"]
 
 
+def test_a_part_that_is_dropped_is_told(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", None)
+    (tmp_path / "s.aoa").write_text("lm_head.weight -> lm_head.weight, rest, axis=0\nrest -> _")
+    report = run(tmp_path / "hub", tmp_path / "out", aoa=str(tmp_path / "s.aoa"))
+    assert any("40 of 80 elements of lm_head.weight are left out" in note for note in report["notes"])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
