@@ -72,6 +72,13 @@ def test_names_alone_do_not_tell_two_layouts() -> None:
     assert find(config_of("llama"), list(shapes_in("llama", "hf")), told="paddle").dialect == "paddle"
 
 
+def test_what_a_format_says_is_taken_where_it_fits() -> None:
+    names = list(shapes_in("ernie4_5", "paddle"))  # a Trainer's Hugging Face save has them too
+    assert find(config_of("ernie4_5"), names, told="paddle").dialect == "paddle"
+    with pytest.raises(UsageError, match="paddle, paddle-hf"):
+        find(config_of("ernie4_5"), names)
+
+
 def test_square_shapes_do_not_tell_either_unless_told() -> None:
     square = config_of("llama", hidden_size=24, intermediate_size=24, num_key_value_heads=6)
     shapes = hub_shapes("llama", square)

@@ -9,9 +9,13 @@ import pytest
 from family_models import config_of, hub_shapes
 
 from ckpt_tool.algebra.mapped import Mapped
+from ckpt_tool.algebra.pattern import pattern
+from ckpt_tool.algebra.piece import PAD
 from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.families.base import Family
 from ckpt_tool.families.registry import by_name
 from ckpt_tool.families.rewrite import mapping
+from ckpt_tool.families.sizes import settled
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -179,3 +183,72 @@ def test_a_large_model_takes_moments() -> None:
     made = mapping(by_name("deepseek_v3"), "hf", "paddle", shapes, config).made
     assert len(made) == len(shapes) > 7000
     assert time.process_time() - start < 3
+
+
+# A family of its own: what a dialect may do that none of today's does.
+
+STACKED = Family(
+    "stacked",
+    (),
+    (),
+    {"v": "vocab_size", "h": "hidden_size", "e": "num_experts", "p": "padding"},
+    """
+    [embed|head].w : v h
+    head.w ~ embed.w if tie_word_embeddings?
+    l.{i}.experts.{e}.w : h
+    """,
+    {
+        "packed": """
+        embed.w : (v + p) h = embed.w : v h ; _ : p h
+        head.w : v h if not tie_word_embeddings?
+        l.{i}.experts : e h = l.{i}.experts.{e}.w : h
+        """
+    },
+)
+PLAIN: dict[str, Any] = {"vocab_size": 5, "hidden_size": 2, "num_experts": 3, "padding": 1}
+
+
+def test_experts_are_stacked_whole_or_not_at_all() -> None:
+    shapes: Shapes = {f"l.{i}.experts.{e}.w": (2,) for i in (0, 4) for e in range(3)}
+    made = mapping(STACKED, "hf", "packed", shapes, PLAIN).made
+    assert [(each.name, each.shape) for each in made] == [("l.0.experts", (3, 2)), ("l.4.experts", (3, 2))]
+    assert [piece.dst.offset for piece in made[1].pieces] == [0, 2, 4]
+    back = mapping(STACKED, "packed", "hf", {each.name: each.shape for each in made}, {})
+    assert {each.name: each.shape for each in back.made} == shapes
+    del shapes["l.4.experts.1.w"]
+    with pytest.raises(InconsistentCheckpoint, match=r"l.4.experts is made of it too, and l.4.experts.1.w is missing"):
+        mapping(STACKED, "hf", "packed", shapes, PLAIN)
+    for i in (0, 4):
+        shapes.pop(f"l.{i}.experts.2.w")
+        shapes.pop(f"l.{i}.experts.1.w", None)
+    with pytest.raises(InconsistentCheckpoint, match="is missing"):  # two of three in no layer at all
+        mapping(STACKED, "hf", "packed", shapes, PLAIN)
+
+
+def test_padding_is_made_and_dropped_but_no_tensor_is() -> None:
+    there = mapping(STACKED, "hf", "packed", {"embed.w": (5, 2)}, PLAIN)
+    assert there.made[0].shape == (6, 2) and {piece.src.name for piece in there.made[0].pieces} == {"embed.w", PAD}
+    back = mapping(STACKED, "packed", "hf", {"embed.w": (6, 2)}, PLAIN)
+    assert back.made[0].shape == (5, 2) and not back.dropped
+
+
+def test_a_tied_head_that_the_target_has_no_name_for_is_dropped_by_name() -> None:
+    shapes: Shapes = {"embed.w": (5, 2), "head.w": (5, 2)}
+    tied = mapping(STACKED, "hf", "packed", shapes, {**PLAIN, "tie_word_embeddings": True})
+    assert names(tied) == ["embed.w"] and tied.dropped == ("head.w",)
+    assert names(mapping(STACKED, "hf", "packed", shapes, PLAIN)) == ["embed.w", "head.w"]
+    with pytest.raises(InconsistentCheckpoint, match="no rule for it"):  # the only copy is never dropped
+        mapping(STACKED, "hf", "packed", {"head.w": (5, 2)}, {**PLAIN, "tie_word_embeddings": True})
+
+
+def test_a_name_of_two_rules_settles_no_size() -> None:
+    with pytest.raises(InputError) as error:
+        mapping(by_name("llama"), "paddle-nlp", "hf", {"lm_head.weight": (22, 18)}, {"tie_word_embeddings": True})
+    assert error.value.code == "E1376"
+
+
+def test_a_shape_settles_what_fits_alone() -> None:
+    assert settled([(pattern("(g d) h"), (8, 3)), (pattern("d"), (2,))], {}) == {"h": 3, "d": 2, "g": 4}
+    assert settled([(pattern("((1 + 1) f) h"), (7, 3)), (pattern("(g d)"), (6,))], {"g": 4}) == {"g": 4, "h": 3}
+    assert settled([(pattern("(v + p)"), (3,))], {"p": 4}) == {"p": 4}
+    assert settled([(pattern("a b"), (3,))], {}) == {}
