@@ -161,10 +161,14 @@ class _Reading:
             self.listings[save.folder] = listing
         for save in self.saves:
             if save.metadata is None:
-                self.listings[save.folder] = old_ema(save, self.listings, self.files)
+                old = old_ema(save, self.listings, self.files)
+                self.listings[save.folder] = old.listing
+                copies = (
+                    f"; {len(old.rounded)} of them lie there in 16 bits too, which is left out" if old.rounded else ""
+                )
                 self.notes.append(Note(
                     "N-ema-without-metadata", f"{save.folder} has no metadata (an older Trainer's): its tensors are placed as "
-                    "the other folders place the same rank's", self.tree.display(save.folder),
+                    f"the other folders place the same rank's{copies}", self.tree.display(save.folder),
                 ))  # fmt: skip
 
     # -- tensors --------------------------------------------------------------------------------------------------------

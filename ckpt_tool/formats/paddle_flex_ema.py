@@ -2,8 +2,8 @@
 
     0_0.distcp   {"model.layers.0.mlp.gate.weight": T, "master_weights": {"linear_3.w_0": ("linear_3.w_0_fp32_master_0", T)}}
 
-Averages of fp32 parameters lie under their structured names, the others under static ones, in the rank's own layout: whole, or
-as a padded slice of the flattened block. Paddle loads such a file into the same job alone. It can be placed all the same: other
+Averages of fp32 parameters lie under their structured names, the others under static ones (some versions have a 16-bit copy
+under the structured name too, which is left out), in the rank's own layout: whole, or as a padded slice of the flattened block. Paddle loads such a file into the same job alone. It can be placed all the same: other
 files say which static name is which parameter (`paddle_flex_names`), and the `master_weight/` (or, for fp32 parameters,
 `model_state/`) of the same rank says which part of it the rank held.
 
@@ -18,6 +18,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.paddle_file import Saved
 from ckpt_tool.formats.paddle_flex_folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, Save
@@ -38,33 +39,63 @@ class _Home(NamedTuple):
     file: str
 
 
-def old_ema(save: Save, listings: Mapping[str, Listing], files: DataFiles) -> Listing:
+class OldEma(NamedTuple):
+    """listing: as if a metadata file had it. rounded: keys left out, 16-bit copies of averages that are there in fp32."""
+
+    listing: Listing
+    rounded: tuple[str, ...]
+
+
+def old_ema(save: Save, listings: Mapping[str, Listing], files: DataFiles) -> OldEma:
     """The averages as if a metadata file listed them. listings: of the other folders, by folder. Raises InputError E1338."""
     made = Listing(save.folder)
+    known = _parameters(save, listings, files)
+    rounded: dict[str, None] = {}
+    for masters in (True, False):
+        for name in save.data:
+            file = save.folder + name
+            made.files[file] = None
+            for key, saved in [*files.of(file).items()]:
+                if (saved.path[0] == MASTERS) is not masters:
+                    continue
+                if not masters and saved.dtype.bits == 16 and key + MASTER_SUFFIX in made.entries:
+                    rounded[key] = None
+                    files.forget(file, key)
+                    continue
+                home = _home(saved, name, listings, known)
+                if home is None:
+                    raise _unplaced(key, files.tree.display(file))
+                shard = _shard(saved, home, file, files.tree.display(file))
+                if shard is not None:
+                    _add(made, home.entry, shard, _cut(saved, shard))
+                    files.rename(file, key, home.entry.key, _cut(saved, shard))
+    return OldEma(made, tuple(rounded))
+
+
+def _parameters(save: Save, listings: Mapping[str, Listing], files: DataFiles) -> dict[str, list[str]]:
+    """Static name -> structured names, by all that is said of them."""
     known: dict[str, list[str]] = {}
     for structured, names in statics(listings, files).items():
         for static in names:
             known.setdefault(static, []).append(structured)
     for name in save.data:
-        file = save.folder + name
-        made.files[file] = None
-        for key, saved in [*files.of(file).items()]:
-            home = _home(saved, name, listings, known)
-            if home is None:
-                raise InputError(
-                    f"nothing says which part of which parameter this is: the {EMA_FOLDER} has no metadata, and no other "
-                    "folder has the same rank's layout", code=UNPLACED, path=files.tree.display(file), key=key[:200],
-                    hint=HINT,
-                )  # fmt: skip
-            shard = _shard(saved, home, file, files.tree.display(file))
-            if shard is None:
-                continue
-            entry = made.entries.setdefault(
-                home.entry.key, Entry(home.entry.key, (home.entry.key,), saved.dtype, home.entry.shape, [])
-            )
-            entry.shards.append(shard)
-            files.rename(file, key, home.entry.key, _cut(saved, shard))
-    return made
+        for key, saved in files.of(save.folder + name).items():
+            if saved.path[0] != MASTERS and saved.name and key not in known.setdefault(saved.name, []):
+                known[saved.name].append(key)
+    return known
+
+
+def _add(made: Listing, home: Entry, shard: Shard, saved: Saved) -> None:
+    dtype = DTYPES["BF16"] if saved.dtype.name == "U16" else saved.dtype  # Paddle has no uint16 tensors
+    entry = made.entries.setdefault(home.key, Entry(home.key, (home.key,), dtype, home.shape, []))
+    entry.shards.append(shard)
+
+
+def _unplaced(key: str, shown: str) -> InputError:
+    return InputError(
+        f"nothing says which part of which parameter this is: the {EMA_FOLDER} has no metadata, and no other folder has the "
+        "same rank's layout", code=UNPLACED, path=shown, key=key[:200], hint=HINT,
+    )  # fmt: skip
 
 
 def _cut(saved: Saved, shard: Shard) -> Saved:

@@ -58,6 +58,10 @@ class DataFiles:
         del tensors[key]
         tensors[name] = saved
 
+    def forget(self, file: str, key: str) -> None:
+        """Count a tensor as not there."""
+        del self._files[file][key]
+
     def _distcp(self, file: str) -> dict[str, Saved]:
         content = read_paddle(self.tree, file)
         self.unsafe += content.unsafe
