@@ -132,7 +132,8 @@ def test_there_and_back_through_every_format(name, path, tmp_path):
         ):  # it keeps some states with other tensors, and names the states
             said = {entry["state"] for entry in done["dropped"]}
             assert left <= said and kinds <= {"missing_left", "missing_right"}, (other, same["differences"][:3])
-            assert left <= {"step"} or "master" in {d.key.state for d in _tensors(path)}
+            tied = other.startswith("paddle")  # whose jobs keep the states of a tied pair under other names
+            assert tied or left <= {"step"} or "master" in {d.key.state for d in _tensors(path)}
         else:
             assert same["equal"] or not holds_all and kinds == {"missing_right"}, (other, same["differences"][:3])
         returned = _convert(through, back, name) if same["equal"] else None
