@@ -215,8 +215,8 @@ class _Writing:
         return composer.file(f"{self._stem()}{suffix}.pdparams", state, {name: static[name] for name in state})
 
     def _stem(self) -> str:
-        said = paddle_hints(self.wanted).get("stem")
-        return said if type(said) is str and said.isidentifier() else "model_state"
+        said = paddle_hints(self.wanted).get("stem")  # a unified checkpoint's is another format's word
+        return said if type(said) is str and said.isidentifier() and said.endswith("model_state") else "model_state"
 
     # -- the optimizer and the average -------------------------------------------------------------------------------------
 
