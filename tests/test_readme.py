@@ -59,6 +59,19 @@ def test_the_first_blocks_install_and_then_test():
     assert "pip install" in second[1] and "pytest" in second[1]
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_outputs_that_are_shown_are_real(name):
+    """Each `$ ckpt ...` of a text block prints what stands below it, in a terminal of 100 columns."""
+    Path("/tmp/ckpt-paddle").mkdir(exist_ok=True)
+    for _, body in blocks(name, "text"):
+        for shown in re.split(r"^\$ ", body, flags=re.M)[1:]:
+            line, _, output = shown.partition("\n")
+            words = [sys.executable, "-m", "ckpt_tool", *line.split()[1:]]
+            done = subprocess.run(words, cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip() == output.strip(), line
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """The files that git knows, as a stranger would have them."""
