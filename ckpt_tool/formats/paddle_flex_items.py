@@ -105,18 +105,22 @@ def kept(ranks: Iterable[tuple[int, Sequence[Item]]], unique: int = 0) -> Kept:
     first: dict[tuple[object, ...], Item] = {}
     stated: dict[str, list[Item]] = {}
     mine: dict[int, Sequence[Item]] = {}
+    indexes: dict[int, list[tuple[object, ...]]] = {}  # of a list of items: ranks may share one
     for rank, items in ranks:
         mine[rank] = items
-        for item in items:
-            index = item.identity
+        found = indexes.get(id(items))
+        if found is None:
+            found = indexes[id(items)] = [item.identity for item in items]
+        for item, index in zip(items, found, strict=True):
             if index not in first:
                 first[index] = item
                 stated.setdefault(item.key, []).append(item)
             homes.setdefault(index, []).append(rank)
     load = dict.fromkeys(mine, 0)
+    names = {rank: file_name(rank, unique) for rank in mine}
     owner: dict[tuple[object, ...], int] = {}
     for index, candidates in homes.items():
-        owner[index] = min(sorted(candidates, key=lambda r: file_name(r, unique)), key=lambda r: load[r])
+        owner[index] = min(candidates, key=lambda r: (load[r], names[r]))
         load[owner[index]] += 1
     files = {rank: [item for item in items if owner[item.identity] == rank] for rank, items in mine.items()}
     return Kept(files, [(first[index], rank) for index, rank in owner.items()], stated)

@@ -21,6 +21,7 @@ Cost: some 20 us an item. What it does not do: replicas (`replicate_saved_into_l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -53,6 +54,8 @@ def flex_target(wanted: Wanted) -> Target:
         writer = _Writer(wanted)
         files = writer.files()
         notes += writer.notes
+        if paddle_hints(wanted).get("flex") == "plain" and wanted.source_format == "paddle-flex":
+            notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
     extra = [(number, tensor) for number, tensor in enumerate(wanted.tensors) if tensor.key.state == EXTRAS]
     files += extras_files(wanted.extras, extra, paddle=wanted.hints.get("dialect") == "paddle")
     files += [TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles]
@@ -77,6 +80,9 @@ class _Writer:
         self.by_state: dict[str, dict[str, int]] = {}
         for number, tensor in enumerate(wanted.tensors):
             self.by_state.setdefault(tensor.key.state, {})[tensor.key.name] = number
+        parameters = self.laid.parameters.values() if self.laid else ()
+        self.aliases = {one.alias: one.name for one in parameters if one.alias is not None}
+        self._blocks = lru_cache(maxsize=None)(self._make_blocks)
 
     def files(self) -> list[TargetFile]:
         ranks = self.ranks()
@@ -95,7 +101,7 @@ class _Writer:
         given = {item.number for _, items in out for folder in items.values() for item in folder}
         rest = self._whole(number for number in range(len(self.wanted.tensors)) if number not in given)
         for folder, items in rest.items():
-            out[0][1][folder] += items
+            out[0][1][folder] = [*out[0][1][folder], *items]
         return out
 
     def _whole(self, numbers: Iterable[int]) -> dict[str, list[Item]]:
@@ -108,22 +114,34 @@ class _Writer:
         return out
 
     def _rank(self, laid: Laid, rank: Rank) -> dict[str, list[Item]]:
-        out: dict[str, list[Item]] = {folder: [] for folder in (*ALWAYS, EMA_FOLDER)}
-        for block in laid.blocks(rank):
-            for state, folder in ((MODEL, MODEL_FOLDER), (EMA, EMA_FOLDER)):
+        model, averages = self._blocks(laid, rank.pp, rank.tp, rank.ep)
+        out: dict[str, list[Item]] = {
+            MODEL_FOLDER: model, OPTIMIZER_FOLDER: [], MASTER_FOLDER: [], EMA_FOLDER: [*averages],
+        }  # fmt: skip
+        shares = [
+            (share, name)
+            for share in laid.shares(rank)
+            for name in (share.block.parameter.name, self.aliases.get(share.block.parameter.name))
+            if name is not None
+        ]
+        for state in self.states:
+            mine = self.by_state[state]
+            for share, name in shares:
+                number = mine.get(name)
+                if number is not None and (item := self._share(share, number)) is not None:
+                    out[folder_of(self.tensor(number).key)].append(item)
+        return out
+
+    def _make_blocks(self, laid: Laid, pp: int, tp: int, ep: int) -> tuple[list[Item], list[Item]]:
+        """Items of the model, and of the averages that lie as the model does: the same for all ranks that share states."""
+        found: tuple[list[Item], list[Item]] = ([], [])
+        for block in laid.blocks(laid.rank(pp, tp, 0)._replace(ep=ep)):
+            for state, items in zip((MODEL, EMA), found, strict=True):
                 number = self.by_state.get(state, {}).get(block.parameter.name)
                 if number is not None and (state == MODEL or not self.key(self.tensor(number)).endswith(MASTER_SUFFIX)):
                     tensor = self.tensor(number)
-                    out[folder].append(block_item(self.key(tensor), self.name(tensor), tensor, number, block, None))
-        shares = laid.shares(rank)
-        aliases = {p.alias: p.name for p in laid.parameters.values() if p.alias is not None}
-        for state in self.states:
-            for share in shares:
-                for name in (share.block.parameter.name, aliases.get(share.block.parameter.name)):
-                    number = self.by_state[state].get(name) if name is not None else None
-                    if number is not None and (item := self._share(share, number)) is not None:
-                        out[folder_of(self.tensor(number).key)].append(item)
-        return out
+                    items.append(block_item(self.key(tensor), self.name(tensor), tensor, number, block, None))
+        return found
 
     def _share(self, share: Share, number: int) -> Item | None:
         """A rank's share of a state; None where it holds padding alone, or where the model's blocks have it already."""
