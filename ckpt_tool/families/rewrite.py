@@ -4,14 +4,14 @@
       -> Made("...up_gate_proj.weight", (32, 96), pieces=(from gate_proj, from up_proj))
 
 Source rules give pieces source -> hub for what is there; target rules take pieces hub -> target of hub tensors that were
-made; `algebra.compose` joins them without a hub tensor ever being built. All faults of a pass come at once. Cost: some 25
+made; `algebra.compose` joins them without a hub tensor ever being built. All faults of a pass come at once. Cost: some 45
 us a tensor both ways. What it does not do: see `families.base`.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -36,24 +36,45 @@ class Fault(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A rule of which one side is there. domains: {index: the numbers seen}; example: a name that asks for it."""
+    """A rule of which one side is there.
 
-    number: int
+    axes, rows: the indices in the names of that side, and the numbers seen. example: a name that asks for it.
+    """
+
     rule: Equation
-    domains: dict[str, set[int]]
+    axes: tuple[str, ...]
+    rows: set[tuple[int, ...]]
     example: str
 
-    def sizes(self, sizes: Mapping[str, Extent]) -> dict[str, Extent]:
-        """The rule's axes: an index that only counts names runs over the numbers seen, the others over their size."""
-        patterns = {axis for term in (*self.rule.left, *self.rule.right) for axis in term.pattern.axes}
-        seen = {axis: tuple(sorted(some)) for axis, some in self.domains.items() if axis not in patterns}
-        return {**sizes, **seen}
+    @property
+    def patterns(self) -> set[str]:
+        """Axes that run along a tensor on either side: those have their whole size, whatever names there are."""
+        return {axis for term in (*self.rule.left, *self.rule.right) for axis in term.pattern.axes}
 
     @property
     def needed(self) -> list[str]:
         """Axes whose size must be known."""
-        patterns = {axis for term in (*self.rule.left, *self.rule.right) for axis in term.pattern.axes}
-        return [axis for axis in self.rule.axes if axis in patterns or axis not in self.domains]
+        patterns = self.patterns
+        return [axis for axis in self.rule.axes if axis in patterns or axis not in self.axes]
+
+    def each(self, sizes: Mapping[str, Extent]) -> Iterator[dict[str, Extent]]:
+        """The rule's sizes for rows that make a grid, as few grids as the numbers seen allow: layers with the same experts
+        are one. Names of any numbers cost no more than there are of them."""
+        patterns = self.patterns
+        free = [k for k, axis in enumerate(self.axes) if axis not in patterns]
+        rows = {tuple(row[k] for k in free) for row in self.rows}
+        grids: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
+        behind: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for row in rows if free else ():
+            behind[row[0]].add(row[1:])
+        for first, tails in behind.items():
+            grids[frozenset(tails)].append(first)
+        for rest, firsts in grids.items():
+            others = (tuple(sorted(set(numbers))) for numbers in zip(*rest, strict=True))
+            named = (self.axes[k] for k in free)
+            yield {**sizes, **dict(zip(named, (tuple(sorted(firsts)), *others), strict=True))}
+        if not free:
+            yield dict(sizes)
 
 
 class _Hub(NamedTuple):
@@ -157,12 +178,20 @@ def _found(table: Table, named: Iterable[Instances]) -> list[Found]:
     found: dict[int, Found] = {}
     for group in named:
         for spot in group.spots:
-            rule = found.setdefault(
-                spot.rule, Found(spot.rule, table.rules[spot.rule], defaultdict(set), group.form % group.values[0])
-            )
-            for axis, numbers in zip(spot.axes, zip(*group.values, strict=True), strict=True):
-                rule.domains[axis].update(numbers)
+            example = group.form % group.values[0]
+            rule = found.setdefault(spot.rule, Found(table.rules[spot.rule], spot.axes, set(), example))
+            rule.rows.update(_in_order(group.values, spot.axes, rule.axes))
     return [found[number] for number in sorted(found)]
+
+
+def _in_order(
+    values: Iterable[tuple[int, ...]], axes: Sequence[str], wanted: Sequence[str]
+) -> Iterable[tuple[int, ...]]:
+    """Rows of `axes` as rows of `wanted`, the same axes in another order."""
+    if axes == wanted:
+        return values
+    order = [axes.index(axis) for axis in wanted]
+    return (tuple(row[k] for k in order) for row in values)
 
 
 def _needed(found: Iterable[Found]) -> dict[str, str]:
@@ -182,27 +211,22 @@ def _to_hub(
     kept: list[Piece] = []
     for each in found:
         faults += _beyond(each, sizes)
-        here = each.sizes(sizes)
-        left, right = each.rule.shapes(here, config)
-        wanted.update(right)
-        for name, shape in left.items():
-            if name in shapes and tuple(shapes[name]) != shape:
-                told = " ".join(f"{axis}={here[axis]}" for axis in each.needed if isinstance(here[axis], int))
-                term = next(term for term in each.rule.left if term.name and term.name.form == form_of(name)[0])
-                what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({told})"
-                faults.append(Fault("E1370", name, what, ""))
-        for piece in each.rule.pieces(here, config):
-            name = piece.src.name
-            if name not in shapes:
-                continue
-            hub.used.add(name)
-            if piece.dst.name == PAD:
-                hub.dropped.append(name)
-                continue
-            numel[piece.dst.name] += piece.numel
-            if name not in hub.made[piece.dst.name]:
-                hub.made[piece.dst.name].append(name)
-            kept.append(piece)
+        for here in each.each(sizes):
+            left, right = each.rule.shapes(here, config)
+            wanted.update(right)
+            faults += _shape_faults(each, left, here, shapes)
+            for piece in each.rule.pieces(here, config):
+                name = piece.src.name
+                if name not in shapes:
+                    continue
+                hub.used.add(name)
+                if piece.dst.name == PAD:
+                    hub.dropped.append(name)
+                    continue
+                numel[piece.dst.name] += piece.numel
+                if name not in hub.made[piece.dst.name]:
+                    hub.made[piece.dst.name].append(name)
+                kept.append(piece)
     for name, count in numel.items():
         if count != prod(wanted[name]):
             many = count > prod(wanted[name])
@@ -219,9 +243,20 @@ def _to_hub(
     return hub
 
 
-def _beyond(found: Found, sizes: Mapping[str, Extent]) -> Iterable[Fault]:
+def _shape_faults(
+    found: Found, told: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
+) -> Iterator[Fault]:
+    for name, shape in told.items():
+        if name in shapes and tuple(shapes[name]) != shape:
+            axes = " ".join(f"{axis}={sizes[axis]}" for axis in found.needed if isinstance(sizes[axis], int))
+            term = next(term for term in found.rule.left if term.name and term.name.form == form_of(name)[0])
+            what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({axes})"
+            yield Fault("E1370", name, what, "")
+
+
+def _beyond(found: Found, sizes: Mapping[str, Extent]) -> Iterator[Fault]:
     """Numbers in names that the config has no room for."""
-    for axis, numbers in found.domains.items():
+    for axis, numbers in zip(found.axes, zip(*found.rows, strict=True), strict=True):
         size = sizes.get(axis)
         if isinstance(size, int) and max(numbers) >= size:
             what = f"a name with {axis}={max(numbers)}, the config says {size} of them"
@@ -247,9 +282,8 @@ def _chosen(
                 if rule.condition is None or rule.condition.value(
                     ChainMap(dict(zip(spot.axes, values, strict=True)), counts, dict(config))
                 ):
-                    found, names = rules.setdefault(spot.rule, (Found(spot.rule, rule, defaultdict(set), name), set()))
-                    for axis, number in zip(spot.axes, values, strict=True):
-                        found.domains[axis].add(number)
+                    found, names = rules.setdefault(spot.rule, (Found(rule, spot.axes, set(), name), set()))
+                    found.rows.update(_in_order((values,), spot.axes, found.axes))
                     names.add(name)
                     break
             else:
@@ -271,38 +305,42 @@ def _from_hub(
 ) -> _Target:  # fmt: skip
     result = _Target([], {}, [])
     for found, names in wanted:
-        local = found.sizes(sizes)
-        shapes = found.rule.shapes(local, config)[0]
-        kept: dict[str, list[Piece]] = defaultdict(list)
-        missing: dict[str, list[str]] = defaultdict(list)
-        for piece in found.rule.swap().pieces(local, config):
-            source, name = piece.src.name, piece.dst.name
-            if name == PAD:
-                if source in names:
-                    result.dropped.append(source)
-                    result.pieces.append(piece)
-            elif source == PAD or source in names:
-                kept[name].append(piece)
-            elif source not in missing[name]:
-                missing[name].append(source)
-        for name, pieces in kept.items():
-            if all(piece.src.name == PAD for piece in pieces):
-                continue
-            if missing.get(name):
-                there = _sources_of(hub, pieces)
-                lost = [each for source in missing[name] for each in _named_in(here, source)]
-                what = (
-                    f"{name} is made of it too, and {', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''} is missing"
-                )
-                faults.append(Fault("E1371", there[0], what, "is a shard or a file of the checkpoint missing?"))
-                continue
-            result.pieces.extend(pieces)
-            result.shapes[name] = shapes[name]
+        for local in found.each(sizes):
+            kept, missing = _taken(found.rule, names, local, config, result)
+            shapes = found.rule.shapes(local, config)[0]
+            for name, pieces in kept.items():
+                if all(piece.src.name == PAD for piece in pieces):
+                    continue
+                if missing.get(name):
+                    lost = [each for source in missing[name] for each in _named_in(here, source)]
+                    told = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
+                    what = f"{name} is made of it too, and {told} is missing"
+                    there = next(name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name])
+                    faults.append(Fault("E1371", there, what, "is a shard or a file of the checkpoint missing?"))
+                    continue
+                result.pieces.extend(pieces)
+                result.shapes[name] = shapes[name]
     return result
 
 
-def _sources_of(hub: _Hub, pieces: Iterable[Piece]) -> list[str]:
-    return [name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name]]
+def _taken(
+    rule: Equation, names: set[str], sizes: Mapping[str, Extent], config: Config, result: _Target
+) -> tuple[dict[str, list[Piece]], dict[str, list[str]]]:
+    """({target tensor: pieces from those of `names`}, {target tensor: hub tensors that it lacks}); what the rule drops goes
+    to `result` at once."""
+    kept: dict[str, list[Piece]] = defaultdict(list)
+    missing: dict[str, list[str]] = defaultdict(list)
+    for piece in rule.swap().pieces(sizes, config):
+        source, name = piece.src.name, piece.dst.name
+        if name == PAD:
+            if source in names:
+                result.dropped.append(source)
+                result.pieces.append(piece)
+        elif source == PAD or source in names:
+            kept[name].append(piece)
+        elif source not in missing[name]:
+            missing[name].append(source)
+    return kept, missing
 
 
 def _named_in(table: Table, hub_name: str) -> list[str]:

@@ -27,7 +27,7 @@ from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Term
 from ckpt_tool.errors import UsageError
 
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a whole part between dots, as `%d` would print it
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a whole part between dots, as `%d` would print it
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])model\.")
@@ -122,6 +122,12 @@ def table_of(text: str) -> Table:
                 raise UsageError(
                     f"`{term.name.text}`: the indices of a family's names are plain axes, between dots", code="E1234",
                     place=f"in the rule `{rule.text}`", hint="write `layers.{i}.w`, and conditions after `if`",
+                )  # fmt: skip
+        for side in (rule.left, rule.right) if isinstance(rule, Equation) else ():
+            if len({frozenset(term.name.axes) for term in side if term.name}) > 1:
+                raise UsageError(
+                    "the names of one side have other indices", code="E1234", place=f"in the rule `{rule.text}`",
+                    hint="write a rule for each",
                 )  # fmt: skip
     equations = tuple(rule for rule in found if isinstance(rule, Equation))
     return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)))

@@ -175,6 +175,17 @@ def test_no_rule_in_the_target() -> None:
     assert error.value.code == "E1374" and error.value.key == "lm_head.weight"
 
 
+def test_names_of_any_numbers_cost_no_more_than_there_are_of_them() -> None:
+    """2,000 layers with one expert each, no two alike, and numbers of 4,000 digits: no product, no surprise."""
+    config = {**config_of("deepseek_v3"), "num_hidden_layers": 10**9, "n_routed_experts": 10**9}
+    shapes = {f"model.layers.{7 * k}.mlp.experts.{11 * k}.up_proj.weight": (5, 18) for k in range(2000)}
+    start = time.process_time()
+    assert len(mapping(by_name("deepseek_v3"), "hf", "paddle", shapes, config).made) == 2000
+    assert time.process_time() - start < 3
+    long = {f"model.layers.{'9' * 5000}.mlp.up_proj.weight": (10, 18)}
+    assert not mapping(by_name("deepseek_v3"), "hf", "paddle", long, config).made
+
+
 def test_a_large_model_takes_moments() -> None:
     """8,000 tensors: far below a second; 671B (48,000) takes some 2."""
     config = config_of("deepseek_v3", num_hidden_layers=20, n_routed_experts=128)
