@@ -1,6 +1,6 @@
 """DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused."""
 
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="deepseek_v3", model_types=("deepseek_v3", "deepseek_v2"),
@@ -34,6 +34,7 @@ FAMILY = Family(
         model.layers.{i}.eh_proj.bias : h
     """,
     dialects={
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

@@ -1,10 +1,9 @@
 """ERNIE 4.5, experts. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5_moe; root `ernie.`: see ernie4_5."""
 
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
-    name="ernie4_5_moe", model_types=("ernie4_5_moe",),
-    architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
+    name="ernie4_5_moe", model_types=("ernie4_5_moe",), architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
@@ -13,7 +12,6 @@ FAMILY = Family(
     },
     hub="""
         [model.embed_tokens|lm_head].weight : v h
-        lm_head.bias : v
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
         model.mtp_linear_proj.{n}.<weight|bias> : h w, h
@@ -22,17 +20,19 @@ FAMILY = Family(
         model.[layers.{i}|mtp_block.{n}].self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
         model.[layers.{i}|mtp_block.{n}].self_attn.o_proj.weight : h (g r d)
         model.[layers.{i}|mtp_block.{n}].mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.[layers.{i}|mtp_block.{n}].mlp.<gate|up>_proj.bias : f
-        model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
+        model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj|mlp.gate_proj|mlp.up_proj>.bias : h, h, f, f
         model.layers.{i}.mlp.<gate.weight|moe_statics.e_score_correction_bias> : e h, 1 e
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.bias : s, s, h
     """,
     dialects={
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS + """
+            model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias : 1 e
+                = model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
+        """),
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
-            lm_head.bias : v
             model.[norm|mtp_emb_norm.{n}|mtp_hidden_norm.{n}].weight : h
             model.mtp_linear_proj.{n}.<weight|bias> : w h, h = : h w, h
             model.[layers.{i}|mtp_block.{n}].<input|post_attention>_layernorm.weight : h

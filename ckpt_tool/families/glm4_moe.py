@@ -1,10 +1,9 @@
 """GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe (without paddlefleet)."""
 
-from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.base import FUSED_EXPERTS, Family, Variant
 
 FAMILY = Family(
-    name="glm4_moe", model_types=("glm4_moe",),
-    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    name="glm4_moe", model_types=("glm4_moe",), architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     axes={
         "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
         "f": "intermediate_size", "g": "num_key_value_heads? or num_attention_heads", "w": "2 * h",
@@ -31,6 +30,7 @@ FAMILY = Family(
         model.layers.{i}.eh_proj.weight : h w
     """,
     dialects={
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(
             apart=True, inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",
                    "input_layernorm", "post_attention_layernorm"),

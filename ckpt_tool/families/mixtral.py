@@ -3,8 +3,7 @@
 from ckpt_tool.families.base import NLP_HEAD, Family, Variant
 
 FAMILY = Family(
-    name="mixtral", model_types=("mixtral",),
-    architectures=("MixtralForCausalLM", "MixtralModel"),
+    name="mixtral", model_types=("mixtral",), architectures=("MixtralForCausalLM", "MixtralModel"),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
@@ -23,6 +22,13 @@ FAMILY = Family(
         model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
     """,
     dialects={
+        "hf-fused": Variant("hf", over="""
+            model.layers.{i}.mlp.gate.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
+            model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) f) h
+                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+            model.layers.{i}.mlp.experts.down_proj : e h f
+                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+        """),
         "paddle": Variant(of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

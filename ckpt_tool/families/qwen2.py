@@ -3,8 +3,7 @@
 from ckpt_tool.families.base import NLP_HEAD, Family, Variant
 
 FAMILY = Family(
-    name="qwen2", model_types=("qwen2",),
-    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+    name="qwen2", model_types=("qwen2",), architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",

@@ -1,10 +1,9 @@
 """Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
-    name="qwen2_moe", model_types=("qwen2_moe",),
-    architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+    name="qwen2_moe", model_types=("qwen2_moe",), architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
@@ -26,6 +25,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
     """,
     dialects={
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

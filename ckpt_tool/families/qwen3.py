@@ -3,8 +3,7 @@
 from ckpt_tool.families.base import Family, Variant
 
 FAMILY = Family(
-    name="qwen3", model_types=("qwen3",),
-    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    name="qwen3", model_types=("qwen3",), architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",

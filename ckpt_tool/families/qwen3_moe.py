@@ -1,10 +1,9 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
-from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.base import FUSED_EXPERTS, Family, Variant
 
 FAMILY = Family(
-    name="qwen3_moe", model_types=("qwen3_moe",),
-    architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    name="qwen3_moe", model_types=("qwen3_moe",), architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
@@ -26,6 +25,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
     """,
     dialects={
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
