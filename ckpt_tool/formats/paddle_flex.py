@@ -262,7 +262,7 @@ class _Reading:
     def _job_notes(self) -> Iterable[Note]:
         names = [name for name in self.tree.names() if _JOB.fullmatch(name)]
         if names:
-            yield Note("N-job-files", f"of the job, never opened and not copied: {', '.join(names[:20])}")
+            yield Note("N-job-files", f"files of the job, not copied: {', '.join(names[:20])}")
         if self.trainer:
             others = sorted({path.partition("/")[0] for path in self.tree.listing() if "/" in path}
                             - {save.kind for save in self.saves})  # fmt: skip

@@ -7,6 +7,7 @@ its records.
     model_state/0.metadata, R_0.distcp      every block of the model that rank R computes with
     optimizer_state/, master_weight/        its share of the states: blocks (v1), or flattened ranges without padding (v2)
     ema_state/                              where there are averages: as the masters; of fp32 parameters as the model
+    model_meta.json                         beside averages: the degrees
     scheduler.pdparams, saved_signal_R      the scheduler's values; "1" for each rank that is done
 
 The Trainer's loader wants all three folders, each with one metadata file, so they are there even when nothing is in them
@@ -20,6 +21,7 @@ Cost: some 20 us an item. What it does not do: replicas (`replicate_saved_into_l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
@@ -41,6 +43,7 @@ from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.safetensors_file import build_header
 
 _PADDLE_NAMES = {name: paddle for paddle, name in DTYPE_NAMES.items()}
+META = "model_meta.json"
 ALWAYS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER)
 
 
@@ -90,7 +93,18 @@ class _Writer:
         out: list[TargetFile] = []
         for folder in folders:
             out += _save_files(f"{folder}/", kept((number, items[folder]) for number, items in ranks))
+        if EMA in self.by_state:
+            out.append(whole_file(META, self._meta()))
         return out + [whole_file(f"saved_signal_{number}", b"1") for number, _ in ranks]
+
+    def _meta(self) -> bytes:
+        """The degrees, which Paddle's callbacks for averages hold against their own before they take any."""
+        d = self.laid.degrees if self.laid else None
+        config = {
+            "pp_degree": d.pp if d else 1, "mp_degree": d.tp if d else 1, "sharding_degree": d.sharding if d else 1,
+            "ep_degree": d.ep if d else 1, "moe_sharding_degree": d.moe_sharding if d and d.ep > 1 else 0,
+        }  # fmt: skip
+        return json.dumps({"parallel_config": config, "sharding_metas": {}}).encode("ascii")
 
     def ranks(self) -> list[tuple[int, dict[str, list[Item]]]]:
         """(rank, its items by folder), in the order of ranks. What the layout gives to no rank, rank 0 holds whole."""

@@ -6,6 +6,7 @@ key by key, shard by shard, file by file. Fused weights are checked by what a ra
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -128,6 +129,12 @@ def test_the_metadata_is_what_paddle_wrote(case, degrees, sharding, config, tmp_
             assert a.entries[key] == entry, key
         mine = {p.name for p in (tmp_path / "job" / folder).iterdir()}
         assert mine == {p.name for p in (FIXTURES / case / folder).iterdir()}
+    if case == "ernie_ema_tp2sd2v2":
+        metas = [
+            json.loads((path / "model_meta.json").read_text())["parallel_config"]
+            for path in (tmp_path / "job", FIXTURES / case)
+        ]
+        assert metas[0] == metas[1]
     _, have = values_of(tmp_path / "job")
     assert have.keys() == want.keys() and all(np.array_equal(have[key], want[key]) for key in want)
     assert (tmp_path / "job/saved_signal_1").read_bytes() == b"1"
