@@ -18,7 +18,8 @@ Specification (paddlepaddle 3.3.1 `distributed/flex_checkpoint/dcp/`, PaddleForm
   may be uneven (10 over 4: 3, 3, 3, 1) or empty. What several ranks hold is stored once, by the file with the least keys;
   with `replicate_saved_into_local` by all, and then it is compared.
 * Fused `[gate | up]` weights of a TP job are recorded rank after rank, and nothing marks them (`paddle_flex_read`): here the
-  logical tensor is the plain `[gate | up]` at every degree. In a plain folder geometry is taken as it is recorded.
+  logical tensor is the plain `[gate | up]` at every degree. In a plain folder, whose job may as well be an auto-parallel one,
+  geometry is taken as it is recorded, with a note; one that is called as the Trainer's folders is one of them.
 * Keys (`paddle_flex_keys`): structured names of one card; a tied weight's states lie once, under the first name in the
   alphabet. EMA without metadata: `paddle_flex_ema`. Degrees are what boxes show (`paddle_flex_mesh`).
 * `scheduler.pdparams`, `scaler.pdparams`: plain values. `training_args.bin`, `trainer_state.*`, `rng_state*.pth` belong to the
@@ -50,7 +51,7 @@ from ckpt_tool.formats.paddle_flex_keys import plain_keys, trainer_key
 from ckpt_tool.formats.paddle_flex_mesh import degrees_of
 from ckpt_tool.formats.paddle_flex_metadata import DTYPE_NAMES, Listing, read_metadata
 from ckpt_tool.formats.paddle_flex_names import statics
-from ckpt_tool.formats.paddle_flex_read import DataFiles, check_files, chunks_of_entry
+from ckpt_tool.formats.paddle_flex_read import DataFiles, check_files, chunks_of_entry, fused_blocks
 from ckpt_tool.formats.paddle_unified_extras import read_extras
 from ckpt_tool.formats.paddle_unified_table import Lying
 from ckpt_tool.storage.source import Tree
@@ -175,15 +176,25 @@ class _Reading:
 
     def _add(self, save: Save, listing: Listing) -> None:
         entries = list(listing.entries.values())
-        if self.trainer:
-            keys = [trainer_key(save.kind, entry.key) for entry in entries]
+        kind = save.kind or (self.tree.root.name if self.tree.root.name in paddle_flex_folders.FOLDERS else "")
+        if kind:
+            keys = [trainer_key(kind, entry.key) for entry in entries]
         else:
             plain = plain_keys((entry.key, entry.path) for entry in entries)
             keys, self.roots = plain.keys, plain.roots
+        recorded: list[str] = []
         for key, entry in zip(keys, entries, strict=True):
-            chunks = chunks_of_entry(entry, key.name, self.files, fused=self.trainer)
+            chunks = chunks_of_entry(entry, key.name, self.files, fused=bool(kind))
             path = entry.path if len(entry.path) > 1 else ()
             self._put(LogicalTensor(key, entry.shape, entry.dtype, chunks, path), save.folder)
+            if not kind and fused_blocks(key.name, entry):
+                recorded.append(entry.key)
+        if recorded:
+            self.notes.append(Note(
+                "N-fused-as-recorded", f"{len(recorded)} fused gate and up weights lie in blocks and are taken as recorded: a fleet "
+                "job with tensor parallelism would mean rank after rank, an auto-parallel one means this. If it was a fleet job, "
+                f"move the files into a folder {MODEL_FOLDER}: {', '.join(recorded[:5])}", self.tree.display(), recorded[0],
+            ))  # fmt: skip
         self._unlisted(save, listing)
 
     def _put(self, tensor: LogicalTensor, where: str) -> None:

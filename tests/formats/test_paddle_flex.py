@@ -244,6 +244,21 @@ def test_a_rank_holds_its_gate_beside_its_up(tmp_path, tp):
     assert [shard.offset for shard in metadata.shards] == [(0, rank * 24 // tp) for rank in range(tp)]
 
 
+def test_a_folder_of_the_trainer_alone_is_read_as_one(tmp_path):
+    """`model_state/` passed by itself: the same fused weights. Under another name nobody can know: as recorded, and said."""
+    _, every = values_of(FIXTURES / "ernie_ema_tp2sd2v2")
+    for folder, state in (("model_state", "model"), ("master_weight", "master"), ("ema_state", "ema")):
+        catalog, values = values_of(FIXTURES / "ernie_ema_tp2sd2v2" / folder)
+        assert {key.state for key in values} == {state} and not catalog.notes
+        assert all(np.array_equal(values[key], every[key]) for key in values)
+    shutil.copytree(FIXTURES / "ernie_ema_tp2sd2v2/model_state", tmp_path / "mine")
+    catalog, values = values_of(tmp_path / "mine")
+    (note,) = catalog.notes
+    assert note.code == "N-fused-as-recorded" and note.key == "model.layers.0.mlp.up_gate_proj.weight"
+    key = TensorKey(note.key)
+    assert values[key].shape == every[key].shape and not np.array_equal(values[key], every[key])
+
+
 # -- keys and states --------------------------------------------------------------------------------------------------------
 
 
