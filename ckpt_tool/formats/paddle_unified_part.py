@@ -133,7 +133,7 @@ def _refuse_absent(
         if not (
             index.stage == "O2"
             and name.endswith("/moment1_0")
-            and name + quant.SYMMETRIC in more
+            and (name + quant.SYMMETRIC in more or name + quant.SYMMETRIC in rows)
             and name.removesuffix("1_0") + "2_0" in rows
         )
     ]
