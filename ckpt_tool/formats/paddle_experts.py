@@ -54,13 +54,13 @@ def number_experts(
         mine = frozenset(int(found[2]) for name in names if (found := _NUMBER.search(name)))
         if mine:
             numbers[at] = mine
-    if not parted:
-        return Numbering()
     if degrees.ep == 1:
         apart = any(
             not a & b for (x, a) in numbers.items() for (y, b) in numbers.items() if x[1] == y[1] and x[0] != y[0]
         )
         return Numbering(0, apart)  # experts spread over the tensor ranks
+    if not parted:
+        return Numbering()
     by_rank = {ep: frozenset().union(*(n for at, n in numbers.items() if at[2] == ep)) for (_, _, ep) in numbers}
     sets = set(by_rank.values())
     count = next(iter(sets), frozenset())
