@@ -1,0 +1,72 @@
+"""Tables as text: what is left unsaid in them, and what they may not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tool.errors import UsageError
+from ckpt_tool.families.table import form_of, instances, table_of
+
+
+def sides(text: str) -> list[tuple[list[str], list[str]]]:
+    return [([str(term) for term in rule.left], [str(term) for term in rule.right]) for rule in table_of(text).rules]
+
+
+def test_both_sides_alike() -> None:
+    assert sides("model.norm.weight : h") == [(["model.norm.weight : h"],) * 2]
+    assert table_of("w : h if tied == 1").rules[0].condition is not None
+
+
+def test_the_same_name() -> None:
+    assert sides("a.{i}.<x|y>.w : h f, f h = : f h, h f") == [
+        (["a.{i}.x.w : h f", "a.{i}.y.w : f h"], ["a.{i}.x.w : f h", "a.{i}.y.w : h f"])
+    ]
+
+
+def test_a_name_beside() -> None:
+    assert sides("a.{i}.xy.w : ((1 + 1) f)\n    = ..<x|y>.w : f") == [
+        (["a.{i}.xy.w : ((1 + 1) f)"], ["a.{i}.x.w : f", "a.{i}.y.w : f"])
+    ]
+
+
+def test_a_rule_for_each_word() -> None:
+    assert sides("[a|b.{n}].w : h = [a|b.{n}].[v|w] : h") == [
+        ([f"{word}.w : h"], [f"{word}.{leaf} : h"]) for word in ("a", "b.{n}") for leaf in ("v", "w")
+    ]
+
+
+def test_forms() -> None:
+    assert form_of("model.layers.12.experts.0.w1.weight") == ("model.layers.%d.experts.%d.w1.weight", (12, 0))
+    assert form_of("a.007.b") == ("a.007.b", ()) and form_of("a%.1") == ("a%%.%d", (1,))
+    named, unknown = instances(table_of("l.{i}.w : h").left, ["l.3.w", "x", "l.11.w", "l.01.w"])
+    assert [(group.form, group.values) for group in named] == [("l.%d.w", [(3,), (11,)])] and unknown == ["x", "l.01.w"]
+
+
+def test_spellings_of_what_is_fused() -> None:
+    table = table_of("m.gu.w : h ((1 + 1) f) = ..<g|u>.w : f h\nm.o.w : h f = : f h").apart()
+    assert table.left.keys() == {"m.gu.w", "m.o.w", "m.g.w", "m.u.w"}
+    assert [str(term) for term in table.rules[-1].left] == ["m.g.w : h f", "m.u.w : h f"]
+
+
+def test_a_dialect_under_another_root_and_over_another() -> None:
+    table = table_of("[model.e|head].w : v h").under("llama.")
+    assert table.left.keys() == {"llama.e.w", "head.w"} and table.right.keys() == {"model.e.w", "head.w"}
+    over = table_of("head.w : h v = : v h").over(table)
+    assert over.left["head.w"][0].rule == 0 and len(over.rules) == 2
+
+
+FAULTS = {
+    "an index by an expression": (lambda: table_of("l.{i + 1}.w : h ; k.{i}.w : h = j.{i}.<a|b> : h"), "plain axes"),
+    "a number between dots": (lambda: table_of("l.0.w : h"), "plain axes"),
+    "other indices on one side": (lambda: table_of("a.{i} : h ; b : i h = c.{i} : h ; d.{i} : h"), "other indices"),
+    "replaced in part": (lambda: table_of("a.w : h").over(table_of("<a|b>.w : h")), "replaced in part: b.w"),
+    "no pattern": (lambda: table_of("a.w = b.w"), "NAME : pattern"),
+    "other axes": (lambda: table_of("a.w : h = b.w : f"), "other axes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_table_may_not_say(fault: str) -> None:
+    call, told = FAULTS[fault]
+    with pytest.raises(UsageError, match=told):
+        call()
