@@ -148,7 +148,9 @@ def join(
     ):
         hint = "resume it in Paddle at these degrees and save with the optimizer merged"
         raise _unplaced(key, first, "a quantised state in parts: each rank has scales of its own", hint)
-    if key.state.endswith("pow_acc") or key.state in quant.STATES or all(each.array.shape == full for each in held):
+    sliced = len(first.shape) == 1 and len({each.at[2] for each in held}) > 1  # or whole beside nothing but padding
+    alike = all(each.array.shape == full for each in held) and not sliced
+    if key.state.endswith("pow_acc") or key.state in quant.STATES or alike:
         return _copies(key, first.shape, held)
     full, cut = _cut(key, held, full, config, tp)
     chunks = [chunk for each in _groups(held) for chunk in _placed(key, each, full, cut, tp)]

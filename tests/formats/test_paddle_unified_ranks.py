@@ -119,6 +119,10 @@ def test_ranks_are_joined_to_the_whole(tp: int, shard: int, flat: bool, parts: i
         shutil.rmtree(folder)
 
 
+def test_a_slice_of_padding_alone_is_no_second_copy(tmp_path: Path) -> None:
+    same(tmp_path, write(tmp_path, 1, 2, flat=True, unit=4))  # the norm: 4 elements on one rank, 4 zeros on the other
+
+
 def test_degrees_stand_in_the_names(tmp_path: Path) -> None:
     write(tmp_path, 2, 2, flat=True)
     assert FORMAT.read(Tree(tmp_path), {}).hints["degrees"] == {"tp": 2, "dp": 2}
