@@ -19,7 +19,7 @@ Specification (PaddlePaddle 3.3.1, `python/paddle/framework/io.py`, `io_utils.py
 * bfloat16 is stored as uint16 bits, float8 as int8 bits, without a mark. Paddle has no uint16 tensors of its own.
 * Protocols 2 and 3 cut arrays of more than (2^30 - 1) / itemsize elements: flat parts `KEY@@.0`, `KEY@@.1`, ... and
   `UnpackBigParamInfor@@` {KEY: {"OriginShape": shape, "slices": [the parts' keys]}}.
-* In protocol 2 arrays are text (`storage.inline_arrays`). Protocol 5 is none of Paddle's, but NumPy's, and reads.
+* In protocol 2 arrays are text (`storage.inline_arrays`). Versions after 3.3 write protocol 5 (NumPy's `_frombuffer`).
 
 Written: protocol 4, the bytes that Paddle writes (`storage.pickle_frames`). Cost: as the pickle. What it does not do: names
 and states (`formats.paddle_*`); `use_binary_format`, a C++ dump that is no pickle.

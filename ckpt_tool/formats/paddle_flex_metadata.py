@@ -8,10 +8,11 @@ inside its shape, a range inside its box, a file name that stays in the folder.
       -> Entry("w", ("w",), BF16, (16, 4), [Shard((0, 0), (8, 4), (0, 20), "0_0.distcp", 0), ...])
 
 Facts (PaddlePaddle 3.3.1, `flex_checkpoint/dcp/metadata.py`; older versions call the module `paddle.distributed.checkpoint.
-metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`, `local_shape`): a pickle of protocol 4 of
-`Metadata`. `flattened_range` counts elements of the local block's row-major line, not of the whole tensor, and
-its ends need not be rows. A key's shards were deduplicated by box and range: the file named holds it; with `save_replicas`
-every copy is listed and `replica_id` 0 is the one to load. `flat_mapping` says how the keys nested.
+metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`, `local_shape`; newer ones add `model_type`,
+`checkpoint_version` and two commits): a pickle of protocol 4 of `Metadata`. `flattened_range` counts elements of the local
+block's row-major line, not of the whole tensor, and its ends need not be rows. A key's shards were deduplicated by box and
+range: the file named holds it; with `save_replicas` every copy is listed and `replica_id` 0 is the one to load.
+`flat_mapping` says how the keys nested.
 
 Cost: about 15 us a shard. What it does not do: open the data files.
 """
