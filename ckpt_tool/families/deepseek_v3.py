@@ -57,4 +57,4 @@ FAMILY = Family(
         """,
         "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
     },
-)
+)  # fmt: skip

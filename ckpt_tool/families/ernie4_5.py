@@ -47,4 +47,4 @@ FAMILY = Family(
         "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
         "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),
     },
-)
+)  # fmt: skip

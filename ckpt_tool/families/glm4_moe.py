@@ -57,4 +57,4 @@ FAMILY = Family(
             model.layers.{i}.eh_proj.weight : w h = : h w
         """),
     },
-)
+)  # fmt: skip

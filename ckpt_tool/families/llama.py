@@ -42,4 +42,4 @@ FAMILY = Family(
         """,
         "paddle-nlp": Variant("paddle", root="llama.", over=NLP_HEAD),
     },
-)
+)  # fmt: skip

@@ -41,4 +41,4 @@ FAMILY = Family(
             model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : f h = : h f
         """, root="mixtral.", over=NLP_HEAD),
     },
-)
+)  # fmt: skip

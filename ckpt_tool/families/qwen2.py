@@ -37,4 +37,4 @@ FAMILY = Family(
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-nlp": Variant("paddle", root="qwen2.", over=NLP_HEAD),
     },
-)
+)  # fmt: skip

@@ -46,4 +46,4 @@ FAMILY = Family(
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-nlp": Variant("paddle", root="qwen2_moe.", over=NLP_HEAD),
     },
-)
+)  # fmt: skip

@@ -37,4 +37,4 @@ FAMILY = Family(
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },
-)
+)  # fmt: skip
