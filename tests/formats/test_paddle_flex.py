@@ -40,6 +40,7 @@ ERNIE = {
     "hidden_size": 24,
     "vocab_size": 54,
 }
+MOE = {**ERNIE, "model_type": "ernie4_5_moe"}
 LLAMA = {**ERNIE, "model_type": "llama", "tie_word_embeddings": True}
 
 
@@ -177,15 +178,27 @@ def jobs(draw):
     states = ["model", *draw(st.lists(st.sampled_from(STATES[1:]), max_size=4, unique=True))]
     first = {"tp": draw(st.sampled_from((1, 2, 4))), "pp": pp, "dp": draw(st.integers(1, 3))}
     second = {"tp": draw(st.sampled_from((1, 2))), "dp": draw(st.integers(1, 2))}
-    return layers, names, states, first, second, draw(st.sampled_from(("v1", "v2")))
+    experts = draw(st.sampled_from((0, 0, 4)))
+    if experts and first["tp"] < 4:
+        first["ep"] = draw(st.sampled_from((1, first["tp"], 4)))
+    return layers, names, states, first, second, draw(st.sampled_from(("v1", "v2"))), experts
 
 
-def model_of(layers, names, states):
+def model_of(layers, names, states, experts):
     tensors, values = [], []
+    routed = [
+        f"experts.{number}.{name}" for number in range(experts) for name in ("up_gate_proj.weight", "down_proj.weight")
+    ]
     for layer in range(layers):
-        for name in names:
+        for name in (*names, *routed):
             for state in states:
-                shape = (1,) if state in ("beta1_pow_acc",) else () if state == "step" else WIDTHS[name]
+                shape = (
+                    (1,)
+                    if state in ("beta1_pow_acc",)
+                    else ()
+                    if state == "step"
+                    else WIDTHS[name.rpartition("s.")[2].lstrip("0123.")]
+                )
                 dtype = DTYPES["BF16" if state == "model" else "F32"]
                 key = TensorKey(
                     f"model.layers.{layer}.{'mlp' if 'up' in name or 'down' in name else 'x'}.{name}", state
@@ -204,15 +217,15 @@ def of_state(wanted, state):
     return [t for t in wanted if t.key.state == state]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(jobs())
 def test_there_and_back_at_any_degrees(tmp_path_factory, job):
-    layers, names, states, first, second, sharding = job
-    tensors, values = model_of(layers, names, states)
+    layers, names, states, first, second, sharding, experts = job
+    tensors, values = model_of(layers, names, states, experts)
     folder = tmp_path_factory.mktemp("job")
     try:
         for number, degrees in enumerate((first, second)):
-            options = {"degrees": degrees, "zero": 1, "sharding": sharding, "config": ERNIE}
+            options = {"degrees": degrees, "zero": 1, "sharding": sharding, "config": MOE if experts else ERNIE}
             target = FORMAT.target(Wanted(tensors, {}, {"dialect": "paddle"}, options=options), None)
             lay_out(target, folder / str(number), values)
             catalog, have = values_of(folder / str(number))
