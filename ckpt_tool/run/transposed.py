@@ -14,12 +14,13 @@ Blocks are then slices of the panel, hashed and written as they lie. Every regio
 number of transposed blocks side by side (fused gate and up, grouped qkv, TP shards), stacked experts, and plain regions
 among them are one case. Replicas are gathered into a second panel and compared.
 
-Every strip is read once; two units that part a row of the line both read that row. A panel of a line of C elements is as
-high as strips of 4 KiB make it, C * 4 KiB in all; where the bound (`PANEL`, or what `--memory` leaves) gives less, strips
-are shorter and cost more calls. ns a byte, one core, page cache, strips of 512 bytes to 8 KiB: 1.0, 0.5, 0.25, 0.16, 0.12.
-Calls that short hold Python's lock half of the time, so two threads gain little from each other below 2 KiB: another
-reason for a high panel. Gaps of up to 2 KiB are read and thrown away, which costs less than a call; with 8 KiB it took
-half as long again. Bytes that checksums want are read again at the end (`run/closing.py`), since strips come in pieces.
+Every strip is read once; two units that part a row of the line both read that row. A panel is as high as strips of 16 KiB
+make it, a whole matrix where that fits: strips that follow each other in the file are read many to a call. Where the bound
+(`PANEL`, or what `--memory` leaves) gives less, strips are shorter and cost more calls. ns a byte, one core, page cache,
+strips of 512 bytes to 8 KiB: 1.0, 0.5, 0.25, 0.16, 0.12. Calls that short hold Python's lock half of the time, so two
+threads gain little from each other: another reason for high panels (2 GB, 2 threads: 1.20 s with strips of up to 4 KiB,
+0.91 s with 16). Gaps of up to 2 KiB are read and thrown away, which costs less than a call; with 8 KiB it took half as
+long again. Bytes that checksums want are read again at the end (`run/closing.py`), since strips come in pieces.
 
 How a group is turned was chosen by measurement: multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one core
 of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
@@ -34,9 +35,11 @@ of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
     C, 8 x 8 in SSE registers                -    3.1    -     -
 
 Turning panels in place of groups, blocks straight out of the strips, took 1.2 to 1.5 times as long for read, turn, hash
-and write together: the strips come from L3 then. A mapped source took 1.3 times the CPU of pread, and a file that is
-cut short would kill the process. Batched reads (libaio) take 0.7 of the time of strips of 4 KiB with two threads, but
-are no part of Python. So there is nothing to compile: at 2.2 copies the turn is a third of the whole job.
+and write together: the strips come from L3 then. Panels without huge pages took 1.2 times as long, since a column is on as
+many pages as it has rows. A mapped source took 1.3 times the CPU of pread, and a file that is cut short would kill the
+process. Batched reads (libaio) take 0.7 of the time for strips of 4 KiB and two threads, but are no part of Python. So
+there is nothing to compile: at 2.2 copies the turn is a third of the job, which as a whole takes 1.9 times as long as `cp`
+of the same 2 GB on two quiet cores, start included (CPU 3.3 times; before there were panels: 15 and 14).
 
 Does not serve sources with zero or negative strides, nor 1-d ones; those go the general way.
 """
@@ -45,7 +48,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -56,9 +59,9 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 PANEL = 32 << 20  # bytes: the most that is put in order at a time
-STRIP = 4 << 10  # bytes: longer strips gain little
+STRIP = 16 << 10  # bytes: longer strips gain nothing
 SHORT, NEAR = 2 << 10, 2 << 10  # bytes: strips shorter than SHORT are taken as one with what lies NEAR between them
-GROUP = 512 << 10  # bytes of strips that are turned together: they stay in L2
+GROUP = 1 << 20  # bytes of strips that are turned together: they stay in L2
 COLUMNS = 64  # of a tile: one NumPy call turns so many strips
 BRIDGE = 2 << 10  # bytes: strips closer than this are read in one call
 FAR_BRIDGE, FAR_READ = 1 << 20, 8 << 20  # the same through a remote tree, and the most of one request
@@ -101,8 +104,10 @@ class Strips:
     def panel(self, number: int, nbytes: int) -> memoryview:
         """Panel 0, or 1 for replicas."""
         if len(self._panels[number]) < nbytes:
+            import numpy as np
+
             self._panels[number] = memoryview(b"")
-            self._panels[number] = memoryview(bytearray(nbytes))
+            self._panels[number] = np.empty(nbytes, "u1").data  # NumPy asks for huge pages: a column touches many
         return self._panels[number]
 
     def slots(self, pitch: int, length: int, count: int) -> tuple[memoryview, list[memoryview]]:
@@ -236,9 +241,14 @@ class Transposed:
         import numpy as np
 
         order = sorted(outer, key=lambda dim: -dim.stride)  # the file's
-        offsets, packed = [offset], list[int]()
+        offsets: Sequence[int] = (offset,)
+        packed = list[int]()
         for n, stride, _ in order:
-            offsets = [base + i for base in offsets for i in range(0, n * stride, stride)]
+            steps = range(0, n * stride, stride)
+            if len(offsets) > 1:
+                offsets = [base + step for base in offsets for step in steps]
+            else:
+                offsets = range(offset, offset + n * stride, stride)
             packed = [n * by for by in packed] + [pitch]
         strips, slots = self._strips.slots(pitch, span, len(offsets))
         read(self._source, self._strips, file, offsets, slots)
@@ -313,7 +323,10 @@ def read(source: Source, strips: Strips, file: int, offsets: Sequence[int], slot
     if tree is not None:
         _read_far(tree, source.path(file), offsets, slots)
         return
-    gaps = [b - a - length for a, b in zip(offsets, offsets[1:], strict=False)]
+    if isinstance(offsets, range):
+        gaps = [offsets.step - length] * (len(offsets) - 1)
+    else:
+        gaps = [b - a - length for a, b in pairwise(offsets)]
     try:
         if gaps and 0 <= min(gaps) and max(gaps) <= BRIDGE:
             done = _read_bridged(source.fd(file), strips, offsets, slots, gaps)

@@ -115,7 +115,9 @@ class Walk:
         self._writes = self._lane(move.outputs, move.item_out, self.writer.pwrite, reads=False)
         turned = self.reader.turned(move) if self._reads is None else None
         self._panels = turned if isinstance(self._writes, Runs) else None
-        if (self._panels or isinstance(self._reads, Runs)) and isinstance(self._writes, Runs):
+        if self._panels:  # blocks are slices: no buffer bounds them
+            return STRIDED_BLOCK // move.item
+        if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
             return BLOCK // move.item
         most = STRIDED_BLOCK // move.item
         rows = [region.steps[0] for region in (*move.sources, *move.outputs) if len(region.extents) > 1]
