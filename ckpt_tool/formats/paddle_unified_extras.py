@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.box import whole
-from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import from_json, to_json
 from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
-from ckpt_tool.errors import CorruptFile, UnsafeInput
+from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.paddle_file import PaddleComposer, chunks_of, read_paddle
 from ckpt_tool.formats.paddle_unified_files import EXTRAS_FILE, EXTRAS_TENSORS
 from ckpt_tool.formats.paddle_unified_table import Lying
@@ -36,14 +35,21 @@ LIMIT = 64_000_000  # bytes of a file of plain values
 CODE = "E1360"
 
 
-def read_extras(
-    tree: Tree,
-) -> tuple[dict[str, Any], dict[TensorKey, Lying | LogicalTensor], tuple[str, ...], list[Note]]:
-    """(plain values, tensors, files, notes)."""
+class Beside(NamedTuple):
+    """unsafe: uses of names that only an unpickler would run."""
+
+    extras: dict[str, Any]
+    tensors: dict[TensorKey, Lying | LogicalTensor]
+    files: tuple[str, ...]
+    unsafe: tuple[str, ...]
+
+
+def read_extras(tree: Tree) -> Beside:
+    """What lies beside. Raises what pickles, JSON and headers raise."""
     names = tree.names()
     extras: dict[str, Any] = {}
     tensors: dict[TensorKey, Lying | LogicalTensor] = {}
-    files, notes = list[str](), list[Note]()
+    files, unsafe = list[str](), list[str]()
     if EXTRAS_FILE in names:
         files.append(EXTRAS_FILE)
         value = from_json(parse(tree.read_whole(EXTRAS_FILE, limit=LIMIT), path=tree.display(EXTRAS_FILE)))
@@ -61,19 +67,14 @@ def read_extras(
             continue
         files.append(file)
         content = read_paddle(tree, file)
-        if content.unsafe:
-            raise UnsafeInput(
-                f"the file asks for code: {content.unsafe[0]}", code="E0420", path=tree.display(file),
-                hint="nothing was run; remove the file, or get the checkpoint from someone you trust",
-                faults=content.unsafe[1:],
-            )  # fmt: skip
+        unsafe += content.unsafe
         if content.extras:
             extras[what] = content.extras
         for saved in content.leaves:
             key = TensorKey(".".join([what, *map(str, saved.path)]), EXTRAS)
             chunks = chunks_of(saved, whole(saved.shape))
             tensors[key] = LogicalTensor(key, saved.shape, saved.dtype, chunks)
-    return extras, tensors, tuple(files), notes
+    return Beside(extras, tensors, tuple(files), tuple(unsafe))
 
 
 def extras_files(

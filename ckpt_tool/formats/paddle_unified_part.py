@@ -59,6 +59,7 @@ def read_part(tree: Tree, path: str, *, lenient: bool) -> Part:
     rows: dict[str, tuple[Header, int]] = {}
     more: dict[str, tuple[Header, int]] = {}
     again: dict[str, list[tuple[Header, int]]] = {}
+    strangers: dict[str, list[str]] = {}
     absent, notes = list[tuple[str, str]](), list[Note]()
     for header in headers:
         where = {name: row for row, name in enumerate(header.names)}
@@ -72,9 +73,10 @@ def read_part(tree: Tree, path: str, *, lenient: bool) -> Part:
         for name, row in where.items():
             if name in (index.weight_map or {}):
                 again.setdefault(name, []).append((header, row))
-        strangers = [name for name in where if name not in scales and name not in again]
-        notes += _strangers(tree, header.path, strangers, lenient=lenient)
+        strangers[header.path] = [name for name in where if name not in scales and name not in again]
     _refuse_absent(tree, index, absent, rows, more)
+    for file, unknown in strangers.items():
+        notes += _strangers(tree, file, unknown, lenient=lenient)
     order = index.weight_map or {}
     rows = {name: rows[name] for name in order if name in rows} | more
     notes += _total(index, rows, again)

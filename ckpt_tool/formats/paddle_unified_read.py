@@ -59,13 +59,19 @@ def read_catalog(tree: Tree, name: str, options: Mapping[str, object]) -> Catalo
     sidefiles = tuple(
         path for path in tree.names() if (is_sidefile(path) or path in SIDEFILES) and tree.listing()[path] >= 0
     )
-    extras, tensors, extra_files, more = read_extras(tree)
-    taken = (*reading.taken, *extra_files)
-    notes = [*reading.notes, *more, *files_of.notes_of(tree, taken, sidefiles)]
+    beside = read_extras(tree)
+    taken = (*reading.taken, *beside.files)
+    notes = [*reading.notes, *files_of.notes_of(tree, taken, sidefiles)]
     return Catalog(
-        name, UnifiedTable({**entries, **tensors}), extras=extras, files=taken, sidefiles=sidefiles, notes=tuple(notes),
+        name,
+        UnifiedTable({**entries, **beside.tensors}),
+        extras=beside.extras,
+        files=taken,
+        sidefiles=sidefiles,
+        notes=tuple(notes),
+        unsafe=beside.unsafe,
         hints=reading.hints(),
-    )  # fmt: skip
+    )
 
 
 def read_config(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:

@@ -402,12 +402,13 @@ def test_scheduler_and_scaler_travel(tmp_path: Path) -> None:
     assert back["scale"] == scaler["scale"] and back["incr_ratio"] == 2.0
 
 
-def test_pickles_that_ask_for_code_are_refused(tmp_path: Path) -> None:
-    job(tmp_path)
-    (tmp_path / "scheduler.pdparams").write_bytes(b"\x80\x04cposix\nsystem\n(S'true'\ntR.")
+def test_pickles_that_ask_for_code_are_named_and_refused(tmp_path: Path) -> None:
+    job(tmp_path / "a")
+    (tmp_path / "a" / "scheduler.pdparams").write_bytes(b"\x80\x04cposix\nsystem\n(S'true'\ntR.")
+    assert "posix.system" in read(tmp_path / "a").unsafe[0]
     with pytest.raises(CkptError) as caught:
-        read(tmp_path)
-    assert caught.value.exit_code in (3, 4)
+        convert(str(tmp_path / "a"), str(tmp_path / "b"), Reading(), Writing(to="sharded"), Silent())
+    assert caught.value.exit_code == 4 and not (tmp_path / "b").exists()
 
 
 # -- writing --------------------------------------------------------------------------------------------------------------
