@@ -122,7 +122,7 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
     if pp > items.total:
         raise UsageError(
             f"--pp {pp}: the pipeline is a list of {items.total} layers", code=NO_SPLIT,
-            hint=f"the nearest that it takes is --pp {max(items.layers, 1)}",
+            hint=f"the nearest that it takes is --pp {items.total}",
         )  # fmt: skip
     if items.layers % pp == 0 and items.layers or pp == 1:
         return _by_counts(items, [items.layers // pp] * pp, "layer:DecoderLayer")

@@ -221,7 +221,7 @@ def test_the_source_s_names_are_kept_where_no_rank_holds_another_s(tmp_path: Pat
     ("job", "code", "said"),
     [
         (pm.Job(ep=3, sharding=3), "E1251", "1, 2, 4"),
-        (pm.Job(tp=2, ep=1, sharding=1, pp=9), "E1250", "--pp 2"),
+        (pm.Job(tp=2, ep=1, sharding=1, pp=9), "E1250", "--pp 5"),
         (pm.Job(tp=4, by_tensor=True), "E1266", ""),
     ],
 )
