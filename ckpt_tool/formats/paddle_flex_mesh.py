@@ -19,8 +19,8 @@ from math import prod
 
 from ckpt_tool.formats.paddle_flex_metadata import Entry, Listing
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.")
 
 
 def degrees_of(listings: Iterable[Listing], ranks: int) -> tuple[dict[str, int], str]:
@@ -67,17 +67,23 @@ def _stages(entries: Sequence[Entry]) -> int:
         found = _LAYER.search(entry.key)
         if found:
             layers.setdefault(int(found[1]), set()).update(_rank_of(shard.file) for shard in entry.shards)
-    groups: list[set[str]] = []
+    parent: dict[str, str] = {}
+
+    def root(rank: str) -> str:
+        while parent.setdefault(rank, rank) != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
+        return rank
+
     for ranks in layers.values():
-        joined = set(ranks)
-        rest = []
-        for group in groups:
-            if group & joined:
-                joined |= group
-            else:
-                rest.append(group)
-        groups = [*rest, joined]
-    return len(groups) if len({len(group) for group in groups}) == 1 else 1
+        first, *others = ranks or {""}
+        for other in others:
+            parent[root(other)] = root(first)
+        root(first)
+    sizes: dict[str, int] = {}
+    for rank in [*parent]:
+        sizes[root(rank)] = sizes.get(root(rank), 0) + 1
+    return len(sizes) if len(set(sizes.values())) == 1 else 1
 
 
 def _experts(entries: Sequence[Entry]) -> int:
@@ -92,11 +98,14 @@ def _experts(entries: Sequence[Entry]) -> int:
 
 
 def _runs(experts: Mapping[int, set[str]]) -> int:
-    runs: list[tuple[set[str], int]] = []
+    files: list[set[str]] = []
+    lengths: list[int] = []
     for number in sorted(experts):
-        if runs and runs[-1][0] & experts[number]:
-            runs[-1] = (runs[-1][0] | experts[number], runs[-1][1] + 1)
+        if files and files[-1] & experts[number]:
+            files[-1] |= experts[number]
+            lengths[-1] += 1
         else:
-            runs.append((set(experts[number]), 1))
-    apart = all(not a & b for i, (a, _) in enumerate(runs) for b, _ in runs[i + 1 :])
-    return len(runs) if apart and len({length for _, length in runs}) == 1 else 1
+            files.append(set(experts[number]))
+            lengths.append(1)
+    homes = [file for run in files for file in run]
+    return len(files) if len(homes) == len(set(homes)) and len(set(lengths)) == 1 else 1

@@ -25,7 +25,8 @@ from ckpt_tool.formats.paddle_file import read_paddle
 from ckpt_tool.formats.paddle_flex import FORMAT
 from ckpt_tool.formats.paddle_flex_items import Item, kept
 from ckpt_tool.formats.paddle_flex_keys import folder_of, plain_keys, suffix_of, trainer_key
-from ckpt_tool.formats.paddle_flex_metadata import MODULE, Entry, Shard, read_metadata
+from ckpt_tool.formats.paddle_flex_mesh import degrees_of
+from ckpt_tool.formats.paddle_flex_metadata import MODULE, Entry, Listing, Shard, read_metadata
 from ckpt_tool.formats.paddle_flex_read import fused_blocks
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
@@ -433,3 +434,25 @@ def test_a_lost_rank_of_averages_is_named(tmp_path):
     with pytest.raises(CkptError, match="in no file") as e:
         FORMAT.read(Tree(tmp_path / "x"), {})
     assert e.value.exit_code == 3 and "mlp.weight [ema]" in e.value.key
+
+
+def test_degrees_are_told_by_who_holds_what():
+    def listing(homes):
+        """key -> ranks, a block each."""
+        entries = {}
+        for key, ranks in homes.items():
+            shards = [Shard((0, 4 * i), (2, 4), None, f"m/{rank}_0.distcp", 0) for i, rank in enumerate(ranks)]
+            entries[key] = Entry(key, (key,), DTYPES["F32"], (2, 4 * len(ranks)), shards)
+        return Listing("m/", entries)
+
+    stages = {f"layers.{layer}.q.weight": (layer // 2 * 2, layer // 2 * 2 + 1) for layer in range(6)}
+    assert degrees_of([listing(stages)], 6) == ({"tp": 2, "pp": 3}, "")
+    assert degrees_of([listing(stages)], 12) == ({"tp": 2, "pp": 3, "dp": 2}, "v1")
+    assert degrees_of([listing(stages)], 7) == ({"tp": 2}, "")  # what does not multiply out is left unsaid
+    assert degrees_of([listing({**stages, "layers.0.x": (0, 5)})], 6)[0] == {"tp": 2, "dp": 3}
+    experts = {f"layers.0.mlp.experts.{n}.w": (n // 2,) for n in range(8)}
+    assert degrees_of([listing(experts)], 4)[0] == {"dp": 4, "ep": 4}
+    assert degrees_of([listing({**experts, "layers.0.mlp.experts.0.v": (3,)})], 4)[0] == {"dp": 4}
+    many = {f"layers.{n}.w": (n,) for n in range(20_000)} | {f"a.experts.{n}.w": (n,) for n in range(20_000)}
+    assert degrees_of([listing(many)], 20_000)[0]["pp"] == 20_000
+    assert degrees_of([listing({f"layers.{'9' * 5000}.experts.{'9' * 5000}.w": (0,)})], 2)[0] == {"dp": 2}
