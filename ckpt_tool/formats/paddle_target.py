@@ -27,11 +27,9 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
-from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.base import Holds
 from ckpt_tool.formats.paddle_accumulators import MASTER_WEIGHTS, SCHEDULER, STATES
 from ckpt_tool.formats.paddle_degrees import V1, config_of, paddle_hints
 from ckpt_tool.formats.paddle_file import ArrayRef, Named, PaddleComposer
@@ -46,13 +44,6 @@ from ckpt_tool.formats.torch_content import Part
 UNCUT = "E1254"
 PLAIN, IO = "plain", "sharding_io"
 INFIX = "_fp32_master_0"
-_STORABLE = (
-    "BOOL", "U8", "I8", "I16", "I32", "I64", "U32", "U64", "F16", "BF16", "F32", "F64", "C64", "C128",
-)  # fmt: skip
-HOLDS = Holds(
-    all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp"), replicas=True, zero=1, dialect="paddle", own_layout=True,
-    dtypes=frozenset(DTYPES) - frozenset(_STORABLE),
-)  # fmt: skip
 _ACCUMULATORS = {state: name for name, state in STATES.items()}
 _CODES = {
     "BOOL": 1, "U8": 2, "I8": 3, "I16": 5, "U32": 6, "I32": 7, "U64": 8, "I64": 9, "F32": 10, "F64": 11, "C64": 12,
