@@ -50,6 +50,7 @@ __all__ = [
 SLICES = "UnpackBigParamInfor@@"
 TOO_LARGE, ORDER, MALFORMED = "E1301", "E1303", "E1304"
 _NOT_PICKLE = "E1305"
+KEY_LIMIT = 4096  # characters of a key on the way to a tensor, as for safetensors
 
 
 class Saved(NamedTuple):
@@ -103,6 +104,7 @@ def read_paddle(tree: Tree, name: str) -> PaddleContent:
     else:
         extras = reading.part({"value": value}, ())
     leaves = _joined(_named(reading.leaves, table), slices, shown)
+    _refuse_lost(leaves, table, shown)
     return PaddleContent(
         leaves,
         {} if extras is _GONE else extras,
@@ -170,6 +172,10 @@ class _Reading:
             kept = {}
             for key, item in value.items():
                 step = key if type(key) is int else str(key)
+                if type(step) is str and len(step) > KEY_LIMIT:
+                    raise _malformed(
+                        f"a key of {len(step)} characters, want at most {KEY_LIMIT}", self.shown, step[:100]
+                    )
                 left = self.part(item, (*path, step))
                 if left is not SLOT and left is not _GONE:
                     kept[as_extras(key)] = left
@@ -244,6 +250,14 @@ def _named(leaves: list[Saved], table: Mapping[Any, Any]) -> list[Saved]:
         name = table.get(saved.path[0], saved.name) if len(saved.path) == 1 else saved.name
         out.append(saved._replace(name=name) if type(name) is str else saved)
     return out
+
+
+def _refuse_lost(leaves: list[Saved], table: Mapping[Any, Any], shown: str) -> None:
+    """Raise CorruptFile E1304 for a name of the table without a tensor: Paddle lists the tensors of the file, no others."""
+    held = {str(saved.path[0]) for saved in leaves}
+    lost = [str(key)[:200] for key in table if str(key) not in held]
+    if lost:
+        raise _malformed(f"{TABLE} names {len(lost)} tensors that the file does not hold: {lost[0]}", shown, lost[0])
 
 
 def _joined(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> list[Saved]:

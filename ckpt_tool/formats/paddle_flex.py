@@ -59,9 +59,7 @@ from ckpt_tool.storage.strict_json import parse
 
 TWICE = "E1339"
 CONFIG_LIMIT = 16 << 20  # bytes
-_JOB = re.compile(
-    r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|static_name_to_dyg_name\.json|model_meta\.json"
-)
+_JOB = re.compile(r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|static_name_to_dyg_name\.json")
 _ALL = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64", "C128", "F8_E4M3",
         "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")  # fmt: skip
 
@@ -131,11 +129,10 @@ class _Reading:
         self._listings()
         for save in self.saves:
             self._add(save, self.listings[save.folder])
-        extras, beside, extra_files, notes = read_extras(self.tree)
-        for key, lying in beside.items():
+        beside = read_extras(self.tree)
+        for key, lying in beside.tensors.items():
             tensor = simple_tensor(key, lying.array()) if isinstance(lying, Lying) else lying
             self._put(tensor, "beside the folders")
-        self.notes += notes
         degrees, hints = self._hints()
         required = bool(self.options.get("require_checksums"))
         checks = checksums.missing(self.tree, self.tensors.values(), required=required)
@@ -144,12 +141,16 @@ class _Reading:
         return Catalog(
             "paddle-flex",
             self.tensors,
-            extras,
+            beside.extras,
             Mesh.of_degrees(degrees) if degrees.get("dp", 1) % degrees.get("ep", 1) == 0 else Mesh(),
-            (*metadata, *dict.fromkeys(data), *extra_files),
+            (*metadata, *dict.fromkeys(data), *beside.files),
             tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
             (*self.notes, *self._job_notes(), *(checks if required else ())),
-            tuple(dict.fromkeys((*(u for each in self.listings.values() for u in each.unsafe), *self.files.unsafe))),
+            tuple(
+                dict.fromkeys(
+                    (*(u for each in self.listings.values() for u in each.unsafe), *self.files.unsafe, *beside.unsafe)
+                )
+            ),
             hints,
         )
 

@@ -33,6 +33,7 @@ from ckpt_tool.storage.source import Tree, safe_relative
 
 CONTRADICTION, FOREIGN, UNKNOWN_DTYPE, PLACELESS = "E1332", "E1333", "E1334", "E1335"
 RANK_LIMIT = 64
+KEY_LIMIT = 4096  # characters: nested keys are joined
 SHOWN = 100  # faults that one message lists
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _MODULES = (MODULE, "paddle.distributed.checkpoint.metadata")
@@ -144,6 +145,8 @@ class _Reading:
         for key, rows in states.items():
             if not isinstance(key, str) or not isinstance(rows, list | tuple):
                 raise self.damaged(f"state_dict_metadata maps {_what(key)} to {_what(rows)}, want a key and a list")
+            if len(key) > KEY_LIMIT:
+                raise self.damaged(f"a key of {len(key)} characters, want at most {KEY_LIMIT}", key[:100])
             self.entry(key, [self.stated(row, key) for row in rows], stored.pop(key, []), paths.get(key, (key,)))
         if stored:
             key = next(iter(stored))

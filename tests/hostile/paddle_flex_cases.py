@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ckpt_tool.core.extras import Opaque
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_writer import dumps
 
@@ -93,9 +92,9 @@ def put(field, said):
     return lambda value: value.state.update({field: said})
 
 
-def called(value):
-    """A call whose result is thrown away, in a field that nobody reads."""
-    value.state["note"] = Opaque("posix.system", ("true",))
+def long_key(value):
+    """A layer's number of 5000 digits: `int` refuses those."""
+    value.state_dict_metadata[f"layers.{'9' * 5000}.w"] = value.state_dict_metadata["tp"]
 
 
 def at(case, name, change):
@@ -177,5 +176,6 @@ CASES = [
     ("PF32 two kinds of files", at(PARTS, "4_0.safetensors", lambda p: p.write_bytes(b"x")), 3, ("both kinds",)),
     ("PF33 the newest save unfinished", at("twice", "3.metadata", Path.unlink), 3, ("save 3 was not finished",)),
     ("PF34 averages that nothing places", at("ema_old", "master_weight", shutil.rmtree), 3, ("no metadata", "ema_state")),
+    ("PF36 a number that Python will not read", edited(PARTS, long_key), 3, ("a key of 50", "want at most")),
     ("PF35 a key that its file lacks", twin_key, 3, ("does not hold it", "mlp.weight")),
 ]  # fmt: skip
