@@ -18,7 +18,7 @@ Cost: some dict look-ups a key. What it does not do: files, shapes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 MASTER_WEIGHTS, SCHEDULER = "master_weights", "LR_Scheduler"
@@ -70,3 +70,17 @@ def state_of(accumulator: str) -> str:
     """`moment1_0`, `fp32_master_0_moment1_0` -> exp_avg; others under their own name without the counter."""
     bare = _COUNTER.sub("", accumulator.removeprefix(_INFIX))
     return STATES.get(bare, bare)
+
+
+def without_master(tensors: Iterable[tuple[tuple[str | int, ...], tuple[int, ...]]]) -> list[str]:
+    """Parameters that an optimizer's file calls moments after as after masters (`linear_3.w_0_fp32_master_0_moment1_0`), and of
+    which it holds no master: Paddle writes both or none. tensors: (path, shape) of all; single numbers may lie on any rank."""
+    wanted: dict[str, None] = {}
+    held = set()
+    for path, shape in tensors:
+        first = str(path[0])
+        if first == MASTER_WEIGHTS and len(path) == 2:
+            held.add(str(path[1]))
+        elif shape not in ((), (1,)) and f"_{_INFIX}" in first:
+            wanted[first.rpartition(f"_{_INFIX}")[0]] = None
+    return [static for static in wanted if static not in held]

@@ -19,7 +19,7 @@ from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import LogicalTensor, simple_tensor
 from ckpt_tool.errors import CkptError, Incomplete
 from ckpt_tool.formats.hf_files import is_sidefile
-from ckpt_tool.formats.paddle_accumulators import MASTER_WEIGHTS
+from ckpt_tool.formats.paddle_accumulators import MASTER_WEIGHTS, without_master
 from ckpt_tool.formats.paddle_file import PaddleContent, chunks_of, read_paddle
 from ckpt_tool.formats.paddle_ranks import MODEL_FILE, OPTIMIZER_FILE, RankFile, rank_file, rank_files
 from ckpt_tool.formats.paddle_read import Reading, element_type, plain_config, says_bf16
@@ -53,17 +53,18 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
         )  # fmt: skip
     if not options.get("lenient"):
         _refuse_lost_optimizer(tree, names, files)
-    extras, hanging, beside, notes = read_extras(tree)
-    tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in hanging.items()}
+    beside = read_extras(tree)
+    tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in beside.tensors.items()}
     reading = Reading(tree, files, config)
     job = [name for name in names if _JOB_FILES.fullmatch(name)]
     if job:
         message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
         reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
     sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
-    reading.notes += notes
-    catalog = reading.catalog(extras, sides, beside)
-    return replace(catalog, tensors={**catalog.tensors, **tensors})
+    catalog = reading.catalog(beside.extras, sides, beside.files)
+    if not options.get("lenient"):
+        _refuse_lost_masters(tree, reading)
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
 
 
 def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) -> None:
@@ -74,6 +75,20 @@ def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) 
             f"{signals[0]} says that a rank saved its optimizer, but there is no optimizer*.pdopt", code=MISSING,
             path=tree.display(signals[0]), hint="fetch it; without it, remove the saved_signal files or pass --lenient",
         )  # fmt: skip
+
+
+def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
+    """Raise Incomplete E0302 where an optimizer's tensors are called after masters that their file lacks."""
+    for file in reading.files:
+        if file.kind == OPTIMIZER_FILE:
+            leaves = reading.contents[file.name].leaves
+            lost = without_master((saved.path, saved.shape) for saved in leaves)
+            if lost:
+                raise Incomplete(
+                    f"moments of {len(lost)} master weights that the file does not hold", code=MISSING,
+                    path=tree.display(file.name), key=lost[0][:200], faults=[f"no master: {key[:200]}" for key in lost[1:50]],
+                    hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
+                )  # fmt: skip
 
 
 def config_of(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
@@ -117,7 +132,11 @@ def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -
     if file.kind != MODEL_FILE:
         model = f"{_MODEL_STEM.get(file.stem, file.stem)}.pdparams"
         extra = [model] if _beside(tree, model) else []
-    return Reading(tree, [file], config, extra).catalog({}, (), ())
+    reading = Reading(tree, [file], config, extra)
+    catalog = reading.catalog({}, (), ())
+    if not lenient:
+        _refuse_lost_masters(tree, reading)
+    return catalog
 
 
 def _is_flat(file: RankFile, content: PaddleContent) -> bool:

@@ -145,6 +145,11 @@ class Gathering:
         for copy, one in enumerate(held):
             if one.saved.shape != shape:
                 raise self._differ(key, one, f"shapes {list(shape)} and {list(one.saved.shape)}")
+            if prod(shape) != 1:
+                raise InconsistentCheckpoint(
+                    f"{key.state} has shape {list(shape)}: it is one number a parameter", code=CONTRADICTION,
+                    path=one.saved.parts[0].path, key=str(key), hint="the file was edited or damaged: fetch it again",
+                )  # fmt: skip
             chunks += [replace(c, replica=copy) for c in chunks_of(one.saved, whole(shape), dtype=one.dtype)]
         return LogicalTensor(key, shape, held[0].dtype, tuple(chunks))
 
@@ -224,13 +229,15 @@ class Gathering:
         return chunks
 
     def _padded(self, name: str, numel: int) -> set[int]:
-        """Elements that a parameter may take in a fused buffer: a multiple of 256 bytes times the ranks, by the model's dtype."""
+        """Elements that a parameter may take in a fused buffer: the next multiple of 256 bytes times the ranks. One that has a
+        master is of 16 bits. Never fewer: where a slice was lost, the others must not make a whole."""
         degrees = self.degrees
         ranks = degrees.sharding
         if degrees.ep > 1 and not degrees.by_data and self.apart(name):
             ranks = max(degrees.tp * degrees.sharding // degrees.ep, 1)
-        units = [_PADDING // width * ranks for width in (1, 2, 4, 8)]
-        return {numel, *(-(-numel // unit) * unit for unit in units)}
+        widths = (2,) if TensorKey(name, MASTER) in self._found else (2, 4)
+        units = [_PADDING // width * ranks for width in widths]
+        return {-(-numel // unit) * unit for unit in units}
 
     def _differ(self, key: TensorKey, held: Held, what: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(

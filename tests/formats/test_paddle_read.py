@@ -149,9 +149,10 @@ def test_static_names_are_matched_by_the_longest(tmp_path):
     write(tmp_path / "model_state.pdparams", {"a": w, "b": w + 1, "c": w + 2, TABLE: names})
     opt = {"linear_1.w_0_moment1_0": w, "linear_1.w_0_x_fp32_master_0_moment2_0": w, "moe_gate_0_velocity_0": w,
            "moe_gate_0_my_state_0": w}  # fmt: skip
-    write(tmp_path / "optimizer.pdopt", {**opt, TABLE: {}})
+    masters = {"linear_1.w_0_x": ("linear_1.w_0_x_fp32_master_0", w)}
+    write(tmp_path / "optimizer.pdopt", {**opt, "master_weights": masters, TABLE: {}})
     catalog = open_source(str(tmp_path), Reading()).catalog
-    states = {tuple(key) for key in catalog.tensors if key.state != "model"}
+    states = {tuple(key) for key in catalog.tensors if key.state not in ("model", "master")}
     assert states == {("a", "exp_avg"), ("b", "exp_avg_sq"), ("c", "momentum_buffer"), ("c", "my_state")}
 
 
@@ -378,7 +379,9 @@ def test_ranks_of_other_shapes(tmp_path):
 
 def test_ranks_of_other_names(tmp_path):
     Job(tp=2).save(tmp_path)
-    _edit(tmp_path, "model_state.tp01.pdparams", lambda s: s.pop("model.norm.weight"))
+    _edit(
+        tmp_path, "model_state.tp01.pdparams", lambda s: (s.pop("model.norm.weight"), s[TABLE].pop("model.norm.weight"))
+    )
     fails(tmp_path, "E0305", "model.norm.weight")
 
 
