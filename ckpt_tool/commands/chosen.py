@@ -32,6 +32,7 @@ class Chosen:
     casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
     unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
+    config: Mapping[str, Any] | None = None  # what `--config` says
     hints: Mapping[str, Any] | None = None  # where they are not the first source's: its names are others now
 
     @property

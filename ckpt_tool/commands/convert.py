@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.dequantized import dequantized
 from ckpt_tool.commands.groups import without_removed
 from ckpt_tool.commands.naming import under_other_names
@@ -93,6 +94,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         tuple(dropped),
         inherits,
         renewed=frozenset(renewed),
+        config=read_config(reading.config) if reading.config else None,
         first_replica=reading.replica_policy == "first",
     )
 

@@ -6,6 +6,7 @@ that can be known is raised before the first byte is written.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import Any
 
 from ckpt_tool.commands.carry_out import execute, save_plan
 from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.config import NAME as CONFIG
+from ckpt_tool.commands.config import config_of
 from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.select import group_of, removed_rows
@@ -21,7 +24,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.target import Target, Wanted, WantedTensor
+from ckpt_tool.core.target import Target, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
@@ -162,16 +165,19 @@ def _fitted(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
     """The tensors as the format keeps them: some formats keep the same state with other tensors in some of their kinds."""
     if not isinstance(fmt, Fitting):
         return chosen
-    made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, _options(chosen, writing))
+    made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, _options(chosen, fmt, writing))
     stored = tuple(Stored(chosen.stored[index].source, tensor) for index, tensor in made.tensors)
     return replace(chosen, stored=stored, dropped=(*chosen.dropped, *made.dropped), casts={**chosen.casts, **made.casts},
                    unlisted=made.unlisted)  # fmt: skip
 
 
-def _options(chosen: Chosen, writing: Writing) -> dict[str, Any]:
+def _options(chosen: Chosen, fmt: Format, writing: Writing) -> dict[str, Any]:
     """`Wanted.options` for a format with a layout of its own."""
+    config = chosen.config
+    if config is None and fmt.holds.dialect == "paddle":
+        config = config_of(chosen.sources[0].tree)
     return {"degrees": degrees_of(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
-            "sharding": writing.sharding, "hints": chosen.all_hints,
+            "sharding": writing.sharding, "hints": chosen.all_hints, "config": config,
             "vocab_size": writing.vocab_size, "removed": frozenset(t.key for t in chosen.removed)}  # fmt: skip
 
 
@@ -204,12 +210,12 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
         single,
         writing.max_shard_size,
-        _options(chosen, writing) if fmt.holds.own_layout else {},
+        _options(chosen, fmt, writing) if fmt.holds.own_layout else {},
     )  # fmt: skip
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
-    target = fmt.target(wanted, layout)
+    target = _with_config(fmt.target(wanted, layout), chosen, fmt)
     numbers: dict[tuple[int, str], int] = {}
 
     def number_of(source: int, path: str) -> int:
@@ -247,6 +253,17 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
     return plan, wanted
+
+
+def _with_config(target: Target, chosen: Chosen, fmt: Format) -> Target:
+    """The target with `--config` as its config.json, where models of this format have one and the source has none."""
+    if chosen.config is None or target.single is not None or fmt.holds.dialect not in ("hf", "paddle"):
+        return target
+    if any(file.path == CONFIG for file in target.files):
+        return target
+    data = (json.dumps(chosen.config, indent=2, ensure_ascii=False) + "\n").encode()
+    return replace(target, files=(*target.files, whole_file(CONFIG, data)),
+                   notes=(*target.notes, f"{CONFIG} is what --config said"))  # fmt: skip
 
 
 def _is_file_name(destination: Path, chosen: Chosen) -> bool:
@@ -291,7 +308,7 @@ def _report(
         "target": {"path": plan.destination, "format": plan.format, "mesh": layout.mesh.to_json(),
                    "files": [{"path": file.path, "bytes": file.size} for file in plan.outputs[:10_000]]},
         "plan": {
-            "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "peak_memory": peak_memory(writing),
+            "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "peak_memory": peak_memory(writing, chosen.stored),
             "files": len(plan.outputs), "copies": count_copies(plan.moves),
         },
         "states": states,
@@ -304,10 +321,16 @@ def _report(
     }  # fmt: skip
 
 
-def peak_memory(writing: Writing) -> int:
-    """Bytes of buffers that the run will use at most: what each thread holds, times the threads."""
+def peak_memory(writing: Writing, stored: Sequence[Stored] = ()) -> int:
+    """Bytes of buffers that the run will use at most: what each thread holds, times the threads. Sources that lie the other
+    way round are put in order in a panel a thread (`run.transposed`)."""
     import os
 
     per_thread = 4 << 20
-    threads = writing.threads or min(os.cpu_count() or 1, 8)
-    return max(1, min(threads, writing.memory // per_thread)) * per_thread
+    threads = max(1, min(writing.threads or min(os.cpu_count() or 1, 8), writing.memory // per_thread))
+    turned = any(chunk.array.strides for row in stored for chunk in row.tensor.chunks[:1])
+    if turned:
+        from ckpt_tool.run.transposed import PANEL
+
+        per_thread += min(PANEL, max(0, writing.memory // threads - per_thread))
+    return threads * per_thread

@@ -156,7 +156,8 @@ class Wanted:
     shard_size: `--max-shard-size` in bytes.
     options: for formats with a layout of their own (`formats.base.Holds.own_layout`): `degrees` (mesh dim -> size, `dp`
     all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `sharding`
-    (`v1`, `v2` or None), `vocab_size`, `removed` (the keys that were removed by pattern), `hints`.
+    (`v1`, `v2` or None), `vocab_size`, `removed` (the keys that were removed by pattern), `hints`,
+    `config` (of the model, None where there is none).
     """
 
     tensors: tuple[WantedTensor, ...]

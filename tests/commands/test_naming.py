@@ -170,3 +170,11 @@ def test_a_config_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match="config"):
             run(tmp_path / "hub", tmp_path / "out", Reading(config=str(tmp_path / "config.json")), dialect="paddle")
+
+
+def test_a_config_that_was_passed_lies_beside_the_model(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", LLAMA)
+    run(tmp_path / "hub", tmp_path / "flat", to="dcp", dialect="paddle")
+    (tmp_path / "flat" / "config.json").unlink(missing_ok=True)
+    run(tmp_path / "flat", tmp_path / "out", Reading(config=str(tmp_path / "hub")), to="safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == LLAMA
