@@ -81,12 +81,15 @@ def read_index(tree: Tree, path: str, *, merged: bool = True) -> PaddleIndex:
 
 def _check_files(weight_map: Mapping[str, Any], shown: str, again: str) -> None:
     folded: dict[str, str] = {}
+    seen: set[str] = set()
     for name, file in weight_map.items():
-        place = strict_json.pointer("weight_map", name)
         if type(file) is not str:
+            place = strict_json.pointer("weight_map", name)
             raise CorruptFile("the file name is no string", code=NOT_A_NAME, path=shown, place=place, hint=again)
-        if folded.get(file.casefold()) == file:
+        if file in seen:
             continue
+        seen.add(file)
+        place = strict_json.pointer("weight_map", name)
         safe_relative(file, named_in=shown, place=place)
         if folded.setdefault(file.casefold(), file) != file:
             raise InconsistentCheckpoint(

@@ -38,10 +38,11 @@ def optimizer_key(key: str, dtype: DType, *, path: str) -> TensorKey:
             "an optimizer key without a type: want NAME/TYPE", code=NO_TYPE, path=path, key=key[:200],
             hint="the file holds something else than a Paddle optimizer: was a model file renamed?",
         )  # fmt: skip
-    for suffix in quant.SUFFIXES:
-        if kind.endswith(suffix):
-            base = kind.removesuffix(suffix)
-            return TensorKey(name, _STATES.get(base, base.removesuffix("_0")) + suffix)
+    if "@" in kind:
+        for suffix in quant.SUFFIXES:
+            if kind.endswith(suffix):
+                base = kind.removesuffix(suffix)
+                return TensorKey(name, _STATES.get(base, base.removesuffix("_0")) + suffix)
     state = _STATES.get(kind, kind.removesuffix("_0"))
     if state == "exp_avg" and dtype.name == "I8":
         return TensorKey(name, quant.FIRST8)

@@ -62,9 +62,12 @@ def transposed(
     matrices = {name: shape for name, shape in stored.items() if may_be_transposed(name, shape)}
     seen = _seen(matrices, trained, path)
     flips, open_, odd = set[str](), list[str](), set[str]()
+    rules: dict[str, bool | None] = {}
     for name in matrices:
-        rule = transposed_in_hf(name, 2, config)
-        shown = seen.get(module_of(name))
+        tail = ".".join(name.rsplit(".", 4)[-4:])  # the lists speak of the last words, and there are few of them
+        if tail not in rules:
+            rules[tail] = transposed_in_hf(name, 2, config)
+        rule, shown = rules[tail], seen.get(module_of(name)) if seen else None
         if shown is not None and rule is not None and shown != rule:
             odd.add(module_of(name))
         flip = rule if shown is None else shown

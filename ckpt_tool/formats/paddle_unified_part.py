@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import paddle_quant as quant
-from ckpt_tool.formats.paddle_unified_index import PaddleIndex, read_index
+from ckpt_tool.formats.paddle_unified_index import PaddleIndex
 from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree
 
@@ -37,13 +37,12 @@ class Part(NamedTuple):
     notes: list[Note]
 
 
-def read_part(tree: Tree, path: str, *, lenient: bool) -> Part:
-    """The headers of every file that the index names, held against it.
+def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
+    """The headers of every file that `index` names, held against it.
 
     Raises Incomplete (E0380 files, E0381 tensors), InconsistentCheckpoint (E0383 a tensor in two files, E0382 one that the
     index does not name).
     """
-    index = read_index(tree, path)
     named = index.files()
     _refuse_missing(tree, index, named)
     headers, faults = list[Header](), list[CkptError]()

@@ -159,13 +159,14 @@ class _Reading:
         path = self.files.indexes.get(stem)
         if path is None:
             return None
-        part = read_part(self.tree, path, lenient=self.lenient)
+        known = self.optimizer if stem == OPTIMIZER_STEM else None
+        part = read_part(self.tree, known or read_index(self.tree, path), lenient=self.lenient)
         self.taken += [path, *(header.path for header in part.headers)]
         self.notes += part.notes
         return part
 
     def _key(self, name: str, header: Header, row: int) -> TensorKey:
-        return optimizer_key(name, header.kinds[row].dtype, path=self.tree.display(header.path))
+        return optimizer_key(name, header.kinds[row].dtype, path=header.path)
 
     def _whole(self, part: Part, model: Part | None, key_of: Callable[[str, Header, int], TensorKey]) -> Entries:
         """The tensors of masters or optimizer; slices of sharding v2 joined."""
@@ -177,7 +178,9 @@ class _Reading:
             )  # fmt: skip
         shapes = self._shapes(model, {}) if part.again or _may_be_slices(part) else {}
         sliced = [
-            name for name, (header, row) in part.rows.items() if _is_slice(keys[name], header.kinds[row].shape, shapes)
+            name
+            for name, (header, row) in (part.rows.items() if shapes else ())
+            if _is_slice(keys[name], header.kinds[row].shape, shapes)
         ]
         if not sliced:
             refuse_twice(self.tree, part)
