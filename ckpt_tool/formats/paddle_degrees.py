@@ -87,8 +87,12 @@ def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> 
     """The data ranks that expert ranks can be carved out of. Raises UsageError E1251."""
     if not experts:
         raise UsageError(f"--ep {ep}: the model has no experts", code=DEGREE, hint="leave --ep off")
-    valid = [n for n in range(1, experts + 1) if experts % n == 0 and (n == 1 or n % tp == 0)]
-    if ep not in valid:
+
+    def runs(n: int) -> bool:
+        return experts % n == 0 and (n == 1 or n % tp == 0)
+
+    if not runs(ep):
+        valid = [n for n in range(1, min(experts, 2 * ep + 1 << 10) + 1) if runs(n)]
         near = sorted(sorted(valid, key=lambda n: abs(n - ep))[:3])
         why = f"{experts} experts do not divide by {ep}" if experts % ep else f"{ep} is no multiple of --tp {tp}"
         raise UsageError(
@@ -137,7 +141,7 @@ def experts_by_tensor(experts: int, degrees: Degrees, config: Mapping[str, Any])
     if not default and said not in _TENSOR:
         return False
     if experts % degrees.tp:
-        near = divisors_near(experts, degrees.tp)
+        near = divisors_near(experts if experts < 1 << 20 else 0, degrees.tp) or [1]
         raise UsageError(
             f"--tp {degrees.tp}: tensor ranks share {experts} experts among themselves", code=DEGREE,
             hint=f"--tp near that does: {', '.join(map(str, near))}",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.", re.ASCII)
+_EXPERT = re.compile(r"\.experts\.(\d{1,9})\.", re.ASCII)
 _FIRST = ("embed_tokens", "word_embeddings", "wte", "embeddings")
 _LAST = ("lm_head", "output_layer", "score", "classifier")
 _WORDS = (
@@ -62,6 +62,6 @@ def _key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _word(word: str) -> tuple[int, int, str]:
-    if word.isdecimal():
+    if word.isdecimal() and len(word) < 10:  # more digits are no number of a layer
         return 0, int(word), ""
     return 1, _PLACE.get(word, len(_WORDS)), word

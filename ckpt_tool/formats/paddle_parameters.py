@@ -57,7 +57,7 @@ def expert_of(name: str) -> tuple[str, int | None]:
         return "", None
     front, _, rest = name.rpartition("experts.")
     word = rest.partition(".")[0]
-    return front, int(word) if word.isdecimal() else None
+    return front, int(word) if word.isdecimal() and len(word) < 10 else None
 
 
 def parameters_of(

@@ -23,8 +23,8 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle_rules import text_config
 
 NO_SPLIT = "E1250"
-_LAYER = re.compile(r"^(.*?)\b(?:layers|h)\.(\d+)\.", re.ASCII)
-_MTP = re.compile(r"\bmtp_\w+\.(\d+)\.", re.ASCII)
+_LAYER = re.compile(r"^(.*?)\b(?:layers|h)\.(\d{1,9})\.", re.ASCII)
+_MTP = re.compile(r"\bmtp_\w+\.(\d{1,9})\.", re.ASCII)
 _AHEAD = ("eh_proj", "enorm", "hnorm")  # modules that only layers of multi-token prediction have
 _HEADS = ("lm_head", "output_layer", "score", "classifier", "qa_outputs", "cls")
 
