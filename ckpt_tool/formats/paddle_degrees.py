@@ -12,7 +12,7 @@ Codes: E1251 tensor and expert degrees, E1252 degrees that Paddle lacks, E1253 s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> 
         return experts % n == 0 and (n == 1 or n % tp == 0)
 
     if not runs(ep):
-        valid = [n for n in range(1, min(experts, 2 * ep + 1 << 10) + 1) if runs(n)]
+        valid = [n for n in range(1, min(experts, 1 << 16) + 1) if runs(n)]
         near = sorted(sorted(valid, key=lambda n: abs(n - ep))[:3])
         why = f"{experts} experts do not divide by {ep}" if experts % ep else f"{ep} is no multiple of --tp {tp}"
         raise UsageError(
@@ -119,15 +119,22 @@ def _inherited(wanted: Wanted, dp: int) -> int:
     return dp if had > 1 or before.get("dp", 1) == 1 else 1
 
 
-def check_heads(config: Mapping[str, Any], degrees: Degrees) -> None:
-    """Raise UsageError E1251 where tensor ranks would part a head, or a group of heads that lie fused."""
+def check_heads(config: Mapping[str, Any], degrees: Degrees, names: Iterable[str]) -> None:
+    """Raise UsageError E1251 where tensor ranks would part a head, or a group of heads that lies fused in one matrix."""
     facts = text_config(config)
-    heads = facts.get("num_attention_heads")
-    if degrees.tp > 1 and type(heads) is int and heads > 0 and heads % degrees.tp:
-        raise UsageError(
-            f"--tp {degrees.tp} does not divide the {heads} attention heads", code=DEGREE,
-            hint=f"--tp near that does: {', '.join(map(str, divisors_near(heads, degrees.tp)))}",
-        )  # fmt: skip
+    fused = any(".qkv_proj." in name for name in names)
+    for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "groups of fused heads")):
+        heads = facts.get(key)
+        if type(heads) is int and heads > 0 and heads % degrees.tp and (fused or key == "num_attention_heads"):
+            raise UsageError(
+                f"--tp {degrees.tp} does not divide the {heads} {what}", code=DEGREE,
+                hint=f"--tp near that does: {', '.join(map(str, _near(heads, degrees.tp)))}",
+            )  # fmt: skip
+
+
+def _near(n: int, wanted: int) -> list[int]:
+    """Divisors of `n` near `wanted`; 1 alone for a number that no model has."""
+    return divisors_near(n if n < 1 << 20 else 0, wanted) or [1]
 
 
 def experts_by_tensor(experts: int, degrees: Degrees, config: Mapping[str, Any]) -> bool:
@@ -141,7 +148,7 @@ def experts_by_tensor(experts: int, degrees: Degrees, config: Mapping[str, Any])
     if not default and said not in _TENSOR:
         return False
     if experts % degrees.tp:
-        near = divisors_near(experts if experts < 1 << 20 else 0, degrees.tp) or [1]
+        near = _near(experts, degrees.tp)
         raise UsageError(
             f"--tp {degrees.tp}: tensor ranks share {experts} experts among themselves", code=DEGREE,
             hint=f"--tp near that does: {', '.join(map(str, near))}",

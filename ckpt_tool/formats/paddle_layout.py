@@ -214,7 +214,7 @@ def settle(wanted: Wanted) -> Laid:
     by_tensor = experts_by_tensor(experts_in(names), degrees, config)
     holders = degrees.tp if by_tensor else degrees.ep
     parameters = parameters_of(names, rows, stages, config, own.get("names") or {}, holders)
-    check_heads(config, degrees)
+    check_heads(config, degrees, names)
     said = own.get("comm_buffer_mb")
     size = said if type(said) is int and said > 0 else BUFFER_MB
     laid = Laid(degrees, stages, parameters, config, notes, size, by_tensor=by_tensor)

@@ -222,7 +222,8 @@ def test_the_source_s_names_are_kept_where_no_rank_holds_another_s(tmp_path: Pat
     [
         (pm.Job(ep=3, sharding=3), "E1251", "1, 2, 4"),
         (pm.Job(tp=2, ep=1, sharding=1, pp=9), "E1250", "--pp 5"),
-        (pm.Job(tp=4, by_tensor=True), "E1266", ""),
+        (pm.Job(tp=4, by_tensor=True), "E1251", "1, 2"),  # two groups of heads lie fused
+        (pm.Job(tp=3, by_tensor=True), "E1251", "1, 2, 4"),
     ],
 )
 def test_degrees_that_paddle_can_t_run_name_the_nearest_that_it_can(job: pm.Job, code: str, said: str) -> None:
