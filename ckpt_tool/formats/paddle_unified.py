@@ -102,7 +102,8 @@ def fit(tensors: Sequence[LogicalTensor], options: Mapping[str, Any]) -> Fitted:
         return Fitted(tuple(rows))
     from ckpt_tool.formats.paddle_unified_read import dtype_of
 
-    config = facts.get("config")
+    given = options.get("config")
+    config = given if isinstance(given, Mapping) and given else facts.get("config")
     dtype = dtype_of(config) if isinstance(config, Mapping) else ""
     if dtype not in ("BF16", "F16"):
         return Fitted(tuple(rows))

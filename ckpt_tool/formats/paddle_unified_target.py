@@ -58,8 +58,7 @@ Numbered = Sequence[tuple[int, WantedTensor]]
 def unified_target(wanted: Wanted, name: str) -> Target:
     """The whole output. Raises UsageError E1271 (a state that Paddle's keys can't name), E1273 (8-bit moments that are not
     Paddle's)."""
-    paddle = wanted.hints.get("paddle")
-    hints: Mapping[str, Any] = paddle if isinstance(paddle, Mapping) else {}
+    hints, config, told = _facts(wanted)
     by_kind: dict[str, list[tuple[int, WantedTensor]]] = {MODEL: [], MASTER: [], EMA: [], "optimizer": [], EXTRAS: []}
     for number, tensor in enumerate(wanted.tensors):
         state = tensor.key.state
@@ -76,14 +75,13 @@ def unified_target(wanted: Wanted, name: str) -> Target:
         by_kind[MODEL], by_kind[MASTER], layout = by_kind[MASTER], [], "np"
         notes.append("the master weights are written as model files, as skip_save_model_weight does")
     else:
-        layout = _layout(by_kind[MODEL], hints, notes)
+        layout = _layout(by_kind[MODEL], wanted, config, notes)
     files: list[TargetFile] = []
-    config = hints.get("config")
-    flips = _flips(by_kind[MODEL], config if isinstance(config, Mapping) else {}) if layout == "pt" else frozenset()
+    flips = _flips(by_kind[MODEL], config) if layout == "pt" else frozenset()
     index_said = {"type": "lora"} if stem == PEFT_STEM else {}
     says = {"format": layout}
-    if flips and (hints.get("told") is True or all(path != "config.json" for path, _ in wanted.sidefiles)):
-        says[MODEL_TYPE] = model_type_of(text_config(config)) if isinstance(config, Mapping) else ""
+    if flips and (told or all(path != "config.json" for path, _ in wanted.sidefiles)):
+        says[MODEL_TYPE] = _known_type(config)
     files += _kind(stem, by_kind[MODEL], wanted.shard_size, index_said, notes, says=says, flips=flips)
     files += _kind(MASTER_STEM, by_kind[MASTER], wanted.shard_size, {}, notes)
     files += _kind(EMA_STEM, by_kind[EMA], wanted.shard_size, {}, notes)
@@ -110,16 +108,39 @@ def _all_lora(tensors: Numbered) -> bool:
 # -- the layout of the model file -----------------------------------------------------------------------------------------
 
 
-def _layout(tensors: Numbered, hints: Mapping[str, Any], notes: list[str]) -> str:
+def _facts(wanted: Wanted) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    """(what a Paddle source left in the hints, the model's config, did the user name it?)."""
+    paddle, given = wanted.hints.get("paddle"), wanted.options.get("config")
+    hints: Mapping[str, Any] = paddle if isinstance(paddle, Mapping) else {}
+    for config in (given, hints.get("config")):
+        if isinstance(config, Mapping) and config:
+            return hints, config, config is given or hints.get("told") is True
+    return hints, {}, False
+
+
+def _known_type(config: Mapping[str, Any]) -> str:
+    """The model type by which it is known what is transposed, "" where it is not."""
+    for kind in (model_type_of(config), model_type_of(text_config(config))):
+        if transposed_in_hf("q_proj.weight", 2, {"model_type": kind}) is not None:
+            return kind
+    return ""
+
+
+def _layout(tensors: Numbered, wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> str:
     """`pt` or `np`; see the module's docstring."""
-    config = hints.get("config")
-    facts = config if isinstance(config, Mapping) else {}
-    known = transposed_in_hf("model.layers.0.self_attn.q_proj.weight", 2, facts) is not None
-    matrices = any(len(tensor.shape) == 2 and "lora" not in tensor.key.name for _, tensor in tensors)
+    hints, _, _ = _facts(wanted)
     own = hints.get("layout") if hints.get("kind") == "unified" else None
-    if not matrices or own in ("np", "pt") and (known or own == "np"):
-        return str(own or "np")
-    if known:
+    if not any(len(tensor.shape) == 2 and "lora" not in tensor.key.name for _, tensor in tensors):
+        return own if own in ("np", "pt") else "np"
+    if wanted.hints.get("dialect") != "paddle":
+        notes.append(
+            "names and layouts are the source's, not Paddle's: the model file says format np for what lies in it as it lay;"
+            " --dialect paddle makes them Paddle's"
+        )
+        return "np"
+    if own == "np":
+        return "np"
+    if _known_type(config):
         return "pt"
     notes.append(
         "the model type is not known: the model file is in Paddle's layout (format np); PaddleFormers loads it with"

@@ -2,8 +2,8 @@
 
 The sources are fixtures, saved by real Trainers: ranks' own files, legacy ranks, fp32 masters alone. `ckpt` brings them into one
 unified checkpoint, which jobs of one process and of several load with the Trainer's own loaders at their default arguments,
-that is with the model file in the Hugging Face layout; one in Paddle's layout with `convert_from_hf` off. (TP 2 is left out:
-PaddleFormers 1.2.0 has no mapping for it, and its loader gives every rank the first share even of its own files.)
+that is with the model file in the Hugging Face layout; one in Paddle's layout with `convert_from_hf` off. (PaddleFormers 1.2.0
+has no mapping for tensor ranks of a unified checkpoint: load_paddle.py gives it that of 0.4.0.)
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_unified_loads.py -m peers
 """
@@ -53,6 +53,7 @@ def test_one_process_resumes(source: Path, model: str, convert: str, least: int,
     ("source", "case"),
     [
         (LLAMA_RANKS, "llama_bf16_uc_hf_pp2"),
+        (LLAMA_RANKS, "llama_bf16_uc_hf_tp2"),
         (LLAMA_RANKS, "llama_bf16_uc_hf_sd2v2"),
         (ERNIE_MASTERS, "ernie_bf16_uc_hf_sd2v1"),
         (ERNIE_RANKS, "ernie_bf16_uc_pd_sd2v1"),

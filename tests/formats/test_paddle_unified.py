@@ -447,17 +447,23 @@ def wanted(tensors: Mapping[TensorKey, tuple[tuple[int, ...], str]], hints: Mapp
     return Wanted(rows, hints=hints)
 
 
-def test_layout_of_a_foreign_source_follows_the_loader(tmp_path: Path) -> None:
+def test_layout_of_a_foreign_source_follows_the_loader() -> None:
     """PaddleFormers transposes on loading, unless told not to, whatever the file says."""
     name = "model.layers.0.mlp.gate_proj.weight"
     rows = {TensorKey(name): ((4, 6), "BF16")}
-    known = unified_target(wanted(rows, {"dialect": "paddle", "paddle": {"config": LLAMA}}), "x")
+
+    def made(**hints: Any) -> Any:
+        return unified_target(wanted(rows, hints), "x")
+
+    known = made(dialect="paddle", paddle={"config": LLAMA})
     array = known.files[0].arrays[0]
     assert array.strides == (1, 4) and b'"pt"' in known.files[0].literals[0][1]
     assert b'"shape":[6,4]' in known.files[0].literals[0][1] and not known.notes
-    unknown = unified_target(wanted(rows, {}), "x")
+    unknown = made(dialect="paddle")
     assert unknown.files[0].arrays[0].strides is None and "--convert_from_hf 0" in unknown.notes[0]
-    kept = unified_target(wanted(rows, {"paddle": {"kind": "unified", "layout": "np", "config": LLAMA}}), "x")
+    foreign = made()
+    assert foreign.files[0].arrays[0].strides is None and "--dialect paddle" in foreign.notes[0]
+    kept = made(dialect="paddle", paddle={"kind": "unified", "layout": "np", "config": LLAMA})
     assert kept.files[0].arrays[0].strides is None and not kept.notes
 
 
@@ -475,7 +481,7 @@ def test_a_file_in_the_hugging_face_layout_can_be_read_by_itself(tmp_path: Path)
     )
     same(tmp_path / "c", truth)
     rows = {TensorKey("q_proj.weight"): ((4, 4), "BF16")}
-    target = unified_target(wanted(rows, {"paddle": {"kind": "unified", "layout": "pt", "config": LLAMA}}), "x")
+    target = unified_target(wanted(rows, {"dialect": "paddle", "paddle": {"config": LLAMA}}), "x")
     assert b'"model_type":"llama"' in target.files[0].literals[0][1]  # no config.json goes along
 
 
