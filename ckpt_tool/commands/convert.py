@@ -79,6 +79,11 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         extras = {}
     renewed: set[TensorKey] = set()
     if writing.as_model:
+        if not any(row.tensor.key.state == writing.as_model for row in stored) and writing.as_model in present:
+            raise UsageError(
+                f"--as-model {writing.as_model}: --state, --drop or the patterns leave {writing.as_model} behind", code="E0265",
+                hint=f"ask for it: --as-model alone takes {writing.as_model} for the model and drops the other weights",
+            )  # fmt: skip
         stored, more = _as_model(stored, writing.as_model)
         dropped += more
         renewed |= {row.tensor.key for row in stored}

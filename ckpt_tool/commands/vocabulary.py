@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt_tool.core.tensor import LogicalTensor, first_rows
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.moves import Stored
 
@@ -57,4 +57,6 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
 
 
 def _has_rows(tensor: LogicalTensor) -> bool:
-    return bool(tensor.shape) and is_vocabulary(tensor.key.name)
+    """A vocabulary's tensor; the numbers that an optimizer keeps of it (powers of beta, steps) have no rows."""
+    number = tensor.shape == (1,) and tensor.key.state != MODEL
+    return bool(tensor.shape) and not number and is_vocabulary(tensor.key.name)

@@ -28,13 +28,14 @@ from ckpt_tool.formats.state_paths import Leaf, name_leaves
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
-MISSING, JOB = "E0302", "N1303"
+MISSING, JOB, UNREAD = "E0302", "N1303", "N1305"
 CONFIG = "config.json"
 _CONFIG_LIMIT = 16 << 20  # bytes
 _JOB_FILES = re.compile(
     r"training_args\.bin|trainer_state\.(?:bin|json)|rng_state.*\.pth|static_name_to_dyg_name\.json|\.saving_info"
 )
 _SIDE = re.compile(r"(?:lora|vera|lokr|reft|prefix)_config\.json")
+_DATA = (".pdparams", ".pdopt", ".pd", ".safetensors", ".distcp")
 _SIGNAL = re.compile(r"saved_signal_\d+")
 _MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
 
@@ -61,6 +62,10 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
         message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
         reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
     sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
+    read = {*(file.name for file in files), *beside.files}
+    unread = [name for name in names if name.endswith(_DATA) and name not in read]
+    if unread:
+        reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
     catalog = reading.catalog(beside.extras, sides, beside.files)
     if not options.get("lenient"):
         _refuse_lost_masters(tree, reading)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.soundness import MOMENTS
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle_accumulators import SCALARS
@@ -117,6 +118,8 @@ class Gathering:
             return self._copies(key, [held for group in groups.values() for held in group])
         if local is None:
             local = first.saved.shape
+        if self._apart_in_shape(key, groups.values(), local):
+            return self._copies(key, [held for group in groups.values() for held in group])
         cut = self._cut(key.name, local)
         shape = joined_shape(local, cut, self.degrees.tp)
         copies: dict[int, int] = {}
@@ -139,13 +142,19 @@ class Gathering:
         numel = prod(local)
         return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
 
+    def _apart_in_shape(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...]) -> bool:
+        """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are not."""
+        if key.state in (MODEL, MASTER, EMA) or key.state in MOMENTS or self.degrees.tp > 1 or self.sliced:
+            return False
+        return all(len(group) == 1 and group[0].saved.shape != local for group in groups)
+
     def _copies(self, key: TensorKey, held: list[Held]) -> LogicalTensor:
         shape = held[0].saved.shape
         chunks: list[Chunk] = []
         for copy, one in enumerate(held):
             if one.saved.shape != shape:
                 raise self._differ(key, one, f"shapes {list(shape)} and {list(one.saved.shape)}")
-            if prod(shape) != 1:
+            if key.state in SCALARS and prod(shape) != 1:
                 raise InconsistentCheckpoint(
                     f"{key.state} has shape {list(shape)}: it is one number a parameter", code=CONTRADICTION,
                     path=one.saved.parts[0].path, key=str(key), hint="the file was edited or damaged: fetch it again",

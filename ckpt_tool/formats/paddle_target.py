@@ -221,7 +221,7 @@ class _Writing:
                 raise UsageError(
                     f"the state {tensor.key.state} has shape {list(tensor.shape)}, its parameter {list(block.parameter.shape)}: "
                     "how ranks share it is not known", code=UNCUT, key=tensor.key.name,
-                    hint="write it with --tp 1 and --zero 0 or --sharding v1, or --drop optimizer",
+                    hint="write it with --tp 1 and --zero 0 or --sharding v1, with --dequantize if it is quantised, or --drop optimizer",
                 )  # fmt: skip
             return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
         shape = block.shape if share.span is None else (share.span.length,)
