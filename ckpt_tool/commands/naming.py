@@ -26,6 +26,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
+NO_FAMILY = "E1372"  # of `families.registry.find`
 _NUMBER = re.compile(r"\d+")
 _MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
@@ -93,7 +94,8 @@ def _by_family(chosen: Chosen, reading: Reading, target: str, source: str | None
         if target not in found.family.known_dialects:
             found.family.table(target)
     except (UsageError, InputError) as e:
-        if asked or source == "paddle" and target == "hf":
+        nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
+        if asked or source == "paddle" and target == "hf" and not nobody_knows:
             raise
         return replace(chosen, notes=(*chosen.notes, f"names and structure are kept as they are: {e.message}"))
     hints: dict[str, Any] = {"dialect": target}

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.errors import Incomplete, UnknownFormat, UnsafeInput
+from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.storage.source import Tree, safe_relative
 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 _OF_FORMAT = {"deepspeed-universal": ("latest_universal",)}  # pointers that a format has for itself
+NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 _STEP = re.compile(r"(iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
 
 
@@ -71,7 +72,20 @@ def open_source(src: str, reading: Reading) -> Opened:
     finally:
         if enabled:
             gc.enable()
+    if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
+        _check_names(catalog)
     return Opened(tree, fmt, catalog, resolved)
+
+
+def _check_names(catalog: Catalog) -> None:
+    """Raise CorruptFile E0323 for a name longer than any real one: its numbers alone can stall who reads them."""
+    for key in catalog.tensors:
+        if len(key.name) > NAME_LIMIT:
+            raise CorruptFile(
+                f"a tensor's name has {len(key.name)} characters, want at most {NAME_LIMIT}", code="E0323",
+                path=catalog.tensors[key].chunks[0].array.path if catalog.tensors[key].chunks else None,
+                key=key.name[:80], hint="no trainer writes such names: fetch the file again",
+            )  # fmt: skip
 
 
 def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:

@@ -21,6 +21,7 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle_fit import Rows, with_head, with_weights
+from ckpt_tool.formats.paddle_flex_heads import with_heads
 from ckpt_tool.formats.paddle_layout import Laid, settle
 
 
@@ -48,7 +49,8 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
 def _settled(rows: Rows, extras: Mapping[str, Any], options: Mapping[str, Any]) -> Laid:
     listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows)
     said = options.get("hints")
-    return settle(Wanted(listed, extras, said if isinstance(said, Mapping) else {}, options=options))
+    wanted = Wanted(listed, extras, said if isinstance(said, Mapping) else {}, options=options)
+    return settle(with_heads(wanted)[0])
 
 
 def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:

@@ -32,6 +32,7 @@ from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, Wante
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path
 from ckpt_tool.formats.paddle_file import PaddleComposer
 from ckpt_tool.formats.paddle_flex_folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER
+from ckpt_tool.formats.paddle_flex_heads import with_heads
 from ckpt_tool.formats.paddle_flex_items import Item, Kept, block_item, file_name, kept, parts_of, whole_item
 from ckpt_tool.formats.paddle_flex_keys import MASTER_SUFFIX, folder_of, suffix_of
 from ckpt_tool.formats.paddle_flex_metadata import DTYPE_NAMES, MODULE
@@ -74,8 +75,9 @@ class _Writer:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.at = {tensor.key: number for number, tensor in enumerate(wanted.tensors)}
-        self.laid = settle(wanted) if _wants_ranks(wanted) else None
-        self.notes = self.laid.notes if self.laid else ()
+        stated, said = with_heads(wanted)
+        self.laid = settle(stated) if _wants_ranks(wanted) else None
+        self.notes = (*self.laid.notes, *said) if self.laid else ()
         self.own = paddle_hints(wanted)
         names = self.own.get("names")
         self.names: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
