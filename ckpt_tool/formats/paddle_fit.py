@@ -4,6 +4,7 @@ The one idea: the same training state, held by other tensors:
 
     tied embeddings     one tensor in a process, and its states once: under the embedding; with pipeline stages the first and the
                         last hold one each, so states stand under both names
+    float32 weights     of a bf16 model have no master in a job; a unified checkpoint's copies of them are left out
     bf16 weights        a source of `sharding_io` may have none: without shared states they are the fp32 masters rounded to
                         bf16, as Paddle's loader rounds them; what others with masters alone computed in, nobody knows
 
@@ -36,7 +37,7 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Ma
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
     wanted, laid = _settled(rows, extras, options)
-    rows = with_head(rows, laid, dropped)
+    rows = _without_copies(with_head(rows, laid, dropped), dropped)
     wanted, laid = _settled(rows, extras, options)
     rows = _tied(rows, laid, dropped)
     own = paddle_hints(wanted)
@@ -63,6 +64,23 @@ def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
     index, row = found[0]
     dropped.append(_made("the tied head is written beside the embedding, as Paddle's files have it"))
     return [*rows, (index, replace(row, key=TensorKey(HEAD, MODEL), path=()))]
+
+
+def _without_copies(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
+    """Without masters of the float32 weights of a bf16 model (router gates): unified checkpoints copy these weights
+    among the masters, jobs keep none, and a job whose optimizer file has one refuses it."""
+    kinds = {row.key.name: row.dtype.name for _, row in rows if row.key.state == MODEL}
+    if set(kinds.values()) <= {"F32"}:
+        return rows
+    copies = [row for _, row in rows if row.key.state == MASTER and kinds.get(row.key.name) == "F32"]
+    if not copies:
+        return rows
+    reason = "copies of float32 weights, of which Paddle's jobs keep no master"
+    dropped.append(
+        {"state": MASTER, "tensors": len(copies), "bytes": sum(row.nbytes for row in copies), "reason": reason}
+    )
+    gone = {row.key for row in copies}
+    return [(index, row) for index, row in rows if row.key not in gone]
 
 
 def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle_fit import fit
+from ckpt_tool.formats.paddle_target import paddle_target
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = (EMBEDDING, *(f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)), HEAD)
@@ -82,3 +84,30 @@ def test_a_weight_that_was_removed_is_not_made_anew() -> None:
     }  # fmt: skip
     made = fit(tensors({"master": NAMES}), {}, options)
     assert held(made, "model") == set(NAMES[:-1])
+
+
+def test_masters_of_float32_weights_in_a_bf16_model_are_left_out_and_said() -> None:
+    names = ("model.layers.0.mlp.gate.weight", "model.layers.0.mlp.down_proj.weight")
+
+    def rows(*model: str) -> list[LogicalTensor]:
+        kinds = [(name, "model", dtype) for name, dtype in zip(names, model, strict=True)]
+        kinds += [(name, state, "F32") for name in names for state in ("master", "exp_avg")]
+        return [
+            simple_tensor(TensorKey(name, state), StoredArray("f", 0, DTYPES[dtype], (12, 8)))
+            for name, state, dtype in kinds
+        ]
+
+    options = {"degrees": {}, "zero": None, "hints": {"paddle": {}, "degrees": {}}}
+    made = fit(rows("F32", "BF16"), {}, options)
+    assert held(made, "master") == {names[1]} and held(made, "exp_avg") == set(names)
+    (entry,) = made.dropped
+    assert (entry["state"], entry["tensors"], entry["bytes"]) == ("master", 1, 384)
+    assert held(fit(rows("F32", "F32"), {}, options), "master") == set(names)
+
+
+def test_files_are_named_as_paddle_looks_for_them() -> None:
+    """A unified checkpoint calls its file `model`, an adapter's ranks `lora_model_state`: the first is no name here."""
+    listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for row in tensors({"model": NAMES}))
+    for stem, wanted in (("model", "model_state"), ("lora_model_state", "lora_model_state")):
+        target = paddle_target(Wanted(listed, {}, {"paddle": {"stem": stem}}, options={"degrees": {}, "zero": None}))
+        assert f"{wanted}.pdparams" in {file.path for file in target.files}
