@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle_rules import model_type_of, text_config
+from ckpt_tool.formats.paddle_rules import HEADS, model_type_of, text_config
 
 DEGREE, LACKS, SHARDING = "E1251", "E1252", "E1253"
 V1, V2 = "v1", "v2"
@@ -53,7 +53,8 @@ def config_of(wanted: Wanted) -> Mapping[str, Any]:
     for said in (wanted.options.get("config"), paddle_hints(wanted).get("config"), wanted.hints.get("config")):
         if isinstance(said, Mapping) and said:
             return said
-    return {}
+    seen = wanted.extras.get(HEADS)
+    return {HEADS: seen} if isinstance(seen, Mapping) else {}
 
 
 def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> Degrees:

@@ -193,6 +193,11 @@ class Gathering:
             self._kinds[kind] = self.differ(name, lists)
         return self._kinds[kind]
 
+    def parted_heads(self) -> bool | None:
+        """Do the ranks hold parts of keys and values, as far as their values told? None where nobody asked."""
+        told = [parted for kind, parted in self._kinds.items() if kind.endswith(".k_proj.weight")]
+        return told[0] if told else None
+
     def _parts(
         self, key: TensorKey, local: tuple[int, ...], pieces: Pieces, group: list[Held]
     ) -> Iterable[list[Chunk]]:

@@ -34,7 +34,7 @@ from ckpt_tool.formats.paddle_ranks import (
     check_whole,
     degrees_of,
 )
-from ckpt_tool.formats.paddle_rules import is_expert, text_config
+from ckpt_tool.formats.paddle_rules import HEADS, is_expert, text_config
 from ckpt_tool.formats.state_tree import dotted
 from ckpt_tool.storage.source import Tree
 
@@ -79,8 +79,10 @@ class Reading:
         self._all_there()
         tensors = self.gathering.tensors(self._order())
         contents = list(self.contents.values())
+        parted = self.gathering.parted_heads()
+        seen = {} if parted is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": parted}}
         catalog = Catalog(
-            "paddle", tensors, self._extras() | extras, Mesh.of_degrees(self.degrees.to_json()),
+            "paddle", tensors, self._extras() | seen | extras, Mesh.of_degrees(self.degrees.to_json()),
             (*self.contents, *self.meta.files, *beside), tuple(sidefiles), tuple(self.notes),
             tuple(dict.fromkeys(line for content in contents for line in content.unsafe)), self._hints(),
         )  # fmt: skip

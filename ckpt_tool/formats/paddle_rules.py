@@ -48,6 +48,7 @@ class Cut(NamedTuple):
     parts: tuple[int, ...] = ()
 
 
+HEADS = "paddle_heads"  # an extra of ours: {"tensor_ranks": 2, "parted": True}, seen where no config tells
 _NOT = Cut(None)
 _GATED = ("up_gate_proj", "gate_up_fused_proj", "gate_up_proj")
 _MODULES: dict[str, str] = {
@@ -155,9 +156,10 @@ def _judge(
         kind = COLUMN
     if kind == KV:
         heads = _int(facts, "num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_head")
-        if heads is None:
+        parted = _seen_parted(facts, tp) if heads is None else heads % tp == 0
+        if parted is None:
             return "the number of key and value heads is not known"
-        kind = WHOLE if heads % tp else COLUMN
+        kind = COLUMN if parted else WHOLE
     if kind in (VOCAB, HEAD):
         kind = _vocabulary(kind, shape, whole, facts, tp, cut)
     elif kind == MIX:
@@ -165,6 +167,16 @@ def _judge(
         part = whole is None and hidden is not None and len(shape) == 2 and shape[1] * tp == hidden
         kind = COLUMN if cut or part else WHOLE
     return kind if kind.startswith("the ") else _cut(kind, leaf, len(shape), facts)
+
+
+def _seen_parted(facts: Mapping[str, Any], tp: int) -> bool | None:
+    """Would `tp` ranks part keys and values, going by what another job's ranks were seen to do (HEADS)? Heads that n ranks
+    part are parted by fewer that divide n; heads that n ranks do not part are not parted by any multiple of n."""
+    seen = facts.get(HEADS)
+    ranks, parted = (seen.get("tensor_ranks"), seen.get("parted")) if isinstance(seen, Mapping) else (None, None)
+    if type(ranks) is not int or ranks < 1 or type(parted) is not bool:
+        return None
+    return parted if (ranks % tp if parted else tp % ranks) == 0 else None
 
 
 def _vocabulary(

@@ -36,6 +36,7 @@ from ckpt_tool.formats.paddle_file import ArrayRef, Named, PaddleComposer
 from ckpt_tool.formats.paddle_layout import Block, Laid, Rank, Share, settle
 from ckpt_tool.formats.paddle_meta import NAME as META
 from ckpt_tool.formats.paddle_parameters import Parameter
+from ckpt_tool.formats.paddle_rules import HEADS
 from ckpt_tool.formats.paddle_slices import Span
 from ckpt_tool.formats.paddle_static import static_names
 from ckpt_tool.formats.paddle_unified_extras import extras_files
@@ -109,7 +110,10 @@ class _Writing:
         copies = [file for file in copies if file.path not in taken]
         config = config_of(self.wanted)
         if config and not any(file.path == "config.json" for file in copies):
-            files.append(whole_file("config.json", json.dumps(dict(config), indent=2, default=str).encode("ascii")))
+            said = {key: value for key, value in config.items() if key != HEADS}
+            files += (
+                [whole_file("config.json", json.dumps(said, indent=2, default=str).encode("ascii"))] if said else []
+            )
         self._say()
         return Target("paddle", (*files, *copies), notes=tuple(dict.fromkeys(self.notes)))
 

@@ -226,3 +226,13 @@ def _whole_shape(name, config, *, is_column):
     if any(word in name for word in ("embed", "wte", "shared.", "lm_head", "shared_head")):
         return (hidden, vocab) if is_column else (vocab, hidden)
     return (96, 192)
+
+
+def test_heads_that_were_seen_tell_without_a_config() -> None:
+    name, shape = "model.layers.0.self_attn.k_proj.weight", (32, 16)
+    parted, kept = ({rules.HEADS: {"tensor_ranks": 4, "parted": is_parted}} for is_parted in (True, False))
+    assert [rules.cut_of(name, shape, parted, tp).dim for tp in (2, 4)] == [1, 1]
+    assert [rules.cut_of(name, shape, kept, tp).dim for tp in (4, 8)] == [None, None]
+    for facts, tp in ((parted, 8), (kept, 2), ({rules.HEADS: {"tensor_ranks": "4"}}, 2), ({rules.HEADS: 3}, 2)):
+        with pytest.raises(UsageError, match="not known"):
+            rules.cut_of(name, shape, facts, tp)
