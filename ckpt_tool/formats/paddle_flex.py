@@ -118,7 +118,9 @@ class _Reading:
 
     def __init__(self, tree: Tree, saves: Sequence[Save], options: Mapping[str, object]) -> None:
         self.tree, self.saves, self.options = tree, saves, options
-        self.notes = paddle_flex_folders.check(saves, tree.display(), tree.names())
+        self.notes = paddle_flex_folders.check(
+            saves, tree.display(), tree.names(), lenient=bool(options.get("lenient"))
+        )
         self.files = DataFiles(tree)
         self.trainer = bool(saves[0].folder)
         self.listings: dict[str, Listing] = {}

@@ -14,7 +14,7 @@ is a cache that Paddle makes when it opens one: no save. Reads nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
@@ -93,10 +93,13 @@ def why(saves: Sequence[Save]) -> str:
     return " and ".join(filter(None, (saves[0].metadata or saves[0].lock, *saves[0].data[:1])))
 
 
-def check(saves: Sequence[Save], shown: str, root_names: Sequence[str]) -> list[Note]:
-    """Raise Incomplete E1330 for a save that was not finished (an EMA without metadata aside: Paddle wrote such), InputError
-    E1331 for files of both kinds in a folder, or two checkpoints in one. shown: the root."""
-    notes = []
+def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenient: bool = False) -> list[Note]:
+    """Raise Incomplete E1330 for a save that was not finished (an EMA without metadata aside: Paddle wrote such) or a folder
+    that is not there, InputError E1331 for files of both kinds in a folder, or two checkpoints in one. shown: the root.
+    lenient: take a Trainer's folders one by one."""
+    notes: list[Note] = []
+    if not lenient:
+        _refuse_lost_folder({save.kind for save in saves}, shown)
     if saves[0].folder and any(METADATA.fullmatch(name) for name in root_names):
         raise InputError(
             f"two checkpoints in one folder: {saves[0].folder} and a plain save beside it", code=MIXED, path=shown,
@@ -128,3 +131,14 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str]) -> list[
                 f"the newest and is taken; {', '.join(map(str, save.older[:10]))} lie beside it", where,
             ))  # fmt: skip
     return notes
+
+
+def _refuse_lost_folder(kinds: Set[str], shown: str) -> None:
+    """The Trainer writes a model alone, or with it both folders of the optimizer, however empty."""
+    lost = [folder for folder in FOLDERS if folder != EMA_FOLDER and folder not in kinds]
+    if lost and kinds - {"", FOLDERS[0]}:
+        raise Incomplete(
+            f"no save in {lost[0]}/, which the Trainer writes beside {', '.join(sorted(kinds))}", code=UNFINISHED,
+            path=f"{shown.rstrip('/')}/{lost[0]}",
+            hint="fetch the folder (a link in its place is followed with --follow-symlinks); --lenient takes those that are there",
+        )  # fmt: skip

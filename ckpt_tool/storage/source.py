@@ -181,7 +181,7 @@ class Tree:
             raise wrap_os_error(e, self.display(prefix), "listing") from e
         for entry in entries:
             path = prefix + entry.name
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir(follow_symlinks=self._links):
                 if depth < DEPTH_LIMIT and not entry.name.endswith(".ckpt-partial"):
                     self._walk(path + "/", found, depth + 1)
                 continue

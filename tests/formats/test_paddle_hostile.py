@@ -64,3 +64,13 @@ def test_a_state_that_was_left_out_is_no_model(tmp_path, capfd):
         capfd, "convert", PLAIN, tmp_path / "out", "--to", "paddle", "--as-model", "master", "--state", "model", code=2
     )["error"]
     assert error["code"] == "E0265" and "--state" in error["message"]
+
+
+def test_linked_folders_are_followed_when_asked(tmp_path, capfd):
+    folder = tmp_path / "in"
+    shutil.copytree(FIXTURES / "paddle-flex/llama_tied_pp2", folder)
+    (folder / "model_state").rename(tmp_path / "elsewhere")
+    (folder / "model_state").symlink_to(tmp_path / "elsewhere")
+    original = FIXTURES / "paddle-flex/llama_tied_pp2"
+    said(capfd, "convert", folder, tmp_path / "out", "--to", "sharded", "--dialect", "keep", "--follow-symlinks")
+    assert said(capfd, "diff", original, tmp_path / "out")["equal"]

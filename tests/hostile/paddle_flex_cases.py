@@ -140,6 +140,13 @@ def twin_key(folder):
     return target
 
 
+def linked(path):
+    """The folder elsewhere, and a link to it in its place."""
+    moved = path.parent.parent / "elsewhere"
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
 PARTS, TIED = "parts", "llama_tied_pp2"
 CASES = [
     ("PF1 offset beyond", edited(PARTS, both("uneven", 2, global_offset=(9, 0))), 3, ("leaves the tensor", "uneven")),
@@ -175,7 +182,9 @@ CASES = [
     ("PF31 the metadata lost", at(TIED, "optimizer_state/0.metadata", Path.unlink), 3, ("not finished", "optimizer_state")),
     ("PF32 two kinds of files", at(PARTS, "4_0.safetensors", lambda p: p.write_bytes(b"x")), 3, ("both kinds",)),
     ("PF33 the newest save unfinished", at("twice", "3.metadata", Path.unlink), 3, ("save 3 was not finished",)),
-    ("PF34 averages that nothing places", at("ema_old", "master_weight", shutil.rmtree), 3, ("no metadata", "ema_state")),
+    ("PF34 averages that nothing places", at("ema_old", "master_weight", shutil.rmtree), 3, ("no save in master_weight", "ema_state")),
     ("PF36 a number that Python will not read", edited(PARTS, long_key), 3, ("a key of 50", "want at most")),
+    ("PF36 the model's folder lost", at(TIED, "model_state", shutil.rmtree), 3, ("no save in model_state", "--lenient")),
+    ("PF37 a link for a folder", at(TIED, "model_state", linked), 3, ("no save in model_state", "link")),
     ("PF35 a key that its file lacks", twin_key, 3, ("does not hold it", "mlp.weight")),
 ]  # fmt: skip
