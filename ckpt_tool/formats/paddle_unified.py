@@ -17,7 +17,7 @@ A folder `checkpoint-STEP/` with up to three kinds of safetensors files, each wi
   (marks `.model_weight.done.RANK`), ignore_merge_optimizer (a rank's own files, `formats.paddle_unified_ranks`), quantised
   moments (`formats.paddle_quant`). PaddleNLP 3.0 wrote bf16 as U16.
 * Tied embeddings: a job of one process stores the optimizer's states under the last name (lm_head.weight), one of several
-  under both. Either is shown as it is stored.
+  under both. Either is shown as it is stored. Written from another format: under both, which either job loads.
 * Beside: config.json, tokenizer, scheduler.pdparams, scaler.pdparams (`formats.paddle_unified_extras`); pickles of the job
   (training_args.bin, trainer_state.bin, rng_state*.pth), which nothing here opens.
 
@@ -41,8 +41,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.formats import paddle_unified_files as files_of
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.storage.source import Tree
@@ -85,30 +85,69 @@ FORMAT = PaddleUnified()
 
 
 def fit(tensors: Sequence[LogicalTensor], options: Mapping[str, Any]) -> Fitted:
-    """Weights that Paddle would round from their fp32 masters on loading, where the source has none.
+    """Weights that Paddle would round from their fp32 masters on loading, where the source has none; and the states of a tied
+    pair under both of its names, as the loader of a job of several processes looks for them.
 
-    Nothing is made where the source was skip_save_model_weight (its masters are model files again) or where no dtype is
-    known.
+    Nothing is made where the source was a unified checkpoint of that kind, or where nothing says dtype or tie.
     """
     rows = list(enumerate(tensors))
-    have = {tensor.key.name for tensor in tensors if tensor.key.state == MODEL}
-    alone = [(i, tensor) for i, tensor in rows if tensor.key.state == MASTER and tensor.key.name not in have]
     hints = options.get("hints")
     paddle = hints.get("paddle") if isinstance(hints, Mapping) else None
     facts = paddle if isinstance(paddle, Mapping) else {}
-    removed = {key.name for key in options.get("removed", ()) if key.state == MODEL}
-    alone = [(i, tensor) for i, tensor in alone if tensor.key.name not in removed]
-    if not alone or facts.get("skip_save_model_weight") and not have:
-        return Fitted(tuple(rows))
-    from ckpt_tool.formats.paddle_unified_read import dtype_of
-
     given = options.get("config")
     config = given if isinstance(given, Mapping) and given else facts.get("config")
-    dtype = dtype_of(config) if isinstance(config, Mapping) else ""
-    if dtype not in ("BF16", "F16"):
-        return Fitted(tuple(rows))
+    config = config if isinstance(config, Mapping) else {}
+    removed = {key.name for key in options.get("removed", ()) if key.state == MODEL}
+    made, casts = _rounded(rows, facts, config, removed)
+    twins = (
+        [] if facts.get("kind") == "unified" or config.get("tie_word_embeddings") is not True else _twins(rows + made)
+    )
+    report = []
+    if made:
+        reason = (
+            f"{len(made)} weights are the fp32 master rounded to {made_dtype(casts)}, as Paddle rounds it on loading"
+        )
+        report.append({"state": MODEL, "tensors": 0, "bytes": 0, "reason": reason})
+    for state in dict.fromkeys(tensor.key.state for _, tensor in twins):
+        reason = "the tied embeddings have it under both names, as jobs of several processes look for it"
+        report.append({"state": state, "tensors": 0, "bytes": 0, "reason": reason})
+    return Fitted((*rows, *made, *twins), casts, tuple(report))
+
+
+Rows = list[tuple[int, LogicalTensor]]
+
+
+def made_dtype(casts: Mapping[TensorKey, DType]) -> str:
+    return next(iter(casts.values())).name
+
+
+def _rounded(
+    rows: Rows, facts: Mapping[str, Any], config: Mapping[str, Any], removed: set[str]
+) -> tuple[Rows, dict[TensorKey, DType]]:
+    from ckpt_tool.formats.paddle_unified_read import dtype_of
+
+    have = {tensor.key.name for _, tensor in rows if tensor.key.state == MODEL}
+    alone = [(i, tensor) for i, tensor in rows if tensor.key.state == MASTER and tensor.key.name not in have | removed]
+    dtype = dtype_of(config)
+    if facts.get("skip_save_model_weight") and not have or dtype not in ("BF16", "F16"):
+        return [], {}
     made = [(i, replace(tensor, key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
-    casts = {tensor.key: DTYPES[dtype] for _, tensor in made}
-    reason = f"{len(made)} weights are the fp32 master rounded to {dtype}, as Paddle rounds it on loading"
-    report = {"state": MODEL, "tensors": 0, "bytes": 0, "reason": reason}
-    return Fitted((*rows, *made), casts, (report,))
+    return made, {tensor.key: DTYPES[dtype] for _, tensor in made}
+
+
+def _twins(rows: Rows) -> Rows:
+    """Masters and optimizer states of one name of the tied pair, under the other."""
+    pair: dict[str, str] = {}
+    shapes = {tensor.key.name: tensor.shape for _, tensor in rows if tensor.key.state == MODEL}
+    heads = [name for name in shapes if name.endswith("lm_head.weight")]
+    tables = [name for name in shapes if name.endswith("embed_tokens.weight")]
+    if len(heads) == len(tables) == 1 and shapes[heads[0]] == shapes[tables[0]]:
+        pair = {heads[0]: tables[0], tables[0]: heads[0]}
+    have = {tensor.key for _, tensor in rows}
+    found = []
+    for i, tensor in rows:
+        name, state = tensor.key
+        key = TensorKey(pair.get(name, name), state)
+        if name in pair and key not in have and state not in (MODEL, EMA, EXTRAS):
+            found.append((i, replace(tensor, key=key, path=())))
+    return found

@@ -90,6 +90,7 @@ def unified_target(wanted: Wanted, name: str) -> Target:
             f"Paddle's unified checkpoints have no place for EMA: {EMA_STEM}-* keep it, and Paddle does not look at them"
         )
     files += _optimizer(by_kind["optimizer"], wanted, said, notes)
+    _tell_tied(wanted, config, notes)
     files += extras_files(wanted.extras, by_kind[EXTRAS], paddle=wanted.hints.get("dialect") == "paddle")
     ours = {file.path for file in files}
     for path, size in wanted.sidefiles:
@@ -99,6 +100,20 @@ def unified_target(wanted: Wanted, name: str) -> Target:
             )
         files.append(TargetFile(path, size, copy_of=path))
     return Target(name, tuple(files), notes=tuple(notes))
+
+
+def _tell_tied(wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> None:
+    """A unified checkpoint of one process has the states of a tied pair under one name; it is written as it was."""
+    if config.get("tie_word_embeddings") is not True:
+        return
+    pair = {name for name, state in (tensor.key for tensor in wanted.tensors)
+            if state == MODEL and name.endswith(("lm_head.weight", "embed_tokens.weight"))}  # fmt: skip
+    trained = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == "exp_avg"}
+    if len(pair) == 2 and len(pair & trained) == 1:
+        notes.append(
+            f"the states of the tied embeddings are under {min(pair & trained)} alone, as a job of one process writes and"
+            " reads them; PaddleFormers 1.2.0 with several processes looks for both names"
+        )
 
 
 def _all_lora(tensors: Numbered) -> bool:

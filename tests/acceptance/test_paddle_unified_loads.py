@@ -25,6 +25,7 @@ pytestmark = [
 ]
 ERNIE_RANKS = FIXTURES / "paddle-unified" / "ernie_nm_tp2"
 ERNIE_MASTERS = FIXTURES / "paddle" / "ernie_bf16_io_tp2sd2v2"
+TIED = FIXTURES / "paddle" / "llama_tied_bf16_legacy_single"
 LLAMA_RANKS = FIXTURES / "paddle" / "llama_bf16_legacy_tp2"
 
 
@@ -56,6 +57,7 @@ def test_one_process_resumes(source: Path, model: str, convert: str, least: int,
         (LLAMA_RANKS, "llama_bf16_uc_hf_tp2"),
         (LLAMA_RANKS, "llama_bf16_uc_hf_sd2v2"),
         (ERNIE_MASTERS, "ernie_bf16_uc_hf_sd2v1"),
+        (TIED, "llama_tied_bf16_uc_hf_sd2v1"),
         (ERNIE_RANKS, "ernie_bf16_uc_pd_sd2v1"),
     ],
 )

@@ -500,6 +500,25 @@ def test_weights_are_rounded_from_masters_that_are_alone(tmp_path: Path) -> None
         assert len(FORMAT.fit(both, {}, options).tensors) == 2, options
 
 
+def test_states_of_a_tied_pair_are_written_under_both_names() -> None:
+    """The loader of a job of several processes looks for both."""
+    array = StoredArray("x", 0, DTYPES["F32"], (6, 4))
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    rows = [simple_tensor(TensorKey(*key), array) for key in ((head, "model"), (table, "model"), (table, "exp_avg"))]
+    tied = {"hints": {"paddle": {"config": {"tie_word_embeddings": True}}}}
+    made = FORMAT.fit(rows, {}, tied)
+    assert made.tensors[-1][0] == 2 and made.tensors[-1][1].key == TensorKey(head, "exp_avg")
+    assert "both names" in made.dropped[0]["reason"]
+    unified = {"hints": {"paddle": {"kind": "unified", "config": {"tie_word_embeddings": True}}}}
+    for options in (unified, {}, {"hints": {"paddle": {"config": {"tie_word_embeddings": False}}}}):
+        assert len(FORMAT.fit(rows, {}, options).tensors) == 3
+    assert len(FORMAT.fit(rows[1:], {}, tied).tensors) == 2  # one of them was removed
+    keys = {row.key: ((6, 4), "F32") for row in rows}
+    config = {"config": {**LLAMA, "tie_word_embeddings": True}, "kind": "unified"}
+    told = unified_target(wanted(keys, {"dialect": "paddle", "paddle": config}), "x").notes
+    assert any("looks for both names" in note for note in told)
+
+
 def test_what_scales_stays_with_what_is_scaled(tmp_path: Path) -> None:
     q = np.arange(-12, 12, dtype=np.int8).reshape(4, 6)
     states: dict[str, np.ndarray] = {}
