@@ -11,6 +11,12 @@ from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
 NAME = "config.json"
+# Degrees of a job that Paddle's trainers note in config.json (PaddleFormers 1.2.0, `transformers/configuration_utils.py`).
+DEGREES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "sharding_parallel_size", "expert_model_parallel_size",
+    "data_parallel_size", "context_parallel_size", "sep_parallel_size", "tensor_parallel_degree",
+    "pipeline_parallel_degree", "sharding_parallel_degree", "expert_parallel_degree",
+)  # fmt: skip
 LIMIT = 16 << 20  # bytes: real ones have some kilobytes, those with quantisation lists a few megabytes
 
 
@@ -32,6 +38,13 @@ def config_of(tree: Tree) -> Mapping[str, Any] | None:
     if tree.single is not None or not tree.exists(NAME):
         return None
     return _mapping(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
+
+
+def without_degrees(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """(the config with the degrees of the job that saved it set to one rank, their names): a whole model has none, and
+    PaddleFormers looks for its tensor ranks when a config names them."""
+    names = [name for name in DEGREES if type(config.get(name)) is int and config[name] > 1]
+    return {**config, **dict.fromkeys(names, 1)}, names
 
 
 def _mapping(raw: bytes, shown: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_tool.commands.carry_out import execute, save_plan
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.config import NAME as CONFIG
-from ckpt_tool.commands.config import config_of
+from ckpt_tool.commands.config import config_of, without_degrees
 from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.select import group_of, removed_rows
@@ -256,14 +256,26 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
 
 
 def _with_config(target: Target, chosen: Chosen, fmt: Format) -> Target:
-    """The target with `--config` as its config.json, where models of this format have one and the source has none."""
-    if chosen.config is None or target.single is not None or fmt.holds.dialect not in ("hf", "paddle"):
+    """The target with the config that belongs to it: `--config` where the source has none; for a whole model under the hub's
+    names, without the degrees of the job that saved it."""
+    if target.single is not None or fmt.holds.dialect not in ("hf", "paddle"):
         return target
-    if any(file.path == CONFIG for file in target.files):
+    copied = next((file for file in target.files if file.path == CONFIG), None)
+    if copied is None and chosen.config is not None:
+        config, said = chosen.config, f"{CONFIG} is what --config said"
+    elif copied is not None and copied.copy_of and fmt.holds.dialect == "hf":
+        try:
+            config, names = without_degrees(config_of(chosen.sources[0].tree) or {})
+        except UsageError:  # a side file that only its own library reads: copied as it is
+            return target
+        said = f"{CONFIG} says one rank for {', '.join(names)}: the degrees were the job's"
+        if not names:
+            return target
+    else:
         return target
-    data = (json.dumps(chosen.config, indent=2, ensure_ascii=False) + "\n").encode()
-    return replace(target, files=(*target.files, whole_file(CONFIG, data)),
-                   notes=(*target.notes, f"{CONFIG} is what --config said"))  # fmt: skip
+    data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    files = tuple(file for file in target.files if file is not copied)
+    return replace(target, files=(*files, whole_file(CONFIG, data)), notes=(*target.notes, said))
 
 
 def _is_file_name(destination: Path, chosen: Chosen) -> bool:

@@ -178,3 +178,20 @@ def test_a_config_that_was_passed_lies_beside_the_model(tmp_path: Path) -> None:
     (tmp_path / "flat" / "config.json").unlink(missing_ok=True)
     run(tmp_path / "flat", tmp_path / "out", Reading(config=str(tmp_path / "hub")), to="safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == LLAMA
+
+
+def test_a_whole_model_has_no_degrees(tmp_path: Path) -> None:
+    """PaddleFormers refuses to open a model whose config names tensor ranks that do not run."""
+    hub_model(tmp_path / "hub", {**LLAMA, "tensor_model_parallel_size": 2, "use_cache": True})
+    report = run(tmp_path / "hub", tmp_path / "out", to="safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        **LLAMA, "tensor_model_parallel_size": 1, "use_cache": True,
+    }  # fmt: skip
+    assert any("tensor_model_parallel_size" in note for note in report["notes"])
+
+
+def test_a_config_that_is_not_strict_json_is_copied_as_it_is(tmp_path: Path) -> None:
+    hub_model(tmp_path / "hub", None)
+    (tmp_path / "hub" / "config.json").write_text('{"limit": Infinity}')
+    run(tmp_path / "hub", tmp_path / "out", to="safetensors")
+    assert (tmp_path / "out" / "config.json").read_text() == '{"limit": Infinity}'
