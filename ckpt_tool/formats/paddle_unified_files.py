@@ -7,7 +7,7 @@
     .model_weight.done.3                 rank 3 finished writing its model (async_save)
 
 The one idea: a folder is ours if it has Paddle's optimizer or master weights, a LoRA of Paddle's, or model files whose
-header says `"format": "np"`: Paddle's layout. A model alone that says `"pt"`, or nothing, is in the Hugging Face layout and
+header says `"format": "np"`: Paddle's layout (one `model.safetensors` needs no index). A model alone that says `"pt"`, or nothing, is in the Hugging Face layout and
 stays with `safetensors`. The two never both claim a folder.
 
 Source: PaddleFormers 1.2.0 `utils/env.py` (names), `trainer/training_args.py` (`optimizer_name_suffix`: parts of degree 1
@@ -29,8 +29,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 MODEL_STEM, PEFT_STEM, OPTIMIZER_STEM, MASTER_STEM = "model", "peft_model", "optimizer", "master_weights"
 EMA_STEM = "ckpt_ema"  # ours: Paddle's unified checkpoints have no place for averages
 STEMS = (MODEL_STEM, PEFT_STEM, OPTIMIZER_STEM, MASTER_STEM, EMA_STEM)
+MODEL_TYPE = "ckpt_model_type"  # in a header of ours, where no config.json says it
 EXTRAS_FILE, EXTRAS_TENSORS = "ckpt_extras.json", "ckpt_extras.safetensors"
-MODEL_TYPE = "model_type"  # in a header of ours, where no config.json says it
 UNFINISHED, LOST_INDEX = "E1351", "E1352"
 
 _NUMBERED = re.compile(rf"({'|'.join(STEMS)})-\d{{1,7}}-of-\d{{1,7}}\.safetensors")
@@ -41,7 +41,9 @@ _RANK = re.compile(
 _MARKER = re.compile(r"\.(model|master|optimizer)_weight\.done\.(-?\d{1,6})")
 _COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)")
 _HEAD = 4 << 10  # bytes
-_NP = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^}]*"format"\s*:\s*"(np|pd)"')
+_NP = re.compile(
+    rb'\{\s*"__metadata__"\s*:\s*\{[^}]*(?:"format"\s*:\s*"(?:np|pd)"|"' + MODEL_TYPE.encode() + rb'"\s*:)'
+)
 _JOB = re.compile(
     r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|\.saving_info|async_save_info\.json"
 )
@@ -101,12 +103,13 @@ def why(tree: Tree) -> str | None:
             return f"{files.ranks[stem][0].path}, a rank's file of Paddle's (ignore_merge_optimizer)"
     whole = next((name for name in names if name.endswith(SUFFIX) and name.startswith(MODEL_STEM)), None)
     if whole is not None and says_paddle_layout(tree, whole):
-        return f"{whole} says format np: Paddle's layout"
+        return f"{whole} says that it is in Paddle's layout, or of which model type"
     return None
 
 
 def says_paddle_layout(tree: Tree, path: str) -> bool:
-    """Does the file's header begin with metadata that says `np`? False for links and whatever is no safetensors file."""
+    """Does the file's header begin with metadata that says `np`, or a model type, as ours do? False for links and whatever
+    is no safetensors file."""
     if tree.listing().get(path, -1) < 10:
         return False
     return _NP.match(tree.head(path, _HEAD)[8:]) is not None

@@ -33,7 +33,7 @@ from ckpt_tool.formats.paddle_unified_layout import transposed
 from ckpt_tool.formats.paddle_unified_part import TWICE, Part, read_part, refuse_twice
 from ckpt_tool.formats.paddle_unified_ranks import Held, join, read_ranks
 from ckpt_tool.formats.paddle_unified_table import Lying, UnifiedTable
-from ckpt_tool.storage.safetensors_file import Header
+from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -157,11 +157,17 @@ class _Reading:
 
     def _part(self, stem: str) -> Part | None:
         path = self.files.indexes.get(stem)
-        if path is None:
+        plain = stem + files_of.SUFFIX
+        if path is None and stem == self.files.stem and plain in self.tree.names():
+            names = list(read_header(self.tree, plain, lenient=self.lenient).names)  # one file needs no index
+            listed = PaddleIndex(plain, dict.fromkeys(names, plain), None, {})
+        elif path is None:
             return None
-        known = self.optimizer if stem == OPTIMIZER_STEM else None
-        part = read_part(self.tree, known or read_index(self.tree, path), lenient=self.lenient)
-        self.taken += [path, *(header.path for header in part.headers)]
+        else:
+            known = self.optimizer if stem == OPTIMIZER_STEM else None
+            listed = known or read_index(self.tree, path)
+        part = read_part(self.tree, listed, lenient=self.lenient)
+        self.taken += dict.fromkeys([listed.path, *(header.path for header in part.headers)])
         self.notes += part.notes
         return part
 

@@ -11,7 +11,8 @@ Which layout the model file gets: the loader of PaddleFormers 0.4 to 1.2.0 does 
 the training argument `convert_from_hf` is on, which it is by default; PaddleNLP 3.0 refuses `pt`. So: the source's own
 layout where it was a unified checkpoint; else `pt` where the model type is known (its list says what is transposed), else
 `np` with a note that says how to load it. LoRA weights lie alike in both. Where no config.json goes along (or the user named
-the model), the header says `model_type` beside `pt`, so that the file can be read by itself.
+the model), the header says `ckpt_model_type` beside `pt`, so that the file can be read by itself; so it does where there is the model
+alone, which otherwise would pass for a Hugging Face folder.
 
 A job of one process reads the first file of each index alone (PaddleFormers 1.2.0 `load_save_single_card.py`): a note says
 so where there are more. Scales of a quantised optimizer lie in the file of the tensor that they scale: each file is
@@ -80,7 +81,8 @@ def unified_target(wanted: Wanted, name: str) -> Target:
     flips = _flips(by_kind[MODEL], config) if layout == "pt" else frozenset()
     index_said = {"type": "lora"} if stem == PEFT_STEM else {}
     says = {"format": layout}
-    if flips and (told or all(path != "config.json" for path, _ in wanted.sidefiles)):
+    alone = not any(by_kind[kind] for kind in (MASTER, "optimizer"))
+    if flips and (told or alone or all(path != "config.json" for path, _ in wanted.sidefiles)):
         says[MODEL_TYPE] = _known_type(config)
     files += _kind(stem, by_kind[MODEL], wanted.shard_size, index_said, notes, says=says, flips=flips)
     files += _kind(MASTER_STEM, by_kind[MASTER], wanted.shard_size, {}, notes)

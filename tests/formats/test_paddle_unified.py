@@ -191,6 +191,23 @@ def test_a_model_alone_is_ours_only_in_paddles_layout(tmp_path: Path) -> None:
     assert registry.detect(single)[0].name == "safetensors"
 
 
+def test_one_file_in_paddles_layout_needs_no_index(tmp_path: Path) -> None:
+    truth = {f"model/{name}": values(3, shape) for name, shape in SHAPES.items()}
+    tensors = {key[6:]: value for key, value in truth.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "np"})
+    assert registry.detect(Tree(tmp_path))[0].name == "paddle-unified"
+    same(tmp_path, truth)
+    assert read(tmp_path).files == ("model.safetensors",)
+
+
+def test_a_model_alone_that_was_written_here_is_known_again(tmp_path: Path) -> None:
+    truth = job(tmp_path / "a")
+    convert(str(tmp_path / "a"), str(tmp_path / "b"), Reading(),
+            Writing(to="paddle-unified", states=("model",), verify="full"), Silent())  # fmt: skip
+    assert registry.detect(Tree(tmp_path / "b"))[0].name == "paddle-unified"
+    same(tmp_path / "b", {key: value for key, value in truth.items() if key.startswith("model/")})
+
+
 @pytest.mark.parametrize("name", ["optimizer.tp00.safetensors_shard_0001", "master_weights.safetensors.index.json",
                                   "peft_model-00001-of-00001.safetensors", "optimizer.safetensors"])  # fmt: skip
 def test_paddles_names_are_never_hugging_faces(name: str, tmp_path: Path) -> None:
@@ -482,7 +499,7 @@ def test_a_file_in_the_hugging_face_layout_can_be_read_by_itself(tmp_path: Path)
     same(tmp_path / "c", truth)
     rows = {TensorKey("q_proj.weight"): ((4, 4), "BF16")}
     target = unified_target(wanted(rows, {"dialect": "paddle", "paddle": {"config": LLAMA}}), "x")
-    assert b'"model_type":"llama"' in target.files[0].literals[0][1]  # no config.json goes along
+    assert b'"ckpt_model_type":"llama"' in target.files[0].literals[0][1]  # no config.json goes along
 
 
 def test_weights_are_rounded_from_masters_that_are_alone(tmp_path: Path) -> None:
