@@ -17,17 +17,17 @@ FAMILY = Family(
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
         model.norm.weight : h
         model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|q_a|q_b>_proj.weight : a h, q h, a q
-        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|o_proj>.weight : b h, c l, h u
-        model.layers.{i}.self_attn.<q|kv>_a_layernorm.weight : q, l
-        model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+        model.layers.{i}.self_attn.q_proj.weight : a h
+        model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
+        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : b h, c l, l, h u
+        model.layers.{i}.self_attn.q_a_proj.bias : q
+        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
         model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.layers.{i}.mlp.gate.weight : e h
         model.layers.{i}.mlp.gate.e_score_correction_bias : e
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
-        # MTP
         model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
         model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
         model.layers.{i}.eh_proj.weight : h w
@@ -39,17 +39,17 @@ FAMILY = Family(
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.<q|q_a|q_b>_proj.weight : h a, h q, q a = : a h, q h, a q
-            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|o_proj>.weight : h b, l c, u h = : b h, c l, h u
-            model.layers.{i}.self_attn.<q|kv>_a_layernorm.weight : q, l
-            model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+            model.layers.{i}.self_attn.q_proj.weight : h a = : a h
+            model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : h q, q a, q = : q h, a q, q
+            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : h b, l c, l, u h = : b h, c l, l, h u
+            model.layers.{i}.self_attn.q_a_proj.bias : q
+            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
             model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
             model.layers.{i}.mlp.gate.weight : h e = : e h
             model.layers.{i}.mlp.gate.e_score_correction_bias : e
             model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : h m, h m, m h = : m h, m h, h m
             model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : h s, h s, s h = : s h, s h, h s
-            # MTP
             model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
             model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
             model.layers.{i}.eh_proj.weight : w h = : h w

@@ -51,10 +51,10 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
             model.layers.{i}.mlp.shared_experts.up_gate_proj.weight : h ((1 + 1) s) = ..<gate|up>_proj.weight : s h
             model.layers.{i}.mlp.shared_experts.down_proj.weight : s h = : h s
-            # MTP
             model.layers.{i}.<enorm|hnorm|norm>.weight : h = model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
             model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
             model.layers.{i}.eh_proj.weight : w h = : h w
         """),
+        "paddle-hf": Variant("paddle", like_hub=True),
     },
 )  # fmt: skip

@@ -217,6 +217,9 @@ def _three(facts: Mapping[str, Any]) -> tuple[int, ...]:
     return (heads, groups, groups) if heads and groups else (1, 1, 1)
 
 
+_NLP_ONLY = ("mixtral",)  # models that PaddleNLP alone has
+
+
 def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> int:
     """The vocabulary's axis of an lm_head; `share` ranks have a part each. [vocab, hidden] where the sizes are alike."""
     hidden, vocab = _int(facts, "hidden_size"), _int(facts, "vocab_size", "padded_vocab_size")
@@ -227,7 +230,7 @@ def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> i
     ]
     if len(fits) == 1 or not fits:
         return fits[0] if fits else 0
-    naive = "paddlenlp_version" in facts and not facts.get("tie_word_embeddings")
+    naive = ("paddlenlp_version" in facts or model_type_of(facts) in _NLP_ONLY) and not facts.get("tie_word_embeddings")
     return 1 if naive else 0
 
 

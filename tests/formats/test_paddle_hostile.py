@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 from ckpt_tool.cli import run
+from ckpt_tool.families.registry import by_name, find
+from ckpt_tool.families.rewrite import mapping
+from ckpt_tool.formats.paddle_rules import head_axis
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PLAIN, UNIFIED = FIXTURES / "paddle/llama_tied_bf16_legacy_single", FIXTURES / "paddle-unified/llama_tied_hf"
@@ -74,3 +77,47 @@ def test_linked_folders_are_followed_when_asked(tmp_path, capfd):
     original = FIXTURES / "paddle-flex/llama_tied_pp2"
     said(capfd, "convert", folder, tmp_path / "out", "--to", "sharded", "--dialect", "keep", "--follow-symlinks")
     assert said(capfd, "diff", original, tmp_path / "out")["equal"]
+
+
+# -- families -----------------------------------------------------------------------------------------------------------
+
+
+def test_deepseek_without_a_rank_of_queries():
+    """`q_lora_rank` is null in configs of models whose queries come from one matrix."""
+    config = {
+        "model_type": "deepseek_v3", "num_hidden_layers": 1, "hidden_size": 6, "num_attention_heads": 2, "q_lora_rank": None,
+        "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4,
+    }  # fmt: skip
+    front = "model.layers.0.self_attn"
+    shapes = {
+        f"{front}.q_proj.weight": (10, 6), f"{front}.kv_a_proj_with_mqa.weight": (7, 6), f"{front}.kv_a_layernorm.weight": (5,),
+        f"{front}.kv_b_proj.weight": (14, 5), f"{front}.o_proj.weight": (6, 8), f"{front}.o_proj.bias": (6,),
+    }  # fmt: skip
+    made = mapping(by_name("deepseek_v3"), "hf", "paddle", shapes, config).made
+    assert {one.name: one.shape for one in made} == {
+        name: (shape[1], shape[0]) if len(shape) == 2 else shape for name, shape in shapes.items()
+    }
+
+
+def test_glm_as_the_trainer_saves_for_hugging_face():
+    """Fused weights as in Paddle, the others turned: what `paddle-unified` writes with `format: pt`."""
+    config = {
+        "model_type": "glm4_moe", "num_hidden_layers": 1, "hidden_size": 6, "intermediate_size": 10, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 4,
+    }  # fmt: skip
+    front = "model.layers.0"
+    shapes = {
+        f"{front}.mlp.up_gate_proj.weight": (6, 20), f"{front}.mlp.down_proj.weight": (6, 10),
+        f"{front}.self_attn.qkv_proj.weight": (6, 16), f"{front}.self_attn.o_proj.weight": (6, 8),
+    }  # fmt: skip
+    found = find(config, shapes)
+    assert found.dialect == "paddle-hf"
+    made = {one.name: one.shape for one in mapping(found.family, found.dialect, "hf", shapes, config).made}
+    assert made[f"{front}.mlp.down_proj.weight"] == (6, 10) and made[f"{front}.mlp.up_proj.weight"] == (10, 6)
+
+
+def test_a_head_that_looks_alike_both_ways():
+    """A rank's part of [hidden, vocab] is square where the vocabulary is hidden * tp: the model type tells."""
+    facts = {"model_type": "mixtral", "hidden_size": 32, "vocab_size": 64}
+    assert head_axis((32, 32), facts, 2) == head_axis((32, 64), facts, 2) == 1
+    assert head_axis((32, 32), facts | {"model_type": "qwen2"}, 2) == 0
