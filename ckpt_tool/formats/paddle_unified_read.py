@@ -25,6 +25,7 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import paddle_quant as quant
 from ckpt_tool.formats import paddle_unified_files as files_of
 from ckpt_tool.formats.hf_files import is_sidefile
+from ckpt_tool.formats.paddle_rules import is_expert
 from ckpt_tool.formats.paddle_unified_extras import read_extras
 from ckpt_tool.formats.paddle_unified_files import EMA_STEM, MASTER_STEM, OPTIMIZER_STEM, UnifiedFiles
 from ckpt_tool.formats.paddle_unified_index import PaddleIndex, read_index
@@ -202,8 +203,8 @@ class _Reading:
 
     def _refuse_merged_slices(self, part: Part, model: Part | None, name: str) -> None:
         """Slices under tensor parallelism were laid side by side by length, and nothing says that there was any."""
-        full = [header for header in model.headers if len(header)] if model is not None else []
-        if len(full) > 1:
+        dense = {header.path for key, (header, _) in (model.rows.items() if model else ()) if not is_expert(key)}
+        if len(dense) > 1:  # expert ranks write their own experts, and no more
             raise InputError(
                 "slices of sharding v2 in merged files, of a job with several tensor or pipeline ranks: nothing says which",
                 code=SLICED, path=self.tree.display(part.listed.path), key=name,

@@ -398,6 +398,19 @@ def test_slices_of_sharding_v2_in_merged_files(tmp_path: Path) -> None:
     assert "tensor or pipeline" in fails(tmp_path, "E1361").message
 
 
+def test_slices_of_a_job_with_expert_ranks(tmp_path: Path) -> None:
+    """Expert ranks write model files of their own, in which nothing but experts lies: no tensor or pipeline ranks."""
+    dense, expert = "model.norm.weight", "model.layers.0.mlp.experts.1.down_proj.weight"
+    shapes = {dense: (4,), expert: (4, 6)}
+    truth = {f"{state}/{name}": values(9, shape) for name, shape in shapes.items() for state in ("model", "master")}
+    write(tmp_path, "model", {dense: truth[f"model/{dense}"], expert: truth[f"model/{expert}"]}, files=2)
+    lines = {
+        name: np.concatenate([values(9, shape).reshape(-1), np.zeros(8, np.float32)]) for name, shape in shapes.items()
+    }
+    write(tmp_path, "master_weights", lines, files=2)
+    same(tmp_path, truth)
+
+
 # -- beside ---------------------------------------------------------------------------------------------------------------
 
 
