@@ -134,7 +134,10 @@ def _fit(chosen: Chosen, fmt: Format, writing: Writing) -> Chosen:
         if not any(opened.catalog.tensors for opened in chosen.sources):
             raise UsageError("the source holds no tensor, so there is nothing to write", code="E0259",
                              hint="an empty state dict is what a rank saves that has nothing; pass the whole folder")  # fmt: skip
-        raise UsageError("nothing is left to write", code="E0259", hint="widen --state or the key patterns")
+        masters = any(MASTER in opened.catalog.states() for opened in chosen.sources) and MASTER in behind
+        hint = "the only weights here are fp32 masters: --as-model master writes them as the model, --dtype bf16 rounds them"
+        raise UsageError("nothing is left to write", code="E0259",
+                         hint=hint if masters else "widen --state or the key patterns")  # fmt: skip
     return replace(chosen, stored=tuple(stored), dropped=tuple(dropped), extras=extras)
 
 
