@@ -17,6 +17,8 @@ from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
 from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
 
+_SHARED = ("paddle", "paddle-flex")  # formats whose ranks share states as --sharding says
+
 
 def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
     """For a format with a layout of its own: mesh dim -> size, `dp` all data ranks; what nobody says is left out."""
@@ -33,6 +35,8 @@ def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
 
 
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
+    """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
+    _refuse_foreign(fmt, writing)
     if fmt.holds.own_layout:
         if writing.layout:
             raise UsageError(
@@ -78,6 +82,19 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             chosen.all_hints.get("dialect") == "paddle",
         ),
     )
+
+
+def _refuse_foreign(fmt: Format, writing: Writing) -> None:
+    """Raise UsageError E0261 for an option that would change nothing in silence."""
+    stages = fmt.holds.own_layout or "pp" in fmt.holds.mesh
+    for name, given, takes, whose in (
+        ("sharding", writing.sharding, fmt.name in _SHARED, " and ".join(_SHARED)),
+        ("pp-split", writing.pp_split, stages, "formats of pipeline stages"),
+    ):
+        if given and not takes:
+            raise UsageError(
+                f"--{name} has no meaning for {fmt.name}", code="E0261", hint=f"it belongs to {whose}: leave it off"
+            )
 
 
 def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:

@@ -85,7 +85,8 @@ def split_keys(
     gone = [key for key in keys if key.name in hits and (not model_only or key.state == MODEL)]
     dropped = set(gone)
     kept = [key for key in keys if key not in dropped]
-    if not kept or not any(key.state == MODEL for key in kept) and any(key.state == MODEL for key in keys):
+    weights = (MODEL,) if model_only else (MODEL, MASTER)  # a job may keep most weights as masters alone
+    if not kept or not any(key.state in weights for key in kept) and any(key.state == MODEL for key in keys):
         raise UsageError(
             "the patterns would remove every tensor of the model", code="E0256",
             hint="narrow the pattern; ckpt inspect --match PATTERN shows what it matches",

@@ -79,9 +79,16 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> Degrees:
     else:
         sharding = 1 if zero == 0 else dp if zero else _inherited(wanted, dp)
     wish = wanted.options.get("sharding") or paddle_hints(wanted).get("sharding") or (V2 if ep > 1 else V1)
+    if sharding == 1 and wanted.options.get("sharding"):
+        notes.append(nothing_shared(wish))
     if zero is not None and zero > 1:
         notes.append(f"--zero {zero} is written as sharding stage 1: Paddle's files share states, not gradients")
     return Degrees(tp, pp, ep, dp, sharding, wish if sharding > 1 else "")
+
+
+def nothing_shared(version: object) -> str:
+    """What to say where `--sharding` was asked for and one rank holds every state."""
+    return f"--sharding {version}: no data ranks share states here, so it changes nothing"
 
 
 def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> int:

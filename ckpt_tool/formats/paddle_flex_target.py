@@ -30,6 +30,7 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path
+from ckpt_tool.formats.paddle_degrees import nothing_shared
 from ckpt_tool.formats.paddle_file import PaddleComposer
 from ckpt_tool.formats.paddle_flex_folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER
 from ckpt_tool.formats.paddle_flex_heads import with_heads
@@ -58,6 +59,8 @@ def flex_target(wanted: Wanted) -> Target:
         writer = _Writer(wanted)
         files = writer.files()
         notes += writer.notes
+        if writer.laid is None and wanted.options.get("sharding"):
+            notes.append(nothing_shared(wanted.options["sharding"]))
         if paddle_hints(wanted).get("flex") == "plain" and wanted.source_format == "paddle-flex":
             notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
     extra = [(number, tensor) for number, tensor in enumerate(wanted.tensors) if tensor.key.state == EXTRAS]

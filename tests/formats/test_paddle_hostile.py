@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 from ckpt_tool.cli import run
+from ckpt_tool.commands.select import split_keys
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import UsageError
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.formats.paddle_rules import head_axis
@@ -77,6 +80,26 @@ def test_linked_folders_are_followed_when_asked(tmp_path, capfd):
     original = FIXTURES / "paddle-flex/llama_tied_pp2"
     said(capfd, "convert", folder, tmp_path / "out", "--to", "sharded", "--dialect", "keep", "--follow-symlinks")
     assert said(capfd, "diff", original, tmp_path / "out")["equal"]
+
+
+def test_the_model_is_not_gone_where_masters_are_left():
+    """sharding_io keeps a router as the only model tensor, all other weights as masters."""
+    keys = [TensorKey("gate", "model"), TensorKey("up", "master"), TensorKey("up", "exp_avg")]
+    assert split_keys(keys, remove=["gate"], keep=[]) == (keys[1:], keys[:1])
+    with pytest.raises(UsageError, match="every tensor of the model"):
+        split_keys(keys, remove=["gate"], keep=[], model_only=True)
+
+
+@pytest.mark.parametrize("to", ["paddle", "paddle-flex"])
+def test_sharding_among_one_rank_is_said(tmp_path, capfd, to):
+    document = said(capfd, "convert", PLAIN, tmp_path / "out", "--to", to, "--sharding", "v2", "--dry-run")
+    assert any("--sharding v2" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize("arguments", [("paddle-unified", "--sharding", "v1"), ("torch", "--pp-split", "1,1")])
+def test_options_that_would_change_nothing_are_refused(tmp_path, capfd, arguments):
+    error = said(capfd, "convert", PLAIN, tmp_path / "out", "--to", *arguments, code=2)["error"]
+    assert error["code"] == "E0261" and arguments[1] in error["message"]
 
 
 # -- families -----------------------------------------------------------------------------------------------------------
