@@ -177,7 +177,8 @@ def jobs(draw):
     pp = draw(st.integers(1, layers))
     names = draw(st.lists(st.sampled_from(sorted(WIDTHS)), min_size=1, max_size=4, unique=True))
     states = ["model", *draw(st.lists(st.sampled_from(STATES[1:]), max_size=4, unique=True))]
-    first = {"tp": draw(st.sampled_from((1, 2, 4))), "pp": pp, "dp": draw(st.integers(1, 3))}
+    whole = any("qkv_proj" in name for name in names)  # 2 groups of fused heads are not parted
+    first = {"tp": draw(st.sampled_from((1, 2) if whole else (1, 2, 4))), "pp": pp, "dp": draw(st.integers(1, 3))}
     second = {"tp": draw(st.sampled_from((1, 2))), "dp": draw(st.integers(1, 2))}
     experts = draw(st.sampled_from((0, 0, 4)))
     if experts and first["tp"] < 4:
