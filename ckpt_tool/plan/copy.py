@@ -78,10 +78,22 @@ def byte_view(shape: Sequence[int], box: Box, dtype: DType) -> tuple[tuple[int, 
     return (*shape[:-1], last), Box((*box.offset[:-1], start), (*box.shape[:-1], count)), 1
 
 
+def refuse_strides(dtype: DType, what: str) -> None:
+    """Raise InputError E1390: elements of less than a byte can't be moved one by one."""
+    raise InputError(
+        f"{what} holds {dtype.name}, {dtype.bits} bits an element, and lies otherwise than row by row: its elements can't "
+        "be moved one by one",
+        code="E1390",
+        hint="store it contiguous (torch: .contiguous()), or leave it out with --remove-keys",
+    )
+
+
 def source_region(chunk: Chunk, shape: Sequence[int], file: int) -> Region:
-    """The region of a stored chunk of a tensor of `shape`."""
+    """The region of a stored chunk of a tensor of `shape`. InputError E1390 for strides among bits."""
     dtype = chunk.array.dtype
     if dtype.bits < 8:
+        if chunk.array.strides not in (None, contiguous_strides(chunk.array.shape)):
+            refuse_strides(dtype, f"an array of {chunk.array.path}, byte {chunk.array.offset},")
         line, box, size = byte_view(shape, chunk.box, dtype)
         return box_region(line, box, size, file, chunk.array.offset, replica=chunk.replica)
     size = dtype.bits // 8
@@ -138,6 +150,16 @@ def collapse(
         else:
             out.append([extent, stride, step])
     return tuple(d[0] for d in out), tuple(d[1] for d in out), tuple(d[2] for d in out)
+
+
+def is_transposed(region: Region) -> bool:
+    """Is the dim that runs fastest in the file another than the one that runs fastest along the line?"""
+    return len(region.strides) > 1 and 0 < min(region.strides) < region.strides[-1]
+
+
+def row_of(region: Region) -> int:
+    """Elements of the line from one element of a transposed region to the next one in the file."""
+    return region.steps[region.strides.index(min(region.strides))]
 
 
 def clip(region: Region, start: int, stop: int) -> Iterator[Region]:

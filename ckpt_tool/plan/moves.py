@@ -19,10 +19,11 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple, overload
 
+from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.target import Places, TargetArray, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor
 from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Region, box_region, byte_view, hull, intersect, source_region
+from ckpt_tool.plan.copy import Region, box_region, byte_view, hull, intersect, refuse_strides, source_region
 from ckpt_tool.plan.plan import Move, Moves
 
 _BITS, _SHAPE = attrgetter("tensor.dtype.bits"), attrgetter("tensor.shape")  # of a Stored
@@ -41,6 +42,8 @@ FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's
 
 def output_region(array: TargetArray, item: WantedTensor, file: int) -> Region:
     """The region of an array of the target in its file number `file`."""
+    if item.dtype.bits < 8 and array.strides not in (None, contiguous_strides(array.box.shape)):
+        refuse_strides(item.dtype, str(item.key))
     line, box, size = byte_view(item.shape, array.box, item.dtype)
     return box_region(line, box, size, file, array.offset, stored=array.shape, strides=array.strides)
 

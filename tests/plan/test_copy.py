@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.target import TargetArray, WantedTensor
+from ckpt_tool.core.tensor import Chunk, StoredArray, TensorKey
 from ckpt_tool.errors import InputError
-from ckpt_tool.plan.copy import Region, box_region, byte_view, clip, collapse, hull, intersect
+from ckpt_tool.plan.copy import Region, box_region, byte_view, clip, collapse, hull, intersect, source_region
+from ckpt_tool.plan.moves import output_region
 
 
 def elements(region):
@@ -80,6 +83,23 @@ def test_collapse_merges_only_what_runs_on():
 
 def test_hull_of_an_empty_region():
     assert hull(Region(0, 0, 5, (0, 3), (6, 2), (3, 1))) == (5, 5)
+
+
+def test_strides_among_bits_are_refused():
+    """Six F4 in three bytes: transposed, an element would lie in half a byte. Row-major strides say nothing new."""
+    whole = Box((0, 0), (2, 6))
+    for strides, bits in (((1, 2), "F4"), ((1, 2), "F6_E2M3"), ((12, 1), "F4")):
+        array = StoredArray("w.pt", 64, DTYPES[bits], (2, 6), strides)
+        with pytest.raises(InputError, match=r"w.pt.*otherwise than row by row") as e:
+            source_region(Chunk(whole, array, whole), (2, 6), 0)
+        assert e.value.code == "E1390" and "contiguous" in e.value.hint
+        with pytest.raises(InputError, match="otherwise than row by row") as e:
+            output_region(
+                TargetArray(0, whole, 64, None, strides), WantedTensor(TensorKey("w"), (2, 6), DTYPES[bits]), 0
+            )
+        assert e.value.code == "E1390"
+    plain = StoredArray("w.pt", 64, DTYPES["F4"], (2, 6), (6, 1))
+    assert source_region(Chunk(whole, plain, whole), (2, 6), 0) == Region(0, 64, 0, (6,), (1,), (1,))
 
 
 def test_sub_byte_types_move_as_bytes_and_refuse_half_bytes():
