@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, first_overlap
 from ckpt_tool.core.target import Later, Places, Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Region, hull
+from ckpt_tool.plan.copy import Region, hull, is_transposed, row_of
 from ckpt_tool.plan.moves import FileNumber, LaterMoves, Stored, move_of, output_region
 from ckpt_tool.plan.plan import Move, Record
 
 UNIT = 64 << 20  # bytes of source values in one unit, about
+LEAF = 256 << 10  # bytes of a leaf of the digest, see `run.digest`
 
 
 def build_moves(
@@ -206,9 +207,18 @@ def segments(move: Move, size: int) -> Iterator[tuple[int, int, frozenset[int]]]
         spans = sorted((*hull(region), region.file) for region in move.outputs)
         parts = _parts(spans, move.numel)
     most = max(1, size // move.item)
+    most -= most % _grain(move, most)
     for start, stop, files in parts:
         for at in range(start, stop, most):
             yield at, min(at + most, stop), files
+
+
+def _grain(move: Move, most: int) -> int:
+    """Elements of the line that no cut should part, `most` at most: rows of what is transposed, which two units would
+    both read and write in single elements; whole leaves of the digest too where that can be."""
+    row = max((row_of(region) for region in (*move.sources, *move.outputs) if is_transposed(region)), default=1)
+    both = lcm(row, LEAF // move.item)
+    return 1 if row == 1 else both if both <= most else row if row <= most else 1
 
 
 def _parts(spans: Sequence[tuple[int, int, int]], numel: int) -> Iterator[tuple[int, int, frozenset[int]]]:

@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, StorageError, wrap_os_error
-from ckpt_tool.plan.copy import Region, clip, hull
+from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
-from ckpt_tool.run.transposed import PANEL, Strips, Transposed, is_transposed
+from ckpt_tool.run.transposed import PANEL, Strips, Transposed
 from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
@@ -159,14 +159,14 @@ class Reader:
     """Fills blocks from source regions. For one thread.
 
     crc_starts: for files with checksummed records, the bytes where a record begins; their CRCs collect in `pieces`.
-    panel: bytes that transposed sources may take, see `run/transposed.py`.
+    panel: bytes that transposed sources may take, see `run/transposed.py`. strips: those bytes, lent to outputs too.
     """
 
     def __init__(
         self, files: Files, room: int, crc_starts: Mapping[int, Container[int]], *, panel: int = PANEL
     ) -> None:
         self._files = files
-        self._strips = Strips(panel)
+        self.strips = Strips(panel)
         self._turned: Transposed | None = None
         self._fds = FdCache(files.open, room)
         self._scratch = bytearray()
@@ -205,7 +205,7 @@ class Reader:
         if self._move is not move:
             self._move, self._spans, self._turned = move, (), None
             if any(map(is_transposed, move.sources)):
-                self._turned = Transposed(move, self, self._strips, partial(self._differs, move))
+                self._turned = Transposed(move, self, self.strips, partial(self._differs, move))
             else:
                 self._spans = spans_of(move.sources)
         return self._turned
@@ -407,8 +407,8 @@ class Writer:
         for i in range(extents[0]):
             self._write(inner._replace(offset=part.offset + i * strides[0]), block, at + i * steps[0], item)
 
-    def pwrite(self, file: int, offset: int, view: memoryview) -> None:
-        """Write all of `view` at byte `offset` of the staged file."""
+    def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
+        """Write all of `view` at byte `offset` of the staged file. count: whether a record's checksum takes it in now."""
         fd, done = self.fds[file], 0
         try:
             done = os.pwrite(fd, view, offset)
@@ -420,7 +420,7 @@ class Writer:
         except OSError as e:
             raise wrap_os_error(e, self._names[file], "writing", offset=offset + done) from e
         starts = self._starts.get(file)
-        if starts is not None:
+        if count and starts is not None:
             if file not in self.pieces:
                 self.pieces[file] = Pieces()
             self.pieces[file].add(offset, view, breaks=starts)

@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from ckpt_tool.core.target import DIGEST_CHARS
@@ -97,23 +97,36 @@ def fill_patches(
         arrays = plan.arrays[number]
         fd, written = staging.open(file.path), sorted(pieces.get(number, ()))
         try:
-            crcs: dict[tuple[int, int], int] = {}
+            spans = dict[tuple[int, int], list[int]]()  # (offset, length) -> where its CRC goes
             for patch in file.patches:
                 if patch.kind == "digest":
                     text = digests[patch.of] if digests is not None else "-" * DIGEST_CHARS
                     write_all(fd, text.encode(), patch.offset, file.path)
-                    continue
-                if patch.kind == "sha256":
+                elif patch.kind == "sha256":
                     write_all(fd, _sha256(staging, plan.outputs[patch.of].path), patch.offset, file.path)
-                    continue
-                span = patch.span or arrays[patch.of]
-                if span not in crcs:
-                    offset, nbytes = span
-                    own = within(written, offset, offset + nbytes)
-                    crcs[span] = join(offset, offset + nbytes, own, partial(_read_chunks, fd))
-                write_all(fd, crcs[span].to_bytes(4, "little"), patch.offset, file.path)
+                else:
+                    spans.setdefault(patch.span or arrays[patch.of], []).append(patch.offset)
+            for offsets, crc in zip(spans.values(), _checksums(fd, spans, written), strict=True):
+                for offset in offsets:
+                    write_all(fd, crc.to_bytes(4, "little"), offset, file.path)
         finally:
             os.close(fd)
+
+
+def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[Piece]) -> list[int]:
+    """The CRC-32 of each (offset, length) of a file; by several threads where much of it was not seen when written."""
+
+    def crc(span: tuple[int, int]) -> int:
+        offset, stop = span[0], sum(span)
+        return join(offset, stop, within(written, offset, stop), partial(_read_chunks, fd))
+
+    seen = sum(piece.stop - piece.start for piece in written)
+    if sum(nbytes for _, nbytes in spans) - seen < ALONE:
+        return list(map(crc, spans))
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # strips of transposed arrays were not hashed
+        return list(pool.map(crc, spans))
 
 
 def _sha256(staging: Staging, path: str) -> bytes:

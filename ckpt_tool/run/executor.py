@@ -5,8 +5,8 @@ writing. A unit is walked in blocks of 256 KiB (strided work: 1 MiB): fill from 
 outputs. The hash is over exactly the bytes that are written, so a digest that is right proves the values arrived; it is
 computed on the way, which costs a tenth of the copy. With `verify="off"` runs go by `copy_file_range`, unhashed.
 
-Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size; transposed sources take up to
-`PANEL` more a thread, less where `memory` is less. A worker's failure stops the others and fails the run. What is staged
+Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size; what is stored transposed
+takes up to `PANEL` more a thread, less where `memory` is less. A worker's failure stops the others and fails the run. What is staged
 stays for the same command to go on with, unless it can't be trusted (a source that changed, bad input, a failed fsync):
 then nothing is left.
 """
@@ -193,7 +193,7 @@ class Executor:
             return 0
         lines = {line["unit"]: line for line in staging.resumed if "unit" in line}
         kept, done = [], 0
-        reader = Reader(StagedFiles(staging.open, self._names), _fd_room(1), {})
+        reader = Reader(StagedFiles(staging.open, self._names), _fd_room(1), {}, panel=self._panel)
         try:
             for number, unit in state.queue:
                 line = lines.get(number)

@@ -41,6 +41,8 @@ process. Batched reads (libaio) take 0.7 of the time for strips of 4 KiB and two
 there is nothing to compile: at 2.2 copies the turn is a third of the job, which as a whole takes 1.9 times as long as `cp`
 of the same 2 GB on two quiet cores, start included (CPU 3.3 times; before there were panels: 15 and 14).
 
+Outputs have the mirror of it, `run/transposed_outputs.py`; units end where rows of either do (`plan.schedule.segments`).
+
 Does not serve sources with zero or negative strides, nor 1-d ones; those go the general way.
 """
 
@@ -52,7 +54,7 @@ from itertools import pairwise, repeat
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ckpt_tool.plan.copy import Region, clip, hull
+from ckpt_tool.plan.copy import Region, clip, hull, is_transposed, row_of
 from ckpt_tool.plan.plan import Move
 
 if TYPE_CHECKING:
@@ -86,29 +88,24 @@ class Source(Protocol):
     def pread(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None: ...
 
 
-def is_transposed(region: Region) -> bool:
-    """Is the dim that runs fastest in the file another than the one that runs fastest along the line?"""
-    return len(region.strides) > 1 and 0 < min(region.strides) < region.strides[-1]
-
-
 class Strips:
-    """The buffers of one thread: they grow to what is asked of them and stay. panel: the most bytes of a panel."""
+    """The buffers of one thread: they grow to what is asked of them and stay. most: bytes of all panels together."""
 
-    def __init__(self, panel: int = PANEL) -> None:
-        self.most = panel
-        self._panels = [memoryview(b""), memoryview(b"")]
+    def __init__(self, most: int = PANEL) -> None:
+        self.most = most
+        self._panels = memoryview(b"")
         self._strips = memoryview(bytearray(0))
         self._slots: tuple[int, int, list[memoryview]] = (0, 0, [])
         self._waste = memoryview(b"")
 
-    def panel(self, number: int, nbytes: int) -> memoryview:
-        """Panel 0, or 1 for replicas."""
-        if len(self._panels[number]) < nbytes:
+    def panels(self, count: int) -> list[memoryview]:
+        """The room for panels in `count` equal parts. What was made of it before is no longer good."""
+        if not self._panels:
             import numpy as np
 
-            self._panels[number] = memoryview(b"")
-            self._panels[number] = np.empty(nbytes, "u1").data  # NumPy asks for huge pages: a column touches many
-        return self._panels[number]
+            self._panels = np.empty(max(self.most, 256), "u1").data  # with huge pages: a column touches many
+        room = len(self._panels) // count // 64 * 64
+        return [self._panels[i * room : (i + 1) * room] for i in range(count)]
 
     def slots(self, pitch: int, length: int, count: int) -> tuple[memoryview, list[memoryview]]:
         """Room for `count` strips of `length` bytes, `pitch` bytes apart: the whole, and each strip's own view."""
@@ -136,11 +133,9 @@ class Transposed:
     def __init__(self, move: Move, source: Source, strips: Strips, differ: Callable[[Region], None]) -> None:
         self._source, self._strips, self._differ, self._item = source, strips, differ, move.item
         self._regions = [(*hull(region), region) for region in move.sources]
-        turned = [region for region in move.sources if is_transposed(region)]
-        fast = [region.strides.index(min(region.strides)) for region in turned]
-        self._row = max(region.steps[d] for region, d in zip(turned, fast, strict=True))
-        self._height = max(region.extents[d] for region, d in zip(turned, fast, strict=True))
-        self._halves = 1 + any(region.replica for region in move.sources)
+        both = (*move.sources, *move.outputs) if move.dtype == move.dtype_out else move.sources
+        self._row, self._height = rows_of(both)
+        self._panels = strips.panels(panels_of(move))
         self._numel = move.numel
         self._low = self._high = 0  # elements that the panel holds
         self._panel = memoryview(b"")
@@ -167,20 +162,29 @@ class Transposed:
             data[(at - start) * self._item : (end - start) * self._item] = part
             at = end
 
+    def reach(self, start: int, until: int) -> int:
+        """Have the panel that holds element `start`. Returns the element that it ends before."""
+        if not self._low <= start < self._high:
+            self._load(start, until)
+        return self._high
+
+    def held(self) -> tuple[memoryview, int]:
+        """The panel, and the element that it begins with."""
+        return self._panel, self._low
+
     # -- a panel ----------------------------------------------------------------------------------------------------
 
     def _load(self, start: int, until: int) -> None:
         """Make the panel that begins with the row of element `start`: whole rows, as many as there is room for."""
-        item, row, room = self._item, self._row, self._strips.most // self._halves
+        item, row, room = self._item, self._row, len(self._panels[0])
         self._low = self._high = 0
         if row * item > room:
             low, high = start, min(start + max(1, room // item), until)
         else:
             first, last = start // row, -(-until // row)
-            rows = self._rows(last - first, room // (row * item))
+            rows = even_rows(last - first, room // (row * item), self._height, item)
             low, high = first * row, min((first + rows) * row, self._numel)
-        nbytes = (high - low) * item
-        panel = self._panel = self._strips.panel(0, nbytes)
+        panel = self._panel = self._panels[0]
         copies = []
         for begin, end, region in self._regions:
             if begin >= high or end <= low:
@@ -191,19 +195,11 @@ class Transposed:
             for part in clip(region, low, high):
                 self._gather(part, panel, low)
         for region in copies:
-            other = self._strips.panel(1, nbytes)
+            other = self._panels[1]
             for part in clip(region, low, high):
                 self._gather(part, other, low)
                 self._compare(part, panel, other, low)
         self._low, self._high = low, high
-
-    def _rows(self, total: int, room: int) -> int:
-        """Rows of the next panel, of `total` to come and `room` for: panels of equal height, whole matrices if they can."""
-        most, height = max(1, min(STRIP // self._item, room)), self._height
-        if most >= height:
-            most -= most % height
-        rows = -(-total // -(-total // most))
-        return min(-(-rows // height) * height, most) if most >= height else rows
 
     def _compare(self, part: Region, panel: memoryview, other: memoryview, low: int) -> None:
         import numpy as np
@@ -241,15 +237,7 @@ class Transposed:
         import numpy as np
 
         order = sorted(outer, key=lambda dim: -dim.stride)  # the file's
-        offsets: Sequence[int] = (offset,)
-        packed = list[int]()
-        for n, stride, _ in order:
-            steps = range(0, n * stride, stride)
-            if len(offsets) > 1:
-                offsets = [base + step for base in offsets for step in steps]
-            else:
-                offsets = range(offset, offset + n * stride, stride)
-            packed = [n * by for by in packed] + [pitch]
+        offsets, packed = offsets_of(order, offset, pitch)
         strips, slots = self._strips.slots(pitch, span, len(offsets))
         read(self._source, self._strips, file, offsets, slots)
         dims = [*order, *inner]
@@ -264,6 +252,42 @@ class Transposed:
 
 
 # -- geometry -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(regions: Sequence[Region]) -> tuple[int, int]:
+    """(elements of the line in a row of a panel, the most rows) that the transposed ones of `regions` come to."""
+    turned = [region for region in regions if is_transposed(region)]
+    return max(map(row_of, turned)), max(region.extents[region.steps.index(row_of(region))] for region in turned)
+
+
+def panels_of(move: Move) -> int:
+    """Panels that a move takes: the sources', one for replicas, one for the outputs where they can't share the first."""
+    read = any(map(is_transposed, move.sources))
+    own = any(map(is_transposed, move.outputs)) and not (read and move.dtype == move.dtype_out)
+    return read * (1 + any(region.replica for region in move.sources)) + own
+
+
+def even_rows(total: int, room: int, height: int, item: int) -> int:
+    """Rows of the next panel, of `total` to come and `room` for: panels of equal height, whole matrices if they can."""
+    most = max(1, min(STRIP // item, room))
+    if most >= height:
+        most -= most % height
+    rows = -(-total // -(-total // most))
+    return min(-(-rows // height) * height, most) if most >= height else rows
+
+
+def offsets_of(order: Sequence[Dim], offset: int, pitch: int) -> tuple[Sequence[int], list[int]]:
+    """(the byte in the file of each strip, what a step along each dim of `order` is where strips lie `pitch` apart)."""
+    offsets: Sequence[int] = (offset,)
+    packed = list[int]()
+    for n, stride, _ in order:
+        steps = range(0, n * stride, stride)
+        if len(offsets) > 1:
+            offsets = [base + step for base in offsets for step in steps]
+        else:
+            offsets = range(offset, offset + n * stride, stride)
+        packed = [n * by for by in packed] + [pitch]
+    return offsets, packed
 
 
 def strip_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:

@@ -3,6 +3,7 @@
 The hash that the journal keeps (`written`) and the leaves of the digest are taken from the very bytes that are drained.
 A block is 256 KiB of plain runs, one leaf, which stays in L2 on its way from file to file: with 512 KiB a copy took a
 quarter more CPU where the neighbours use the cache too. Where a side is strided it is up to 1 MiB and whole rows.
+Blocks for transposed outputs gather in a panel (`run/transposed_outputs.py`) and end where it ends.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import NamedTuple
 import xxhash
 
 from ckpt_tool.errors import InputError
-from ckpt_tool.plan.copy import Region, clip
+from ckpt_tool.plan.copy import Region, clip, is_transposed
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
+from ckpt_tool.run.transposed_outputs import TransposedOutputs
 
 BLOCK = 256 << 10  # bytes of a plain run: stays in L2
 STRIDED_BLOCK = 1 << 20  # bytes where a side is strided: fewer calls
@@ -71,8 +73,12 @@ class Walk:
         at = self.start
         while at < self.stop and not self.job.stopped():
             end = min((at // per_block + 1) * per_block, self.stop)
+            if self._turns:
+                end = self._turns.begin(at, end)
             out = self._step(at, end)
             self._drain(out, at, end)
+            if self._turns:
+                self._turns.take(out, at, end)
             if hashing and self.pieces is not self.out_leaves:
                 self.pieces.feed(at * move.item_out, out)
             self.job.advance((end - at) * move.item)
@@ -87,7 +93,10 @@ class Walk:
         """Read, hash and cast elements [at, end). Returns the bytes to write."""
         move = self.move
         block = self._taken(at, end)
-        if block is None:
+        if block is None and count and self._direct and self._turns:
+            block = self._turns.room(at, end)
+            self._fill(block, at, end)
+        elif block is None:
             block = self.block[: (end - at) * move.item]
             if count:
                 self._fill(block, at, end)
@@ -111,16 +120,25 @@ class Walk:
         """Find the lane of each side, if it has one. Returns the elements of a block: whole leaves where both sides
         are plain runs, else whole rows of the coarsest strided dim where they fit."""
         move = self.move
+        self._plain = tuple(region for region in move.outputs if not is_transposed(region))
         self._reads = self._lane(move.sources, move.item, self.reader.pread, reads=True)
-        self._writes = self._lane(move.outputs, move.item_out, self.writer.pwrite, reads=False)
-        turned = self.reader.turned(move) if self._reads is None else None
+        self._writes = self._lane(self._plain, move.item_out, self.writer.pwrite, reads=False)
+        many = len(self._plain) < len(move.outputs)
+        turned = self.reader.turned(move) if self._reads is None or many else None
         self._panels = turned if isinstance(self._writes, Runs) else None
+        self._turns = (
+            TransposedOutputs(move, (self.start, self.stop, self.until), self.reader.strips, self.writer, turned)
+            if many
+            else None
+        )
+        self._direct = many and turned is None and not self.cast and not isinstance(self._reads, Bands)
+        self._direct = self._direct and not isinstance(self._writes, Bands)
         if self._panels:  # blocks are slices: no buffer bounds them
             return STRIDED_BLOCK // move.item
         if isinstance(self._reads, Runs) and isinstance(self._writes, Runs):
             return BLOCK // move.item
         most = STRIDED_BLOCK // move.item
-        rows = [region.steps[0] for region in (*move.sources, *move.outputs) if len(region.extents) > 1]
+        rows = [region.steps[0] for region in (*move.sources, *self._plain) if len(region.extents) > 1]
         row = max((row for row in rows if row <= most), default=1)
         return most // row * row
 
@@ -156,7 +174,7 @@ class Walk:
         elif lane is not None and lane.whole(at, end):
             lane.pass_by(out, at, end)
         else:
-            self.writer.drain(self.move.outputs, out, at, end, item)
+            self.writer.drain(self._plain, out, at, end, item)
 
     def _copy_runs(self) -> bool:
         """Unhashed plain runs go from file to file in the kernel. False when a side is strided, remote or replicated."""
@@ -190,7 +208,7 @@ def read_back(reader: Reader, move: Move, start: int, stop: int) -> str | None:
         same = (region.at, region.extents, region.steps)
         regions.append(region._replace(replica=seen.get(same, 0)))
         seen[same] = seen.get(same, 0) + 1
-    written = move._replace(sources=tuple(regions), item=move.item_out)
+    written = move._replace(sources=tuple(regions), outputs=(), item=move.item_out)
     item, at = move.item_out, start
     stream = LeafStream(start * item, stop * item, move.numel * item, exact=True)
     step = STRIDED_BLOCK // item
@@ -199,7 +217,7 @@ def read_back(reader: Reader, move: Move, start: int, stop: int) -> str | None:
         end = min(at + step, stop)
         part = block[: (end - at) * item]
         try:
-            reader.fill(written, part, at, end)
+            reader.fill(written, part, at, end, until=stop)
         except InputError:
             return None
         stream.feed(at * item, part)

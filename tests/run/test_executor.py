@@ -48,7 +48,7 @@ class Case:
 
     def __init__(
         self, root: Path, rng, *, shapes, kind="u2", dtype="BF16", out=None, replicas=1, crc=False, view=False,
-        turned=False,
+        turned=False, turned_out=False,
     ):  # fmt: skip
         self.root, self.out = root, root / "out"
         source = root / "source"
@@ -64,7 +64,7 @@ class Case:
                     number = int(rng.integers(0, 3))
                     array, within, strides = whole[slices(box)], Box((0,) * len(shape), box.shape), None
                     raw = np.ascontiguousarray(array)
-                    if turned or view and len(shape) == 2 and rng.integers(0, 2):
+                    if len(shape) == 2 and (turned or view and rng.integers(0, 2)):
                         raw, strides = np.ascontiguousarray(array.T), (1, box.shape[0])
                     data = raw.tobytes()
                     at = len(files[number])
@@ -87,8 +87,10 @@ class Case:
                     if crc:
                         patches[number].append(Patch(sizes[number], "crc32", len(arrays[number])))
                         sizes[number] += 4
-                    arrays[number].append(TargetArray(i, box, sizes[number]))
-                    self.places.append((number, sizes[number], nbytes, f"t{i}", box))
+                    across = turned_out and len(shape) == 2 and bool(rng.integers(0, 4))
+                    strides = (1, box.shape[0]) if across else None
+                    arrays[number].append(TargetArray(i, box, sizes[number], strides=strides))
+                    self.places.append((number, sizes[number], nbytes, f"t{i}", box, across))
                     sizes[number] += nbytes
         files_out = [
             TargetFile(f"o{n}.bin", sizes[n], tuple(literals[n]), tuple(arrays[n]), tuple(patches[n])) for n in (0, 1)
@@ -111,8 +113,9 @@ class Case:
     def check(self, convert=lambda array: array):
         data = [(self.out / f"o{n}.bin").read_bytes() for n in (0, 1)]
         assert data[0][:16] == b"A" * 16
-        for number, at, nbytes, name, box in self.places:
-            want = np.ascontiguousarray(convert(self.values[name])[slices(box)]).tobytes()
+        for number, at, nbytes, name, box, across in self.places:
+            want = convert(self.values[name])[slices(box)]
+            want = np.ascontiguousarray(want.T if across else want).tobytes()
             assert data[number][at : at + nbytes] == want, (name, box)
         return data
 
@@ -157,6 +160,25 @@ def test_transposed_sources_in_small_shares(tmp_path, monkeypatch, seed):
         assert results[-1].digests[TensorKey(name)] == digest("BF16", whole.shape, whole.tobytes())
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_transposed_outputs_in_small_shares(tmp_path, monkeypatch, seed):
+    """The same for outputs, plain ones among them, with sources of either kind: parts, casts, checksums, replicas."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(closing, "ALONE", (0, 16 << 20)[seed // 2 % 2])
+    monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
+    out, kind = ("F32", "f4") if seed % 3 == 0 else (None, None)
+    case = Case(tmp_path, rng, shapes=[(700, 900), (2000, 300), (90, 11), (300, 2100), (77,), ()], out=out,
+                replicas=1 + seed % 4 // 3, crc=seed % 2 == 1, turned=seed % 5 > 1, turned_out=True)  # fmt: skip
+    parts = [(1, 2), (2, 2)] if seed % 2 else [None]
+    options = {"memory": int(rng.integers(1, 8)) << 20, "verify": "off" if seed == 15 else "quick"}
+    results = [case.run(threads=1 + seed % 2, part=part, **options) for part in parts]
+    data = case.check(lambda array: array.view(ml_dtypes.bfloat16).astype(kind) if kind else array)
+    for name, whole in case.values.items() if seed != 15 else ():
+        assert results[-1].digests[TensorKey(name)] == digest("BF16", whole.shape, whole.tobytes())
+    for number, at, nbytes, *_ in case.places if seed % 2 else ():
+        assert data[number][at - 4 : at] == crc32(data[number][at : at + nbytes]).to_bytes(4, "little")
+
+
 def test_off_moves_the_same_bytes(tmp_path):
     case = Case(tmp_path, np.random.default_rng(3), shapes=[(300, 700), (9,), (64, 1000)])
     assert case.run(verify="off").digests == {}
@@ -193,7 +215,7 @@ def test_checksums_are_checked_and_made(tmp_path, seed):
     case = Case(tmp_path, np.random.default_rng(seed), shapes=[(30, 41), (500, 900), (7,)], crc=True, view=True)
     case.run(threads=3)
     data = case.check()
-    for number, at, nbytes, _, _ in case.places:
+    for number, at, nbytes, *_ in case.places:
         assert data[number][at - 4 : at] == crc32(data[number][at : at + nbytes]).to_bytes(4, "little")
 
 
@@ -262,12 +284,14 @@ class Stop(Exception):
     pass
 
 
-def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch, turned):
     import ckpt_tool.plan.schedule as schedule
     import ckpt_tool.run.executor as executor
 
     monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=1 << 14))
-    case = Case(tmp_path, np.random.default_rng(6), shapes=[(300, 700), (64, 1000), (2000, 300)])
+    shapes = [(300, 700), (64, 1000), (2000, 300)]
+    case = Case(tmp_path, np.random.default_rng(6), shapes=shapes, turned=turned, turned_out=turned)
     real, seen = executor.Executor._unit, []
 
     def breaks(self, taken, job, state):
@@ -289,10 +313,11 @@ def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert not staging_path(case.out).exists()
 
 
-def test_a_staged_file_that_was_changed_is_written_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_staged_file_that_was_changed_is_written_again(tmp_path, monkeypatch, turned):
     import ckpt_tool.run.executor as executor
 
-    case = Case(tmp_path, np.random.default_rng(7), shapes=[(300, 700), (64, 1000)])
+    case = Case(tmp_path, np.random.default_rng(7), shapes=[(300, 700), (64, 1000)], turned_out=turned)
     monkeypatch.setattr(
         executor.Executor, "_finish", lambda self, staging, state: (_ for _ in ()).throw(StorageError("x"))
     )

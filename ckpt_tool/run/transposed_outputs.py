@@ -1,0 +1,185 @@
+"""Transposed outputs: the line gathers in a panel, and strips of the stored rows are written out of it.
+
+The mirror of `run/transposed.py`: an output that is stored the other way round wants, of each block of the line, a few
+bytes for each of its stored rows. So blocks are kept until a panel is full, some MiB; then groups of strips, one of each
+stored row and as long as the panel is high, are turned while they are in L2 and written with one call a strip:
+
+    the line is (8, 3), stored (3, 8)      a panel of 4 rows of the line      strips written, 4 elements each
+    a0 b0 c0 a1 b1 c1 a2 b2 c2 ...         a0 b0 c0                           a0 a1 a2 a3 into row a
+                                           a1 b1 c1                           b0 b1 b2 b3 into row b
+                                           a2 b2 c2   a3 b3 c3                c0 c1 c2 c3 into row c
+
+Every region goes through `plan.copy.clip`, so fused matrices whose halves are transposed apart, shards and stacked experts
+are one case, and plain regions beside them are written block by block as ever. Copies of one box are turned once. Where
+the source is transposed too, and nothing is cast, the panel of the sources is the panel of the outputs: one buffer holds
+both sides, and blocks are hashed as slices of it. With a cast there are two panels of half the size.
+
+A strip holds its region's bytes alone: gaps can be read and thrown away, but not written. Bytes that checksums want are
+read again at the end (`run/closing.py`), since strips come in pieces.
+
+Tiles are the mirror too: 64 rows of the panel by all strips of the group. Multiples of a copy of the same bytes, strips of
+8 KiB, items of 1, 2, 4, 8 bytes, one core of a busy Xeon:
+
+    all rows at once          75    61    17    14
+    64 strips, 256 rows       12   7.9   7.2    11
+    128 x 128                 13   7.4   3.2   6.3
+    64 rows (this module)     10   6.7   3.4   2.6
+
+Does not serve 1-d outputs with strides, nor negative ones; those go the general way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Protocol
+
+from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.transposed import (
+    _TYPES,
+    COLUMNS,
+    GROUP,
+    STRIP,
+    Dim,
+    Strips,
+    Transposed,
+    cut_group,
+    cut_strip,
+    even_rows,
+    offsets_of,
+    panels_of,
+    rows_of,
+)
+
+
+class Descriptors(Protocol):
+    def __getitem__(self, file: int, /) -> int: ...
+
+
+class Sink(Protocol):
+    """What a Writer lends. pwrite writes all of a view or raises the error that names file and byte."""
+
+    @property
+    def fds(self) -> Descriptors: ...
+    def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None: ...
+
+
+class TransposedOutputs:
+    """The transposed outputs of one item of a unit, elements (start, stop) of a move; the others are not looked at.
+
+    share: (start, stop, until); until: the element up to which the sources are read.
+    source: the sources' panels where they are transposed too. strips: the thread's, the sources' own.
+    """
+
+    def __init__(
+        self, move: Move, share: tuple[int, int, int], strips: Strips, sink: Sink, source: Transposed | None
+    ) -> None:
+        self._item, self._strips, self._sink = move.item_out, strips, sink
+        self._at, self._stop, self._until = share  # elements before `_at` are written
+        copies: dict[tuple[object, ...], tuple[int, int, Region, list[tuple[int, int]]]] = {}
+        for region in filter(is_transposed, move.outputs):
+            same = (region.at, region.extents, region.strides, region.steps)
+            places = copies.setdefault(same, (*hull(region), region, []))[3]
+            places.append((region.file, region.offset - copies[same][2].offset))
+        self._regions = list(copies.values())
+        self._shared = source if move.dtype == move.dtype_out else None
+        self._panel = memoryview(b"") if self._shared else strips.panels(panels_of(move))[-1]
+        self._row, self._height = rows_of(move.outputs)
+        self._low = self._high = 0  # elements that the panel holds, or will
+
+    def begin(self, at: int, end: int) -> int:
+        """Be ready for elements from `at` on, in order. Returns where the block shall end that would end at `end`."""
+        if at >= self._high:
+            if self._shared:
+                self._high = min(self._shared.reach(at, self._until), self._stop)
+            else:
+                self._high = self._end(at)
+            self._low = at
+        return min(end, self._high)
+
+    def _end(self, at: int) -> int:
+        """The element before which the panel ends that begins with `at`: at a row's end where there is room for one."""
+        row, room = self._row, len(self._panel) // self._item
+        rows = (room + at % row) // row  # the first may be a part of one
+        if not rows:
+            return min(at + room, self._stop)
+        first, last = at // row, -(-self._stop // row)
+        return min((first + even_rows(last - first, rows, self._height, self._item)) * row, self._stop)
+
+    def room(self, at: int, end: int) -> memoryview:
+        """Where elements [at, end) of a block that has begun will lie: who fills it spares `take` the copy."""
+        return self._panel[(at - self._low) * self._item : (end - self._low) * self._item]
+
+    def take(self, data: memoryview, at: int, end: int) -> None:
+        """Take elements [at, end) over, and write the panel where they are its last."""
+        if not self._shared:
+            room = self.room(at, end)
+            if room.obj is not data.obj:
+                room[:] = data
+        if end == self._high:
+            panel, base = self._shared.held() if self._shared else (self._panel, self._low)
+            for low, high, region, places in self._regions:
+                if low < end and high > self._low:
+                    for part in clip(region, self._low, end):
+                        self._put(part, panel, base, places)
+
+    def _put(self, part: Region, panel: memoryview, base: int, places: Sequence[tuple[int, int]]) -> None:
+        """Write a region of which the panel, whose first element is `base`, holds all, to each of its places."""
+        item, at = self._item, (part.at - base) * self._item
+        dims = [
+            Dim(n, stride, step * item) for n, stride, step in zip(part.extents, part.strides, part.steps, strict=True)
+        ]
+        inner, outer = run_of(dims, item)
+        for offset, to, few in cut_strip(inner, STRIP if outer else GROUP) if inner else ((0, 0, inner),):
+            span = item + sum((n - 1) * stride for n, stride, _ in few)
+            pitch = -(-span // 64) * 64
+            pitch += 64 * (pitch % 1024 == 0)  # as with sources
+            for shift, source, many in cut_group(outer, max(1, GROUP // pitch)) if outer else ((0, 0, outer),):
+                order = sorted(many, key=lambda dim: -dim.stride)  # the file's
+                offsets, packed = offsets_of(order, part.offset + offset + shift, pitch)
+                strips, slots = self._strips.slots(pitch, span, len(offsets))
+                strides = (*packed, *(dim.stride for dim in few))
+                self._turn(panel, at + to + source, strips, [*order, *few], strides)
+                for file, by in places:
+                    write(self._sink, file, [offset + by for offset in offsets] if by else offsets, slots)
+
+    def _turn(
+        self, panel: memoryview, at: int, strips: memoryview, dims: Sequence[Dim], strides: tuple[int, ...]
+    ) -> None:
+        import numpy as np
+
+        kind, extents = _TYPES[self._item], tuple(dim.extent for dim in dims)
+        source = np.ndarray(extents, kind, panel, at, tuple(dim.step for dim in dims))
+        target = np.ndarray(extents, kind, strips, 0, strides)
+        if not dims:
+            target[...] = source
+            return
+        axis = min(range(len(dims)), key=strides.__getitem__)
+        width = COLUMNS if dims[axis].step > self._item else extents[axis]
+        for row in range(0, extents[axis], width):
+            few = (*(slice(None),) * axis, slice(row, row + width))
+            target[few] = source[few]
+
+
+def run_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
+    """(the dims that make up a strip without gaps, smallest stride first; the others, largest step first)."""
+    inner, span = list[Dim](), item
+    left = sorted(dims, key=lambda dim: dim.stride)
+    while left and left[0].stride == span:
+        inner.append(left.pop(0))
+        span *= inner[-1].extent
+    return inner, sorted(left, key=lambda dim: -dim.step)
+
+
+def write(sink: Sink, file: int, offsets: Sequence[int], slots: Sequence[memoryview]) -> None:
+    """Write each slot at its offset; all are of one length."""
+    fd = sink.fds[file]
+    try:
+        done = sum(map(os.pwrite, repeat(fd), slots, offsets))
+    except OSError:
+        done = -1
+    if done != len(slots[0]) * len(offsets):  # one at a time: that names the byte
+        for offset, slot in zip(offsets, slots, strict=True):
+            sink.pwrite(file, offset, slot, count=False)
