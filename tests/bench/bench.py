@@ -118,6 +118,10 @@ JOBS = (
         ("same-hf", "{hf}", "{out}"),
         (Peer("torch.load, contiguous, save_file", ("contiguous", "{src}", "{out}"), ("same-hf", "{hf}", "{out}")),),
     ),
+    Job(  # the line is Paddle's, both files Hugging Face's: transposed on both sides
+        "safetensors -> paddle-unified", "hf", ("convert", "{src}", "{out}", "--to", "paddle-unified"),
+        ("same-hf", "{hf}", "{out}"),
+    ),
 )  # fmt: skip
 
 
