@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from ckpt_tool.core.target import DIGEST_CHARS
-from ckpt_tool.errors import CkptError, CorruptFile, wrap_os_error
+from ckpt_tool.errors import CkptError, CorruptFile, StorageError, wrap_os_error
 from ckpt_tool.plan.plan import Plan, Record
 from ckpt_tool.run.blocks import Files, Reader, Sources
 from ckpt_tool.run.checksum import Piece, join
@@ -176,6 +176,11 @@ def within(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
 def _read_chunks(fd: int, offset: int, nbytes: int) -> Iterator[bytes]:
     while nbytes:
         data = os.pread(fd, min(nbytes, 256 << 10), offset)
+        if not data:
+            raise StorageError(
+                f"a staged file ends at byte {offset}, {nbytes} bytes early", code="E0713",
+                hint="something else wrote into the staging folder: run the command again",
+            )  # fmt: skip
         yield data
         offset += len(data)
         nbytes -= len(data)
