@@ -21,7 +21,7 @@ from ckpt_tool.errors import CkptError, Incomplete
 from ckpt_tool.formats.hf_files import is_sidefile
 from ckpt_tool.formats.paddle_accumulators import MASTER_WEIGHTS, without_master
 from ckpt_tool.formats.paddle_file import PaddleContent, chunks_of, read_paddle
-from ckpt_tool.formats.paddle_ranks import MODEL_FILE, OPTIMIZER_FILE, RankFile, rank_file, rank_files
+from ckpt_tool.formats.paddle_ranks import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, RankFile, rank_file, rank_files
 from ckpt_tool.formats.paddle_read import Reading, element_type, plain_config, says_bf16
 from ckpt_tool.formats.paddle_unified_extras import read_extras
 from ckpt_tool.formats.state_paths import Leaf, name_leaves
@@ -67,7 +67,7 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
     if unread:
         reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
     catalog = reading.catalog(beside.extras, sides, beside.files)
-    if not options.get("lenient"):
+    if not options.get("lenient") and not catalog.unsafe:  # what asks for code is told first
         _refuse_lost_masters(tree, reading)
     return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
 
@@ -84,6 +84,7 @@ def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) 
 
 def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
     """Raise Incomplete E0302 where an optimizer's tensors are called after masters that their file lacks."""
+    _refuse_lost_averages(tree, reading)
     for file in reading.files:
         if file.kind == OPTIMIZER_FILE:
             leaves = reading.contents[file.name].leaves
@@ -94,6 +95,27 @@ def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
                     path=tree.display(file.name), key=lost[0][:200], faults=[f"no master: {key[:200]}" for key in lost[1:50]],
                     hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
                 )  # fmt: skip
+
+
+def _refuse_lost_averages(tree: Tree, reading: Reading) -> None:
+    """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
+
+    def masters(file: RankFile) -> set[str]:
+        leaves = reading.contents[file.name].leaves
+        return {str(saved.path[1]) for saved in leaves if saved.path[0] == MASTER_WEIGHTS and len(saved.path) == 2}
+
+    if not any(masters(file) for file in reading.files if file.kind == EMA_FILE):
+        return  # averages of fp32 parameters alone
+    optimizers = {(*sorted(file.at.items()),): masters(file) for file in reading.files if file.kind == OPTIMIZER_FILE}
+    for file in reading.files:
+        lost = (
+            sorted(optimizers.get((*sorted(file.at.items()),), set()) - masters(file)) if file.kind == EMA_FILE else []
+        )
+        if lost:
+            raise Incomplete(
+                f"averages of {len(lost)} master weights are not in the file", code=MISSING, path=tree.display(file.name),
+                key=lost[0][:200], hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
+            )  # fmt: skip
 
 
 def config_of(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
@@ -139,7 +161,7 @@ def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -
         extra = [model] if _beside(tree, model) else []
     reading = Reading(tree, [file], config, extra)
     catalog = reading.catalog({}, (), ())
-    if not lenient:
+    if not lenient and not catalog.unsafe:
         _refuse_lost_masters(tree, reading)
     return catalog
 

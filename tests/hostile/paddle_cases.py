@@ -112,6 +112,7 @@ CASES = [
      ("one number a parameter",)),
     ("PD14 one slice lost", straddling, 3, ("slices of",)),
     ("PD15 a slice cut", edited(SLICED, "optimizer.tp00_shard00.pdopt", shrunk("moment1", lambda a: a[:-1])), 3, ("slices of",)),
+    ("PD18 averages lost", edited(OWNED, "ema.shard00.pdopt", lambda v: v.pop(MASTERS)), 3, ("averages of", "ema.shard00")),
     ("PD16 degrees that can't be", edited(SLICED, "model_meta.json", lambda v: v["parallel_config"].update(mp_degree=3)), 3,
      ("degree",)),
     ("PD17 an owner that is none", edited(OWNED, "model_meta.json", lambda v: stage(v)["param2rank"].update(x=9)), 3,
