@@ -88,8 +88,12 @@ class _Writer:
         self.by_state: dict[str, dict[str, int]] = {}
         for number, tensor in enumerate(wanted.tensors):
             self.by_state.setdefault(tensor.key.state, {})[tensor.key.name] = number
-        parameters = self.laid.parameters.values() if self.laid else ()
-        self.aliases = {one.alias: one.name for one in parameters if one.alias is not None}
+        known = self.laid.parameters if self.laid else {}
+        self.aliases = {  # on other stages each name has ranks, and cuts, of its own
+            one.alias: one.name
+            for one in known.values()
+            if one.alias is not None and known[one.alias].stages == one.stages
+        }
         self._blocks = lru_cache(maxsize=None)(self._make_blocks)
 
     def files(self) -> list[TargetFile]:

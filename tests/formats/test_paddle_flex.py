@@ -16,8 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_tool.commands.convert import convert
+from ckpt_tool.commands.diff import diff
+from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
@@ -457,3 +461,12 @@ def test_degrees_are_told_by_who_holds_what():
     many = {f"layers.{n}.w": (n,) for n in range(20_000)} | {f"a.experts.{n}.w": (n,) for n in range(20_000)}
     assert degrees_of([listing(many)], 20_000)[0]["pp"] == 20_000
     assert degrees_of([listing({f"layers.{'9' * 5000}.experts.{'9' * 5000}.w": (0,)})], 2)[0] == {"dp": 2}
+
+
+def test_a_tied_pair_on_two_stages_is_cut_by_each_for_itself(tmp_path: Path) -> None:
+    """The embedding's ranks and the head's cut the same matrix at other borders: each under its own name, once."""
+    source = Path(__file__).parents[2] / "fixtures" / "paddle" / "llama_tied_bf16_legacy_single"
+    writing = Writing(to="paddle-flex", degrees={"pp": 3, "dp": 2}, sharding="v2", dialect="keep", fsync=False)
+    convert(str(source), str(tmp_path / "out"), Reading(), writing, Silent())
+    found = diff(str(source), str(tmp_path / "out"), Reading(), progress=Silent())["differences"]
+    assert {(d["kind"], d["name"]) for d in found} == {("missing_left", "lm_head.weight")}
