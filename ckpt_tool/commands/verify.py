@@ -15,7 +15,7 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.megatron_dist_folder import late_faults
+from ckpt_tool.formats.megatron_dist.folder import late_faults
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.

@@ -1,6 +1,6 @@
 """Every format, by name. Modules are imported when first asked for.
 
-To add a format: write `formats/NAME.py` with a `FORMAT`, add one row here, put fixtures under `fixtures/NAME/`; the
+To add a format: write `formats/NAME/format.py` with a `FORMAT`, add one row here, put fixtures under `fixtures/NAME/`; the
 conformance suite does the rest. A row's second half is optional: a quick look at the names which is False only where
 the format's own `detect` must say None; it spares the import (20 ms for those that read pickles).
 """
@@ -15,67 +15,67 @@ from ckpt_tool.storage.source import Tree
 
 
 def _safetensors() -> Format:
-    from ckpt_tool.formats.hf_safetensors import FORMAT
+    from ckpt_tool.formats.hf.format import FORMAT
 
     return FORMAT
 
 
 def _torch() -> Format:
-    from ckpt_tool.formats.torch_file import FORMAT
+    from ckpt_tool.formats.torch.format import FORMAT
 
     return FORMAT
 
 
 def _dcp() -> Format:
-    from ckpt_tool.formats.torch_dcp import FORMAT
+    from ckpt_tool.formats.dcp.format import FORMAT
 
     return FORMAT
 
 
 def _sharded() -> Format:
-    from ckpt_tool.formats.sharded import FORMAT
+    from ckpt_tool.formats.sharded.format import FORMAT
 
     return FORMAT
 
 
 def _megatron() -> Format:
-    from ckpt_tool.formats.megatron_legacy import FORMAT
+    from ckpt_tool.formats.megatron.format import FORMAT
 
     return FORMAT
 
 
 def _megatron_dist() -> Format:
-    from ckpt_tool.formats.megatron_dist import FORMAT
+    from ckpt_tool.formats.megatron_dist.format import FORMAT
 
     return FORMAT
 
 
 def _deepspeed_universal() -> Format:
-    from ckpt_tool.formats.deepspeed_universal import FORMAT
+    from ckpt_tool.formats.deepspeed_universal.format import FORMAT
 
     return FORMAT
 
 
 def _deepspeed() -> Format:
-    from ckpt_tool.formats.deepspeed_zero import FORMAT
+    from ckpt_tool.formats.deepspeed.format import FORMAT
 
     return FORMAT
 
 
 def _paddle_unified() -> Format:
-    from ckpt_tool.formats.paddle_unified import FORMAT
+    from ckpt_tool.formats.paddle_unified.format import FORMAT
 
     return FORMAT
 
 
 def _paddle() -> Format:
-    from ckpt_tool.formats.paddle_pdparams import FORMAT
+    from ckpt_tool.formats.paddle.format import FORMAT
 
     return FORMAT
 
 
 def _paddle_flex() -> Format:
-    from ckpt_tool.formats.paddle_flex import FORMAT
+    from ckpt_tool.formats.paddle_flex.format import FORMAT
 
     return FORMAT
 

@@ -5,7 +5,7 @@ for, so the plan, the executor and the digests see one more source and nothing e
 
     w [exp_avg@int8] I8 (4, 8), w [exp_avg@scales] F32 (8,)   ->   w [exp_avg] F32 (4, 8) in "exp_avg/w" of the view
 
-Arithmetic of PaddleFormers (`formats.paddle_quant` says what is stored), all in fp32, each operation rounded to nearest:
+Arithmetic of PaddleFormers (`formats.paddle.quant` says what is stored), all in fp32, each operation rounded to nearest:
 
     O1   q / 127 * scale                          r = q / 255 * (max - min) + min           m2 = (1 / r - 1e-8)^2
     O2   (q >> 4) * scale / 7                     r = (q & 15) / 15 * (max - min) + min     the same
@@ -29,7 +29,7 @@ import numpy as np
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InternalError
-from ckpt_tool.formats import paddle_quant as quant
+from ckpt_tool.formats.paddle import quant
 from ckpt_tool.storage.source import Identity, Tree
 
 EPSILON = np.float32(1e-8)

@@ -128,7 +128,7 @@ def build(folder: Path) -> None:
 CHILD = """
 import resource, time
 start = time.perf_counter()
-from ckpt_tool.formats.hf_safetensors import FORMAT
+from ckpt_tool.formats.hf.format import FORMAT
 from ckpt_tool.storage.source import Tree
 tree = Tree({folder!r})
 loaded = time.perf_counter()

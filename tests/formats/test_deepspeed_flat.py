@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tool.formats import deepspeed_flat as flat
-from ckpt_tool.formats.deepspeed_moe import expert_name_of, global_names, holders, local_names
+from ckpt_tool.formats.deepspeed import flat
+from ckpt_tool.formats.deepspeed.moe import expert_name_of, global_names, holders, local_names
 
 numels = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 ranks = st.integers(1, 7)

@@ -22,8 +22,9 @@ from ckpt_tool.core.layout import Layout, Mesh
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InternalError, UsageError
-from ckpt_tool.formats import hf_files, hf_index
-from ckpt_tool.formats.hf_safetensors import FORMAT, pack
+from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.hf import index as hf_index
+from ckpt_tool.formats.hf.format import FORMAT, pack
 from ckpt_tool.storage.source import Tree
 
 ROOT = Path(__file__).parents[2]

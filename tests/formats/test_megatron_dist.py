@@ -31,12 +31,14 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
-from ckpt_tool.formats import megatron_dist_folder, megatron_dist_objects, registry
-from ckpt_tool.formats.dcp_metadata import Piece, TensorEntry
-from ckpt_tool.formats.megatron_dist import FORMAT
-from ckpt_tool.formats.megatron_dist_keys import name_of, parse, parse_object
-from ckpt_tool.formats.megatron_dist_pieces import apart, chunks_of
-from ckpt_tool.formats.megatron_dist_ranks import Ranks, Segment
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.dcp.metadata import Piece, TensorEntry
+from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
+from ckpt_tool.formats.megatron_dist import objects as megatron_dist_objects
+from ckpt_tool.formats.megatron_dist.format import FORMAT
+from ckpt_tool.formats.megatron_dist.keys import name_of, parse, parse_object
+from ckpt_tool.formats.megatron_dist.pieces import apart, chunks_of
+from ckpt_tool.formats.megatron_dist.ranks import Ranks, Segment
 from ckpt_tool.storage.source import Tree
 
 HOME = FIXTURES / "megatron-dist"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckpt_tool.formats import megatron_names as names
+from ckpt_tool.formats.megatron import names
 
 # Orders as named_parameters() of Megatron-Core 0.16.1 gives them (a dense, an MoE and an MLA layer, MTP).
 ORDER = [

@@ -7,10 +7,10 @@ import pytest
 
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import Incomplete, UsageError
-from ckpt_tool.formats.megatron_args import Facts, arguments, facts_of, updated
-from ckpt_tool.formats.megatron_ranks import coordinates, fit, folder_name, pairs
-from ckpt_tool.formats.megatron_rules import check_degree, global_shape, local_shape, pieces, rule_of, units_of
-from ckpt_tool.formats.megatron_stages import from_counts
+from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, updated
+from ckpt_tool.formats.megatron.ranks import coordinates, fit, folder_name, pairs
+from ckpt_tool.formats.megatron.rules import check_degree, global_shape, local_shape, pieces, rule_of, units_of
+from ckpt_tool.formats.megatron.stages import from_counts
 
 CUTS = [  # name, shape, how NumPy cuts it for rank r of n
     ("embedding.word_embeddings.weight", (12, 3), lambda a, r, n: np.split(a, n)[r]),

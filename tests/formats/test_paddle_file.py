@@ -1,4 +1,4 @@
-"""`formats.paddle_file` against files that PaddlePaddle 3.3.1 wrote: values, names, and the bytes that we compose."""
+"""`formats.paddle.file` against files that PaddlePaddle 3.3.1 wrote: values, names, and the bytes that we compose."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput, UsageError
-from ckpt_tool.formats.paddle_file import Named, PaddleComposer, Saved, chunks_of, read_paddle
-from ckpt_tool.formats.state_tree import SLOT
-from ckpt_tool.formats.torch_content import Part
+from ckpt_tool.formats.paddle.file import Named, PaddleComposer, Saved, chunks_of, read_paddle
+from ckpt_tool.formats.state_dict.tree import SLOT
+from ckpt_tool.formats.torch.content import Part
 from ckpt_tool.storage import inline_arrays
 from ckpt_tool.storage.source import Tree
 

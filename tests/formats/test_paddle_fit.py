@@ -9,8 +9,8 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.base import Fitted
-from ckpt_tool.formats.paddle_fit import fit
-from ckpt_tool.formats.paddle_target import paddle_target
+from ckpt_tool.formats.paddle.fit import fit
+from ckpt_tool.formats.paddle.target import paddle_target
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = (EMBEDDING, *(f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)), HEAD)

@@ -25,13 +25,13 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
-from ckpt_tool.formats.paddle_file import read_paddle
-from ckpt_tool.formats.paddle_flex import FORMAT
-from ckpt_tool.formats.paddle_flex_items import Item, kept
-from ckpt_tool.formats.paddle_flex_keys import folder_of, plain_keys, suffix_of, trainer_key
-from ckpt_tool.formats.paddle_flex_mesh import degrees_of
-from ckpt_tool.formats.paddle_flex_metadata import MODULE, Entry, Listing, Shard, read_metadata
-from ckpt_tool.formats.paddle_flex_read import fused_blocks
+from ckpt_tool.formats.paddle.file import read_paddle
+from ckpt_tool.formats.paddle_flex.format import FORMAT
+from ckpt_tool.formats.paddle_flex.items import Item, kept
+from ckpt_tool.formats.paddle_flex.keys import folder_of, plain_keys, suffix_of, trainer_key
+from ckpt_tool.formats.paddle_flex.mesh import degrees_of
+from ckpt_tool.formats.paddle_flex.metadata import MODULE, Entry, Listing, Shard, read_metadata
+from ckpt_tool.formats.paddle_flex.read import fused_blocks
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.pickle_writer import dumps

@@ -19,7 +19,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
-from ckpt_tool.formats.paddle_rules import head_axis
+from ckpt_tool.formats.paddle.rules import head_axis
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PLAIN, UNIFIED = FIXTURES / "paddle/llama_tied_bf16_legacy_single", FIXTURES / "paddle-unified/llama_tied_hf"

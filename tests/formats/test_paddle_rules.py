@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import InputError, UsageError
-from ckpt_tool.formats import paddle_rules as rules
-from ckpt_tool.formats.paddle_rules import Cut
+from ckpt_tool.formats.paddle import rules
+from ckpt_tool.formats.paddle.rules import Cut
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "vocab_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4,

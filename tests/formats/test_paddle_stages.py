@@ -8,9 +8,9 @@ import pytest
 from targets import FIXTURES
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle_order import registration_order
-from ckpt_tool.formats.paddle_stages import Items, items_of, stages_of
-from ckpt_tool.formats.paddle_static import static_names
+from ckpt_tool.formats.paddle.order import registration_order
+from ckpt_tool.formats.paddle.stages import Items, items_of, stages_of
+from ckpt_tool.formats.paddle.static import static_names
 
 SEGMENTS = json.loads((FIXTURES / "paddle-sharding" / "golden.json").read_text())["segments"]
 MTP = [

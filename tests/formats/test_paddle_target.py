@@ -20,9 +20,9 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle_file import read_paddle
-from ckpt_tool.formats.paddle_pdparams import FORMAT
-from ckpt_tool.formats.paddle_target import paddle_target
+from ckpt_tool.formats.paddle.file import read_paddle
+from ckpt_tool.formats.paddle.format import FORMAT
+from ckpt_tool.formats.paddle.target import paddle_target
 from ckpt_tool.storage.source import Tree
 
 WORDS = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}

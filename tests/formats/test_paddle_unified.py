@@ -27,11 +27,11 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.hf_safetensors import FORMAT as HF
-from ckpt_tool.formats.paddle_unified import FORMAT
-from ckpt_tool.formats.paddle_unified_keys import file_key, optimizer_key
-from ckpt_tool.formats.paddle_unified_layout import module_of, transposed
-from ckpt_tool.formats.paddle_unified_target import unified_target
+from ckpt_tool.formats.hf.format import FORMAT as HF
+from ckpt_tool.formats.paddle_unified.format import FORMAT
+from ckpt_tool.formats.paddle_unified.keys import file_key, optimizer_key
+from ckpt_tool.formats.paddle_unified.layout import module_of, transposed
+from ckpt_tool.formats.paddle_unified.target import unified_target
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.storage.source import Tree
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.source import open_source
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.paddle_unified import FORMAT
+from ckpt_tool.formats.paddle_unified.format import FORMAT
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.storage.source import Tree
 

@@ -35,8 +35,8 @@ from ckpt_tool.errors import (
     UsageError,
 )
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.sharded import FORMAT
-from ckpt_tool.formats.sharded_index import INDEX, boxes_hash, file_name, save_id
+from ckpt_tool.formats.sharded.format import FORMAT
+from ckpt_tool.formats.sharded.index import INDEX, boxes_hash, file_name, save_id
 from ckpt_tool.storage.source import Tree
 
 Arrays = dict[TensorKey, np.ndarray]

@@ -17,7 +17,7 @@ from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, TargetArray, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.formats import sharded_target
+from ckpt_tool.formats.sharded import target as sharded_target
 from ckpt_tool.plan.placing import Wishes, lay_out
 
 NAMES = st.sampled_from(

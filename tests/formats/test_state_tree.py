@@ -13,10 +13,10 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, UsageError
-from ckpt_tool.formats.state_nesting import nest, writable
-from ckpt_tool.formats.state_paths import Leaf, name_leaves
-from ckpt_tool.formats.state_roots import Roots
-from ckpt_tool.formats.state_tree import SLOT, join, part
+from ckpt_tool.formats.state_dict.nesting import nest, writable
+from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
+from ckpt_tool.formats.state_dict.roots import Roots
+from ckpt_tool.formats.state_dict.tree import SLOT, join, part
 from ckpt_tool.storage.pickle_values import StorageRef, TensorRef
 
 

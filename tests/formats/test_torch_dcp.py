@@ -28,8 +28,8 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, UnknownFormat, UsageError
-from ckpt_tool.formats import dcp_folders
-from ckpt_tool.formats.torch_dcp import FORMAT
+from ckpt_tool.formats.dcp import folders as dcp_folders
+from ckpt_tool.formats.dcp.format import FORMAT
 from ckpt_tool.storage.source import Tree
 
 CASES = sorted(path.name.removesuffix(".truth.safetensors") for path in (FIXTURES / "dcp").glob("*.truth.safetensors"))
@@ -330,7 +330,7 @@ def test_accelerates_two_folders_come_back_and_load_as_one(tmp_path: Path) -> No
 
 
 def test_native_numbers_survive_and_removed_ones_leave_the_groups(tmp_path: Path) -> None:
-    from ckpt_tool.formats.torch_file import FORMAT as TORCH
+    from ckpt_tool.formats.torch.format import FORMAT as TORCH
 
     tree = Tree(FIXTURES / "torch" / "training.pt")
     catalog = TORCH.read(tree, {})

@@ -28,7 +28,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InputError
-from ckpt_tool.formats.dtensor_spec import Cut, Placed, RankMesh, boxes, read_mesh, read_placed
+from ckpt_tool.formats.torch.dtensor_spec import Cut, Placed, RankMesh, boxes, read_mesh, read_placed
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.storage.pickle_values import Record, StorageRef, TensorRef
 

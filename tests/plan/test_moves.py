@@ -15,7 +15,7 @@ from ckpt_tool.core.layout import Layout, Placement, held
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.formats import sharded_target
+from ckpt_tool.formats.sharded import target as sharded_target
 from ckpt_tool.plan.copy import box_region, intersect
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.placing import Wishes, lay_out

@@ -12,8 +12,8 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InternalError
-from ckpt_tool.formats.paddle_quant import recipes_of
-from ckpt_tool.formats.paddle_unified_keys import optimizer_key
+from ckpt_tool.formats.paddle.quant import recipes_of
+from ckpt_tool.formats.paddle_unified.keys import optimizer_key
 from ckpt_tool.run.dequantize import view
 from ckpt_tool.storage.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree

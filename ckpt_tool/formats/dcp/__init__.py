@@ -1,0 +1,1 @@
+"""`dcp`: PyTorch distributed checkpoints. `format` is the specification."""

@@ -1,0 +1,307 @@
+"""`dcp`: PyTorch's distributed checkpoint, as FSDP1, FSDP2, DTensor and DDP jobs, torchtitan and accelerate write it.
+
+The one idea: `.metadata` already says which box of which tensor lies where; reading it is turning torch's words into
+ours, and finding the few bytes of zip around each box.
+
+    fsdp2_dp2/.metadata, __0_0.distcp, __1_0.distcp
+    model.w : F32 (17, 10)      rows 0-8 in __0_0.distcp at 1577 + 704, rows 9-16 in __1_0.distcp at 704
+    optim.state.w.exp_avg       -> w [exp_avg]; optim.param_groups.0.lr -> extras {"optim": {"param_groups": [{"lr": ...
+
+Specification (torch 2.13, `torch/distributed/checkpoint/`):
+
+* Folder (`formats.dcp.folders`): `.metadata`, written last by a rename, and `__{rank}_{n}.distcp`: n counts threads or, with
+  `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older, larger save are not
+  removed: the metadata decides what counts, never the listing.
+* Metadata (`formats.dcp.metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along dim 0
+  (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once, whoever
+  held it. An empty shard may be listed and has no bytes.
+* Items (`formats.dcp.items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object; strides in
+  the pickle count (channels-last); or a safetensors file a rank.
+* Flattening (`_nested_dict.py`, `_traverse.py`): the key is the path joined by dots; dicts always flatten, lists do when a
+  tensor, a dict or such a list is in them, tuples never; `planner_data` maps keys back. Empty dicts leave nothing.
+* Replicated objects (`param_groups`) lie once, on some rank. Without collectives every rank writes its own.
+
+Names and states: `formats.state_dict.paths`. Writing: `formats.dcp.target`. Cost: about 0.1 ms a box.
+What it does not do: read streams behind extensions (zstd), ByteCheckpoint's and Megatron's variants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.target import Target, Wanted
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
+from ckpt_tool.formats import checksums
+from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.dcp import folders as dcp_folders
+from ckpt_tool.formats.dcp.folders import Save
+from ckpt_tool.formats.dcp.items import Items, ReadObject
+from ckpt_tool.formats.dcp.metadata import INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
+from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
+from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
+from ckpt_tool.formats.state_dict.tree import SLOT, part
+from ckpt_tool.storage import pickles
+from ckpt_tool.storage.pickle_values import WrapperRef
+from ckpt_tool.storage.source import Tree
+
+DTENSOR = "E0399"
+
+
+class _Dcp:
+    """The format. See the module."""
+
+    name = "dcp"
+    holds = Holds(
+        all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp", "cp"), replicas=False, zero=3,
+        dialect="keep", dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )  # fmt: skip
+
+    def detect(self, tree: Tree) -> Evidence | None:
+        """By names: see `formats.dcp.folders`; Megatron's own folders are left to `megatron-dist`."""
+        if tree.single is not None:
+            return None
+        saves = [
+            save for save in dcp_folders.find(tree.listing()) if not megatron_dist_folder.claims(tree, save.folder)
+        ]
+        return Evidence(dcp_folders.why(saves)) if saves else None
+
+    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+        """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
+        `require_checksums` (bool) refuses files without CRCs (E0397).
+
+        Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes), InconsistentCheckpoint (E0308
+        overlap, E0389, E0394), InputError (E0393, E0395, E0396, E0399), and what the containers raise.
+        """
+        saves = dcp_folders.find(tree.listing())
+        if not saves:
+            raise InputError(
+                "no .metadata and no __*_*.distcp: this is no DCP folder", code=dcp_folders.SEVERAL, path=tree.display(),
+                hint="pass the folder that holds .metadata",
+            )  # fmt: skip
+        dcp_folders.check(saves, tree.display())
+        listings = [read_listing(tree, save.folder, save.metadata) for save in saves]
+        for listing in listings:
+            megatron_dist_folder.refuse_unfinished(listing.objects, tree.display(listing.folder))
+        _check_files(tree, saves, listings)
+        catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
+        catalog.check()
+        return catalog
+
+    def target(self, wanted: Wanted, layout: Layout) -> Target:
+        """The whole output; see `formats.dcp.target`."""
+        from ckpt_tool.formats.dcp.target import dcp_target
+
+        return dcp_target(wanted, layout)
+
+
+FORMAT = _Dcp()
+
+
+def _check_files(tree: Tree, saves: Sequence[Save], listings: Sequence[Listing]) -> None:
+    """Raise Incomplete naming every file that the metadata names and that is not there."""
+    have = tree.listing()
+    named = [file for listing in listings for file in listing.files]
+    missing = [file for file in named if file not in have]
+    if missing:
+        raise Incomplete(
+            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}", code=INCOMPLETE,
+            path=tree.display(saves[0].folder + saves[0].metadata[0]), faults=missing[20:SHOWN],
+            hint="copy the missing files from where the job wrote them; every rank writes its own",
+        )  # fmt: skip
+
+
+class _Reading:
+    """One read: tensors and objects of all listings, put into one catalog."""
+
+    def __init__(self, tree: Tree, saves: Sequence[Save], listings: Sequence[Listing]) -> None:
+        self.tree = tree
+        self.saves = saves
+        self.listings = listings
+        self.items = Items(tree)
+        self.notes: list[Note] = []
+        self.unsafe: list[str] = []
+        self.leaves: list[Leaf] = []
+        self.tensors: list[LogicalTensor] = []  # keys are given later
+        self.extras = _Extras()
+
+    def catalog(self, *, required: bool) -> Catalog:
+        for listing in self.listings:
+            arrays = self.items.arrays(listing.tensors.values())
+            for entry in listing.tensors.values():
+                self._add(entry.path, _logical(entry, arrays))
+            objects = {read.entry.fqn: read for read in self.items.objects(list(listing.objects.values()))}
+            for fqn in listing.objects:
+                self._object(objects[fqn])
+        extras = self.extras.finished()
+        named = name_leaves(self.leaves, extras, path=self.tree.display(self._metadata()[0]))
+        tensors = {
+            key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
+            for key, tensor in zip(named.keys, self.tensors, strict=True)
+        }
+        files = [file for listing in self.listings for file in listing.files]
+        mesh = _mesh(tensors.values())
+        globals_ = dict.fromkeys((*(g for each in self.listings for g in each.globals), *self.items.globals))
+        hints = {
+            **named.roots.to_hints(),
+            "globals": list(globals_),
+            "ranks": _ranks(files, mesh),
+            "folders": [save.folder.rstrip("/") for save in self.saves if save.folder],
+        }
+        return Catalog(
+            "dcp",
+            tensors,
+            extras,
+            mesh,
+            (*self._metadata(), *files),
+            tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
+            (*named.notes, *self._notes(files), *checksums.missing(self.tree, tensors.values(), required=required)),
+            tuple(
+                dict.fromkeys((*(u for each in self.listings for u in each.unsafe), *self.items.unsafe, *self.unsafe))
+            ),
+            hints,
+        )
+
+    def _metadata(self) -> tuple[str, ...]:
+        return tuple(save.folder + name for save in self.saves for name in save.metadata)
+
+    def _add(self, path: Path, tensor: LogicalTensor) -> None:
+        self.leaves.append(Leaf(path, tensor.shape))
+        self.tensors.append(LogicalTensor(TensorKey(""), tensor.shape, tensor.dtype, tensor.chunks, path))
+        self.extras.slot(path)
+
+    def _object(self, read: ReadObject) -> None:
+        """An object item: plain values into the extras; tensors inside it are tensors like others."""
+        entry, value = read.entry, read.value
+        shown = self.tree.display(entry.file)
+        try:
+            pickles.refuse_weight_bearing(value, shown)
+        except UnsafeInput as e:
+            self.unsafe.append(f"{e.message} (item {entry.fqn} of {shown})")
+        parted = part(value, entry.path)
+        self.unsafe += [f"{line} (item {entry.fqn} of {shown})" for line in parted.hanging]
+        for path, ref in parted.leaves:
+            if isinstance(ref, WrapperRef):
+                raise InputError(
+                    f"a {ref.name} was pickled whole into an object item", code=DTENSOR, path=shown, offset=entry.at,
+                    key=entry.fqn, hint="save the state dict flattened (flatten_state_dict=True)",
+                )  # fmt: skip
+            self._add(path, simple_tensor(TensorKey(""), read.zip.array(ref)))
+        if parted.extras is not SLOT and (parted.extras != {} or not parted.leaves):
+            self.extras.put(entry.path, parted.extras)
+
+    def _notes(self, files: Sequence[str]) -> Iterable[Note]:
+        used = set(files)
+        stray = [
+            path for path in self.tree.listing()
+            if path not in used and dcp_folders.DATA.fullmatch(path.rpartition("/")[2])
+            and any(path.startswith(save.folder) for save in self.saves)
+        ]  # fmt: skip
+        if stray:
+            yield Note(
+                "N-stray-files",
+                f"{len(stray)} .distcp files belong to no item (left over from an older save): {', '.join(stray[:10])}",
+            )
+        for listing in self.listings:
+            if listing.differing:
+                yield Note(
+                    "N-rank-objects",
+                    f"{len(listing.differing)} objects were saved by every rank; rank 0's are taken, such as "
+                    f"{listing.differing[0]}",
+                )
+        beside = [
+            name for name in self.tree.names()
+            if name.startswith(("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler"))
+        ]  # fmt: skip
+        if beside:
+            yield Note("N-beside", f"beside the DCP folders, not read and not carried: {', '.join(beside[:20])}")
+
+
+def _logical(entry: TensorEntry, arrays: Mapping[tuple[str, int], StoredArray]) -> LogicalTensor:
+    chunks = []
+    for number, piece in enumerate(entry.pieces):
+        array = arrays[entry.fqn, number]
+        chunks.append(Chunk(Box(piece.offset, piece.shape), array, whole(piece.shape)))
+    placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+    return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, placed, entry.path)
+
+
+class _List(dict[Any, Any]):
+    """A list of the extras while its positions are met in any order."""
+
+
+class _Extras:
+    """The nested extras, built from paths whose integers are list positions."""
+
+    def __init__(self) -> None:
+        self.root: dict[Any, Any] = {}
+
+    def put(self, path: Path, value: Any) -> None:
+        node = self._node(path[:-1], path[-1])
+        known = node.get(path[-1])
+        if isinstance(known, dict) and isinstance(value, dict):
+            known.update(value)
+        else:
+            node[path[-1]] = value
+
+    def slot(self, path: Path) -> None:
+        """A tensor lies at `path`: keep its place in the lists on the way."""
+        last = max((i for i, step in enumerate(path) if type(step) is int), default=None)
+        if last is not None:
+            self._node(path[:last], path[last]).setdefault(path[last], SLOT)
+
+    def _node(self, path: Path, step: str | int) -> dict[Any, Any]:
+        node = self.root
+        for here, below in zip(path, (*path[1:], step), strict=False):
+            child = node.get(here)
+            if not isinstance(child, dict):
+                child = node[here] = _List() if type(below) is int else {}
+            node = child
+        return node
+
+    def finished(self) -> dict[str, Any]:
+        return {key: _finish(value) for key, value in self.root.items()}
+
+
+def _finish(value: Any) -> Any:
+    if type(value) is _List:
+        positions = [step for step in value if type(step) is int]
+        if len(positions) == len(value) and max(positions) < 2 * len(positions) + 1000:
+            return [_finish(value.get(i)) for i in range(max(positions) + 1)]
+    if isinstance(value, dict):
+        return {key: _finish(item) for key, item in value.items()}
+    return value
+
+
+def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
+    """The degrees that the boxes show: cuts along dim 0 alone are data shards, cuts along other dims tensor parallel."""
+    rows = columns = both = 1
+    for tensor in tensors:
+        if len(tensor.chunks) < 2 or not tensor.shape:
+            continue
+        cuts = [len({chunk.box.offset[d] for chunk in tensor.chunks}) for d in range(len(tensor.shape))]
+        inner = max(cuts[1:], default=1)
+        rows, columns = max(rows, cuts[0]), max(columns, inner)
+        if inner > 1:
+            both = max(both, cuts[0])
+    if columns == 1:
+        return Mesh.of(dp=rows)
+    return Mesh.of(tp=columns, dp=both)
+
+
+def _ranks(files: Iterable[str], mesh: Mesh) -> dict[str, dict[str, int]]:
+    """Which rank wrote each file, as its name says; as a dp coordinate where dp is all there is."""
+    dims = dict(mesh.dims)
+    out = {}
+    for file in files:
+        found = dcp_folders.DATA.fullmatch(file.rpartition("/")[2])
+        if found:
+            rank = int(found[1])
+            out[file] = {"dp": rank} if set(dims) == {"dp"} and rank < dims["dp"] else {"rank": rank}
+    return out

@@ -1,0 +1,318 @@
+"""DCP's `.metadata`: which box of which tensor lies in which bytes of which file. Read as data, never unpickled.
+
+The one idea: the pickle is turned at once into columns of plain integers (`Piece`, `ObjectEntry`), and every one of
+them is held against the others before anyone uses it: a box inside its tensor, an item for every box, volumes that add
+up, file names that stay in the folder.
+
+    Metadata.state_dict_metadata  {"model.w": TensorStorageMetadata(size (4, 2), chunks [(0, 0) (2, 2), (2, 0) (2, 2)])}
+    Metadata.storage_data         {MetadataIndex("model.w", (0, 0)): _StorageInfo("__0_0.distcp", 0, 1577), ...}
+    Metadata.planner_data         {"model.w": ("model", "w")}
+    -> TensorEntry("model.w", ("model", "w"), F32, (4, 2), [Piece((0, 0), (2, 2), "__0_0.distcp", 0, 1577), ...])
+
+Facts (torch 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`): a pickle of protocol 4 of
+`Metadata`; `properties` is pickled as the tuple (dtype, layout, requires_grad, memory format, pin_memory);
+MetadataIndex compares by fqn and offset (None for objects); `planner_data` is the only loss-free inverse of the
+flattening, its integers are list positions; non-default planners leave it None; `version` is "1.0.0" from 2.7 on;
+`transform_descriptors` names stream extensions (zstd). With `use_collectives=False` each rank writes
+`__{rank}.metadata` of its own items, which have to be merged: replicated boxes then appear once a rank.
+
+Cost: about 10 us a chunk. What it does not do: open the `.distcp` files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.dtype import DType, from_torch
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.tensor import Path
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.storage import pickles
+from ckpt_tool.storage.pickle_values import Record
+from ckpt_tool.storage.source import Tree, safe_relative
+
+SIZE_LIMIT = 4 << 30  # bytes of one .metadata; 100,000 chunks take 20 MB
+RANK_LIMIT = 64
+SHOWN = 100  # faults that one message lists
+
+INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0388", "E0389", "E0393", "E0395", "E0396"
+_MODULE = "torch.distributed.checkpoint.metadata."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
+
+
+class Piece(NamedTuple):
+    """A box of a tensor and where its item lies. offset, shape: elements; at, length: bytes in `file`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    at: int
+    length: int
+
+
+class ObjectEntry(NamedTuple):
+    """A pickled object's item."""
+
+    fqn: str
+    path: Path
+    file: str
+    at: int
+    length: int
+
+
+@dataclass(slots=True)
+class TensorEntry:
+    """A tensor as the metadata states it. path: from planner_data, `(fqn,)` without."""
+
+    fqn: str
+    path: Path
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+@dataclass(slots=True)
+class Listing:
+    """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
+    keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
+    stored flattened (`formats.megatron_dist.pieces`)."""
+
+    folder: str
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    files: dict[str, None] = field(default_factory=dict)
+    planner: bool = True
+    unsafe: list[str] = field(default_factory=list)
+    globals: dict[str, None] = field(default_factory=dict)
+    differing: list[str] = field(default_factory=list)
+    reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> Listing:
+    """The listing of `folder` ("" or "name/"), merged from its metadata files (one, or one a rank).
+
+    Raises InputError E0388 (items missing), E0389 (contradictions), E0393 (not torch's metadata), E0395 (compressed
+    items), E0396 (planner_data); UnsafeInput E0410 for a file name that leaves the folder, E0420 for a pickle that is
+    nothing but a call.
+    """
+    listing = Listing(folder)
+    for name in metadata_files:
+        path = folder + name
+        shown = tree.display(path)
+        pickled = pickles.load(
+            tree.read_whole(path, limit=SIZE_LIMIT), path=shown, opcodes=pickles.METADATA_OPCODES
+        )  # fmt: skip
+        value = pickled.value
+        if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):
+            value = Record(_MODULE + "Metadata", state=value.state)
+        if not isinstance(value, Record) or value.name != _MODULE + "Metadata":
+            pickles.refuse_unsafe(pickled, shown)
+            raise InputError(
+                f"the metadata is {_what(value)}, want torch's Metadata", code=FOREIGN, path=shown,
+                hint="another system's checkpoint (ByteCheckpoint, a custom planner): convert it to DCP with that system",
+            )  # fmt: skip
+        listing.unsafe += [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
+        listing.globals.update(dict.fromkeys(map(str, pickled.globals)))
+        try:
+            _Reading(listing, shown).metadata(value)
+        except CkptError as e:
+            pickles.refuse_unsafe(pickled, shown)  # what is wrong may be the doing of a name that asks for code
+            e.path = e.path or shown
+            raise
+    return listing
+
+
+class _Reading:
+    """One metadata file, checked and put into the listing."""
+
+    def __init__(self, listing: Listing, shown: str) -> None:
+        self.listing = listing
+        self.shown = shown
+        self.safe: dict[str, str] = {}
+        self.faults: list[str] = []
+
+    def metadata(self, value: Record) -> None:
+        states = value.get("state_dict_metadata", dict)
+        items = self.items(value.get("storage_data", dict))
+        paths = self.paths(value.state.get("planner_data") if value.state else None, states)
+        self.reformed(value.state.get("mcore_data") if value.state else None)
+        missing: list[str] = []
+        for fqn in self.order(states, paths):
+            entry = states[fqn]
+            path = paths.get(fqn, (fqn,))
+            if isinstance(entry, Record) and entry.name == _MODULE + "TensorStorageMetadata":
+                self.tensor(fqn, path, entry, items, missing)
+            elif isinstance(entry, Record) and entry.name == _MODULE + "BytesStorageMetadata":
+                where = items.get((fqn, None))
+                if where is None:
+                    missing.append(fqn)
+                    continue
+                self.object(ObjectEntry(fqn, path, *where))
+            else:
+                raise CorruptFile(
+                    f"an entry is {_what(entry)}, want tensor or bytes metadata", code=CONTRADICTION, key=fqn,
+                    hint="the metadata is damaged: get the checkpoint again",
+                )  # fmt: skip
+        if self.faults:
+            raise InconsistentCheckpoint(
+                self.faults[0], code=CONTRADICTION, path=self.shown, faults=self.faults[1:SHOWN],
+                hint="the metadata contradicts itself: this save can't be trusted",
+            )  # fmt: skip
+        if missing:
+            raise Incomplete(
+                f"{len(missing)} boxes have no item in any file; the first: {missing[0]}", code=INCOMPLETE,
+                path=self.shown, faults=missing[1:SHOWN],
+                hint="the save was cut short or edited: nothing says where these bytes lie",
+            )  # fmt: skip
+
+    def reformed(self, mcore: Any) -> None:
+        """Megatron's own attribute `mcore_data` (core 0.8 to 0.15): fqn -> {`nd_reformulated_orig_global_shape`: shape}."""
+        for fqn, said in mcore.items() if isinstance(mcore, dict) else ():
+            if isinstance(said, dict) and "nd_reformulated_orig_global_shape" in said:
+                shape = said["nd_reformulated_orig_global_shape"]
+                self.listing.reformed[fqn] = _size(tuple(shape) if isinstance(shape, list) else shape, str(fqn)[:200])
+
+    @staticmethod
+    def order(states: dict[Any, Any], paths: dict[str, Path]) -> list[str]:
+        """planner_data keeps the order of the training state; state_dict_metadata that of the ranks' plans."""
+        first = [fqn for fqn in paths if fqn in states]
+        known = set(first)
+        return first + [fqn for fqn in states if fqn not in known]
+
+    def items(self, storage: dict[Any, Any]) -> dict[tuple[str, Any], tuple[str, int, int]]:
+        """(fqn, offset) -> (file, byte, length in bytes)."""
+        out = {}
+        for index, info in storage.items():
+            if (
+                not isinstance(index, Record)
+                or not isinstance(info, Record)
+                or index.state is None
+                or info.state is None
+            ):
+                raise CorruptFile(
+                    f"storage_data maps {_what(index)} to {_what(info)}, want MetadataIndex and _StorageInfo",
+                    code=CONTRADICTION, hint="the metadata is damaged, or of a storage that is not a file system",
+                )  # fmt: skip
+            fqn, offset = index.get("fqn", str), index.state.get("offset")
+            file, at, length = info.get("relative_path", str), info.get("offset"), info.get("length")
+            if info.state.get("transform_descriptors"):
+                raise InputError(
+                    f"the item is stored through {list(info.state['transform_descriptors'])}: such streams are not read",
+                    code=COMPRESSED, key=fqn,
+                    hint="load it with torch.distributed.checkpoint and save it again without extensions",
+                )  # fmt: skip
+            if type(at) is not int or type(length) is not int or at < 0 or length < 0:
+                self.faults.append(f"{fqn}: an item of {length!r} bytes at byte {at!r} of {file}")
+                continue
+            safe = self.safe.get(file)
+            if safe is None:
+                safe = safe_relative(file, named_in=self.shown, place=f"storage_data of {fqn}"[:300])
+                safe = self.safe[file] = self.listing.folder + safe
+                self.listing.files[safe] = None
+            out[fqn, None if offset is None else tuple(offset)] = (safe, at, length)
+        return out
+
+    def paths(self, planner: Any, states: dict[Any, Any]) -> dict[str, Path]:
+        if planner is None:
+            self.listing.planner = False
+            return {}
+        if not isinstance(planner, dict):
+            raise CorruptFile(
+                f"planner_data is {_what(planner)}, want a dict of paths", code=PLANNER,
+                hint="written by another planner than torch's: convert it with the software that wrote it",
+            )  # fmt: skip
+        out: dict[str, Path] = {}
+        for fqn, path in planner.items():
+            if fqn not in states:
+                continue
+            if not isinstance(path, tuple | list) or not path or not all(
+                type(step) is str or type(step) is int and 0 <= step < 1_000_000 for step in path
+            ):  # fmt: skip
+                raise CorruptFile(
+                    f"planner_data of {str(fqn)[:200]!r} is {_what(path)}, want a path of keys and positions",
+                    code=PLANNER, hint="the metadata is damaged: get the checkpoint again",
+                )  # fmt: skip
+            out[fqn] = tuple(path)
+        return out
+
+    def object(self, entry: ObjectEntry) -> None:
+        known = self.listing.objects.setdefault(entry.fqn, entry)
+        if known is not entry:
+            self.listing.differing.append(entry.fqn)
+
+    def tensor(self, fqn: str, path: Path, entry: Record, items: dict[Any, Any], missing: list[str]) -> None:
+        shape = _size(entry.get("size"), fqn)
+        dtype = self.dtype(entry.get("properties", Record), fqn)
+        chunks = entry.get("chunks", list)
+        pieces: dict[tuple[Any, Any], Piece] = {}
+        volume = 0
+        numel = _numel(shape)
+        for chunk in chunks:
+            if not isinstance(chunk, Record):
+                raise CorruptFile(
+                    f"a chunk is {_what(chunk)}", code=CONTRADICTION, key=fqn, hint="the metadata is damaged"
+                )
+            offset, extent = _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
+            if not len(offset) == len(extent) == len(shape) or any(
+                o + n > s for o, n, s in zip(offset, extent, shape, strict=True)
+            ):
+                self.faults.append(
+                    f"{fqn}: a box at {list(offset)} of shape {list(extent)} leaves the tensor of shape {list(shape)}"
+                )
+                continue
+            count = _numel(extent)
+            if (numel and not count) or (offset, extent) in pieces:
+                continue  # a rank whose shard is empty; a box listed twice for one item
+            where = items.get((fqn, offset))
+            if where is None:
+                missing.append(f"{fqn} at {list(offset)}")
+                continue
+            volume += count
+            pieces[offset, extent] = Piece(offset, extent, *where)
+        self.merge(fqn, path, dtype, shape, list(pieces.values()))
+
+    def merge(self, fqn: str, path: Path, dtype: DType, shape: tuple[int, ...], pieces: list[Piece]) -> None:
+        known = self.listing.tensors.get(fqn)
+        if known is None:
+            self.listing.tensors[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
+        elif known.shape != shape or known.dtype != dtype:
+            self.faults.append(
+                f"{fqn}: {dtype.name} {list(shape)} here, {known.dtype.name} {list(known.shape)} in another rank's metadata"
+            )
+        else:
+            known.pieces.extend(pieces)
+
+    def dtype(self, properties: Record, fqn: str) -> DType:
+        name = properties.get("dtype")
+        found = from_torch(name.name) if isinstance(name, Symbol) else None
+        if found is None:
+            raise InputError(
+                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here", code=CONTRADICTION,
+                key=fqn, hint="cast the tensor before saving, or leave it out",
+            )  # fmt: skip
+        return found
+
+
+def _size(value: Any, fqn: str) -> tuple[int, ...]:
+    """A torch.Size as it was read: integers >= 0, at most 64 of them."""
+    if type(value) is tuple and len(value) <= RANK_LIMIT and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
+        return value
+    raise InconsistentCheckpoint(
+        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", code=CONTRADICTION, key=fqn,
+        hint="the metadata is damaged: get the checkpoint again",
+    )  # fmt: skip
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for n in shape:
+        numel *= n
+    return numel
+
+
+def _what(value: Any) -> str:
+    """What a value is, in a message."""
+    name = getattr(value, "name", None)
+    return pickles.shown(str(name)) if isinstance(name, str) else type(value).__name__

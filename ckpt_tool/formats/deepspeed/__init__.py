@@ -1,0 +1,1 @@
+"""`deepspeed`: ZeRO, pipeline and expert files. `format` is the specification."""

@@ -1,0 +1,382 @@
+"""One DeepSpeed file taken apart: a rank's module file or a rank's optimizer file, checked, as plain structures.
+
+    mp_rank_00_model_states.pt  {"module": {...}, "param_shapes": [{...}], "lr_scheduler": ..., ...}  -> ModuleFile
+    ..._optim_states.pt         {"optimizer_state_dict": {"single_partition_of_fp32_groups": [T], ...}} -> OptimizerFile
+
+The one idea: what differs between ZeRO 1, 2, BF16_Optimizer and ZeRO 3 ends here: an `OptimizerFile` has flat groups, each
+with its fp32 partition, its 1-d states and its scalars (`step`), whatever keys they lay under.
+
+Layout of both files (DeepSpeed 0.19.8 `runtime/engine.py` `_common_checkpoint_state`, `runtime/zero/stage_1_and_2.py`
+and `stage3.py` `state_dict`, `runtime/bf16_optimizer.py`, `checkpoint/constants.py`): see `deepspeed.format`. Kinds that are
+refused by name: elastic checkpoints (`base_optimizer_state` is a list), states swapped to NVMe (no `fp32_flat_groups`),
+AutoEP. Cost: each file's pickle and directory, and 4 bytes for each scalar tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.tensor import Path, StoredArray
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.state_dict.tree import SLOT, dotted
+from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.source import Tree
+
+MALFORMED, REFUSED, DISAGREE = "E0355", "E0356", "E0359"
+OPTIMIZER, BASE, MASTERS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
+FLAT3 = "fp32_flat_groups"
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "BOOL": "<?"}
+# Keys of a module file that say how it is laid out: made anew when it is written.
+LAYOUT_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
+})  # fmt: skip
+_OPTIMIZER_LAYOUT = frozenset({
+    BASE, MASTERS, FLAT3, OPTIMIZER, "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count",
+    "param_slice_mappings", "ds_zero_partition_groups",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class ModuleFile:
+    """A module file. module, fragments: name -> array, in order. shapes: of each flat group (sub-group at stage 3), name ->
+    shape in flat order; None without ZeRO. frozen: shapes of frozen parameters (stage 2 and 3). shared: alias -> kept name.
+    others: tensors of the client's state, at their paths. values: all that is no tensor. optimizer: (path, array) of the
+    optimizer that lies in this file without ZeRO."""
+
+    path: str
+    module: dict[str, StoredArray]
+    buffers: list[str]
+    shapes: list[dict[str, tuple[int, ...]]] | None
+    frozen: dict[str, tuple[int, ...]]
+    fragments: dict[str, StoredArray]
+    shared: dict[str, str]
+    values: dict[str, Any]
+    optimizer: list[tuple[Path, StoredArray]] = field(default_factory=list)
+    others: list[tuple[Path, StoredArray]] = field(default_factory=list)
+    unsafe: list[str] = field(default_factory=list)
+    ordered: list[tuple[Path, Any]] = field(default_factory=list)
+    globals: list[str] = field(default_factory=list)
+
+    def count(self, name: str, default: int = 1) -> int:
+        """A world size."""
+        value = self.values.get(name, default)
+        if type(value) is not int or not 1 <= value < 1 << 24:
+            raise _malformed(f"{name} is {value!r}, want a count", self.path)
+        return value
+
+
+@dataclass(slots=True)
+class FlatGroup:
+    """A flat tensor of this rank. options: of its parameter group, the learning rate and such. states: 1-d arrays as long
+    as the partition. scalars: one value for the whole group. dtypes: of those that were tensors."""
+
+    master: StoredArray
+    options: int
+    states: dict[str, StoredArray] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    count: int = 1  # ranks that share the group
+    padding: int | None = None
+    gaps: list[int] | None = None
+    mapping: dict[str, tuple[int, int]] | None = None  # name -> (numel, start)
+
+
+@dataclass(slots=True)
+class OptimizerFile:
+    """An optimizer file. stage: 1, 2 or 3. plain_bf16: written by BF16_Optimizer. param_groups: options without `params`.
+    rest: scalars of the whole optimizer (loss scaler, clip_grad, ...)."""
+
+    path: str
+    stage: int
+    plain_bf16: bool
+    groups: list[FlatGroup]
+    param_groups: list[dict[str, Any]]
+    rest: dict[str, Any]
+    unsafe: list[str]
+    globals: list[str]
+
+
+def read_module(tree: Tree, name: str) -> ModuleFile:
+    """A `*_model_states.pt` file. Raises CorruptFile E0355 where it is not laid out as DeepSpeed does, InputError E0356 for
+    AutoEP, and what containers and pickles raise."""
+    content, shown = read_content(tree, name), tree.display(name)
+    values = dict(_mapping(content.extras, "the file", shown))
+    if values.get("ds_autoep_layers"):
+        raise _refused("AutoEP experts (ds_autoep_layers): fused experts are not read yet", shown)
+    out = ModuleFile(
+        shown, {}, _names(values.get("buffer_names") or [], "buffer_names", shown), _shapes(values, shown),
+        _shape_map(values.get("frozen_param_shapes") or {}, "frozen_param_shapes", shown), {},
+        _shared(values.get("shared_params") or {}, shown),
+        {key: item for key, item in values.items() if key not in LAYOUT_KEYS or key.endswith("world_size")},
+        unsafe=content.unsafe, ordered=content.ordered, globals=content.globals,
+    )  # fmt: skip
+    if isinstance(values.get("checkpoint_parallel_dimensions"), dict):
+        out.values["checkpoint_parallel_dimensions"] = values["checkpoint_parallel_dimensions"]
+    left = values.get("module")
+    if isinstance(left, dict) and left:
+        out.values["module"] = left
+    if values.get("optimizer") is not None:
+        out.values["optimizer"] = values["optimizer"]
+    for path, array in content.leaves:
+        if path[0] == "module" and len(path) == 2:
+            out.module[str(path[1])] = array
+        elif path[0] == "frozen_param_fragments" and len(path) == 2:
+            out.fragments[str(path[1])] = array
+        elif path[0] == "optimizer":
+            out.optimizer.append((path, array))
+        elif path[0] in LAYOUT_KEYS:
+            raise _malformed(f"a tensor at {dotted(path)[:200]}, where DeepSpeed keeps none", shown)
+        else:
+            out.others.append((path, array))
+    return out
+
+
+def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchContent]:
+    """A file of named tensors alone: a pipeline layer, an expert. Raises CorruptFile E0355 for anything else."""
+    content = read_content(tree, name)
+    out = {}
+    for path, array in content.leaves:
+        if len(path) != 1:
+            raise _malformed(
+                f"a tensor hangs at {dotted(path)[:200]}, want names and tensors alone", tree.display(name)
+            )
+        out[str(path[0])] = array
+    return out, content
+
+
+def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
+    """An `*_optim_states.pt` file. Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what containers
+    and pickles raise."""
+    content, shown = read_content(tree, name), tree.display(name)
+    top = _mapping(content.extras, "the file", shown)
+    state = _mapping(top.get(OPTIMIZER), OPTIMIZER, shown)
+    arrays = {path[1:]: array for path, array in content.leaves if path[0] == OPTIMIZER}
+    if isinstance(state.get(BASE), list):
+        raise _refused(
+            "an elastic checkpoint (zero_optimization.elastic_checkpoint): its states are laid out in an older way",
+            shown,
+        )
+    if state.get("ds_zero_partition_groups") is not None:
+        raise _refused("AutoEP at ZeRO 3 (ds_zero_partition_groups)", shown)
+    stage, said = _stage(state.get("zero_stage"), shown), "zero_stage" in state
+    base = _mapping(state.get(OPTIMIZER if stage == 3 else BASE), "the optimizer's state", shown)
+    prefix: Path = (OPTIMIZER,) if stage == 3 else (BASE,)
+    options = _param_groups(base.get("param_groups"), shown)
+    groups = _flat_groups(tree, arrays, FLAT3 if stage == 3 else MASTERS, options, shown)
+    _states(tree, arrays, prefix, _mapping(base.get("state") or {}, "state", shown), groups, options, shown)
+    _layout(state, groups, stage, shown)
+    rest = {key: plain(item) for key, item in state.items() if key not in _OPTIMIZER_LAYOUT}
+    rest |= _others(tree, content, FLAT3 if stage == 3 else MASTERS, (*prefix, "state"), shown)
+    bare = [{key: item for key, item in group.items() if key != "params"} for group in options]
+    return OptimizerFile(shown, stage, stage != 3 and not said, groups, bare, rest, content.unsafe, content.globals)
+
+
+def _others(tree: Tree, content: TorchContent, flat: str, states: Path, shown: str) -> dict[str, Any]:
+    """Single numbers kept as tensors beside the states. Raises InputError E0356 for a tensor that is none: nothing is left
+    out in silence."""
+    out = {}
+    for path, array in content.leaves:
+        inner = path[1:] if path[0] == OPTIMIZER else ()
+        if inner[:1] == (flat,) and len(inner) == 2 or inner[: len(states)] == states and len(inner) == len(states) + 2:
+            continue
+        if len(inner) == 1 and array.numel == 1 and array.dtype.name in _SCALARS and inner[0] not in _OPTIMIZER_LAYOUT:
+            out[str(inner[0])] = _scalar(tree, array, str(inner[0]))
+        else:
+            raise _refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
+    return out
+
+
+def plain(value: Any) -> Any:
+    """A loss scaler as a dict of its state and its `class`: no format but DeepSpeed's has a place for the object."""
+    if isinstance(value, Opaque) and value.name.startswith("deepspeed.") and isinstance(value.state, dict):
+        return {"class": value.name, **value.state}
+    return value
+
+
+def scalar_bytes(value: Any, dtype: Any) -> bytes | None:
+    """The bytes of a scalar tensor of the dtype called `dtype`; None for a value that is to be a plain number."""
+    code = _SCALARS.get(dtype) if isinstance(dtype, str) else None
+    if code is None or type(value) not in (int, float):
+        return None
+    number = float(value) if dtype in ("F32", "F64") else int(value)
+    if isinstance(number, int) and not -(1 << (8 * struct.calcsize(code) - 1)) <= number < 1 << (
+        8 * struct.calcsize(code) - 1
+    ):
+        return None
+    return struct.pack(code, number)
+
+
+# -- parts of an optimizer file -------------------------------------------------------------------------------------------
+
+
+def _flat_groups(
+    tree: Tree, arrays: Mapping[Path, StoredArray], key: str, options: list[dict[str, Any]], shown: str
+) -> list[FlatGroup]:
+    """The fp32 partitions, in order, each with the number of its parameter group."""
+    masters = {p[1]: a for p, a in arrays.items() if p[0] == key and len(p) == 2 and type(p[1]) is int}
+    if sorted(masters) != list(range(len(masters))):
+        raise _malformed(f"{key} lacks a tensor in the middle", shown)
+    if not masters:
+        raise _refused(f"no fp32 weights ({key}): they were swapped to NVMe, or this is no ZeRO optimizer", shown)
+    owner = {number: group for group, item in enumerate(options) for number in item["params"]}
+    for number, array in masters.items():
+        if number not in owner:
+            raise _malformed(f"no param_groups entry names flat group {number}", shown)
+        if len(array.shape) != 1 or array.strides is not None:
+            raise _malformed(f"{key}[{number}] has shape {list(array.shape)}, want one dim without gaps", shown)
+    return [FlatGroup(masters[number], owner[number]) for number in range(len(masters))]
+
+
+def _states(
+    tree: Tree, arrays: Mapping[Path, StoredArray], prefix: Path, values: Mapping[Any, Any], groups: list[FlatGroup],
+    options: list[dict[str, Any]], shown: str,
+) -> None:  # fmt: skip
+    """Moments and scalars of each flat group."""
+    at = (*prefix, "state")
+    for path, array in arrays.items():
+        if path[: len(at)] != at or len(path) != len(at) + 2:
+            continue
+        number, state = path[-2], str(path[-1])
+        if type(number) is not int or not 0 <= number < len(groups):
+            raise _malformed(f"a state of flat group {number!r}, but there are {len(groups)}", shown)
+        group = groups[number]
+        if array.numel == 1 and (not array.shape or group.master.numel > 1):
+            group.scalars[state], group.dtypes[state] = _scalar(tree, array, state), array.dtype.name
+        elif len(array.shape) != 1 or array.strides is not None or array.numel < group.master.numel:
+            raise InconsistentCheckpoint(
+                f"{state} of flat group {number} has shape {list(array.shape)}, its weights have {group.master.numel} elements",
+                code=DISAGREE, path=shown, place=dotted((OPTIMIZER, *path)),
+                hint="optimizer and weights come from two runs: fetch the whole save again",
+            )  # fmt: skip
+        else:
+            group.states[state] = array
+    for number, left in values.items():
+        if type(number) is int and 0 <= number < len(groups) and isinstance(left, dict):
+            groups[number].scalars |= {str(key): item for key, item in left.items() if item != SLOT}
+
+
+def _scalar(tree: Tree, array: StoredArray, state: str) -> Any:
+    code = _SCALARS.get(array.dtype.name)
+    if code is None:
+        raise _malformed(
+            f"{state} is a {array.dtype.name} scalar, want F32, F64 or an integer", tree.display(array.path)
+        )
+    return struct.unpack(code, tree.read(array.path, array.offset, struct.calcsize(code)))[0]
+
+
+def _layout(state: Mapping[str, Any], groups: list[FlatGroup], stage: int, shown: str) -> None:
+    """Counts, paddings and mappings of the groups, where the file states them."""
+    counts = state.get("partition_count")
+    for number, group in enumerate(groups):
+        count = counts[number] if isinstance(counts, list) and number < len(counts) else counts
+        if type(count) is int and count > 0:
+            group.count = count
+        elif stage != 3 or counts is not None:
+            raise _malformed(f"partition_count is {counts!r}, want a count for each of {len(groups)} groups", shown)
+        group.padding = _entry(state.get("group_paddings"), number, int)
+        group.gaps = _entry(state.get("param_alignment_paddings"), number, list)
+        if group.gaps is not None and not all(type(gap) is int and 0 <= gap < 1 << 32 for gap in group.gaps):
+            raise _malformed("param_alignment_paddings holds something else than counts", shown)
+        mapping = _entry(state.get("param_slice_mappings"), number, dict)
+        if mapping is not None:
+            group.mapping = {str(name): _fragment(item, shown) for name, item in mapping.items()}
+
+
+def _entry(value: Any, number: int, kind: type) -> Any:
+    item = value[number] if isinstance(value, list) and number < len(value) else None
+    return item if isinstance(item, kind) else None
+
+
+def _fragment(value: Any, shown: str) -> tuple[int, int]:
+    state = value.state if isinstance(value, Opaque) else None
+    found = (state.get("numel"), state.get("start")) if isinstance(state, dict) else (None, None)
+    if type(found[0]) is not int or type(found[1]) is not int:
+        raise _malformed("an entry of param_slice_mappings is no fragment_address", shown)
+    return found[0], found[1]
+
+
+def _param_groups(value: Any, shown: str) -> list[dict[str, Any]]:
+    fits = isinstance(value, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(n) is int for n in group["params"])
+        for group in value
+    )
+    if not fits:
+        raise _malformed("param_groups is no list of groups with the numbers of their params", shown)
+    return [dict(group) for group in value]
+
+
+def _stage(value: Any, shown: str) -> int:
+    """The ZeRO stage; BF16_Optimizer states none and is laid out as stage 1."""
+    if value is None:
+        return 1
+    stage = value.args[0] if isinstance(value, Symbol) and value.args else value
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise _malformed(f"zero_stage is {stage!r}, want 1, 2 or 3", shown)
+    return stage
+
+
+# -- parts of a module file -----------------------------------------------------------------------------------------------
+
+
+def _shapes(values: Mapping[str, Any], shown: str) -> list[dict[str, tuple[int, ...]]] | None:
+    value = values.get("param_shapes")
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise _malformed("param_shapes is no list of groups", shown)
+    return [_shape_map(group, f"param_shapes[{i}]", shown) for i, group in enumerate(value)]
+
+
+def _shape_map(value: Any, what: str, shown: str) -> dict[str, tuple[int, ...]]:
+    out = {}
+    for name, shape in _mapping(value, what, shown).items():
+        if not isinstance(name, str) or not isinstance(shape, tuple | list) or len(shape) > 64:
+            raise _malformed(f"{what} maps no names to shapes", shown)
+        if any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
+            raise _malformed(f"{what} gives {name[:200]} the shape {list(shape)!r}", shown)
+        out[name] = tuple(shape)
+    return out
+
+
+def _shared(value: Any, shown: str) -> dict[str, str]:
+    found = _mapping(value, "shared_params", shown)
+    if not all(isinstance(item, str) for pair in found.items() for item in pair):
+        raise _malformed("shared_params maps no names to names", shown)
+    return dict(found)
+
+
+def _names(value: Any, what: str, shown: str) -> list[str]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise _malformed(f"{what} is no list of names", shown)
+    return list(value)
+
+
+def _mapping(value: Any, what: str, shown: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise _malformed(f"{what} is a {type(value).__name__}, want a dict", shown)
+    return value
+
+
+def _malformed(message: str, shown: str) -> CorruptFile:
+    return CorruptFile(
+        message,
+        code=MALFORMED,
+        path=shown,
+        hint="the file is damaged, or of a version of DeepSpeed that is not known here",
+    )
+
+
+def _refused(what: str, shown: str) -> InputError:
+    return InputError(
+        what,
+        code=REFUSED,
+        path=shown,
+        hint="load it with DeepSpeed, and save it as a universal checkpoint or without this",
+    )

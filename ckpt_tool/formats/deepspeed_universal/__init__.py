@@ -1,0 +1,1 @@
+"""`deepspeed-universal`: one folder a parameter. `format` is the specification."""

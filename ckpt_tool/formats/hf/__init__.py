@@ -1,0 +1,1 @@
+"""`safetensors`: Hugging Face folders and single files. `format` is the specification."""

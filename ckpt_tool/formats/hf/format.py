@@ -1,0 +1,400 @@
+"""Format `safetensors`: a Hugging Face model, one file or many, with or without an index.
+
+Specification
+-------------
+One file: `model.safetensors`; its bytes are specified in `storage.safetensors_file`.
+Many files: `model-00001-of-00003.safetensors`, ... and `model.safetensors.index.json` (see `formats.hf.index`); any
+stem is read (`diffusion_pytorch_model`, ...). A tensor lies whole in one file. Each file's `__metadata__` is
+`{"format": "pt"}`, without which transformers refuses to load it.
+Packing: tensors in the model's order; a file is closed when the next tensor would push it over the limit; a tensor
+larger than the limit gets a file of its own, and the file that was open stays open (so it is numbered after it).
+With tied embeddings the alias is not on disk.
+Source: transformers 5.23.0 `modeling_utils.save_pretrained`; huggingface_hub 2.4.0 `serialization/_base.py`;
+safetensors 0.8.0 `tensor.rs`.
+
+Also read: numbered files without an index (all must be there); folders of plain safetensors files (their union); the
+per-rank shards of torch's `HuggingFaceStorageWriter` (`formats.hf.shards`), also those in `sharded/` where the
+consolidated files were never written. Other formats keep safetensors files too; `hf.files.choose` leaves them alone.
+
+Example: a folder with `config.json`, the index and two files of 10 tensors gives a catalog of 20 tensors of state
+`model`, `sidefiles == ("config.json",)`, and `files` the index and the two.
+
+Cost: one open and two preads a file, 1 us and 70 bytes a tensor. Holds the model alone: no optimizer, no extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.catalog import Catalog, Note, faults_of
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, InternalError
+from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.hf import shards as hf_shards
+from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
+from ckpt_tool.formats.hf.index import Index, read_index, write_index
+from ckpt_tool.formats.paddle_unified import files as paddle_unified_files
+from ckpt_tool.storage.magic import what_is
+from ckpt_tool.storage.safetensors_file import (
+    FOREIGN,
+    Header,
+    build_header,
+    gc_paused,
+    looks_like_header,
+    read_header,
+)
+from ckpt_tool.storage.safetensors_table import HeaderTable, first_twice
+from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor
+
+STEM = "model"
+METADATA = {"format": "pt"}
+HEAD = 4 << 10  # bytes that `detect` looks at in a single file
+
+MISSING_SHARDS, NOT_IN_SHARD, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
+NO_GLOBAL_SHAPE, TOTAL_SIZE, HEADER_WARNING, EXTRA = "W-no-global-shape", "W-total-size", "W-header", "W-extra-tensors"
+
+
+class HfSafetensors:
+    """The format object. Options of `read`: `lenient` (bool): white space before a header, `__metadata__: null` and
+    tensors that the index does not name are told in notes instead of refused; `prefer` (str): the index to read by."""
+
+    name = "safetensors"
+    holds = Holds(all_states=False, extras=False, single=True, dialect="hf", dtypes=frozenset({"C128"}))
+
+    def detect(self, tree: Tree) -> Evidence | None:
+        """By the names in a folder; by the first bytes of a single file. A folder whose first file says that it is in
+        Paddle's layout is `paddle-unified`."""
+        chosen = _choose(tree, None)
+        if chosen is None or tree.single is None and paddle_unified_files.why(tree) is not None:
+            return None
+        return Evidence(chosen.why)
+
+    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+        """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are told at once."""
+        prefer = options.get("prefer")
+        chosen = _choose(tree, prefer if isinstance(prefer, str) else None)
+        if chosen is None and tree.single is not None:  # asked for by name: the header's fault says what it is
+            chosen = hf_files.one_file(tree.single, "asked for")
+        if chosen is None:
+            raise CorruptFile(
+                "no safetensors files here", code=FOREIGN, path=tree.display(), hint="pass the folder that holds them"
+            )
+        with gc_paused():
+            catalog = _read(tree, chosen, lenient=bool(options.get("lenient")))
+        if not prefer and BIN_INDEX in tree.listing():
+            _agree(tree, catalog)
+        return catalog
+
+    def target(self, wanted: Wanted, layout: Layout) -> Target:
+        """The whole output: one file where it fits `shard_size` (or one is asked for), else files and their index."""
+        return _target(wanted)
+
+
+FORMAT = HfSafetensors()
+BIN_INDEX = "pytorch_model.bin.index.json"
+_TORCH_KINDS = ("a zip archive", "a bare pickle", "a torch file")  # what the torch formats claim by content
+_NO_SHAPES = Note(
+    NO_GLOBAL_SHAPE, "the shards record no global shapes: a tensor whose last part is missing reads as a smaller one"
+)
+
+
+def _agree(tree: Tree, catalog: Catalog) -> None:
+    """The old `.bin` index beside the safetensors must name the same tensors, or one of the two is of another save."""
+    theirs = {str(name) for names in read_index(tree, BIN_INDEX).shards.values() for name in names}
+    mine = {key.name for key in catalog.tensors}
+    if theirs != mine:
+        odd = sorted(theirs ^ mine)
+        raise InconsistentCheckpoint(
+            f"{BIN_INDEX} and the safetensors files name different tensors, {len(odd)} of them, such as {odd[0]}",
+            code="E0394", path=tree.display(BIN_INDEX),
+            hint="say which is right: --prefer safetensors, or --from torch", faults=odd[1:50],
+        )  # fmt: skip
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
+    if tree.single is None:
+        return hf_files.choose(tree.listing(), prefer=prefer)
+    name = tree.single
+    head = tree.head(name, HEAD)
+    if looks_like_header(head, tree.size(name)):
+        return hf_files.one_file(name, "a safetensors header")
+    mapped = b'"weight_map"' in head and b'.safetensors"' in head
+    if head.lstrip()[:1] == b"{" and (mapped or name.endswith(INDEX_SUFFIX)):
+        return FileSet("index", "an index of safetensors files", index=name)
+    # Damaged, but by its name ours to say so; other formats claim what is theirs by content.
+    if name.endswith(SUFFIX) and not (what_is(head) or "").startswith(_TORCH_KINDS):
+        return hf_files.one_file(name, "its name")
+    return None
+
+
+def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
+    listing = [] if tree.single else list(tree.listing())
+    hf_files.check(chosen, path=tree.display())
+    notes = list(chosen.notes)
+    if chosen.index is not None:
+        headers, found = _read_indexed(tree, chosen.index, lenient=lenient)
+        notes += found
+    else:
+        headers = _read_headers(tree, chosen.files, lenient=lenient)
+    notes += [Note(HEADER_WARNING, warning, header.path) for header in headers for warning in header.warnings]
+    tensors: Mapping[TensorKey, LogicalTensor]
+    if chosen.kind == "dcp" or any(hf_shards.INFO in header.metadata for header in headers):
+        tensors, found = _gather(tree, headers)
+        notes += found
+        if chosen.index is None:
+            notes.append(_NO_SHAPES)
+    else:
+        if chosen.index is None:  # an index names each tensor once, and its files hold just what it names
+            _refuse_twice(tree, headers)
+        tensors = HeaderTable(headers)
+    files = ((chosen.index,) if chosen.index else ()) + tuple(header.path for header in headers)
+    sidefiles = _sidefiles(tree, chosen)
+    notes += hf_files.ignored(listing, (*files, *sidefiles))
+    return Catalog(FORMAT.name, tensors, extras=_extras(headers), files=files, sidefiles=sidefiles, notes=tuple(notes))
+
+
+def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
+    """Every header; all files at fault are told at once."""
+    headers, faults = [], []
+    for file in files:
+        try:
+            headers.append(read_header(tree, file, lenient=lenient))
+        except InputError as fault:
+            faults.append(fault)
+    if faults:
+        _raise_first(faults)
+    return headers
+
+
+def _raise_first(faults: Sequence[CkptError]) -> None:
+    first = faults[0]
+    first.faults += tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:100])
+    raise first
+
+
+def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header], list[Note]]:
+    """The headers of every file that the index at `path` names, and what is odd about them.
+
+    Raises Incomplete (E0380) when files are missing, (E0381) when tensors are; InconsistentCheckpoint (E0383) for a
+    tensor in two files, (E0382) for one that the index does not name.
+    """
+    index = read_index(tree, path)
+    _refuse_missing(tree, index)
+    shards, metadata, total = dict(index.shards), index.metadata, len(index)
+    del index  # its names go file by file as the headers' come, so that both never lie in memory whole
+    headers: list[Header] = []
+    faults: list[CkptError] = []
+    absent: list[tuple[str, str]] = []  # (tensor, file that should hold it)
+    strangers: list[tuple[str, str]] = []  # (tensor, file that holds it unasked)
+    for file in sorted(shards):
+        column = shards.pop(file)
+        try:
+            header = read_header(tree, file, lenient=lenient)
+        except InputError as fault:
+            faults.append(fault)
+            continue
+        headers.append(header)
+        have = header.names.encoded()
+        if column.same(sorted(have)):  # indexes are sorted, and headers hold sorted runs
+            continue
+        wanted = set(column.encoded())
+        if len(wanted) != len(have) or not wanted.issuperset(have):
+            absent += [(name.decode(), file) for name in sorted(wanted.difference(have))]
+            strangers += [(name.decode(), file) for name in have if name not in wanted]
+            headers[-1] = header.keep(name in wanted for name in have)
+    if faults:
+        _raise_first(faults)
+    if absent:
+        raise _absent(tree, absent, total)
+    notes = _total_size(path, metadata.get("total_size"), headers, whole=not strangers)
+    if strangers:
+        notes.append(_strangers(tree, path, strangers, lenient=lenient))
+    return headers, notes
+
+
+def _refuse_missing(tree: Tree, index: Index) -> None:
+    """Raise Incomplete (E0380) that names every file of the index that is not there."""
+    listed = () if tree.single else tree.listing()
+    missing = []
+    for file, names in sorted(index.shards.items()):
+        if file in listed:
+            continue
+        try:
+            tree.size(file)  # not listed: missing, or a folder, which is refused here
+        except Incomplete:
+            missing.append((file, len(names)))
+    if missing:
+        lost = sum(count for _, count in missing)
+        some = ", ".join(file for file, _ in missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
+        raise Incomplete(
+            f"{len(missing)} of {len(index.shards)} files are missing: {some};"
+            f" they hold {lost} of {len(index)} tensors",
+            code=MISSING_SHARDS, path=tree.display(index.path),
+            faults=(f"missing: {file} ({count} tensors)" for file, count in missing[1:100]),
+            hint="fetch the missing files into this folder",
+        )  # fmt: skip
+
+
+def _absent(tree: Tree, absent: list[tuple[str, str]], total: int) -> Incomplete:
+    name, file = absent[0]
+    return Incomplete(
+        f"{len(absent)} of {total} tensors of the index are not in their files; the first: {name[:200]} not in {file}",
+        code=NOT_IN_SHARD, path=tree.display(file), key=name[:200],
+        faults=(f"{name[:200]} not in {file}" for name, file in absent[1:100]),
+        hint="index and files come from two saves: fetch both again",
+    )  # fmt: skip
+
+
+def _strangers(tree: Tree, path: str, strangers: list[tuple[str, str]], *, lenient: bool) -> Note:
+    """A note where leniency allows it, else raises."""
+    home = {name: file for file, names in read_index(tree, path).shards.items() for name in names}
+    twice = [(name, file) for name, file in strangers if name in home]
+    name, file = (twice or strangers)[0]
+    if twice:
+        message = f"tensor {name[:200]} lies in {home[name]} and in {file}"
+        hint = "two files claim the same tensor: remove the one of the older save"
+    else:
+        message = f"{len(strangers)} tensors lie in the index's files, but not in the index; the first: {name[:200]}"
+        hint = "index and files come from two saves, or the index was cut: fetch both again"
+    if lenient:
+        return Note(EXTRA, f"{message}; not read", file, name)
+    raise InconsistentCheckpoint(
+        message, code=TWICE if twice else NOT_IN_INDEX, path=tree.display(file), key=name[:200], hint=hint,
+        faults=(f"{name[:200]} in {file}" for name, file in (twice or strangers)[1:100]),
+    )  # fmt: skip
+
+
+def _total_size(path: str, stated: object, headers: Sequence[Header], *, whole: bool) -> list[Note]:
+    """A note where the index states another size than the files have (`verify` makes it a finding). whole: the headers
+    have all tensors of their files."""
+    if whole:  # tensors tile a file's data
+        actual = sum(header.nbytes for header in headers)
+    else:
+        actual = sum(kind.nbytes for header in headers for kind in header.kinds)
+    if stated is None or stated == actual:
+        return []
+    return [Note(TOTAL_SIZE, f"the index states total_size {str(stated)[:40]}, the tensors have {actual} bytes", path)]
+
+
+def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
+    twice = first_twice(headers)
+    if twice is not None:
+        name, file, other = twice
+        raise InconsistentCheckpoint(
+            f"tensor {name[:200]} lies in {file} and in {other}", code=TWICE, path=tree.display(other), key=name[:200],
+            hint="files of two models or two saves lie together (or each is a rank's shard without its offsets):"
+            " pass one of them",
+        )  # fmt: skip
+
+
+def _gather(tree: Tree, headers: Sequence[Header]) -> tuple[hf_shards.PartTable, list[Note]]:
+    """DCP shards as one table, its cover checked here because no global shape says what it should be."""
+    tensors, found = hf_shards.gather(headers, {header.path: tree.display(header.path) for header in headers})
+    faults = list(faults_of(tensors.values()))
+    if faults:
+        _raise_first(faults)
+    return tensors, list(found)
+
+
+def _extras(headers: Sequence[Header]) -> dict[str, Any]:
+    """What `__metadata__` says beyond its layout: what all files agree on, and by file where they differ."""
+    common: dict[str, str] = {}
+    differing: set[str] = set()
+    for header in headers:
+        for key, value in header.metadata.items():
+            if key not in hf_shards.LAYOUT_KEYS and common.setdefault(key, value) != value:
+                differing.add(key)
+    if not common:
+        return {}
+    extras: dict[str, Any] = {"metadata": {key: common[key] for key in common if key not in differing}}
+    if differing:
+        by_file = {h.path: {key: h.metadata[key] for key in sorted(differing) if key in h.metadata} for h in headers}
+        extras["metadata_by_file"] = {path: found for path, found in by_file.items() if found}
+    return extras
+
+
+def _sidefiles(tree: Tree, chosen: FileSet) -> tuple[str, ...]:
+    if tree.single is None:
+        return tuple(name for name in tree.names() if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
+    if chosen.kind != "index":
+        return ()
+    found = []
+    for name in hf_files.SIDEFILES_BY_NAME:
+        try:
+            tree.size(name)
+        except Incomplete:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _target(wanted: Wanted) -> Target:
+    from ckpt_tool.core.target import Target, TargetFile, whole_file
+
+    if any(tensor.key.state != "model" for tensor in wanted.tensors):
+        raise InternalError("a model-only format was asked for training state")
+    if wanted.single is not None:
+        everything = range(len(wanted.tensors))
+        return Target(FORMAT.name, (_file(wanted.single, wanted.tensors, everything),), single=wanted.single)
+    bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size)
+    copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
+    if len(bins) < 2:
+        one = bins[0] if bins else ()
+        return Target(FORMAT.name, (_file(STEM + SUFFIX, wanted.tensors, one), *copies))
+    names = [f"{STEM}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
+    files = tuple(_file(name, wanted.tensors, rows) for name, rows in zip(names, bins, strict=True))
+    weight_map = {wanted.tensors[row].key.name: name for name, rows in zip(names, bins, strict=True) for row in rows}
+    index = write_index(
+        weight_map,
+        total_parameters=sum(prod(tensor.shape) for tensor in wanted.tensors),
+        total_size=sum(tensor.nbytes for tensor in wanted.tensors),
+    )
+    return Target(FORMAT.name, (*files, whole_file(STEM + INDEX_SUFFIX, index), *copies))
+
+
+def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Which tensors share a file: indexes into `sizes` (bytes), by huggingface_hub's greedy rule.
+
+    >>> pack([4, 4, 30, 4, 4], 10)
+    [[2], [0, 1], [3, 4]]
+    """
+    done: list[list[int]] = []
+    open_file: list[int] = []
+    filled = 0
+    for i, size in enumerate(sizes):
+        if size > limit:
+            done.append([i])
+            continue
+        if filled + size > limit:
+            done.append(open_file)
+            open_file, filled = [], 0
+        open_file.append(i)
+        filled += size
+    if open_file:
+        done.append(open_file)
+    return done
+
+
+def _file(path: str, tensors: Sequence[WantedTensor], rows: Sequence[int]) -> TargetFile:
+    from ckpt_tool.core.target import TargetArray, TargetFile
+
+    chosen = [tensors[row] for row in rows]
+    head, offsets, size = build_header([(each.key.name, each.dtype, each.shape) for each in chosen], METADATA)
+    arrays = (
+        TargetArray(row, whole(each.shape), offset) for row, each, offset in zip(rows, chosen, offsets, strict=True)
+    )
+    return TargetFile(path, size, ((0, head),), tuple(arrays))

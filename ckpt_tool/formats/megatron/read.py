@@ -1,0 +1,449 @@
+"""Reading a legacy Megatron checkpoint: every rank's pickles, put into one catalog.
+
+The one idea: three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers of
+each stage and the experts of each rank, and with them where everything is in the whole model; then boxes are gathered.
+
+Specification: `formats.megatron.format`. Cost: a pickle a rank, some us a parameter and state.
+What it does not do: read values, but for RNG states (some KiB a rank, for up to 64 ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of
+from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
+from ckpt_tool.formats.megatron.optimizer import Param, chained, groups_of
+from ckpt_tool.formats.megatron.ranks import (
+    CONTRADICTION,
+    MISSING,
+    MODEL_FILE,
+    OPTIM_FILE,
+    Rank,
+    coordinates,
+    rank_folders,
+    refuse_renamed,
+)
+from ckpt_tool.formats.megatron.stages import Stages, from_counts
+from ckpt_tool.formats.megatron.states import Owned, read_flat, read_numbered
+from ckpt_tool.formats.state_dict.tree import dotted, join
+from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.source import Tree
+
+OURS = "ckpt"  # the key of what Megatron has no place for
+STEPS, FORM = "E0379", "E0303"
+RNG_RANKS = 64  # beyond so many ranks their RNG states are left unread
+RNG_BYTES = 1 << 16  # of one state
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank's files, taken apart. chunks: of the virtual pipeline -> parameters and buffers in the model's order."""
+
+    path: str
+    content: TorchContent
+    chunks: list[list[tuple[str, StoredArray]]]
+    rest: list[tuple[Path, StoredArray]]
+    optimizer: list[tuple[Path, StoredArray]]
+    ours: list[tuple[Path, StoredArray]]
+    rng: list[tuple[Path, StoredArray]]
+    where: Rank = field(default_factory=lambda: Rank("", 0, 0, 0, 0))
+
+    @property
+    def extras(self) -> dict[Any, Any]:
+        return self.content.extras if isinstance(self.content.extras, dict) else {}
+
+
+def read_ranks(tree: Tree) -> Catalog:
+    """The catalog. Raises what `formats.megatron.format` says."""
+    folders = rank_folders(tree)
+    if not folders:
+        raise Incomplete(
+            f"no rank folder (mp_rank_*/{MODEL_FILE})", code=MISSING, path=tree.display(),
+            hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
+        )  # fmt: skip
+    ranks = [_open(tree, path) for path in folders]
+    return _Reading(tree, folders, ranks).catalog()
+
+
+def _open(tree: Tree, path: str) -> _Rank:
+    content = read_content(tree, f"{path}/{MODEL_FILE}")
+    rank = _Rank(path, content, [], [], [], [], [])
+    keys: dict[str, list[tuple[str, StoredArray]]] = {}
+    for leaf, array in content.leaves:
+        head = str(leaf[0])
+        if head.startswith("model") and (head == "model" or head[5:].isdecimal()):
+            if len(leaf) != 2:
+                raise InputError(
+                    f"{dotted(leaf)[:120]}: a model of the classes before Megatron-Core", code=FORM,
+                    path=tree.display(f"{path}/{MODEL_FILE}"),
+                    hint="load it with a Megatron-LM of that time (tools/checkpoint) and save it with --use-mcore-models",
+                )  # fmt: skip
+            keys.setdefault(head, []).append((str(leaf[1]), array))
+        elif head == "optimizer":
+            rank.optimizer.append((leaf[1:], array))
+        elif head == OURS and len(leaf) > 2:
+            rank.ours.append((leaf[1:], array))
+        elif head == "rng_state":
+            rank.rng.append((leaf, array))
+        else:
+            rank.rest.append((leaf, array))
+    said = [key for key in content.extras if _is_chunk(key)] if isinstance(content.extras, dict) else []
+    count = max((int(key[5:] or 0) for key in (*keys, *said)), default=0) + 1
+    rank.chunks = [keys.get("model" if count == 1 and "model0" not in keys else f"model{i}", []) for i in range(count)]
+    return rank
+
+
+def _is_chunk(key: Any) -> bool:
+    return isinstance(key, str) and (key == "model" or key[:5] == "model" and key[5:].isdecimal() and len(key) < 9)
+
+
+class _Reading:
+    """One read."""
+
+    def __init__(self, tree: Tree, folders: Mapping[str, tuple[int, ...]], ranks: list[_Rank]) -> None:
+        self.tree = tree
+        self.ranks = ranks
+        self.first = ranks[0]
+        self.notes: list[Note] = []
+        self.unsafe = [line for rank in ranks for line in rank.content.unsafe]
+        self.globals = dict.fromkeys(line for rank in ranks for line in rank.content.globals)
+        self.args = arguments(self.first.extras)
+        self.facts = facts_of(self.args)
+        self.degrees = self.facts.degrees if self.args else _guessed(folders, ranks)
+        self.local = [name for rank in ranks for chunk in rank.chunks for name, _ in chunk]
+        self.experts = any(".experts." in name for name in self.local)
+        self._same_run()
+        numbers = {rank.path: _rank_number(rank) for rank in ranks}
+        for rank, where in zip(ranks, coordinates(folders, self.degrees, numbers, experts=self.experts), strict=True):
+            rank.where = where
+        refuse_renamed(tree, [(rank.where, arguments(rank.extras)) for rank in ranks], self.degrees)
+        self.stages = self._stages()
+        self.cutting = self._cutting()
+
+    def catalog(self) -> Catalog:
+        out = Gathering()
+        for rank in self.ranks:
+            owned = self._model(rank, out)
+            self._ours(rank, out)
+            self._optimizer(rank, owned, out)
+        for leaf, array in self.first.ours:
+            if leaf[0] == "vocab_tail" and len(leaf) == 3:
+                out.append(TensorKey(str(leaf[2]), str(leaf[1])), array)
+        self._steps()
+        places = dict(self.first.rest)
+        for path, array in self.first.optimizer:
+            if path[-1:] == ("scale",):  # fp16's loss scale: one for all chained optimizers
+                places.setdefault(("optimizer", *path[-2:]), array)
+        for leaf, array in places.items():
+            out.plain(TensorKey(dotted(leaf), EXTRAS), array)
+        tensors = out.tensors()
+        for leaf in places:
+            key = TensorKey(dotted(leaf), EXTRAS)
+            tensors[key] = replace(tensors[key], path=leaf)
+        catalog = Catalog(
+            "megatron", tensors, self._extras(), Mesh.of_degrees(self.degrees), self._files(), (), tuple(self.notes),
+            tuple(dict.fromkeys(self.unsafe)), self._hints(),
+        )  # fmt: skip
+        try:
+            catalog.check()
+        except Incomplete as e:
+            raise self._without_optimizer() or e from None
+        return catalog
+
+    def _without_optimizer(self) -> Incomplete | None:
+        """What to say of an optimizer with gaps: the files that other ranks have, or None."""
+        files = [f"{rank.path}/{OPTIM_FILE}" for rank in self.ranks]
+        lost = [file for file in files if not self.tree.exists(file)]
+        if not lost or len(lost) == len(files):
+            return None
+        return Incomplete(
+            f"{len(lost)} of {len(files)} ranks lack their {OPTIM_FILE}, which holds their part of the optimizer", code=MISSING,
+            path=self.tree.display(lost[0]), faults=lost[1:50],
+            hint="copy it from where the job wrote it, or leave the optimizer behind with --state model",
+        )  # fmt: skip
+
+    # -- what the ranks agree on -----------------------------------------------------------------------------------------
+
+    def _same_run(self) -> None:
+        """Raise InconsistentCheckpoint E0305 for ranks of another iteration or other degrees."""
+        want = self.first.extras.get("iteration")
+        faults = []
+        for rank in self.ranks:
+            have = rank.extras.get("iteration")
+            if have != want:
+                faults.append(f"{rank.path} is of iteration {have}")
+            elif self.args and facts_of(arguments(rank.extras)).degrees != self.degrees:
+                faults.append(f"{rank.path} was written with other degrees")
+            elif len(rank.chunks) != len(self.first.chunks):
+                faults.append(f"{rank.path} has {len(rank.chunks)} model chunks, not {len(self.first.chunks)}")
+        folder = (self.first.path.rpartition("/")[0] or self.tree.shown).rstrip("/").rpartition("/")[2]
+        if type(want) is int and folder.startswith("iter_") and folder[5:].isdecimal() and int(folder[5:]) != want:
+            self.notes.append(
+                Note("N0304", f"the folder is {folder}, the files are of iteration {want}", self.first.path)
+            )
+        if faults:
+            raise InconsistentCheckpoint(
+                f"{self.first.path} is of iteration {want}, but {faults[0]}", code=CONTRADICTION,
+                path=self.tree.display(faults[0].split(" ")[0]), faults=faults[1:50],
+                hint="rank files of different saves lie together: take all ranks from one",
+            )  # fmt: skip
+
+    def _stages(self) -> Stages:
+        """Layers of each chunk, as the files show them. Raises Incomplete E0302 when some are missing."""
+        counts: dict[tuple[int, int], int] = {}
+        mtp: dict[tuple[int, int], int] = {}
+        for rank in self.ranks:
+            for number, chunk in enumerate(rank.chunks):
+                at = (number, rank.where.pp)
+                layers = [found[1] for name, _ in chunk if (found := names.layer_of(name))]
+                counts[at] = max(counts.get(at, 0), max(layers, default=-1) + 1)
+                ahead = {name.split(".")[2] for name, _ in chunk if name.startswith("mtp.layers.")}
+                mtp[at] = max(mtp.get(at, 0), len(ahead))
+        order = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]
+        total = sum(counts.get(at, 0) for at in order)
+        if self.facts.layers and total != self.facts.layers and any(counts.values()):
+            raise Incomplete(
+                f"the ranks hold {total} layers, the arguments say {self.facts.layers}", code=MISSING,
+                path=self.tree.display(self.first.path),
+                faults=[f"stage {p}, chunk {v}: {counts.get((v, p), 0)} layers" for v, p in order][:50],
+                hint="a layer is missing from a rank's file, or files of two models lie together",
+            )  # fmt: skip
+        where = next((i for i, at in enumerate(order) if mtp.get(at)), None)
+        made = from_counts(
+            [counts.get(at, 0) for at in order], self.degrees["pp"], len(self.first.chunks),
+            mtp=max(mtp.values(), default=0), mtp_at=where,
+        )  # fmt: skip
+        self.degrees["vpp"] = len(self.first.chunks)
+        return made
+
+    def _cutting(self) -> Cutting:
+        shapes = {name: array.shape for rank in self.ranks for chunk in rank.chunks for name, array in chunk}
+        own = names.experts_count(self.local)
+        ep = self.degrees["ep"]
+        if not own and self.experts and self.facts.experts:
+            own = self.facts.experts // ep
+        if self.facts.experts and own and own * ep != self.facts.experts:
+            raise Incomplete(
+                f"{ep} expert ranks hold {own} experts each, the arguments say {self.facts.experts} in all", code=MISSING,
+                path=self.tree.display(self.first.path), hint="expert tensors are missing from the rank files",
+            )  # fmt: skip
+        return Cutting(
+            self.facts, self.degrees, gated(shapes, self.facts), self._down_shared(shapes), own, self._vocab_rows()
+        )  # fmt: skip
+
+    def _vocab_rows(self) -> int | None:
+        """Rows of vocabularies without the zeros that our writer added; None when it added none."""
+        ours = self.first.extras.get(OURS)
+        rows = ours.get("vocab_rows") if isinstance(ours, dict) else None
+        if type(rows) is not int or rows <= 0:
+            return None
+        self.notes.append(Note("N0303", f"vocabulary rows from {rows} on are padding that ckpt added", self.first.path))
+        return rows
+
+    def _down_shared(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Are MLA's down projections cut over tensor ranks? By their sizes where the arguments tell the whole."""
+        tp = self.degrees["tp"]
+        for name, shape in shapes.items():
+            if name.endswith("linear_q_down_proj.weight") and self.facts.q_rank:
+                return tp > 1 and shape[0] * tp == self.facts.q_rank
+            if name.endswith("linear_kv_down_proj.weight") and self.facts.kv_rank and self.facts.rope_dim is not None:
+                return tp > 1 and shape[0] * tp == self.facts.kv_rank + self.facts.rope_dim
+        return not any(names.is_fused_norm(name) for name in shapes)
+
+    # -- tensors ---------------------------------------------------------------------------------------------------------
+
+    def _model(self, rank: _Rank, out: Gathering) -> Owned:
+        params: list[Param] = []
+        slots: list[list[Slot]] = []
+        dropped = [name for name, value in _plain_entries(rank) if value is not None]
+        for number, chunk in enumerate(rank.chunks):
+            stage = self.stages.of(rank.where.pp, number)
+            for name, array in chunk:
+                if name.endswith("._extra_state"):
+                    dropped.append(name)
+                    continue
+                own = slots_of(name, array.shape, rank.where, stage, self.cutting)
+                out.add(MODEL, own, array)
+                if not names.is_buffer(name):
+                    params.append(Param(name, number, array.shape, array.dtype, array.numel))
+                    slots.append(own)
+        if dropped:
+            what = f"{len(dropped)} extra states (FP8 scales of Transformer Engine) and plain values of the model stay behind"
+            self.notes.append(Note("N0301", what, rank.path, dropped[0]))
+        path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
+        return Owned(params, slots, self.facts, self.degrees, self.stages, rank.where.pp, path)
+
+    def _ours(self, rank: _Rank, out: Gathering) -> None:
+        """What lies under `ckpt`: further states by the rank's names, and tensors that are whole."""
+        for leaf, array in rank.ours:
+            match leaf:
+                case ("states", int(chunk), str(state), str(name)) if chunk < len(rank.chunks):
+                    stage = self.stages.of(rank.where.pp, chunk)
+                    out.add(state, slots_of(name, array.shape, rank.where, stage, self.cutting), array)
+                case ("vocab_tail", _, _):
+                    continue  # when all rows before them are there
+                case ("tensors", str(state), str(name)):
+                    if rank is self.first:
+                        out.plain(TensorKey(name, state), array)
+                case _:
+                    raise InputError(
+                        f"{OURS}.{dotted(leaf)[:100]}: not a place that this version knows", code=FORM, path=array.path,
+                        hint="written by a newer version of ckpt?",
+                    )  # fmt: skip
+
+    def _optimizer(self, rank: _Rank, owned: Owned, out: Gathering) -> None:
+        optimizer = rank.extras.get("optimizer")
+        numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
+        if numbered:
+            read_numbered(owned, numbered, optimizer, out)
+        file = f"{rank.path}/{OPTIM_FILE}"
+        if self.tree.exists(file):
+            content = read_content(self.tree, file)
+            self.unsafe += content.unsafe
+            self.globals.update(dict.fromkeys(content.globals))
+            read_flat(owned, content.leaves, optimizer, out)
+
+    def _steps(self) -> None:
+        """Raise InconsistentCheckpoint E0379 when groups or ranks count other steps."""
+        seen: dict[float, str] = {}
+        for rank in self.ranks:
+            for one in chained(rank.extras.get("optimizer")):
+                for group in groups_of(one):
+                    step = group.get("step")
+                    if isinstance(step, int | float) and not isinstance(step, bool):
+                        seen.setdefault(float(step), f"{rank.path}/{MODEL_FILE}")
+        if len(seen) > 1:
+            (a, path), (b, other) = list(seen.items())[:2]
+            raise InconsistentCheckpoint(
+                f"the optimizer's step counters disagree: {a:g} and {b:g}", code=STEPS, path=self.tree.display(other),
+                place="optimizer.param_groups", faults=[f"step {a:g} in {path}", f"step {b:g} in {other}"],
+                hint="the groups were not saved at one time: go back to a save that is whole, or take --state model",
+            )  # fmt: skip
+
+    # -- the rest --------------------------------------------------------------------------------------------------------
+
+    def _extras(self) -> dict[str, Any]:
+        out = {key: value for key, value in self.first.extras.items() if not _is_chunk(key) and key != OURS}
+        if "optimizer" in out:
+            out["optimizer"] = _without_params(out["optimizer"])
+        rng = self._rng()
+        out.pop("rng_state", None)
+        if rng:
+            out["rng_state"] = rng
+        ours = self.first.extras.get(OURS)
+        if isinstance(ours, dict) and isinstance(ours.get("extras"), dict):
+            out |= ours["extras"]
+        return out
+
+    def _rng(self) -> dict[str, Any]:
+        """RNG states by folder: {"mp_rank_00": [{...}]}, tensors as bytes."""
+        if len(self.ranks) > RNG_RANKS:
+            self.notes.append(Note("N0302", f"RNG states of {len(self.ranks)} ranks are left unread", self.first.path))
+            return {}
+        out = {}
+        for rank in self.ranks:
+            if "rng_state" not in rank.extras and not rank.rng:
+                continue
+            values = []
+            for leaf, array in rank.rng:
+                nbytes = array.dtype.nbytes(array.numel)
+                if nbytes > RNG_BYTES or array.strides is not None:
+                    self.notes.append(
+                        Note("N0302", f"an RNG state of {nbytes} bytes is left unread", array.path, dotted(leaf))
+                    )
+                    continue
+                values.append((leaf, self.tree.read(array.path, array.offset, nbytes)))
+            joined = join({"rng_state": rank.extras.get("rng_state", [])}, values)
+            out[rank.path.rpartition("/")[2]] = joined["rng_state"]
+        return out
+
+    def _files(self) -> tuple[str, ...]:
+        every = [f"{rank.path}/{name}" for rank in self.ranks for name in (MODEL_FILE, OPTIM_FILE)]
+        return tuple(name for name in every if self.tree.exists(name))
+
+    def _hints(self) -> dict[str, Any]:
+        states = {_template(key) for rank in self.ranks for key in _extra_states(rank)}
+        prefix = self.first.path.rpartition("/")[0] or self.tree.shown.rstrip("/").rpartition("/")[2]
+        return {
+            "degrees": dict(self.degrees),
+            "globals": list(self.globals),
+            "megatron": {
+                "te": any(names.is_fused_norm(name) for name in self.local),
+                "container": next((found for name in self.local if (found := names.container_of(name))), None),
+                "mtp_inner": next((word for word in ("mtp_model_layer",) if any(f".{word}." in n for n in self.local)), None),
+                "extra_states": sorted(states),
+                "counts": list(self.stages.counts),
+                "mtp": [i for i, stage in enumerate(self.stages.chunks) if stage.mtp],
+                "gated": self.cutting.gated,
+                "down_shared": self.cutting.down_shared,
+                "release": prefix == "release",
+                "distributed": any(self.tree.exists(f"{rank.path}/{OPTIM_FILE}") for rank in self.ranks),
+            },
+        }  # fmt: skip
+
+
+def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
+    """Does fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
+    for name, shape in shapes.items():
+        if name.endswith("linear_fc1.weight") and len(shape) == 2:
+            other = shapes.get(f"{name.removesuffix('linear_fc1.weight')}linear_fc2.weight")
+            if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
+                return shape[0] == 2 * other[1]
+    return bool(facts.gated)
+
+
+def _rank_number(rank: _Rank) -> int | None:
+    value = arguments(rank.extras).get("rank")
+    return value if type(value) is int else None
+
+
+def _guessed(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_Rank]) -> dict[str, int]:
+    """Degrees from the folders' names, where no arguments tell them: two numbers mean stages."""
+    numbers = list(folders.values())
+    out = dict.fromkeys(("pp", "vpp", "ep", "dp", "cp"), 1)
+    out["tp"] = out["etp"] = max(n[0] for n in numbers) + 1
+    out["pp"] = max((n[1] for n in numbers if len(n) > 1), default=0) + 1
+    out["ep"] = max((n[2] for n in numbers if len(n) > 2), default=0) + 1
+    return out
+
+
+def _without_params(optimizer: Any) -> Any:
+    """The optimizer's values without the numbers of parameters, which are another layout's."""
+    if isinstance(optimizer, list):
+        return [_without_params(one) for one in optimizer]
+    if not isinstance(optimizer, dict):
+        return optimizer
+    out = {key: value for key, value in optimizer.items() if key not in ("fp32_from_fp16_params", "state")}
+    for key in ("optimizer", "param_groups"):
+        value = out.get(key)
+        if key == "optimizer" and isinstance(value, dict):
+            out[key] = _without_params(value)
+        elif key == "param_groups" and isinstance(value, list):
+            out[key] = [{k: v for k, v in g.items() if k != "params"} if isinstance(g, dict) else g for g in value]
+    return out
+
+
+def _plain_entries(rank: _Rank) -> list[tuple[str, Any]]:
+    """What a rank's model holds beside tensors."""
+    chunks = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
+    return [(str(key), value) for chunk in chunks for key, value in chunk.items()]
+
+
+def _extra_states(rank: _Rank) -> list[str]:
+    """Modules that have an extra state, by the rank's names."""
+    said = [name for name, _ in _plain_entries(rank)]
+    said += [name for chunk in rank.chunks for name, _ in chunk]
+    return [key for key in said if key.endswith("._extra_state")]
+
+
+def _template(name: str) -> str:
+    """The name with its numbers left open."""
+    return ".".join("*" if word.isdecimal() else word for word in name.split("."))

@@ -1,0 +1,244 @@
+"""What a legacy Megatron checkpoint shall be: the model's sizes, the degrees, the stages, the rows of vocabularies. Decided once.
+
+The one idea: all that can be wrong with what was asked for is found here, before a file is laid out: a degree that does not
+divide the heads, layers that do not spread over stages, experts that do not part, a vocabulary whose padding is not known.
+
+    112 rows for a vocabulary of 100 (multiple 16), --tp 2   ->   128 rows, 16 more than there are: zeros
+
+Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are remembered
+(`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`). Our reader undoes
+both, so that the logical tensor never changes and every way back is exact. Where V is not known rows are kept that Megatron
+could mean, else `--vocab-size` is asked for.
+
+Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules named
+below. Cost: a pass over names. What it does not do: boxes and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of
+from ckpt_tool.formats.megatron.model import EMBEDDING, TIED_HEAD, Cutting
+from ckpt_tool.formats.megatron.ranks import fit
+from ckpt_tool.formats.megatron.rules import ETP, VOCABULARY, Units, check_degree, nearest, units_of
+from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
+
+VOCAB, NO_RULE, NO_SPLIT = "E0276", "E0275", "E0272"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How the source spelt what can be spelt in several ways. extra_states: templates of modules that have one."""
+
+    te: bool
+    container: str
+    mtp_inner: str
+    extra_states: frozenset[str] | None
+    release: bool
+    distributed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Everything that was decided. rows: of a stored vocabulary tensor. args: the source's, {} without."""
+
+    wanted: Wanted
+    model: Mapping[str, int]  # logical name -> number of the wanted tensor
+    args: Mapping[str, Any]
+    facts: Facts
+    style: Style
+    degrees: Mapping[str, int]
+    stages: Stages
+    cutting: Cutting
+    rows: int | None
+    kept_rows: int | None  # of the source's rows, those that are written
+    all_rows: int | None  # the source's
+    notes: tuple[str, ...]
+
+    def tensor(self, number: int) -> WantedTensor:
+        return self.wanted.tensors[number]
+
+    @property
+    def same_layout(self) -> bool:
+        """Is the layout the source's own?"""
+        return bool(self.args) and facts_of(self.args).degrees == dict(self.degrees)
+
+
+def decide(wanted: Wanted) -> Shape:
+    """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276 the
+    vocabulary."""
+    model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
+    args = arguments(wanted.extras)
+    style = _style(wanted, facts_of(args))
+    experts = names.experts_count(model)
+    facts = _completed(facts_of(args), model, experts, wanted)
+    degrees, notes = fit(dict(wanted.options.get("degrees", {})), experts)
+    stages = _stages(wanted, model, args, facts, degrees)
+    cutting = Cutting(
+        facts, degrees, _gated(wanted, model, facts), not style.te, experts // degrees["ep"] if experts else 0
+    )
+    _check(wanted, model, facts, degrees, cutting)
+    rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
+    every = next((wanted.tensors[model[name]].shape[0] for name in VOCABULARY if name in model), None) if rows else None
+    if args and facts.layers != facts_of(args).layers and facts.layers:
+        notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
+    return Shape(
+        wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, every, (*notes, *more)
+    )  # fmt: skip
+
+
+def _style(wanted: Wanted, facts: Facts) -> Style:
+    hints = wanted.hints.get("megatron") if wanted.source_format == "megatron" else None
+    own: Mapping[str, Any] = hints if isinstance(hints, Mapping) else {}
+    states = own.get("extra_states")
+    return Style(
+        bool(own.get("te", facts.te)),
+        own.get("container") or facts.container,
+        own.get("mtp_inner") or "transformer_layer",
+        frozenset(states) if isinstance(states, list) and states else None,
+        bool(own.get("release")),
+        own.get("distributed") or facts.distributed if own else facts.distributed,
+    )
+
+
+def _completed(facts: Facts, model: Mapping[str, int], experts: int, wanted: Wanted) -> Facts:
+    """The facts with what the tensors themselves show."""
+    layers = [found[1] for name in model if (found := names.layer_of(name))]
+    ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
+    tied = EMBEDDING in model and TIED_HEAD not in model and (facts.tied or not facts.stated)
+    return replace(
+        facts, layers=max(layers, default=-1) + 1, mtp=len(ahead), experts=experts or None, tied=tied,
+        mla=facts.mla or any(".linear_kv_down_proj." in name for name in model),
+    )  # fmt: skip
+
+
+def _gated(wanted: Wanted, model: Mapping[str, int], facts: Facts) -> bool:
+    from ckpt_tool.formats.megatron.read import gated
+
+    return gated({name: wanted.tensors[i].shape for name, i in model.items()}, facts)
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------
+
+
+def _stages(
+    wanted: Wanted, model: Mapping[str, int], args: Mapping[str, Any], facts: Facts, degrees: Mapping[str, int]
+) -> Stages:
+    pp, vpp, layers = degrees["pp"], degrees["vpp"], facts.layers or 0
+    if vpp > 1 and pp == 1:
+        raise UsageError(
+            f"--vpp {vpp} without pipeline stages", code=NO_SPLIT, hint="give --pp of at least 2, or leave --vpp off"
+        )
+    split = wanted.options.get("pp_split") or ()
+    if split:
+        return from_wish(split, pp, vpp, layers, mtp=facts.mtp)
+    hints = wanted.hints.get("megatron") if wanted.source_format == "megatron" else None
+    if isinstance(hints, Mapping) and _counts_fit(hints.get("counts"), wanted.hints.get("degrees"), pp, vpp, layers):
+        mtp = hints.get("mtp")
+        return from_counts(hints["counts"], pp, vpp, mtp=facts.mtp, mtp_at=mtp[0] if mtp else None)
+    before = facts_of(args)
+    kept = dict(args) if (before.pp, before.vpp) == (pp, vpp) else _even_only(args)
+    made = from_args(kept, pp, vpp, layers, mtp=facts.mtp) or from_args({}, pp, vpp, layers, mtp=facts.mtp)
+    if made is None or not layers and pp > 1:
+        valid = even_degrees(layers, vpp) if layers else [1]
+        raise UsageError(
+            f"--pp {pp}{f' --vpp {vpp}' if vpp > 1 else ''}: {layers} layers do not spread evenly over {pp * vpp} chunks",
+            code=NO_SPLIT, hint=f"--pp that does{f' with --vpp {vpp}' if vpp > 1 else ''}: {nearest(pp, valid)}; or say how with --pp-split",
+        )  # fmt: skip
+    return made
+
+
+def _even_only(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without those that were made for other stages."""
+    own = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    return {name: value for name, value in args.items() if name not in own}
+
+
+def _counts_fit(counts: Any, degrees: Any, pp: int, vpp: int, layers: int) -> bool:
+    return (
+        isinstance(counts, list) and isinstance(degrees, Mapping) and (degrees.get("pp"), degrees.get("vpp")) == (pp, vpp)
+        and len(counts) == pp * vpp and sum(counts) == layers
+    )  # fmt: skip
+
+
+# -- degrees ------------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    wanted: Wanted, model: Mapping[str, int], facts: Facts, degrees: Mapping[str, int], cutting: Cutting
+) -> None:
+    """Raise UsageError when tensor ranks can't share a parameter."""
+    units: dict[str, list[Units]] = {"tp": [], "etp": []}
+    unknown = []
+    for name, number in model.items():
+        shape = wanted.tensors[number].shape
+        rule = cutting.rule(name, len(shape))
+        if not rule.known and degrees[rule.axis] > 1:
+            unknown.append(name)
+        found = units_of(name, rule, shape, facts)
+        if found:
+            units[ETP if rule.axis == ETP else "tp"].append(found)
+    if unknown:
+        raise UsageError(
+            f"--tp {degrees['tp']}: no rule says how tensor ranks share {unknown[0]}", code=NO_RULE, key=unknown[0],
+            faults=unknown[1:50], hint="bring the names into Megatron's (--dialect megatron), or write with --tp 1",
+        )  # fmt: skip
+    check_degree("tp", degrees["tp"], units["tp"])
+    check_degree("etp", degrees["etp"], units["etp"])
+
+
+# -- vocabulary ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    wanted: Wanted, model: Mapping[str, int], facts: Facts, tp: int
+) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """(rows to store, rows of the source to keep, notes) of the vocabulary tensors; (None, None, ()) without any."""
+    found = {
+        wanted.tensors[model[name]].shape[0]
+        for name in VOCABULARY
+        if name in model and wanted.tensors[model[name]].shape
+    }
+    if not found:
+        return None, None, ()
+    if len(found) > 1:
+        if tp == 1:
+            return None, None, ()
+        raise UsageError(
+            f"embedding and output layer have {' and '.join(map(str, sorted(found)))} rows", code=VOCAB,
+            hint="cut both to the vocabulary's size with --vocab-size N",
+        )  # fmt: skip
+    (have,) = found
+    multiple = facts.vocab_multiple or 128
+    real = wanted.options.get("vocab_size") or facts.vocab
+    unit = multiple * tp
+    if isinstance(real, int) and 0 < real:
+        need = -(-real // unit) * unit
+        rows = max(need, -(-have // unit) * unit) if have < real else need
+    elif have % unit == 0 or not facts.stated and have % tp == 0 or tp == facts.tp and have % tp == 0:
+        rows = have
+    else:
+        old = multiple * facts.tp
+        low, high = -(-(max(have - old, 0) + 1) // unit) * unit, -(-have // unit) * unit
+        if low != high or not facts.stated:
+            raise UsageError(
+                f"--tp {tp}: {have} rows of the vocabulary do not tell its real size: Megatron would pad it to"
+                f" {low} or {high} rows", code=VOCAB, key=EMBEDDING,
+                hint="say the tokenizer's size with --vocab-size N",
+            )  # fmt: skip
+        rows = high
+    if rows == have:
+        return have, have, ()
+    if rows < have:
+        return rows, rows, (
+            f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the {have - rows} rows of padding"
+            " beyond are kept beside, for the way back",
+        )  # fmt: skip
+    return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)

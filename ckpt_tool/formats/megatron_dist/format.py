@@ -1,0 +1,322 @@
+"""`megatron-dist`: Megatron's `torch_dist` checkpoints: model, optimizer and what belongs to them, without Megatron.
+
+The one idea: the folder is a DCP (`formats.dcp.format`) whose keys, shapes and objects follow Megatron's rules; this format
+undoes the rules (stacked layers, stacked experts, parted gate and up, flat optimizer buckets), so that every parameter has
+one name and one shape, whatever degrees wrote it, and does them again when it writes.
+
+    decoder.layers.mlp.linear_fc1.weight  BF16 (4, 96, 32)  in boxes (1, 24, 32)    4 layers, TP 2, gate and up
+    -> decoder.layers.0.mlp.linear_fc1.weight (96, 32) of 4 chunks, ... decoder.layers.3.mlp.linear_fc1.weight
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight                     -> ... [exp_avg]
+
+Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is said; `megatron/core/`):
+
+* Folder (`megatron_dist.folder`): `.metadata`, `__R_S.distcp`, `common.pt` (core <= 0.18) or an item `common_state/shard_0_1`
+  (core >= 0.19), `metadata.json` last. A parent folder's `latest_checkpointed_iteration.txt` names the iteration.
+* `.metadata`: torch's, with attributes of Megatron's own: `all_local_plans` (0.16), `mcore_data` (0.8-0.15); core 0.15 pickles
+  a subclass `MCoreMetadata`. `planner_data` is None: keys do not nest.
+* Keys (`megatron_dist.keys`), boxes (`megatron_dist.pieces`), objects (`megatron_dist.objects`). Only the first replica of a
+  shard is stored. Gate and up of a gated fc1 are boxes of one tensor [gate; up]. Tied weights are stored once.
+* Optimizer, by `content_metadata.distrib_optim_sharding_type` of the common state:
+  none: `optimizer.state.{fp32_param,exp_avg,exp_avg_sq}.KEY`; one step for all in the common state (`common_step`);
+  `fully_reshardable` (0.15-): `optimizer.state.{param,...}.KEY`;
+  `fully_sharded_model_space` (0.6-0.15): `optimizer.state.{fp32_param,...}.KEY`, flattened ranges;
+  `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
+  (`megatron_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in the common state, or with the flat buckets as objects a rank.
+* Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
+
+Writing: `formats.megatron_dist.target`. Cost: 0.1 ms a box. What it does not do: zarr (core <= 0.15 can read it),
+Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.target import Target, Wanted
+from ckpt_tool.core.tensor import (
+    EXTRAS,
+    MASTER,
+    MODEL,
+    STEP,
+    Chunk,
+    LogicalTensor,
+    StoredArray,
+    TensorKey,
+    simple_tensor,
+)
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats import checksums
+from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.dcp import folders as dcp_folders
+from ckpt_tool.formats.dcp.items import Items
+from ckpt_tool.formats.dcp.metadata import CONTRADICTION, INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
+from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
+from ckpt_tool.formats.megatron_dist.keys import DistKey, name_of, parse, styles_of
+from ckpt_tool.formats.megatron_dist.objects import Objects, check_step, read_objects
+from ckpt_tool.formats.megatron_dist.pieces import apart, chunks_of, moved
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.storage.source import Tree
+
+FLAT = ".distributed.dp_group_idx_"
+POSITIONS = 1 << 18  # layers times experts of one key
+
+
+class _MegatronDist:
+    """The format. See the module."""
+
+    name = "megatron-dist"
+    holds = Holds(
+        all_states=True, extras=True, mesh=("tp", "pp", "ep", "etp", "dp", "cp", "vpp"), replicas=False, zero=0,
+        dialect="megatron", own_layout=True, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )  # fmt: skip
+
+    def detect(self, tree: Tree) -> Evidence | None:
+        """By `metadata.json`, or `common.pt` beside items."""
+        found = megatron_dist_folder.find(tree)
+        return Evidence(found[1]) if found else None
+
+    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+        """The catalog, from `.metadata`, the common state and the heads of the items; objects are read whole. Options:
+        `require_checksums` (bool) refuses files without CRCs (E0397).
+
+        Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes, E0359 no common state),
+        InconsistentCheckpoint (E0308 overlap, E0355 flat buckets that do not fit, E0379 steps, E0389, E0394), CorruptFile
+        (E0356 `integrity.json`), InputError (E0393 zarr), and what the containers raise.
+        """
+        found = megatron_dist_folder.find(tree)
+        folder = found[0] if found else ""
+        megatron_dist_folder.check(tree, folder)
+        notes = megatron_dist_folder.check_integrity(tree, folder)
+        listing = read_listing(tree, folder, (dcp_folders.METADATA,))
+        _check_files(tree, folder, listing)
+        catalog = _Reading(tree, folder, listing, notes).catalog(required=bool(options.get("require_checksums")))
+        catalog.check()
+        return catalog
+
+    def target(self, wanted: Wanted, layout: Layout) -> Target:
+        """The whole output; see `formats.megatron_dist.target`."""
+        from ckpt_tool.formats.megatron_dist.target import dist_target
+
+        return dist_target(wanted)
+
+
+FORMAT = _MegatronDist()
+
+
+def _check_files(tree: Tree, folder: str, listing: Listing) -> None:
+    """Raise Incomplete naming every file that the metadata names and that is not there."""
+    have = tree.listing()
+    missing = [file for file in listing.files if file not in have]
+    if missing:
+        raise Incomplete(
+            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}", code=INCOMPLETE,
+            path=tree.display(folder + dcp_folders.METADATA), faults=missing[20:SHOWN],
+            hint="copy the missing files from where the job wrote them; __R_S.distcp is rank R's",
+        )  # fmt: skip
+
+
+class _Parameter:
+    """A logical tensor while its chunks are gathered. halves: rows of the gate's and the up's half, where they lie apart."""
+
+    __slots__ = ("chunks", "dtype", "halves", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.chunks: list[Chunk] = []
+        self.halves: dict[int, list[Chunk]] = {}
+
+
+class _Reading:
+    """One read: entries and objects, put into one catalog."""
+
+    def __init__(self, tree: Tree, folder: str, listing: Listing, notes: Iterable[Note]) -> None:
+        self.tree = tree
+        self.folder = folder
+        self.listing = listing
+        self.items = Items(tree)
+        self.notes = list(notes)
+        self.found: dict[TensorKey, _Parameter] = {}
+        self.styles: dict[str, None] = {}
+
+    def catalog(self, *, required: bool) -> Catalog:
+        objects = read_objects(self.tree, self.folder, self.listing.objects, self.items)
+        arrays = self.items.arrays(self.listing.tensors.values())
+        flat = []
+        for entry in self.listing.tensors.values():
+            own = [arrays[entry.fqn, number] for number in range(len(entry.pieces))]
+            if FLAT in entry.fqn:
+                flat.append((entry, own))
+            else:
+                self._entry(entry, own)
+        tensors, degrees = self._tensors(), _degrees(objects)
+        if flat or objects.gathered:
+            from ckpt_tool.formats.megatron_dist.flat import flat_states
+
+            tensors |= flat_states(
+                flat, objects.gathered, tensors, _arguments(objects), degrees, self.tree.display(self.folder)
+            )
+        tensors |= self._of_common(objects, tensors)
+        self._iteration(objects)
+        unsafe = (*self.listing.unsafe, *self.items.unsafe, *objects.unsafe)
+        return Catalog(
+            "megatron-dist",
+            tensors,
+            objects.extras,
+            Mesh.of_degrees(degrees),
+            self._files(objects),
+            (),
+            (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
+            tuple(dict.fromkeys(unsafe)),
+            self._hints(objects, degrees),
+        )
+
+    def _iteration(self, objects: Objects) -> None:
+        """A note when the folder is named for another iteration than the common state is of."""
+        name = (self.folder or self.tree.shown).rstrip("/").rpartition("/")[2]
+        named, said = re.fullmatch(r"iter_(\d{1,12})", name), objects.extras.get("iteration")
+        if named is not None and type(said) is int and int(named[1]) != said:
+            message = f"the common state is of iteration {said}, the folder is named {name}: renamed, or of two saves?"
+            self.notes.append(Note("N-iteration", message))
+
+    def _files(self, objects: Objects) -> tuple[str, ...]:
+        names = [dcp_folders.METADATA, megatron_dist_folder.CONFIG]
+        names += [megatron_dist_folder.COMMON] if objects.common_file else []
+        names += (
+            [megatron_dist_folder.INTEGRITY] if self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY) else []
+        )
+        return (*(self.folder + name for name in names), *self.listing.files)
+
+    def _hints(self, objects: Objects, degrees: Mapping[str, int]) -> dict[str, Any]:
+        globals_ = dict.fromkeys((*self.listing.globals, *self.items.globals, *objects.globals))
+        return {
+            "degrees": dict(degrees),
+            "dist": {
+                "styles": list(self.styles),
+                "extra_states": {base: list(shape) for base, shape in objects.extra_states.items()},
+                "common_file": objects.common_file,
+                "integrity": self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY),
+            },
+            "globals": list(globals_),
+        }
+
+    # -- tensors --------------------------------------------------------------------------------------------------------
+
+    def _entry(self, entry: TensorEntry, arrays: list[StoredArray]) -> None:
+        """One stored tensor: its chunks go to the parameters that lie in it."""
+        key = parse(entry.fqn)
+        shape = self.listing.reformed.get(entry.fqn, entry.shape)
+        if len(shape) < key.leads or prod(shape[: key.leads]) > POSITIONS:
+            raise InconsistentCheckpoint(
+                f"a tensor of shape {list(shape)} under a key of {key.leads} stacked dims", code=CONTRADICTION,
+                path=self.tree.display(self.folder), key=entry.fqn, hint="the key is of a kind that this version does not know",
+            )  # fmt: skip
+        self.styles.update(dict.fromkeys(styles_of(key)))
+        own = shape[key.leads :]
+        for at in product(*(range(n) for n in shape[: key.leads])):
+            self._parameter(key, at, own, entry)
+        for chunk in chunks_of(entry, arrays, self.listing.reformed.get(entry.fqn)):
+            for at, inner in apart(chunk, key.leads):
+                found = self.found.get(TensorKey(name_of(key, at), key.state))
+                if found is None or len(inner.box.offset) != len(own):
+                    raise InconsistentCheckpoint(
+                        f"a box at {list(chunk.box.offset)} leaves the tensor of shape {list(shape)}", code=CONTRADICTION,
+                        path=inner.array.path, key=entry.fqn, hint="the metadata contradicts itself",
+                    )  # fmt: skip
+                (found.chunks if key.half is None else found.halves.setdefault(key.half, [])).append(inner)
+
+    def _parameter(self, key: DistKey, at: tuple[int, ...], shape: tuple[int, ...], entry: TensorEntry) -> None:
+        name = TensorKey(name_of(key, at), key.state)
+        known = self.found.get(name)
+        if known is None:
+            known = self.found[name] = _Parameter(shape, entry.dtype)
+            if key.half is not None:
+                known.halves.setdefault(key.half, [])
+            return
+        if key.half is None or key.half in known.halves or (known.shape, known.dtype) != (shape, entry.dtype):
+            raise InconsistentCheckpoint(
+                f"{name} is stored twice, once under {entry.fqn}", code=CONTRADICTION,
+                path=self.tree.display(self.folder + dcp_folders.METADATA), key=str(name),
+                hint="two spellings of one tensor in one save: nothing says which counts",
+            )  # fmt: skip
+        known.halves.setdefault(key.half, [])
+
+    def _tensors(self) -> dict[TensorKey, LogicalTensor]:
+        out, frozen = {}, list[str]()
+        for key, found in self.found.items():
+            shape, chunks = found.shape, found.chunks
+            if found.halves:
+                missing = [which for number, which in enumerate(("gate (_w)", "up (_v)")) if number not in found.halves]
+                if missing:
+                    raise Incomplete(
+                        f"the {missing[0]} half of a gated fc1 is missing", code=INCOMPLETE, key=str(key),
+                        path=self.tree.display(self.folder), hint="both halves are stored under keys of their own",
+                    )  # fmt: skip
+                chunks = [*found.halves[0], *(moved(chunk, shape[0]) for chunk in found.halves[1])]
+                shape = (2 * shape[0], *shape[1:])
+            if not chunks and key.state != MODEL and 0 not in shape:
+                frozen.append(str(key))  # a layer or expert that the stacked tensor of the others has a place for
+                continue
+            placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+            out[key] = LogicalTensor(key, shape, found.dtype, placed)
+        if frozen:
+            message = (
+                f"{len(frozen)} states lie in no file although others of their key do (frozen?), such as {frozen[0]}"
+            )
+            self.notes.append(Note("N-no-state", message, key=frozen[0]))
+        return out
+
+    def _of_common(
+        self, objects: Objects, tensors: Mapping[TensorKey, LogicalTensor]
+    ) -> dict[TensorKey, LogicalTensor]:
+        """Tensors of the common state: the optimizer's one step is every parameter's, others are extras."""
+        out: dict[TensorKey, LogicalTensor] = {}
+        for path, array in objects.leaves:
+            if path[-2:] == ("state", "common_step"):
+                stepping = dict.fromkeys(key.name for key in tensors if key.state not in (MODEL, MASTER))
+                for key in (TensorKey(name, STEP) for name in stepping):
+                    if key not in tensors:
+                        out[key] = simple_tensor(key, array)
+            elif path[-1:] != ("step",) or "param_state" not in path or not check_step(self.tree, path, array, objects):
+                key = TensorKey(dotted(path), EXTRAS)
+                out[key] = simple_tensor(key, array, path)
+        return out
+
+
+# -- degrees ------------------------------------------------------------------------------------------------------------
+
+
+_ARGUMENTS = (
+    ("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size"),
+    ("vpp", "virtual_pipeline_model_parallel_size"), ("ep", "expert_model_parallel_size"),
+    ("etp", "expert_tensor_parallel_size"), ("dp", "data_parallel_size"), ("cp", "context_parallel_size"),
+)  # fmt: skip
+
+
+def _arguments(objects: Objects) -> dict[str, Any]:
+    """Megatron's arguments, {} when there are none."""
+    args = getattr(objects.extras.get("args"), "state", None)
+    return args if isinstance(args, dict) else {}
+
+
+def _degrees(objects: Objects) -> dict[str, int]:
+    """The degrees that the arguments state; tensor and pipeline degrees as the RNG states show them."""
+    stated = _arguments(objects)
+    out = {dim: 1 for dim, _ in _ARGUMENTS}
+    for dim, name in _ARGUMENTS:
+        value = stated.get(name)
+        if type(value) is int and 1 <= value < 1 << 20:
+            out[dim] = value
+    if len(objects.rng_shape) in (2, 3) and all(0 < n < 1 << 20 for n in objects.rng_shape):
+        out["pp"], out["tp"] = objects.rng_shape[:2]
+    if type(stated.get("expert_tensor_parallel_size")) is not int:
+        out["etp"] = out["tp"]
+    return out

@@ -1,0 +1,328 @@
+"""Where every tensor of a new torch_dist checkpoint goes: its key, its place among stacked ones, its boxes, their ranks.
+
+The one idea: the inverse of reading. A name gives back its key and its position (layer, expert); tensors whose positions
+fill a grid of one shape are one stored tensor with leading dims, cut as Megatron's ranks would have cut it:
+
+    decoder.layers.0...3.mlp.linear_fc1.weight (96, 32), TP 2, gated
+    -> decoder.layers.mlp.linear_fc1.weight (4, 96, 32): boxes (l, 0) (l, 48) by tensor rank 0, (l, 24) (l, 72) by rank 1,
+       each (1, 24, 32), written by the first data rank of the stage that holds layer l
+
+The cuts are for the writers' and readers' ease: Megatron loads any. So what does not divide and may be padded when loaded
+(the vocabulary, `allow_shape_mismatch`) stays whole, while heads, feed-forward rows and experts that don't divide are a
+degree that the model can't take. Keys are spelled as the source spelled them (`styles`), else as its arguments make
+Megatron 0.16.1 spell them: stacked unless layers differ (`transformer/transformer_block.py`), norms as the layer spec
+stores them (`models/gpt/gpt_layer_specs.py`). Rank numbers: `tp-cp-ep-dp-pp`, tp fastest (`core/mesh.py`).
+
+Cost: about 10 us a box. What it does not do: bytes and files (`megatron_dist.target`), objects (`megatron_dist.state`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import lcm
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.megatron.args import facts_of
+from ckpt_tool.formats.megatron.rules import ETP, TP, Rule, Units, check_degree, nearest, rule_of, units_of
+from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
+from ckpt_tool.formats.megatron_dist.keys import HALVES, SINGLETONS, STACKED_LAYERS, DistKey, name_of, parse, spelled
+
+EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E0258"
+CHUNKS = 1 << 16  # of all stages
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)", re.DOTALL)
+_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)", re.DOTALL)
+
+
+class Item(NamedTuple):
+    """One stored box. offset, shape: in the stored tensor. box: in wanted tensor number `tensor`. rank: who writes it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    tensor: int
+    box: Box
+    rank: int
+
+
+class Entry(NamedTuple):
+    """One stored tensor."""
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    items: tuple[Item, ...]
+
+
+class _Spot(NamedTuple):
+    """Where a tensor stands: template of its key, layer and expert (None: not in one)."""
+
+    template: str
+    layer: int | None
+    expert: int | None
+
+
+class DistLayout:
+    """The layout of all tensors of `wanted` but extras. degrees: every mesh dim, `dp` all data ranks."""
+
+    def __init__(self, wanted: Wanted, args: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
+        self.wanted = wanted
+        self.args = args
+        self.facts = facts_of(args)
+        self.notes: list[str] = []
+        self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
+        self.names = {t.key.name for _, t in self.tensors}
+        self.spots = {name: _spot(name) for name in self.names}
+        self.layers = 1 + max((s.layer for s in self.spots.values() if s.layer is not None), default=-1)
+        self.experts = 1 + max((s.expert for s in self.spots.values() if s.expert is not None), default=-1)
+        self.degrees = self._carve(degrees)
+        said = wanted.hints.get("dist")
+        styles = said.get("styles") if isinstance(said, dict) and wanted.source_format == "megatron-dist" else None
+        self.as_source = isinstance(styles, list | tuple)
+        self.styles = set(styles) if isinstance(styles, list | tuple) else self._styles()
+        self.singletons = SINGLETONS in self.styles
+        self.distributed = self.facts.distributed is not False
+        self.stages = self._stages()
+        self._check()
+        self.stacked = STACKED_LAYERS in self.styles and self._uniform()
+        self.as_source &= self.stacked == (STACKED_LAYERS in self.styles)
+        self.grids = self._grids()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def _styles(self) -> set[str]:
+        """As Megatron would spell the keys, by its arguments."""
+        args = self.args
+        several = [args.get("moe_layer_freq"), args.get("linear_attention_freq")]
+        differing = any(isinstance(n, list) or type(n) is int and n > 1 for n in several)
+        differing |= bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))
+        out = set() if differing else {STACKED_LAYERS}
+        mla = any(".linear_kv_down_proj." in name for name in self.names)
+        if self.facts.te:
+            out |= {"fused:pre_mlp_layernorm.", "plain:pre_mlp_layernorm."}
+            out |= (
+                {"fused:self_attention.q_layernorm.", "fused:self_attention.kv_layernorm."}
+                if mla
+                else {"fused:input_layernorm."}
+            )
+        elif not mla:
+            out |= {"fused:input_layernorm.", "fused:pre_mlp_layernorm."}
+        return out
+
+    def _stages(self) -> Stages:
+        pp, vpp, layers = self.degrees["pp"], self.degrees["vpp"], self.layers
+        if pp * vpp > CHUNKS:
+            raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=STAGES, hint="give smaller degrees")
+        mtp = len({name.split(".")[2] for name in self.names if name.startswith("mtp.layers.")})
+        wish = tuple(self.wanted.options.get("pp_split") or ())
+        if wish:
+            return from_wish(wish, pp, vpp, layers, mtp=mtp)
+        if not layers:
+            return from_counts([0] * (pp * vpp), pp, vpp, mtp=mtp)
+        found = from_args(self.args, pp, vpp, layers, mtp=mtp) or from_args({}, pp, vpp, layers, mtp=mtp)
+        if found is None:
+            near = nearest(pp, even_degrees(layers, vpp))
+            raise UsageError(
+                f"{layers} layers do not divide by {pp} stages" + (f" of {vpp} chunks" if vpp > 1 else ""), code=STAGES,
+                hint=f"the nearest degrees that do: {near}; or give --pp-split",
+            )  # fmt: skip
+        return found
+
+    def _check(self) -> None:
+        """Raise UsageError (E0237 experts, E0273 heads and rows) for degrees that the model can't take."""
+        ep = self.degrees["ep"]
+        if ep > 1 and not self.experts:
+            raise UsageError(f"--ep {ep}: the model has no experts", code=EXPERTS, hint="leave --ep off")
+        if self.experts and self.experts % ep:
+            near = nearest(ep, [n for n in range(1, self.experts + 1) if self.experts % n == 0])
+            raise UsageError(
+                f"--ep {ep}: {self.experts} experts do not divide by {ep}", code=EXPERTS,
+                hint=f"the nearest degrees that do: {near}",
+            )  # fmt: skip
+        units: dict[str, list[Units]] = {TP: [], ETP: []}
+        for _, tensor in self.tensors:
+            rule = self._rule(tensor)
+            found = units_of(tensor.key.name, rule, tensor.shape, self.facts)
+            if found is not None and 0 not in tensor.shape:
+                units[rule.axis].append(found)
+        for axis, flag in ((TP, "tp"), (ETP, "etp")):
+            check_degree(flag, self.degrees[flag], units[axis])
+
+    def _rule(self, tensor: WantedTensor) -> Rule:
+        return rule_of(tensor.key.name, len(tensor.shape), gated=self._gated(tensor), down_shared=not self.facts.te)
+
+    def _carve(self, degrees: Mapping[str, int]) -> dict[str, int]:
+        """Degrees with data ranks enough for the experts' to be carved out of them."""
+        out = dict(degrees)
+        grid, others = out["etp"] * out["ep"], out["tp"] * out["cp"]
+        if self.experts and out["dp"] * others % grid:
+            out["dp"] = lcm(out["dp"] * others, grid) // others
+            self.notes.append(
+                f"data ranks raised from {degrees['dp']} to {out['dp']}: {out['ep']} expert ranks are carved out of them"
+            )
+        return out
+
+    def _uniform(self) -> bool:
+        """Have all layers the same tensors of the same shapes in every state?"""
+        seen: dict[tuple[str, str, int | None], dict[int, tuple[Any, ...]]] = {}
+        for _, tensor in self.tensors:
+            spot = self.spots[tensor.key.name]
+            if spot.layer is not None:
+                kind = (tensor.key.state, spot.template, spot.expert)
+                seen.setdefault(kind, {})[spot.layer] = (tensor.shape, tensor.dtype)
+        return all(len(each) == self.layers and len(set(each.values())) == 1 for each in seen.values())
+
+    def _grids(self) -> dict[tuple[str, str], bool]:
+        """Whether the experts under a template fill their grid, by (state, key with its layer)."""
+        seen: dict[tuple[str, str], dict[int, tuple[Any, ...]]] = {}
+        for _, tensor in self.tensors:
+            spot = self.spots[tensor.key.name]
+            if spot.expert is not None:
+                key = (tensor.key.state, self._with_layer(spot))
+                seen.setdefault(key, {})[spot.expert] = (tensor.shape, tensor.dtype)
+        return {
+            key: not self.singletons and len(each) == self.experts and len(set(each.values())) == 1
+            for key, each in seen.items()
+        }
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def _with_layer(self, spot: _Spot) -> str:
+        if spot.layer is None or self.stacked:
+            return spot.template
+        front, _, rest = spot.template.partition(".layers.")
+        return f"{front}.layers.{spot.layer}.{rest}"
+
+    def _key(self, tensor: WantedTensor) -> tuple[DistKey, tuple[int, ...]]:
+        """(key, position) of a tensor. Raises UsageError (E0258) for a name that would not be read back."""
+        name = tensor.key.name
+        spot = self.spots[name]
+        key, at = self._with_layer(spot), []
+        layers, experts = self.stacked and spot.layer is not None, False
+        if layers and spot.layer is not None:
+            at.append(spot.layer)
+        if spot.expert is not None:
+            experts = self.grids[tensor.key.state, key]
+            if experts:
+                at.append(spot.expert)
+            else:
+                key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
+        key = spelled(key, self.styles, moe=self._moe(name))
+        made = parse(self.fqn(tensor.key.state, key))
+        if made != DistKey(tensor.key.state, key, layers, experts) or name_of(made, tuple(at)) != name:
+            raise UsageError(
+                f"megatron-dist would read {name!r} back under another name", code=UNHELD, key=str(tensor.key),
+                hint="rename or remove it (--remove-keys), or choose another format",
+            )  # fmt: skip
+        return made, tuple(at)
+
+    def _moe(self, name: str) -> bool:
+        front = name.partition(".pre_mlp_layernorm.")[0]
+        return f"{front}.mlp.router.weight" in self.names
+
+    def fqn(self, state: str, key: str) -> str:
+        """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one."""
+        if state == MODEL:
+            return key
+        plain = "param" if self.distributed else "fp32_param"
+        return f"optimizer.state.{plain if state == MASTER else state}.{key}"
+
+    def object_key(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """(key of a model tensor, shape of the positions under it) of what hangs on its module."""
+        spot = self.spots[name]
+        key = self._with_layer(spot)
+        shape = (self.layers,) if self.stacked and spot.layer is not None else ()
+        if spot.expert is not None:
+            if self.grids.get((MODEL, key)):
+                shape = (*shape, self.experts)
+            else:
+                key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
+        return spelled(key, self.styles, moe=self._moe(name)), shape or (1,)
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """Every stored tensor. Raises UsageError E0258 for a name that can't be kept."""
+        found: dict[str, tuple[DType, tuple[int, ...], list[Item]]] = {}
+        for number, tensor in self.tensors:
+            key, at = self._key(tensor)
+            for fqn, shape, items in self._stored(number, tensor, key, at):
+                lead = ((self.layers,) if key.layers else ()) + ((self.experts,) if key.experts else ())
+                entry = found.setdefault(fqn, (tensor.dtype, (*lead, *shape), []))
+                entry[2].extend(items)
+        return [Entry(fqn, dtype, shape, tuple(items)) for fqn, (dtype, shape, items) in found.items()]
+
+    def _stored(
+        self, number: int, tensor: WantedTensor, key: DistKey, at: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...], list[Item]]]:
+        """(stored key, shape without leading dims, items); two of them for a gated fc1 of singleton shards."""
+        fqn, one = self.fqn(key.state, key.key), (1,) * len(at)
+        items = [Item((*at, *box.offset), (*one, *box.shape), number, box, rank) for box, rank in self._boxes(tensor)]
+        if not (self._gated(tensor) and self.singletons and HALVES in self.styles):
+            yield fqn, tensor.shape, items
+            return
+        half = tensor.shape[0] // 2
+        for which, start in (("w", 0), ("v", half)):
+            own = [i for i in items if start <= i.box.offset[0] < start + half]
+            back = [i._replace(offset=(*at, i.box.offset[0] - start, *i.box.offset[1:])) for i in own]
+            yield f"{fqn}_{which}", (half, *tensor.shape[1:]), back
+
+    def _gated(self, tensor: WantedTensor) -> bool:
+        fc1 = tensor.key.name.endswith((".linear_fc1.weight", ".linear_fc1.bias"))
+        said = self.facts.gated or HALVES in self.styles
+        return bool(fc1 and said and tensor.shape and tensor.shape[0] % 2 == 0)
+
+    def _boxes(self, tensor: WantedTensor) -> list[tuple[Box, int]]:
+        """The tensor's boxes and who writes each."""
+        name, shape = tensor.key.name, tensor.shape
+        expert, rule = self.spots[name].expert, self._rule(tensor)
+        degree = self.degrees["etp" if rule.axis == ETP else "tp"]
+        dim = rule.dim
+        if dim is None or dim >= len(shape) or 0 in shape or shape[dim] % (degree * rule.parts):
+            return [(whole(shape), self._rank(name, expert, 0))]
+        size = shape[dim] // (degree * rule.parts)
+        extent = (*shape[:dim], size, *shape[dim + 1 :])
+        return [
+            (
+                Box(tuple((part * degree + rank) * size if d == dim else 0 for d in range(len(shape))), extent),
+                self._rank(name, expert, rank),
+            )
+            for rank in range(degree)
+            for part in range(rule.parts)
+        ]
+
+    def _rank(self, name: str, expert: int | None, tensor_rank: int) -> int:
+        """The global rank of the first replica."""
+        tp, pp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "pp", "ep", "etp", "dp", "cp"))
+        stage = self._stage(name)
+        first = tp * cp * dp * stage
+        if expert is None:
+            return first + tensor_rank
+        return first + tensor_rank + etp * (expert // max(self.experts // ep, 1))
+
+    def _stage(self, name: str) -> int:
+        layer = self.spots[name].layer
+        if layer is not None:
+            found = self.stages.holding(layer)
+            return found.pp if found else 0
+        if name.startswith("mtp."):
+            return self.stages.mtp_stage.pp
+        if name.startswith(("decoder.", "output_layer.")):
+            return self.stages.chunks[-1].pp
+        return 0
+
+
+def _spot(name: str) -> _Spot:
+    layer = expert = None
+    found = _LAYER.fullmatch(name)
+    template = name
+    if found is not None and found[2] == str(int(found[2])):
+        layer, template = int(found[2]), f"{found[1]}.{found[3]}"
+    inner = _EXPERT.fullmatch(template)
+    if inner is not None and inner[2] == str(int(inner[2])):
+        expert, template = int(inner[2]), f"{inner[1]}.experts.{inner[3]}"
+    return _Spot(template, layer, expert)

@@ -1,0 +1,279 @@
+"""Logical tensors of a Paddle job, gathered from what each rank's files hold.
+
+The one idea: a tensor is held by groups of ranks. A group, one (stage, tensor rank), or expert rank, has one copy of one part: an
+array, or under sharding v2 flat slices of it that its sharding ranks keep, in their order and with padding behind. Parts of all
+tensor ranks tile the tensor; a group more for the same part is a copy, compared when it is read.
+
+    q_proj.weight (16, 32), tp 2, sharding v2 over 2 ranks: a group's part is (16, 16), 256 elements
+    tp00_shard00: [200]   tp00_shard01: [312]     rows 0..12 and half of row 12; the rest, then 256 elements of padding
+
+Specification: `formats.paddle.rules` (parts), PaddleFormers 1.2.0 `trainer/utils/reshard/sharding_v2.py` (`merge_tensors`: slices
+by rank, joined and cut to the parameter's size; betas are whole everywhere). Cost: some us a tensor and rank.
+What it does not do: read files or tell whose a tensor is (`formats.paddle.read`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box, flat_boxes, whole
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.soundness import MOMENTS
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import InconsistentCheckpoint, InputError
+from ckpt_tool.formats.paddle.accumulators import SCALARS
+from ckpt_tool.formats.paddle.file import Saved, chunks_of
+from ckpt_tool.formats.paddle.ranks import CONTRADICTION, Degrees, Where
+from ckpt_tool.formats.paddle.rules import Cut, experts_are_cut, is_expert, joined_shape, local_boxes, stored_cut
+
+SLICES, TWICE = "E1316", "E1317"
+_NUMBERS = re.compile(r"\d+")
+_PADDING = 256  # bytes that slices are padded to, times the sharding ranks
+
+Pieces = list[tuple[Box, Box]]  # (in the logical tensor, in the part)
+
+
+class Held(NamedTuple):
+    """What one file holds of a key. buffered: it may be a slice of a fused buffer (v2)."""
+
+    where: Where
+    saved: Saved
+    dtype: DType
+    buffered: bool
+
+
+@dataclass(slots=True)
+class Gathering:
+    """All keys while files are taken apart. config: the model's. shapes: structured name -> shape of a tensor rank's part.
+    distributed: what the meta says of it. sliced: the states are slices (v2), None where nothing states it. apart: is a name an
+    expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state) hold different values (`paddle.evidence`)?"""
+
+    degrees: Degrees
+    config: Mapping[str, Any]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    distributed: dict[str, bool] = field(default_factory=dict)
+    sliced: bool | None = None
+    apart: Callable[[str], bool] = lambda name: False
+    differ: Callable[[str, list[list[StoredArray]]], bool | None] = lambda name, lists: None
+    saw_slices: bool = False
+    _found: dict[TensorKey, dict[tuple[int, int, int], list[Held]]] = field(default_factory=dict)
+    _cuts: dict[str, Cut] = field(default_factory=dict)
+    _kinds: dict[str, bool | None] = field(default_factory=dict)
+
+    def shape(self, name: str, shape: tuple[int, ...], path: str) -> None:
+        """A rank's part of `name` has `shape`. Raises InconsistentCheckpoint E0305 when another rank's has another."""
+        known = self.shapes.setdefault(name, shape)
+        if known != shape:
+            raise InconsistentCheckpoint(
+                f"a part of shape {list(shape)}, another rank's is {list(known)}", code=CONTRADICTION, path=path, key=name,
+                hint="files of two jobs lie together: keep those of one",
+            )  # fmt: skip
+
+    def hold(self, key: TensorKey, held: Held) -> None:
+        """Note what a file holds. Raises InconsistentCheckpoint E1317 when one file holds a key twice."""
+        where = held.where
+        own = where.ep if self.degrees.by_data or self.apart(key.name) else 0
+        group = self._found.setdefault(key, {}).setdefault((where.pp, where.tp, own), [])
+        if any(other.saved.parts[0].path == held.saved.parts[0].path for other in group):
+            raise InconsistentCheckpoint(
+                f"two tensors of one file are both its {key.state}: {'.'.join(map(str, held.saved.path))[:200]}", code=TWICE,
+                path=held.saved.parts[0].path, key=str(key), hint="the file or the table of names was edited",
+            )  # fmt: skip
+        group.append(held)
+
+    def keys(self) -> Iterable[TensorKey]:
+        return self._found
+
+    def holders(self, key: TensorKey) -> Iterable[tuple[int, int]]:
+        """The (stage, tensor rank) of each group that holds a key."""
+        return ((pp, tp) for pp, tp, _ in self._found[key])
+
+    def tensors(self, order: Iterable[str]) -> dict[TensorKey, LogicalTensor]:
+        """All tensors, by state; names in `order` (others behind). Raises InconsistentCheckpoint E0305, E1316, InputError
+        E1310."""
+        names = dict.fromkeys([*order, *(key.name for key in self._found)])
+        states = dict.fromkeys(key.state for key in self._found)
+        out = {}
+        for state in sorted(states, key=lambda s: (s != "model", s != "master", list(states).index(s))):
+            for name in names:
+                key = TensorKey(name, state)
+                if key in self._found:
+                    out[key] = self._tensor(key)
+        return out
+
+    # -- one tensor -------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, key: TensorKey) -> LogicalTensor:
+        groups = self._found[key]
+        first = next(iter(groups.values()))[0]
+        dtypes = {held.dtype for group in groups.values() for held in group}
+        if len(dtypes) > 1:
+            raise self._differ(key, first, " and ".join(sorted(dtype.name for dtype in dtypes)))
+        local = self.shapes.get(key.name)
+        if self._scalar(key, groups.values(), local):
+            return self._copies(key, [held for group in groups.values() for held in group])
+        if local is None:
+            local = first.saved.shape
+        if self._apart_in_shape(key, groups.values(), local):
+            return self._copies(key, [held for group in groups.values() for held in group])
+        cut = self._cut(key.name, local)
+        shape = joined_shape(local, cut, self.degrees.tp)
+        copies: dict[int, int] = {}
+        chunks: list[Chunk] = []
+        for (_, tp, _), group in sorted(groups.items()):
+            share = tp if cut.dim is not None else 0
+            pieces = local_boxes(shape, cut, self.degrees.tp, share)[1]
+            for part in self._parts(key, local, pieces, group):
+                copy = copies.get(share, 0)
+                copies[share] = copy + 1
+                chunks += [replace(chunk, replica=copy) for chunk in part] if copy else part
+        return LogicalTensor(key, shape, first.dtype, tuple(chunks))
+
+    def _scalar(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...] | None) -> bool:
+        """Is it one number a parameter (a power of beta)?"""
+        if key.state in SCALARS:
+            return True
+        if key.state in (MODEL, MASTER, EMA) or local is None:
+            return False
+        numel = prod(local)
+        return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
+
+    def _apart_in_shape(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...]) -> bool:
+        """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are not."""
+        if key.state in (MODEL, MASTER, EMA) or key.state in MOMENTS or self.degrees.tp > 1 or self.sliced:
+            return False
+        return all(len(group) == 1 and group[0].saved.shape != local for group in groups)
+
+    def _copies(self, key: TensorKey, held: list[Held]) -> LogicalTensor:
+        shape = held[0].saved.shape
+        chunks: list[Chunk] = []
+        for copy, one in enumerate(held):
+            if one.saved.shape != shape:
+                raise self._differ(key, one, f"shapes {list(shape)} and {list(one.saved.shape)}")
+            if key.state in SCALARS and prod(shape) != 1:
+                raise InconsistentCheckpoint(
+                    f"{key.state} has shape {list(shape)}: it is one number a parameter", code=CONTRADICTION,
+                    path=one.saved.parts[0].path, key=str(key), hint="the file was edited or damaged: fetch it again",
+                )  # fmt: skip
+            chunks += [replace(c, replica=copy) for c in chunks_of(one.saved, whole(shape), dtype=one.dtype)]
+        return LogicalTensor(key, shape, held[0].dtype, tuple(chunks))
+
+    def _cut(self, name: str, local: tuple[int, ...]) -> Cut:
+        cut = self._cuts.get(name)
+        if cut is None:
+            degrees = self.degrees
+            distributed = self.distributed.get(name)
+            if self.apart(name) or is_expert(name) and not experts_are_cut(self.config, degrees.ep):
+                distributed = False
+            try:
+                cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=distributed)
+            except InputError:
+                told = self._told(name)
+                if told is None:
+                    raise
+                cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=told)
+            self._cuts[name] = cut
+        return cut
+
+    def _told(self, name: str) -> bool | None:
+        """Is it parted? By the values of one tensor of its kind, in all states that ranks keep whole."""
+        kind = _NUMBERS.sub("#", name)
+        if kind not in self._kinds:
+            lists = []
+            for key, groups in self._found.items():
+                if key.name == name and key.state not in SCALARS:
+                    ranks = {tp: group[0].saved for (_, tp, _), group in groups.items() if len(group) == 1}
+                    arrays = [saved.parts[0] for saved in ranks.values() if len(saved.parts) == 1]
+                    if len(arrays) == self.degrees.tp and len({array.shape for array in arrays}) == 1:
+                        lists.append(arrays)
+            self._kinds[kind] = self.differ(name, lists)
+        return self._kinds[kind]
+
+    def parted_heads(self) -> bool | None:
+        """Do the ranks hold parts of keys and values, as far as their values told? None where nobody asked."""
+        told = [parted for kind, parted in self._kinds.items() if kind.endswith(".k_proj.weight")]
+        return told[0] if told else None
+
+    def _parts(
+        self, key: TensorKey, local: tuple[int, ...], pieces: Pieces, group: list[Held]
+    ) -> Iterable[list[Chunk]]:
+        """The copies that one group holds, as chunks of the logical tensor."""
+        group = sorted(group, key=lambda held: self._turn(key.name, held.where))
+        if self.sliced is not False and group[0].buffered and self._are_slices(local, group):
+            self.saw_slices = True
+            yield self._from_slices(key, local, pieces, group)
+            return
+        for held in group:
+            if held.saved.shape != local:
+                raise self._differ(key, held, f"shapes {list(local)} and {list(held.saved.shape)}")
+            yield [chunk for there, here in pieces for chunk in chunks_of(held.saved, there, here, held.dtype)]
+
+    def _turn(self, name: str, where: Where) -> int:
+        """The rank within the group that shares the states of `name`."""
+        degrees = self.degrees
+        if degrees.ep > 1 and not degrees.by_data and self.apart(name):
+            return (where.shard * degrees.tp + where.tp) // degrees.ep
+        return where.shard
+
+    def _are_slices(self, local: tuple[int, ...], group: list[Held]) -> bool:
+        if any(len(held.saved.shape) != 1 for held in group):
+            return False
+        return bool(self.sliced) or any(held.saved.shape != local for held in group)
+
+    def _from_slices(self, key: TensorKey, local: tuple[int, ...], pieces: Pieces, group: list[Held]) -> list[Chunk]:
+        turns = [self._turn(key.name, held.where) for held in group]
+        total, numel = sum(held.saved.shape[0] for held in group), prod(local)
+        if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded(key.name, numel):
+            raise InconsistentCheckpoint(
+                f"slices of {[held.saved.shape[0] for held in group]} elements from sharding ranks {turns} do not make up"
+                f" {numel} with padding to {_PADDING} bytes a rank", code=SLICES, path=group[0].saved.parts[0].path, key=str(key),
+                hint="files of two jobs lie together, or the model's shapes are another's",
+            )  # fmt: skip
+        chunks: list[Chunk] = []
+        at = 0
+        for held in group:
+            for array in held.saved.parts:
+                array = replace(array, dtype=held.dtype)
+                chunks += _slice_chunks(array, local, pieces, at, min(at + array.numel, numel))
+                at += array.numel
+        return chunks
+
+    def _padded(self, name: str, numel: int) -> set[int]:
+        """Elements that a parameter may take in a fused buffer: the next multiple of 256 bytes times the ranks. One that has a
+        master is of 16 bits. Never fewer: where a slice was lost, the others must not make a whole."""
+        degrees = self.degrees
+        ranks = degrees.sharding
+        if degrees.ep > 1 and not degrees.by_data and self.apart(name):
+            ranks = max(degrees.tp * degrees.sharding // degrees.ep, 1)
+        widths = (2,) if TensorKey(name, MASTER) in self._found else (2, 4)
+        units = [_PADDING // width * ranks for width in widths]
+        return {-(-numel // unit) * unit for unit in units}
+
+    def _differ(self, key: TensorKey, held: Held, what: str) -> InconsistentCheckpoint:
+        return InconsistentCheckpoint(
+            f"ranks hold it with different {'types' if 'shapes' not in what else ''}{what}".replace("  ", " "),
+            code=CONTRADICTION, path=held.saved.parts[0].path, key=str(key),
+            hint="files of two jobs lie together: keep those of one",
+        )  # fmt: skip
+
+
+def _slice_chunks(array: StoredArray, local: tuple[int, ...], pieces: Pieces, start: int, stop: int) -> list[Chunk]:
+    """Elements [start, stop) of a part's row-major line, which `array` begins with, as chunks of the logical tensor."""
+    out: list[Chunk] = []
+    at = start
+    if stop <= start:
+        return out
+    for run in flat_boxes(local, start, stop):
+        offset = array.offset + array.dtype.nbytes(at - start)
+        view = StoredArray(array.path, offset, array.dtype, run.shape)
+        at += run.numel
+        for there, here in pieces:
+            shared = run & here
+            if shared is not None:
+                shift = tuple(t - h for t, h in zip(there.offset, here.offset, strict=True))
+                out.append(Chunk(shared.translate(shift), view, shared.translate(run.offset, sign=-1)))
+    return out

@@ -1,0 +1,396 @@
+"""Reading a Paddle checkpoint a rank: every file's pickle, the metas, put into one catalog.
+
+The one idea: three passes over values that are small. Pickles of all files give names and shapes of a rank's parts; tables of
+names (of the model files, or model_meta.json) say whose the optimizer's tensors are; then parts are gathered.
+
+Specification: `formats.paddle.format`. Cost: a pickle a file, some us a tensor and file.
+What it does not do: read values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.dtype import DTYPES, DType, from_name
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, StoredArray, TensorKey
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, SCHEDULER, Owner, Table
+from ckpt_tool.formats.paddle.evidence import differ
+from ckpt_tool.formats.paddle.experts import Numbering, number_experts
+from ckpt_tool.formats.paddle.file import PaddleContent, Saved, read_paddle
+from ckpt_tool.formats.paddle.gather import Gathering, Held
+from ckpt_tool.formats.paddle.meta import CONTRADICTS, StageMeta, read_meta
+from ckpt_tool.formats.paddle.ranks import (
+    CONTRADICTION,
+    EMA_FILE,
+    MISSING,
+    MODEL_FILE,
+    RankFile,
+    Where,
+    check_whole,
+    degrees_of,
+)
+from ckpt_tool.formats.paddle.rules import HEADS, is_expert, text_config
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.storage.source import Tree
+
+NO_NAME, NO_DTYPE, NESTED = "E1313", "E1314", "E1318"
+STATIC_NAMES, FROZEN, BY_VALUES = "N1301", "N1302", "N1304"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_NAMES_KEPT = 1 << 17  # static names that the hints carry
+
+
+class Reading:
+    """One read of rank files. tables: also those of files whose tensors are not read (a lone optimizer's model)."""
+
+    def __init__(self, tree: Tree, files: list[RankFile], config: Mapping[str, Any], extra: Iterable[str] = ()) -> None:
+        self.tree = tree
+        self.files = files
+        self.meta = read_meta(tree)
+        self.degrees = degrees_of(tree, files, self.meta.degrees)
+        if tree.single is None:
+            check_whole(tree, files, self.degrees)
+        self.where = {file.name: self.degrees.where(file) for file in files}
+        self.contents = {file.name: read_paddle(tree, file.name) for file in files}
+        self.notes: list[Note] = []
+        self.config = config
+        self._names: dict[tuple[int, int, int], dict[str, str]] = {}
+        self._collect_names(extra)
+        self.numbering = self._numbering()
+        self.gathering = Gathering(
+            self.degrees, self._with_sizes(), sliced=self._strategy(), apart=self.numbering.is_apart, differ=self._differ
+        )  # fmt: skip
+        self.bf16 = self._says_bf16()
+
+    def catalog(self, extras: dict[Any, Any], sidefiles: Iterable[str], beside: Iterable[str]) -> Catalog:
+        """The catalog. extras: of files beside, which go before those of the ranks' files."""
+        self._shapes_of_metas()
+        for file in self.files:
+            if file.kind == MODEL_FILE:
+                self._model(file, self.contents[file.name])
+        self._same_names()
+        for file in self.files:
+            if file.kind != MODEL_FILE:
+                self._states(file, self.contents[file.name])
+        self._all_there()
+        tensors = self.gathering.tensors(self._order())
+        contents = list(self.contents.values())
+        parted = self.gathering.parted_heads()
+        seen = {} if parted is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": parted}}
+        catalog = Catalog(
+            "paddle", tensors, self._extras() | seen | extras, Mesh.of_degrees(self.degrees.to_json()),
+            (*self.contents, *self.meta.files, *beside), tuple(sidefiles), tuple(self.notes),
+            tuple(dict.fromkeys(line for content in contents for line in content.unsafe)), self._hints(),
+        )  # fmt: skip
+        catalog.check()
+        return catalog
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _stage(self, where: Where) -> tuple[int, int, int]:
+        return (where.tp, where.pp, where.ep)
+
+    def _meta_of(self, where: Where) -> StageMeta | None:
+        stages = self.meta.stages
+        return stages.get((where.tp, where.pp, where.ep)) or stages.get((where.tp, where.pp, 0))
+
+    def _collect_names(self, extra: Iterable[str]) -> None:
+        """Tables of names by (tp, pp, ep): the metas', then the model files', which must not contradict."""
+        for where in self.where.values():
+            stage = self._meta_of(where)
+            if stage is not None:
+                self._names.setdefault(self._stage(where), dict(stage.names))
+        for file in self.files:
+            if file.kind == MODEL_FILE:
+                self._add_names(self.where[file.name], self.contents[file.name], self.tree.display(file.name))
+        for name in extra:
+            self._add_names(Where(0, 0, 0, 0), read_paddle(self.tree, name), self.tree.display(name))
+
+    def _add_names(self, where: Where, content: PaddleContent, shown: str) -> None:
+        mine = self._names.setdefault(self._stage(where), {})
+        for saved in content.leaves:
+            if len(saved.path) != 1 or not saved.name:
+                continue
+            name = str(saved.path[0])
+            if mine.setdefault(name, saved.name) != saved.name:
+                raise InconsistentCheckpoint(
+                    f"model_meta.json calls it {mine[name][:100]}, the model file {saved.name[:100]}", code=CONTRADICTS,
+                    path=shown, key=name, hint="files of two jobs lie together: keep those of one",
+                )  # fmt: skip
+
+    def _table(self, where: Where) -> Table | None:
+        """The table for a rank's optimizer; None where no table of its (tensor rank, stage) is known."""
+        own = self._names.get(self._stage(where))
+        if own is None and self.degrees.ep > 1:  # data ranks without a model file of their own
+            own = next((names for at, names in self._names.items() if at[:2] == (where.tp, where.pp)), None)
+        return Table(own) if own else None
+
+    def _numbering(self) -> Numbering:
+        held: dict[tuple[int, int, int], set[str]] = {at: set(names) for at, names in self._names.items()}
+        for file in self.files:
+            if file.kind == MODEL_FILE:
+                at = self._stage(self.where[file.name])
+                held.setdefault(at, set()).update(str(s.path[0]) for s in self.contents[file.name].leaves)
+        flags = {p.no_sync for stage in self.meta.stages.values() for n, p in stage.params.items() if is_expert(n)}
+        return number_experts(held, self.degrees, self.config, parted=flags != {False})
+
+    def _logical(self, name: str, where: Where) -> str:
+        return self.numbering.logical(name, where.ep)
+
+    def _order(self) -> list[str]:
+        """Logical names in the order of the model: stages first, then expert ranks."""
+        return [
+            self.numbering.logical(name, at[2])
+            for at, names in sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
+            for name in names
+        ]
+
+    # -- what files hold ----------------------------------------------------------------------------------------------
+
+    def _shapes_of_metas(self) -> None:
+        for (_, _, ep), stage in self.meta.stages.items():
+            for name, param in stage.params.items():
+                logical = self.numbering.logical(name, ep)
+                self.gathering.shape(logical, param.shape, stage.shown)
+                self.gathering.distributed[logical] = param.distributed
+
+    def _model(self, file: RankFile, content: PaddleContent) -> None:
+        where = self.where[file.name]
+        stage = self._meta_of(where)
+        for saved in content.leaves:
+            if len(saved.path) != 1:
+                raise InputError(
+                    f"a tensor at {dotted(saved.path)[:120]}: a rank's model file is a flat dict", code=NESTED,
+                    path=self.tree.display(file.name), hint="pass the file itself: a single one may nest",
+                )  # fmt: skip
+            name = str(saved.path[0])
+            param = stage.params.get(name) if stage else None
+            if param is not None and param.shape != saved.shape:
+                raise InconsistentCheckpoint(
+                    f"stored with shape {list(saved.shape)}, the meta states {list(param.shape)}", code=CONTRADICTS,
+                    path=self.tree.display(file.name), key=name, hint="files of two jobs lie together: keep those of one",
+                )  # fmt: skip
+            logical = self._logical(name, where)
+            self.gathering.shape(logical, saved.shape, self.tree.display(file.name))
+            dtype = self.dtype(saved, param.dtype if param else None)
+            self.gathering.hold(TensorKey(logical, MODEL), Held(where, saved, dtype, False))
+
+    def _states(self, file: RankFile, content: PaddleContent) -> None:
+        """An optimizer's file, or an average's."""
+        where = self.where[file.name]
+        table = self._table(where)
+        unknown: list[str] = []
+        for saved in content.leaves:
+            key = self._key_of(file, saved, table, where)
+            if key is None:
+                unknown.append(dotted(saved.path))
+                continue
+            buffered = saved.path[0] == MASTER_WEIGHTS or file.kind != EMA_FILE
+            self.gathering.hold(key, Held(where, saved, self.dtype(saved, None), buffered))
+        if unknown:
+            raise InputError(
+                f"{len(unknown)} of {len(content.leaves)} tensors are of parameters that no table names: {unknown[0][:120]}",
+                code=NO_NAME, path=self.tree.display(file.name), faults=[f"no name: {key[:200]}" for key in unknown[1:50]],
+                hint="Paddle's own names change with the job: put the model's file of the same rank (model_state...pdparams)"
+                " or model_meta.json of the same save beside it",
+            )  # fmt: skip
+        if table is None and content.leaves:
+            self._note(
+                STATIC_NAMES, "no model file or meta tells the names of the parameters: Paddle's own (static) ones are shown",
+                file.name,
+            )  # fmt: skip
+
+    def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Where) -> TensorKey | None:
+        path = [str(step) for step in saved.path]
+        average = file.kind == EMA_FILE
+        if path[0] == MASTER_WEIGHTS and len(path) == 2:
+            owner: Owner | None = Owner(path[1], EMA if average else MASTER)
+        elif len(path) != 1:
+            return None
+        elif average:
+            return TensorKey(self._logical(path[0], where), EMA)
+        else:
+            owner = table.owner(path[0]) if table else Table({}).guess(path[0])
+        if owner is None or table is None and self.tree.single is None:
+            return None
+        name = table.structured.get(owner.static) if table else owner.static
+        return None if name is None else TensorKey(self._logical(name, where), owner.state)
+
+    # -- dtypes -------------------------------------------------------------------------------------------------------
+
+    def _says_bf16(self) -> bool:
+        """Does anything say that 16-bit integers are bfloat16?"""
+        if any(p.dtype is DTYPES["BF16"] for stage in self.meta.stages.values() for p in stage.params.values()):
+            return True
+        if says_bf16(self.config):
+            return True
+        return any(
+            saved.path[0] == MASTER_WEIGHTS
+            for file in self.files if file.kind != MODEL_FILE
+            for saved in self.contents[file.name].leaves
+        )  # fmt: skip
+
+    def dtype(self, saved: Saved, stated: DType | None) -> DType:
+        """What a stored array's bits are. Raises InputError E1314 where nothing says it, E1312 where the meta contradicts."""
+        return element_type(saved, stated, bf16=self.bf16)
+
+    def _differ(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
+        told = differ(self.tree, lists)
+        if told is not None:
+            what = "the ranks' differ, so they are parts" if told else "the ranks' are equal, so they are copies"
+            self.notes.append(Note(BY_VALUES, f"how ranks share it is told by its values: {what}", key=name))
+        return told
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _same_names(self) -> None:
+        """Raise InconsistentCheckpoint E0305 when tensor ranks of a stage hold different parameters (experts aside)."""
+        by_rank: dict[int, dict[int, set[str]]] = {}
+        for key in self.gathering.keys():
+            if key.state == MODEL and not self.numbering.is_apart(key.name):
+                for pp, tp in self.gathering.holders(key):
+                    by_rank.setdefault(pp, {}).setdefault(tp, set()).add(key.name)
+        for pp, ranks in by_rank.items():
+            every = set().union(*ranks.values())
+            for tp in range(self.degrees.tp):
+                lost = sorted(every - ranks.get(tp, set()))
+                if lost:
+                    raise InconsistentCheckpoint(
+                        f"tensor rank {tp} of stage {pp} lacks {len(lost)} parameters that others have", code=CONTRADICTION,
+                        path=self.tree.display(), key=lost[0], faults=lost[1:50],
+                        hint="a file was cut short, or files of two jobs lie together",
+                    )  # fmt: skip
+
+    def _all_there(self) -> None:
+        """Every parameter that a meta deals to a rank must be there; others that it names may be frozen: a note."""
+        held = {key.name for key in self.gathering.keys() if key.state in (MODEL, MASTER)}
+        if not held:
+            return
+        frozen: dict[str, None] = {}
+        for (_, _, ep), stage in self.meta.stages.items():
+            first = set(Table(stage.names).structured.values())
+            for name, static in stage.names.items():
+                if self.numbering.logical(name, ep) in held or name not in first:
+                    continue
+                if static in stage.owners:
+                    raise Incomplete(
+                        f"sharding rank {stage.owners[static]} should hold it, no file does", code=MISSING,
+                        path=stage.shown, key=name, hint="a file was cut short, or is of another save",
+                    )  # fmt: skip
+                frozen[self.numbering.logical(name, ep)] = None
+        if frozen:
+            self._note(
+                FROZEN, f"{len(frozen)} parameters that model_meta.json names are in no file (frozen ones are not saved):"
+                f" {', '.join(sorted(frozen)[:3])}", self.meta.files[0],
+            )  # fmt: skip
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _extras(self) -> dict[Any, Any]:
+        """Plain values of the ranks' files: equal on all ranks."""
+        out: dict[Any, Any] = {}
+        for file in self.files:
+            extras = self.contents[file.name].extras
+            for key, value in (extras if isinstance(extras, dict) else {}).items():
+                if out.setdefault(key, value) != value and key == SCHEDULER:
+                    raise InconsistentCheckpoint(
+                        f"{SCHEDULER} is {str(value)[:80]}, another rank's {str(out[key])[:80]}", code=CONTRADICTION,
+                        path=self.tree.display(file.name), hint="files of two saves lie together: keep those of one step",
+                    )  # fmt: skip
+        return out
+
+    def _with_sizes(self) -> Mapping[str, Any]:
+        """The config with the width of the model where it lacks it: an embedding's columns."""
+        facts = text_config(self.config)
+        if "hidden_size" in facts:
+            return facts
+        for content in self.contents.values():
+            for saved in content.leaves:
+                if str(saved.path[0]).endswith("embed_tokens.weight") and len(saved.shape) == 2:
+                    return {**facts, "hidden_size": saved.shape[1]}
+        return facts
+
+    def _strategy(self) -> bool | None:
+        strategy = self.meta.strategy
+        if strategy:
+            return strategy == "v2"
+        return None if self.degrees.sharding > 1 else False
+
+    def _note(self, code: str, message: str, path: str) -> None:
+        if not any(note.code == code for note in self.notes):
+            self.notes.append(Note(code, message, path))
+
+    def _hints(self) -> dict[str, Any]:
+        degrees = self.degrees
+        names = {
+            self.numbering.logical(name, at[2]): static
+            for at, table in sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
+            for name, static in table.items()
+        }
+        sharded = any("shard" in file.at for file in self.files if file.kind == MODEL_FILE)
+        version = ("v2" if self.gathering.saw_slices else "v1") if degrees.sharding > 1 else ""
+        return {
+            "dialect": "paddle",
+            "degrees": degrees.to_json(),
+            "paddle": {
+                "kind": "sharding_io" if sharded or self.meta.stages else "plain",
+                "sharding": self.meta.strategy or version,
+                "sharding_degree": degrees.sharding,
+                "names": names if len(names) <= _NAMES_KEPT else {},
+                "counts": self._counts(),
+                "config": plain_config(self.config),
+                "stem": next((file.stem for file in self.files if file.kind == MODEL_FILE), ""),
+            },
+        }
+
+    def _counts(self) -> list[int]:
+        """Decoder layers of each stage."""
+        layers: dict[int, set[int]] = {}
+        for at, names in self._names.items():
+            mine = layers.setdefault(at[1], set())
+            mine |= {int(found[1]) for name in names if (found := _LAYER.search(name))}
+        return [len(layers.get(pp, ())) for pp in range(self.degrees.pp)] if self.degrees.pp > 1 else []
+
+
+def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
+    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8. stated: by the meta. A tensor that has a name of
+    its own was one of Paddle's, which has no unsigned 16-bit integers. bf16: what a bare array of them is.
+
+    Raises InputError E1314 where nothing says what U16 is, InconsistentCheckpoint E1312 where the meta contradicts the file."""
+    path, key = saved.parts[0].path, dotted(saved.path)[:200]
+    if stated is not None and stated != saved.dtype:
+        marked = {"U16": ("BF16",), "I8": ("F8_E4M3", "F8_E5M2")}.get(saved.dtype.name, ())
+        if stated.name not in marked:
+            raise InconsistentCheckpoint(
+                f"stored as {saved.dtype.name}, the meta states {stated.name}", code=CONTRADICTS, path=path, key=key,
+                hint="files of two jobs lie together: keep those of one",
+            )  # fmt: skip
+        return stated
+    if stated is not None or saved.dtype.name != "U16":
+        return saved.dtype
+    if not bf16 and not saved.name:
+        raise InputError(
+            "unsigned 16-bit integers, which is how Paddle stores bfloat16 too, and nothing says which they are", code=NO_DTYPE,
+            path=path, key=key,
+            hint='pass the model\'s config.json with --config, or a file with {"torch_dtype": "bfloat16"}',
+        )  # fmt: skip
+    return DTYPES["BF16"]
+
+
+def says_bf16(config: Mapping[str, Any]) -> bool:
+    """Does a config say that the model is bfloat16?"""
+    said = [config.get("torch_dtype"), config.get("dtype"), text_config(config).get("torch_dtype")]
+    return any(isinstance(name, str) and from_name(name) is DTYPES["BF16"] for name in said)
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a config, for the hints."""
+    kept: dict[str, Any] = {k: v for k, v in config.items() if v is None or isinstance(v, str | int | float | bool)}
+    for key in ("architectures", "text_config", "moe_layer_start_index", "moe_num_experts"):
+        if key in config:
+            kept[key] = config[key]
+    return kept

@@ -1,0 +1,1 @@
+"""`paddle-flex`: .distcp folders of PaddlePaddle. `format` is the specification."""

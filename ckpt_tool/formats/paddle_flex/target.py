@@ -1,0 +1,307 @@
+"""Writing a flex checkpoint: the Trainer's folders, or the plain folder that a source was.
+
+The one idea: for every rank the items that it would hand to `paddle.distributed.save_state_dict` (`paddle_flex.items`), folder by
+folder, and from those the files that Paddle itself would have written: data files by `paddle.file`, metadata as a pickle of
+its records.
+
+    model_state/0.metadata, R_0.distcp      every block of the model that rank R computes with
+    optimizer_state/, master_weight/        its share of the states: blocks (v1), or flattened ranges without padding (v2)
+    ema_state/                              where there are averages: as the masters; of fp32 parameters as the model
+    model_meta.json                         beside averages: the degrees
+    scheduler.pdparams, saved_signal_R      the scheduler's values; "1" for each rank that is done
+
+The Trainer's loader wants all three folders, each with one metadata file, so they are there even when nothing is in them
+(47 bytes a rank). States that Paddle has no suffix for are kept as `NAME.STATE_0` in `optimizer_state/`, where its loader looks
+for the keys it knows alone. Without degrees one rank holds everything and no rule of tensor parallelism is asked.
+
+Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`_save_flex_model_state`, `_save_flex_optimizer_state`, `_load_flex_checkpoint`),
+PaddlePaddle 3.3.1 `flex_checkpoint/dcp/save_state_dict.py`, `dygraph_sharding_optimizer.py` (`sharded_state_dict`: ranges).
+Cost: some 20 us an item. What it does not do: replicas (`replicate_saved_into_local`), asynchronous saves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path
+from ckpt_tool.formats.paddle.degrees import nothing_shared
+from ckpt_tool.formats.paddle.file import PaddleComposer
+from ckpt_tool.formats.paddle.layout import Laid, Rank, Share, paddle_hints, settle
+from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER
+from ckpt_tool.formats.paddle_flex.heads import with_heads
+from ckpt_tool.formats.paddle_flex.items import Item, Kept, block_item, file_name, kept, parts_of, whole_item
+from ckpt_tool.formats.paddle_flex.keys import MASTER_SUFFIX, folder_of, suffix_of
+from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, MODULE
+from ckpt_tool.formats.paddle_unified.extras import extras_files
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.storage.pickle_frames import plan_framed
+from ckpt_tool.storage.pickle_values import Record
+from ckpt_tool.storage.safetensors_file import build_header
+
+_PADDLE_NAMES = {name: paddle for paddle, name in DTYPE_NAMES.items()}
+META = "model_meta.json"
+ALWAYS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER)
+
+
+def flex_target(wanted: Wanted) -> Target:
+    """The folder. Raises UsageError E1271 (a state without a name), and as `paddle.layout.settle` where ranks are asked for."""
+    notes: list[str] = []
+    plain = _plain_items(wanted)
+    if plain is not None:
+        files = _plain_files(wanted, plain)
+    else:
+        writer = _Writer(wanted)
+        files = writer.files()
+        notes += writer.notes
+        if writer.laid is None and wanted.options.get("sharding"):
+            notes.append(nothing_shared(wanted.options["sharding"]))
+        if paddle_hints(wanted).get("flex") == "plain" and wanted.source_format == "paddle-flex":
+            notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
+    extra = [(number, tensor) for number, tensor in enumerate(wanted.tensors) if tensor.key.state == EXTRAS]
+    files += extras_files(wanted.extras, extra, paddle=wanted.hints.get("dialect") == "paddle")
+    files += [TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles]
+    return Target("paddle-flex", tuple(files), notes=tuple(notes))
+
+
+# -- the Trainer's folders ------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """One output of the Trainer's kind."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.at = {tensor.key: number for number, tensor in enumerate(wanted.tensors)}
+        stated, said = with_heads(wanted)
+        self.laid = settle(stated) if _wants_ranks(wanted) else None
+        self.notes = (*self.laid.notes, *said) if self.laid else ()
+        self.own = paddle_hints(wanted)
+        names = self.own.get("names")
+        self.names: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
+        self.states = list(dict.fromkeys(t.key.state for t in wanted.tensors if t.key.state not in (MODEL, EXTRAS)))
+        self.by_state: dict[str, dict[str, int]] = {}
+        for number, tensor in enumerate(wanted.tensors):
+            self.by_state.setdefault(tensor.key.state, {})[tensor.key.name] = number
+        known = self.laid.parameters if self.laid else {}
+        self.aliases = {  # on other stages each name has ranks, and cuts, of its own
+            one.alias: one.name
+            for one in known.values()
+            if one.alias is not None and known[one.alias].stages == one.stages
+        }
+        self._blocks = lru_cache(maxsize=None)(self._make_blocks)
+
+    def files(self) -> list[TargetFile]:
+        ranks = self.ranks()
+        folders = [*ALWAYS, *([EMA_FOLDER] if EMA in self.by_state else [])]
+        out: list[TargetFile] = []
+        for folder in folders:
+            out += _save_files(f"{folder}/", kept((number, items[folder]) for number, items in ranks))
+        if EMA in self.by_state:
+            out.append(whole_file(META, self._meta()))
+        return out + [whole_file(f"saved_signal_{number}", b"1") for number, _ in ranks]
+
+    def _meta(self) -> bytes:
+        """The degrees, which Paddle's callbacks for averages hold against their own before they take any."""
+        d = self.laid.degrees if self.laid else None
+        config = {
+            "pp_degree": d.pp if d else 1, "mp_degree": d.tp if d else 1, "sharding_degree": d.sharding if d else 1,
+            "ep_degree": d.ep if d else 1, "moe_sharding_degree": d.moe_sharding if d and d.ep > 1 else 0,
+        }  # fmt: skip
+        return json.dumps({"parallel_config": config, "sharding_metas": {}}).encode("ascii")
+
+    def ranks(self) -> list[tuple[int, dict[str, list[Item]]]]:
+        """(rank, its items by folder), in the order of ranks. What the layout gives to no rank, rank 0 holds whole."""
+        if self.laid is None:
+            return [(0, self._whole(range(len(self.wanted.tensors))))]
+        out = [(rank.number, self._rank(self.laid, rank)) for rank in self.laid.ranks()]
+        out.sort(key=lambda pair: pair[0])
+        given = {item.number for _, items in out for folder in items.values() for item in folder}
+        rest = self._whole(number for number in range(len(self.wanted.tensors)) if number not in given)
+        for folder, items in rest.items():
+            out[0][1][folder] = [*out[0][1][folder], *items]
+        return out
+
+    def _whole(self, numbers: Iterable[int]) -> dict[str, list[Item]]:
+        out: dict[str, list[Item]] = {folder: [] for folder in (*ALWAYS, EMA_FOLDER)}
+        for number in numbers:
+            tensor = self.wanted.tensors[number]
+            if tensor.key.state != EXTRAS:
+                key = self.key(tensor)
+                out[folder_of(tensor.key)].append(whole_item(key, (key,), self.name(tensor), tensor, number))
+        return out
+
+    def _rank(self, laid: Laid, rank: Rank) -> dict[str, list[Item]]:
+        model, averages = self._blocks(laid, rank.pp, rank.tp, rank.ep)
+        out: dict[str, list[Item]] = {
+            MODEL_FOLDER: model, OPTIMIZER_FOLDER: [], MASTER_FOLDER: [], EMA_FOLDER: [*averages],
+        }  # fmt: skip
+        shares = [
+            (share, name)
+            for share in laid.shares(rank)
+            for name in (share.block.parameter.name, self.aliases.get(share.block.parameter.name))
+            if name is not None
+        ]
+        for state in self.states:
+            mine = self.by_state[state]
+            for share, name in shares:
+                number = mine.get(name)
+                if number is not None and (item := self._share(share, number)) is not None:
+                    out[folder_of(self.tensor(number).key)].append(item)
+        return out
+
+    def _make_blocks(self, laid: Laid, pp: int, tp: int, ep: int) -> tuple[list[Item], list[Item]]:
+        """Items of the model, and of the averages that lie as the model does: the same for all ranks that share states."""
+        found: tuple[list[Item], list[Item]] = ([], [])
+        for block in laid.blocks(laid.rank(pp, tp, 0)._replace(ep=ep)):
+            for state, items in zip((MODEL, EMA), found, strict=True):
+                number = self.by_state.get(state, {}).get(block.parameter.name)
+                if number is not None and (state == MODEL or not self.key(self.tensor(number)).endswith(MASTER_SUFFIX)):
+                    tensor = self.tensor(number)
+                    items.append(block_item(self.key(tensor), self.name(tensor), tensor, number, block, None))
+        return found
+
+    def _share(self, share: Share, number: int) -> Item | None:
+        """A rank's share of a state; None where it holds padding alone, or where the model's blocks have it already."""
+        tensor, block, span = self.tensor(number), share.block, share.span
+        key, name = self.key(tensor), self.name(tensor)
+        if tensor.key.state == EMA and not key.endswith(MASTER_SUFFIX):
+            return None
+        if span is not None and span.start == span.stop:
+            return None
+        if tensor.shape != block.parameter.shape:  # a counter
+            return whole_item(key, (key,), name, tensor, number)
+        return block_item(key, name, tensor, number, block, None if span is None else (span.start, span.stop))
+
+    def tensor(self, number: int) -> WantedTensor:
+        return self.wanted.tensors[number]
+
+    def key(self, tensor: WantedTensor) -> str:
+        """The tensor's key in its folder. Averages of fp32 parameters have no suffix."""
+        if tensor.key.state != EMA:
+            return tensor.key.name + suffix_of(tensor.key)
+        number = self.by_state.get(MODEL, {}).get(tensor.key.name)
+        bare = number is not None and self.tensor(number).dtype.name == "F32"
+        if (
+            bare
+            and tensor.key.name not in self.by_state.get(MASTER, {})
+            and not tensor.key.name.endswith(MASTER_SUFFIX)
+        ):
+            return tensor.key.name
+        return tensor.key.name + MASTER_SUFFIX
+
+    def name(self, tensor: WantedTensor) -> str:
+        """The tensor's own name, as Paddle's optimizer makes it of the parameter's; the structured one where none is known."""
+        static = self.names.get(tensor.key.name)
+        base = static if isinstance(static, str) else tensor.key.name
+        if tensor.key.state == MODEL:
+            return base
+        if tensor.key.name in self.by_state.get(MASTER, {}):
+            base += "_fp32_master_0"
+        return base if tensor.key.state in (MASTER, EMA) else f"{base}_{suffix_of(tensor.key)[1:]}"
+
+
+def _wants_ranks(wanted: Wanted) -> bool:
+    degrees = wanted.options.get("degrees") or {}
+    return any(size > 1 for size in degrees.values())
+
+
+# -- a plain folder -------------------------------------------------------------------------------------------------------
+
+
+def _plain_items(wanted: Wanted) -> list[Item] | None:
+    """The items of one rank's plain save, where the source was one and everything still has a key there; else None."""
+    own = paddle_hints(wanted)
+    if own.get("flex") != "plain" or wanted.source_format != "paddle-flex" or _wants_ranks(wanted):
+        return None
+    said = own.get("roots")
+    roots: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
+    items: list[Item] = []
+    for number, tensor in enumerate(wanted.tensors):
+        if tensor.key.state == EXTRAS:
+            continue
+        path = _plain_path(tensor, roots)
+        if path is None:
+            return None
+        items.append(whole_item(dotted(path), path, tensor.key.name, tensor, number))
+    return items if len({item.key for item in items}) == len(items) else None
+
+
+def _plain_path(tensor: WantedTensor, roots: Mapping[str, Any]) -> Path | None:
+    """The path that a plain save's reader gives this name and state back from; None where there is none."""
+    from ckpt_tool.formats.paddle_flex.keys import plain_keys
+
+    leaf = tensor.key.name + (MASTER_SUFFIX if tensor.key.state == EMA else suffix_of(tensor.key))
+    group = tensor.key.state if tensor.key.state in (MODEL, EMA, MASTER) else "optimizer"
+    tries: list[Path] = [tensor.path] if tensor.path else []
+    if isinstance(roots.get(group), str):
+        tries += [(roots[group], leaf), (roots[group], tensor.key.name)]
+    tries.append((leaf,))
+    for path in tries:
+        if path and plain_keys([(dotted(path), path)]).keys == [tensor.key]:
+            return path
+    return None
+
+
+def _plain_files(wanted: Wanted, items: list[Item]) -> list[TargetFile]:
+    return _save_files("", kept([(0, items)]), safetensors=bool(paddle_hints(wanted).get("safetensors")))
+
+
+# -- files ----------------------------------------------------------------------------------------------------------------
+
+
+def _save_files(folder: str, save: Kept, *, safetensors: bool = False) -> list[TargetFile]:
+    """A save's data files and its metadata."""
+    out = []
+    for rank, items in save.files.items():
+        path = folder + file_name(rank, safetensors=safetensors)
+        out.append(_safetensors(path, items) if safetensors else _distcp(path, items))
+    plan = plan_framed(_metadata(save, safetensors=safetensors))
+    return [*out, whole_file(f"{folder}0.metadata", plan.literals[0][1])]
+
+
+def _distcp(path: str, items: Sequence[Item]) -> TargetFile:
+    composer = PaddleComposer()
+    state = {item.key: composer.tensor(item.stored_shape, item.dtype, parts_of(item)) for item in items}
+    return composer.file(path, state, {item.key: item.name for item in items})
+
+
+def _safetensors(path: str, items: Sequence[Item]) -> TargetFile:
+    head, offsets, size = build_header([(item.key, item.dtype, item.stored_shape) for item in items], {})
+    arrays = tuple(TargetArray(item.number, whole(item.shape), offset)
+                   for item, offset in zip(items, offsets, strict=True) if prod(item.shape))  # fmt: skip
+    return TargetFile(path, size, ((0, head),), arrays)
+
+
+def _metadata(save: Kept, *, safetensors: bool) -> Record:
+    """Paddle's `Metadata` of a save."""
+    states = {
+        key: [Record(f"{MODULE}.LocalTensorMetadata", state=_stated(item)) for item in items]
+        for key, items in save.stated.items()
+    }
+    storage = {
+        Record(f"{MODULE}.LocalTensorIndex", state=_index(item)): file_name(rank, safetensors=safetensors)
+        for item, rank in save.storage
+    }
+    paths = {key: items[0].path for key, items in save.stated.items()}
+    state = {"state_dict_metadata": states, "storage_metadata": storage, "flat_mapping": paths}
+    return Record(f"{MODULE}.Metadata", state=state)
+
+
+def _stated(item: Item) -> dict[str, Any]:
+    return {
+        "global_offset": item.offset, "local_shape": item.shape, "dtype": _PADDLE_NAMES[item.dtype.name],
+        "global_shape": item.whole, "is_flattened": item.span is not None, "flattened_range": item.span,
+    }  # fmt: skip
+
+
+def _index(item: Item) -> dict[str, Any]:
+    return {
+        "tensor_key": item.key, "global_offset": item.offset, "is_flattened": item.span is not None,
+        "flattened_range": item.span, "replica_id": None, "local_shape": item.shape,
+    }  # fmt: skip

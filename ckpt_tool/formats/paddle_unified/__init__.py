@@ -1,0 +1,1 @@
+"""`paddle-unified`: unified checkpoints of PaddleNLP and PaddleFormers. `format` is the specification."""

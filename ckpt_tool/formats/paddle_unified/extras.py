@@ -1,0 +1,132 @@
+"""What a unified checkpoint holds beside its tensors: the scheduler's and the scaler's state, and what other formats brought.
+
+    scheduler.pdparams       extras["scheduler"] {"last_epoch": 2, "last_lr": 0.001}
+    scaler.pdparams          extras["scaler"]; its arrays are tensors of the state `extras`, named scaler.scale
+    ckpt_extras.json         ours: plain values of other formats, in the JSON form of `core.extras`; Paddle does not look at it
+    ckpt_extras.safetensors  ours: tensors of the state `extras` of other formats
+
+Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`SCHEDULER_NAME`, `SCALER_NAME`: paddle.save of plain dicts).
+`training_args.bin`, `trainer_state.bin` and `rng_state*.pth` are pickles of classes: never opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.extras import from_json, to_json
+from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
+from ckpt_tool.errors import CorruptFile
+from ckpt_tool.formats.paddle.file import PaddleComposer, chunks_of, read_paddle
+from ckpt_tool.formats.paddle_unified.files import EXTRAS_FILE, EXTRAS_TENSORS
+from ckpt_tool.formats.paddle_unified.table import Lying
+from ckpt_tool.formats.torch.content import Part
+from ckpt_tool.storage.safetensors_file import build_header, read_header
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.target import TargetFile, WantedTensor
+
+PICKLED = ("scheduler", "scaler")
+LIMIT = 64_000_000  # bytes of a file of plain values
+CODE = "E1360"
+
+
+class Beside(NamedTuple):
+    """unsafe: uses of names that only an unpickler would run."""
+
+    extras: dict[str, Any]
+    tensors: dict[TensorKey, Lying | LogicalTensor]
+    files: tuple[str, ...]
+    unsafe: tuple[str, ...]
+
+
+def read_extras(tree: Tree) -> Beside:
+    """What lies beside. Raises what pickles, JSON and headers raise."""
+    names = tree.names()
+    extras: dict[str, Any] = {}
+    tensors: dict[TensorKey, Lying | LogicalTensor] = {}
+    files, unsafe = list[str](), list[str]()
+    if EXTRAS_FILE in names:
+        files.append(EXTRAS_FILE)
+        value = from_json(parse(tree.read_whole(EXTRAS_FILE, limit=LIMIT), path=tree.display(EXTRAS_FILE)))
+        if not isinstance(value, dict):
+            raise CorruptFile("no object", code=CODE, path=tree.display(EXTRAS_FILE), hint="the file was edited")
+        extras |= value
+    if EXTRAS_TENSORS in names:
+        files.append(EXTRAS_TENSORS)
+        header = read_header(tree, EXTRAS_TENSORS)
+        tensors |= {TensorKey(name, EXTRAS): Lying(header, row, header.kinds[row].dtype)
+                    for row, name in enumerate(header.names)}  # fmt: skip
+    for what in PICKLED:
+        file = f"{what}.pdparams"
+        if file not in names:
+            continue
+        files.append(file)
+        content = read_paddle(tree, file)
+        unsafe += content.unsafe
+        if content.extras:
+            extras[what] = content.extras
+        for saved in content.leaves:
+            key = TensorKey(".".join([what, *map(str, saved.path)]), EXTRAS)
+            chunks = chunks_of(saved, whole(saved.shape))
+            tensors[key] = LogicalTensor(key, saved.shape, saved.dtype, chunks)
+    return Beside(extras, tensors, tuple(files), tuple(unsafe))
+
+
+def extras_files(
+    extras: Mapping[str, Any], tensors: Sequence[tuple[int, WantedTensor]], *, paddle: bool
+) -> list[TargetFile]:
+    """The files of plain values and of tensors of the state `extras`. tensors: (number among the wanted, tensor). paddle:
+    do they come from a Paddle job, so that its scheduler is one that Paddle understands?"""
+    from ckpt_tool.core.target import TargetArray, TargetFile, whole_file
+
+    out = []
+    rest = dict(extras)
+    for what in PICKLED if paddle else ():
+        mine = [(number, tensor) for number, tensor in tensors if _fits(what, tensor)]
+        value = rest.get(what)
+        if not mine and value is None or value is not None and not _plain(value):
+            continue
+        composer = PaddleComposer()
+        state = dict(rest.pop(what, {}))
+        for number, tensor in mine:
+            name = tensor.key.name.partition(".")[2]
+            state[name] = composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+        out.append(composer.file(f"{what}.pdparams", state, None))
+        tensors = [pair for pair in tensors if pair not in mine]
+    if rest:
+        text = json.dumps(to_json(rest), indent=1, ensure_ascii=True).encode("ascii")
+        out.append(whole_file(EXTRAS_FILE, text))
+    if tensors:
+        named = [(tensor.key.name, tensor.dtype, tensor.shape) for _, tensor in tensors]
+        head, offsets, size = build_header(named, {"format": "np"})
+        arrays = tuple(TargetArray(number, whole(tensor.shape), offset)
+                       for (number, tensor), offset in zip(tensors, offsets, strict=True))  # fmt: skip
+        out.append(TargetFile(EXTRAS_TENSORS, size, ((0, head),), arrays))
+    return out
+
+
+def _fits(what: str, tensor: WantedTensor) -> bool:
+    """Is it an array of the scaler's (or scheduler's) dict?"""
+    prefix, found, name = tensor.key.name.partition(".")
+    return bool(found) and prefix == what and "." not in name and tensor.dtype.name not in ("BF16", "U16") and (
+        tensor.dtype.name[:2] != "F8"
+    )  # fmt: skip
+
+
+def _plain(value: Any) -> bool:
+    """A dict that a pickle of plain values gives back just so: text keys, numbers, text, lists."""
+    plain = isinstance(value, dict) and all(type(key) is str and _simple(item) for key, item in value.items())
+    return plain and set(value) != {"value"}  # so the reader shows a file that is no dict
+
+
+def _simple(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_simple(item) for item in value)
+    if isinstance(value, dict):
+        return all(type(key) is str and _simple(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)

@@ -1,0 +1,365 @@
+"""Reading a unified checkpoint: indexes, headers, and what they say together, as one catalog.
+
+In order: marks of an asynchronous save; the indexes and every header that they name (all that is missing is told at once);
+masters and optimizer states, merged or by ranks, in Paddle's layout; the model, whose weights' layout is settled with the
+shapes of those (`paddle_unified.layout`); what 16-bit integers are; what the masters of `skip_save_model_weight` are.
+
+    16-bit integers   PaddleNLP wrote bfloat16 as U16. A weight that has master weights or moments, or a config.json that says
+                      bfloat16, makes it bf16; neither is an error (E1357): nothing is guessed.
+    masters as model  skip_save_model_weight writes the fp32 master weights as model-*.safetensors. Told by: no master
+                      files, all model weights F32, a 16-bit dtype in config.json, `master_weights` in the optimizer's index.
+                      They are shown as what they are, `master`.
+
+Cost: two preads a file, 2 us and 300 bytes a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.hf.files import is_sidefile
+from ckpt_tool.formats.paddle import quant
+from ckpt_tool.formats.paddle.rules import is_expert
+from ckpt_tool.formats.paddle_unified import files as files_of
+from ckpt_tool.formats.paddle_unified.extras import read_extras
+from ckpt_tool.formats.paddle_unified.files import EMA_STEM, MASTER_STEM, OPTIMIZER_STEM, UnifiedFiles
+from ckpt_tool.formats.paddle_unified.index import PaddleIndex, read_index
+from ckpt_tool.formats.paddle_unified.keys import optimizer_key
+from ckpt_tool.formats.paddle_unified.layout import transposed
+from ckpt_tool.formats.paddle_unified.part import TWICE, Part, read_part, refuse_twice
+from ckpt_tool.formats.paddle_unified.ranks import Held, join, read_ranks
+from ckpt_tool.formats.paddle_unified.table import Lying, UnifiedTable
+from ckpt_tool.storage.safetensors_file import Header, read_header
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+SIXTEEN_BITS, NO_STATES, LOST_MASTERS, SLICED = "E1357", "E1358", "E1359", "E1361"
+CONFIG = "config.json"
+CONFIG_LIMIT = 4_000_000  # bytes
+SIDEFILES = ("lora_config.json", "vera_config.json", "lokr_config.json", "prefix_config.json", "sft_config.json")
+_HALF = {"bfloat16": "BF16", "float16": "F16"}
+
+Entries = dict[TensorKey, Lying | LogicalTensor]
+
+
+def read_catalog(tree: Tree, name: str, options: Mapping[str, object]) -> Catalog:
+    """The catalog of the folder. name: of the format. Raises InputError, UnsafeInput."""
+    lenient = bool(options.get("lenient"))
+    files = files_of.classify(tree.names())
+    files_of.check_markers(tree, files)
+    files_of.check_indexes(tree, files)
+    config = read_config(tree, options)
+    told = bool(options.get("config") or options.get("family"))
+    reading = _Reading(tree, files, config, lenient=lenient, told=told)
+    entries = reading.entries()
+    sidefiles = tuple(
+        path for path in tree.names() if (is_sidefile(path) or path in SIDEFILES) and tree.listing()[path] >= 0
+    )
+    beside = read_extras(tree)
+    taken = (*reading.taken, *beside.files)
+    notes = [*reading.notes, *files_of.notes_of(tree, taken, sidefiles)]
+    return Catalog(
+        name,
+        UnifiedTable({**entries, **beside.tensors}),
+        extras=beside.extras,
+        files=taken,
+        sidefiles=sidefiles,
+        notes=tuple(notes),
+        unsafe=beside.unsafe,
+        hints=reading.hints(),
+    )
+
+
+def read_config(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
+    """What the user passed (--config, --family), else config.json, else {}."""
+    given = options.get("config")
+    if isinstance(given, Mapping):
+        found: dict[str, Any] = dict(given)
+    elif CONFIG in tree.names():
+        value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
+        found = value if isinstance(value, dict) else {}
+    else:
+        found = {}
+    family = options.get("family")
+    return {**found, "model_type": family} if isinstance(family, str) and family else found
+
+
+class _Reading:
+    """One folder being read. taken: files; notes: in order."""
+
+    def __init__(
+        self, tree: Tree, files: UnifiedFiles, config: Mapping[str, Any], *, lenient: bool, told: bool
+    ) -> None:
+        self.tree, self.files, self.config, self.lenient = tree, files, config, lenient
+        self.told = told  # by the user
+        self.taken: list[str] = []
+        self.notes: list[Note] = []
+        self.degrees: dict[str, int] = {}
+        self.layout = ""
+        self.skipped = False  # skip_save_model_weight
+        self.optimizer: PaddleIndex | None = None
+
+    def hints(self) -> dict[str, Any]:
+        """What a writer wants to know."""
+        plain = {
+            key: value for key, value in self.config.items() if value is None or type(value) in (bool, int, float, str)
+        }
+        said = self.optimizer.said if self.optimizer is not None else {}
+        paddle: dict[str, Any] = {
+            "kind": "unified", "layout": self.layout, "stem": self.files.stem, "skip_save_model_weight": self.skipped,
+            "sharding": "", "told": self.told, "config": {**plain, **_lists(self.config)},
+        }  # fmt: skip
+        hints: dict[str, Any] = {"dialect": "paddle", "paddle": paddle}
+        if self.optimizer is not None and self.optimizer.stage:
+            times = said.get("quant_ckpt_resume_times")
+            hints["quantised"] = {"kind": "paddle", "stage": self.optimizer.stage,
+                                  "resume_times": times if type(times) is int else 0}  # fmt: skip
+        if self.degrees:
+            degrees = {
+                "tp": self.degrees.get("tp", 1),
+                "pp": self.degrees.get("pp", 1),
+                "dp": self.degrees.get("shard", 1),
+            }
+            hints["degrees"] = {dim: size for dim, size in degrees.items() if size > 1}
+        return hints
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def entries(self) -> Entries:
+        """All tensors. The model's layout is settled last: it leans on the shapes of the others."""
+        model = self._part(self.files.stem)
+        masters, averages = self._part(MASTER_STEM), self._part(EMA_STEM)
+        if OPTIMIZER_STEM in self.files.indexes:
+            self.optimizer = read_index(self.tree, self.files.indexes[OPTIMIZER_STEM], merged=False)
+        merged = self.optimizer is not None and self.optimizer.weight_map is not None
+        optimizer = self._part(OPTIMIZER_STEM) if merged else None
+        for part in (model, averages):
+            if part is not None:
+                refuse_twice(self.tree, part)
+        out: Entries = {}
+        if averages is not None:
+            out |= {TensorKey(name, EMA): _lying(*row) for name, row in averages.rows.items()}
+        if masters is not None:
+            out |= self._whole(masters, model, lambda name, header, row: TensorKey(name, MASTER))
+        if optimizer is not None:
+            out |= self._whole(optimizer, model, self._key)
+        if not merged and (self.files.ranks or self.optimizer is not None):
+            out |= self._ranks(self._shapes(model, out))
+        elif self.files.ranks:
+            self.notes.append(Note("W-stray", "ranks' own optimizer files beside a merged one: not read"))
+        ours = self._model(model, out) if model is not None else {}
+        self._check_masters({**ours, **out})
+        return {**ours, **out}
+
+    def _part(self, stem: str) -> Part | None:
+        path = self.files.indexes.get(stem)
+        plain = stem + files_of.SUFFIX
+        if path is None and stem == self.files.stem and plain in self.tree.names():
+            names = list(read_header(self.tree, plain, lenient=self.lenient).names)  # one file needs no index
+            listed = PaddleIndex(plain, dict.fromkeys(names, plain), None, {})
+        elif path is None:
+            return None
+        else:
+            known = self.optimizer if stem == OPTIMIZER_STEM else None
+            listed = known or read_index(self.tree, path)
+        part = read_part(self.tree, listed, lenient=self.lenient)
+        self.taken += dict.fromkeys([listed.path, *(header.path for header in part.headers)])
+        self.notes += part.notes
+        return part
+
+    def _key(self, name: str, header: Header, row: int) -> TensorKey:
+        return optimizer_key(name, header.kinds[row].dtype, path=header.path)
+
+    def _whole(self, part: Part, model: Part | None, key_of: Callable[[str, Header, int], TensorKey]) -> Entries:
+        """The tensors of masters or optimizer; slices of sharding v2 joined."""
+        keys = {name: key_of(name, *where) for name, where in part.rows.items()}
+        if len(set(keys.values())) < len(keys):
+            raise InconsistentCheckpoint(
+                "two keys of the optimizer mean one state", code=TWICE, path=self.tree.display(part.listed.path),
+                hint="the file was edited: fetch it again",
+            )  # fmt: skip
+        shapes = self._shapes(model, {}) if part.again or _may_be_slices(part) else {}
+        sliced = [
+            name
+            for name, (header, row) in (part.rows.items() if shapes else ())
+            if _is_slice(keys[name], header.kinds[row].shape, shapes)
+        ]
+        if not sliced:
+            refuse_twice(self.tree, part)
+            return {keys[name]: _lying(*where) for name, where in part.rows.items()}
+        self._refuse_merged_slices(part, model, sliced[0])
+        order = {header.path: number for number, header in enumerate(sorted(part.headers, key=lambda h: h.path))}
+        out: Entries = {}
+        for name, where in part.rows.items():
+            held = [Held((0, 0, order[header.path], 0), _lying(header, row).array())
+                    for header, row in (where, *part.again.get(name, ()))]  # fmt: skip
+            out[keys[name]] = join(keys[name], held, shapes, self.config, 1)
+        return out
+
+    def _refuse_merged_slices(self, part: Part, model: Part | None, name: str) -> None:
+        """Slices under tensor parallelism were laid side by side by length, and nothing says that there was any."""
+        dense = {header.path for key, (header, _) in (model.rows.items() if model else ()) if not is_expert(key)}
+        if len(dense) > 1:  # expert ranks write their own experts, and no more
+            raise InputError(
+                "slices of sharding v2 in merged files, of a job with several tensor or pipeline ranks: nothing says which",
+                code=SLICED, path=self.tree.display(part.listed.path), key=name,
+                hint="PaddleFormers 1.2.0 itself can't resume this: save with ignore_merge_optimizer, with sharding v1, or"
+                " in another format; --drop is no way out, the states lie in no order that can be told",
+            )  # fmt: skip
+        message = "slices of sharding v2 in merged files, joined in the order of the files (PaddleFormers 1.2.0 can't resume it)"
+        self.notes.append(Note("W-slices", message, part.listed.path))
+
+    def _shapes(self, model: Part | None, others: Entries) -> dict[str, tuple[int, ...]]:
+        """A first look at the model's shapes, in Paddle's layout."""
+        if model is None:
+            return {}
+        return {key.name: row.shape for key, row in self._model(model, others, settle=False).items()}
+
+    def _ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[TensorKey, LogicalTensor]:
+        index = self.optimizer
+        if index is not None:
+            self.taken.append(index.path)
+        if index is not None and not self.files.ranks:
+            raise Incomplete(
+                "the optimizer's index names no files, and there are none of ranks", code=NO_STATES,
+                path=self.tree.display(index.path), hint="fetch the ranks' optimizer.*.safetensors, or remove the index",
+            )  # fmt: skip
+        number = index.said.get("optim_shard_num") if index is not None else 1
+        marked = any(".done." in name for name in self.tree.names())
+        parts = number if type(number) is int and 0 < number < 10_000 else 1
+        found = read_ranks(
+            self.tree, self.files.ranks, shapes, self.config, parts=parts, marked=marked, lenient=self.lenient
+        )
+        self.taken += [header.path for header in found.headers]
+        self.degrees = found.degrees
+        self._untrained(shapes, found.tensors)
+        return found.tensors
+
+    def _untrained(self, shapes: Mapping[str, Sequence[int]], tensors: Iterable[TensorKey]) -> None:
+        """Weights without any state, where a rank's file may be lost with nothing else to show it."""
+        trained = {key.name for key in tensors}
+        alone = [name for name in shapes if name not in trained and not name.endswith("e_score_correction_bias")]
+        tied = {name for name in alone if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+        if len(tied) == 1:
+            alone = [name for name in alone if name not in tied]
+        if not alone or not trained:
+            return
+        message = (
+            f"{len(alone)} weights have no optimizer state: frozen, or a rank's file is missing; the first: {alone[0]}"
+        )
+        if MASTER_STEM in self.files.ranks or self.lenient:
+            self.notes.append(Note("W-untrained", message))
+            return
+        raise Incomplete(
+            message, code=NO_STATES, path=self.tree.display(), key=alone[0], faults=alone[1:50],
+            hint="fetch every rank's optimizer file; if these are frozen, --lenient",
+        )  # fmt: skip
+
+    def _model(self, part: Part, others: Entries, *, settle: bool = True) -> Entries:
+        """The model's tensors under `model`, or `master` where its files are the master weights. settle: as in
+        `paddle_unified.layout.transposed`; without it a first look at the shapes."""
+        said = {header.path: header.metadata.get("format", "np") for header in part.headers}
+        ours = [
+            header.metadata[files_of.MODEL_TYPE] for header in part.headers if files_of.MODEL_TYPE in header.metadata
+        ]
+        if ours and not self.told:
+            self.config = {**self.config, "model_type": ours[0]}
+        trained: dict[str, tuple[int, ...]] = {}
+        for (name, state), entry in others.items():
+            if state == MASTER or state in ("exp_avg", "momentum_buffer", quant.FIRST8, quant.PACKED):
+                trained[name] = entry.shape
+        pt = {name: header.kinds[row].shape for name, (header, row) in part.rows.items() if said[header.path] == "pt"}
+        flips, notes = transposed(pt, trained, self.config, path=self.tree.display(), settle=settle)
+        if not settle:
+            return {TensorKey(name): _lying(*row, flip=name in flips) for name, row in part.rows.items()}
+        self.notes += notes
+        self.layout = "pt" if pt else "np"
+        state = self._state_of(part, others)
+        states_of = {key.name for key in others}
+        return {
+            TensorKey(name, state): _lying(header, row, flip=name in flips, bf16=self._is_bf16(name, states_of))
+            if header.kinds[row].dtype.name != "U16" or self._is_bf16(name, states_of)
+            else self._refuse(header, name)
+            for name, (header, row) in part.rows.items()
+        }
+
+    def _is_bf16(self, name: str, trained: set[str]) -> bool:
+        """Is a 16-bit integer bfloat16? Paddle has no other use of them for a weight."""
+        return name in trained or dtype_of(self.config) == "BF16"
+
+    def _refuse(self, header: Header, name: str) -> Lying:
+        said = dtype_of(self.config)
+        raise InputError(
+            f"16-bit integers that may be bfloat16: config.json {f'says {said}' if said else 'has no dtype'}, and the weight"
+            " has no optimizer state", code=SIXTEEN_BITS, path=self.tree.display(header.path), key=name,
+            hint='if it is bf16, pass --config FILE that holds {"dtype": "bfloat16"}',
+        )  # fmt: skip
+
+    def _state_of(self, part: Part, others: Entries) -> str:
+        index = self.optimizer
+        if index is None or index.weight_map is None or not index.said.get("master_weights"):
+            return MODEL
+        kinds = {kind.dtype.name for header in part.headers for kind in header.kinds if kind.dtype.is_float}
+        if kinds != {"F32"} or any(key.state == MASTER for key in others):
+            return MODEL
+        wide = dtype_of(self.config)
+        if wide in ("BF16", "F16"):
+            self.skipped = True
+            self.notes.append(Note("W-masters-as-model", "the model files hold the fp32 master weights"
+                                   " (skip_save_model_weight): read as master", part.listed.path))  # fmt: skip
+            return MASTER
+        if not wide:
+            self.notes.append(Note("W-masters-as-model", "fp32 weights and no master weights: a run in fp32, or"
+                                   " skip_save_model_weight; nothing says which, read as the model", part.listed.path))  # fmt: skip
+        return MODEL
+
+    def _check_masters(self, entries: Entries) -> None:
+        """The index of a job of one process says truly whether there are master weights."""
+        index = self.optimizer
+        if index is None or index.weight_map is None or any(key.state == MASTER for key in entries):
+            return
+        if index.said.get("master_weights") is True and "quant_ckpt_resume_times" not in index.said:
+            raise Incomplete(
+                "the optimizer's index says master_weights, and there are none", code=LOST_MASTERS,
+                path=self.tree.display(MASTER_STEM + files_of.INDEX_SUFFIX),
+                hint="fetch master_weights*.safetensors and their index; to do without them, set master_weights to false",
+            )  # fmt: skip
+
+
+# -- small ---------------------------------------------------------------------------------------------------------------
+
+
+def _may_be_slices(part: Part) -> bool:
+    """Nothing but vectors: whole matrices show themselves."""
+    return all(len(header.kinds[row].shape) == 1 for header, row in part.rows.values()) and bool(part.rows)
+
+
+def _is_slice(key: TensorKey, stored: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Is it a slice of the tensor's line (padding and all), not the tensor?"""
+    full = shapes.get(key.name)
+    return full is not None and len(stored) == 1 and stored != full and not key.state.endswith("pow_acc")
+
+
+def _lying(header: Header, row: int, *, flip: bool = False, bf16: bool = True) -> Lying:
+    dtype = header.kinds[row].dtype
+    return Lying(header, row, DTYPES["BF16"] if dtype.name == "U16" and bf16 else dtype, flip)
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """The model's dtype as its config has it: `BF16`, `F16`, `F32`, "" where it has none."""
+    for key in ("dtype", "torch_dtype"):
+        said = config.get(key)
+        if isinstance(said, str):
+            return _HALF.get(said.removeprefix("paddle.").removeprefix("torch."), "F32" if "32" in said else "")
+    return ""
+
+
+def _lists(config: Mapping[str, Any]) -> dict[str, Any]:
+    said = config.get("architectures")
+    plain = isinstance(said, list) and all(isinstance(each, str) for each in said)
+    return {"architectures": said} if plain else {}

@@ -1,0 +1,268 @@
+"""Writing a unified checkpoint: whole tensors in numbered files of each kind, and Paddle's indexes.
+
+    model-00001-of-00002.safetensors ...          model.safetensors.index.json           __metadata__ format np or pt
+    master_weights-00001-of-00001.safetensors     master_weights.safetensors.index.json  format np
+    optimizer-00001-of-00001.safetensors          optimizer.safetensors.index.json       format np
+
+The one idea: the line of a tensor is always in Paddle's layout, and a model file in the Hugging Face layout (`pt`) is the
+same line written with swapped strides.
+
+Which layout the model file gets: the loader of PaddleFormers 0.4 to 1.2.0 does not look at `format` but transposes whenever
+the training argument `convert_from_hf` is on, which it is by default; PaddleNLP 3.0 refuses `pt`. So: the source's own
+layout where it was a unified checkpoint; else `pt` where the model type is known (its list says what is transposed), else
+`np` with a note that says how to load it. LoRA weights lie alike in both. Where no config.json goes along (or the user named
+the model), the header says `ckpt_model_type` beside `pt`, so that the file can be read by itself; so it does where there is the model
+alone, which otherwise would pass for a Hugging Face folder.
+
+A job of one process reads the first file of each index alone (PaddleFormers 1.2.0 `load_save_single_card.py`): a note says
+so where there are more. Scales of a quantised optimizer lie in the file of the tensor that they scale: each file is
+dequantised by itself. Indexes: indent 4, total_size exact, `master_weights` true where there are some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.hf.format import pack
+from ckpt_tool.formats.paddle import quant
+from ckpt_tool.formats.paddle.rules import model_type_of, text_config, transposed_in_hf
+from ckpt_tool.formats.paddle_unified.extras import PICKLED, extras_files
+from ckpt_tool.formats.paddle_unified.files import (
+    EMA_STEM,
+    EXTRAS_FILE,
+    EXTRAS_TENSORS,
+    INDEX_SUFFIX,
+    MASTER_STEM,
+    MODEL_STEM,
+    MODEL_TYPE,
+    OPTIMIZER_STEM,
+    PEFT_STEM,
+    SUFFIX,
+)
+from ckpt_tool.formats.paddle_unified.index import write_index
+from ckpt_tool.formats.paddle_unified.keys import file_key
+from ckpt_tool.storage.safetensors_file import build_header
+
+TAKEN, UNFIT = "E1272", "E1273"
+OWN = frozenset((EXTRAS_FILE, EXTRAS_TENSORS, *(f"{what}.pdparams" for what in PICKLED)))
+
+NP = {"format": "np"}
+Numbered = Sequence[tuple[int, WantedTensor]]
+
+
+def unified_target(wanted: Wanted, name: str) -> Target:
+    """The whole output. Raises UsageError E1271 (a state that Paddle's keys can't name), E1273 (8-bit moments that are not
+    Paddle's)."""
+    hints, config, told = _facts(wanted)
+    by_kind: dict[str, list[tuple[int, WantedTensor]]] = {MODEL: [], MASTER: [], EMA: [], "optimizer": [], EXTRAS: []}
+    for number, tensor in enumerate(wanted.tensors):
+        state = tensor.key.state
+        by_kind[state if state in by_kind else "optimizer"].append((number, tensor))
+    notes: list[str] = []
+    stem = PEFT_STEM if hints.get("stem") == PEFT_STEM or _all_lora(by_kind[MODEL]) else MODEL_STEM
+    masters_as_model = hints.get("skip_save_model_weight") is True and not by_kind[MODEL]
+    said: dict[str, Any] = {}
+    if by_kind["optimizer"] and by_kind[MASTER]:
+        said["master_weights"] = True
+    elif by_kind["optimizer"]:
+        said["master_weights"] = False
+    if masters_as_model:
+        by_kind[MODEL], by_kind[MASTER], layout = by_kind[MASTER], [], "np"
+        notes.append("the master weights are written as model files, as skip_save_model_weight does")
+    else:
+        layout = _layout(by_kind[MODEL], wanted, config, notes)
+    files: list[TargetFile] = []
+    flips = _flips(by_kind[MODEL], config) if layout == "pt" else frozenset()
+    index_said = {"type": "lora"} if stem == PEFT_STEM else {}
+    says = {"format": layout}
+    alone = not any(by_kind[kind] for kind in (MASTER, "optimizer"))
+    if flips and (told or alone or all(path != "config.json" for path, _ in wanted.sidefiles)):
+        says[MODEL_TYPE] = _known_type(config)
+    files += _kind(stem, by_kind[MODEL], wanted.shard_size, index_said, notes, says=says, flips=flips)
+    files += _kind(MASTER_STEM, by_kind[MASTER], wanted.shard_size, {}, notes)
+    files += _kind(EMA_STEM, by_kind[EMA], wanted.shard_size, {}, notes)
+    if by_kind[EMA]:
+        notes.append(
+            f"Paddle's unified checkpoints have no place for EMA: {EMA_STEM}-* keep it, and Paddle does not look at them"
+        )
+    files += _optimizer(by_kind["optimizer"], wanted, said, notes)
+    _tell_tied(wanted, config, notes)
+    files += extras_files(wanted.extras, by_kind[EXTRAS], paddle=wanted.hints.get("dialect") == "paddle")
+    ours = {file.path for file in files}
+    for path, size in wanted.sidefiles:
+        if path in ours:
+            raise UsageError(
+                f"the side file {path} has the name of a file of the format", code=TAKEN, path=path, hint="rename it"
+            )
+        files.append(TargetFile(path, size, copy_of=path))
+    return Target(name, tuple(files), notes=tuple(notes))
+
+
+def _tell_tied(wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> None:
+    """A unified checkpoint of one process has the states of a tied pair under one name; it is written as it was."""
+    if config.get("tie_word_embeddings") is not True:
+        return
+    pair = {name for name, state in (tensor.key for tensor in wanted.tensors)
+            if state == MODEL and name.endswith(("lm_head.weight", "embed_tokens.weight"))}  # fmt: skip
+    trained = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == "exp_avg"}
+    if len(pair) == 2 and len(pair & trained) == 1:
+        notes.append(
+            f"the states of the tied embeddings are under {min(pair & trained)} alone, as a job of one process writes and"
+            " reads them; PaddleFormers 1.2.0 with several processes looks for both names"
+        )
+
+
+def _all_lora(tensors: Numbered) -> bool:
+    return bool(tensors) and all("lora_" in tensor.key.name for _, tensor in tensors)
+
+
+# -- the layout of the model file -----------------------------------------------------------------------------------------
+
+
+def _facts(wanted: Wanted) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    """(what a Paddle source left in the hints, the model's config, did the user name it?)."""
+    paddle, given = wanted.hints.get("paddle"), wanted.options.get("config")
+    hints: Mapping[str, Any] = paddle if isinstance(paddle, Mapping) else {}
+    for config in (given, hints.get("config")):
+        if isinstance(config, Mapping) and config:
+            return hints, config, config is given or hints.get("told") is True
+    return hints, {}, False
+
+
+def _known_type(config: Mapping[str, Any]) -> str:
+    """The model type by which it is known what is transposed, "" where it is not."""
+    for kind in (model_type_of(config), model_type_of(text_config(config))):
+        if transposed_in_hf("q_proj.weight", 2, {"model_type": kind}) is not None:
+            return kind
+    return ""
+
+
+def _layout(tensors: Numbered, wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> str:
+    """`pt` or `np`; see the module's docstring."""
+    hints, _, _ = _facts(wanted)
+    own = hints.get("layout") if hints.get("kind") == "unified" else None
+    if not any(len(tensor.shape) == 2 and "lora" not in tensor.key.name for _, tensor in tensors):
+        return own if own in ("np", "pt") else "np"
+    if wanted.hints.get("dialect") != "paddle":
+        notes.append(
+            "names and layouts are the source's, not Paddle's: the model file says format np for what lies in it as it lay;"
+            " --dialect paddle makes them Paddle's"
+        )
+        return "np"
+    if own == "np":
+        return "np"
+    if _known_type(config):
+        return "pt"
+    notes.append(
+        "the model type is not known: the model file is in Paddle's layout (format np); PaddleFormers loads it with"
+        " --convert_from_hf 0, its default transposes it"
+    )
+    return "np"
+
+
+def _flips(tensors: Numbered, config: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset(
+        number for number, tensor in tensors if transposed_in_hf(tensor.key.name, len(tensor.shape), config)
+    )
+
+
+# -- files ----------------------------------------------------------------------------------------------------------------
+
+
+def _kind(
+    stem: str,
+    tensors: Numbered,
+    limit: int,
+    said: Mapping[str, Any],
+    notes: list[str],
+    *,
+    says: Mapping[str, str] = NP,
+    flips: frozenset[int] = frozenset(),
+) -> list[TargetFile]:
+    """The files of the model or of the master weights, and their index."""
+    if not tensors:
+        return []
+    bins = [[tensors[i] for i in rows] for rows in pack([tensor.nbytes for _, tensor in tensors], limit)]
+    files, names = _files(stem, bins, notes, says=says, flips=flips)
+    where = {number: name for name, rows in zip(names, bins, strict=True) for number, _ in rows}
+    weight_map = {file_key(tensor.key): where[number] for number, tensor in tensors}
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    return [*files, whole_file(stem + INDEX_SUFFIX, write_index(weight_map, total, said))]
+
+
+def _files(
+    stem: str,
+    bins: Sequence[Numbered],
+    notes: list[str],
+    *,
+    says: Mapping[str, str] = NP,
+    flips: frozenset[int] = frozenset(),
+) -> tuple[list[TargetFile], list[str]]:
+    """One numbered file a bin. says: the headers' metadata. flips: the tensors that are written transposed."""
+    names = [f"{stem}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
+    if len(bins) > 1:
+        notes.append(
+            f"{stem} takes {len(bins)} files: a job of one process of PaddleFormers 1.2.0 reads the first alone;"
+            " pass a larger --max-shard-size for it"
+        )
+    files = []
+    for name, rows in zip(names, bins, strict=True):
+        shapes = [tensor.shape[::-1] if number in flips else tensor.shape for number, tensor in rows]
+        head, offsets, size = build_header(
+            [(file_key(tensor.key), tensor.dtype, shape) for (_, tensor), shape in zip(rows, shapes, strict=True)],
+            says,
+        )
+        arrays = tuple(
+            TargetArray(number, whole(tensor.shape), offset, strides=(1, tensor.shape[0]) if number in flips else None)
+            for (number, tensor), offset in zip(rows, offsets, strict=True)
+        )
+        files.append(TargetFile(name, size, ((0, head),), arrays))
+    return files, names
+
+
+def _optimizer(tensors: Numbered, wanted: Wanted, said: Mapping[str, Any], notes: list[str]) -> list[TargetFile]:
+    """The optimizer's files and index. What scales what stays together."""
+    if not tensors:
+        return []
+    groups: dict[tuple[str, str], list[tuple[int, WantedTensor]]] = {}
+    for number, tensor in tensors:
+        name, state = tensor.key
+        if state in ("exp_avg", "exp_avg_sq") and tensor.dtype.name in ("I8", "U8"):
+            raise UsageError(
+                f"a moment in {tensor.dtype.name} that Paddle's quantisation did not make", code=UNFIT, key=str(tensor.key),
+                hint="cast or dequantise it first, or --drop optimizer",
+            )  # fmt: skip
+        groups.setdefault((name, "quantised" if state in quant.STATES else state), []).append((number, tensor))
+    together = list(groups.values())
+    sizes = [sum(tensor.nbytes for _, tensor in group) for group in together]
+    bins = [[pair for i in rows for pair in together[i]] for rows in pack(sizes, wanted.shard_size)]
+    files, names = _files(OPTIMIZER_STEM, bins, notes)
+    where = {number: name for name, rows in zip(names, bins, strict=True) for number, _ in rows}
+    stage, times = _stage(wanted)
+    has_quantised = any(tensor.key.state in quant.STATES for _, tensor in tensors)
+    weight_map, total = dict[str, str](), 0
+    for number, tensor in tensors:
+        key, state = file_key(tensor.key), tensor.key.state
+        if key.endswith(quant.SUFFIXES) and state in quant.STATES:
+            continue  # Paddle's index names none of them
+        weight_map[key] = where[number]
+        total += 4 * prod(tensor.shape) if state in quant.STATES else tensor.nbytes
+        if state == quant.PACKED:
+            weight_map[f"{tensor.key.name}/moment1_0"] = where[number]
+            total += 4 * prod(tensor.shape)
+    more = {"ckpt_quant_stage": stage, "quant_ckpt_resume_times": times} if has_quantised else {}
+    index = write_index(weight_map, total, {**more, **said})
+    return [*files, whole_file(OPTIMIZER_STEM + INDEX_SUFFIX, index)]
+
+
+def _stage(wanted: Wanted) -> tuple[str, int]:
+    said = wanted.hints.get("quantised")
+    times = said.get("resume_times") if isinstance(said, Mapping) else 0
+    packed = any(tensor.key.state == quant.PACKED for tensor in wanted.tensors)
+    return ("O2" if packed else "O1"), times if type(times) is int else 0

@@ -1,0 +1,1 @@
+"""`sharded`: this tool's own layout. `format` is the specification."""

@@ -1,0 +1,283 @@
+"""A wanted output as one nested training state: every tensor at its path, the extras around them.
+
+The one idea: a tensor that came from a nested state goes back to the very path it hung at; one that came without a path
+is given the place that its kind has in that state, or in the layout of `get_state_dict`:
+
+    {"model": {name: T}, "optim": {"state": {name: {"exp_avg": T, ...}}, "param_groups": [...]}, "ema": {...}, ...}
+
+Shared by the writers of torch files and of DCP, which differ in what they put at a tensor's place. Extras that only a
+foreign class could hold are left out, and named. Cost: one visit a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.tensor import MODEL, Path, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
+from ckpt_tool.formats.state_dict.paths import Leaf, clean, name_leaves
+from ckpt_tool.formats.state_dict.roots import Roots
+from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join
+from ckpt_tool.storage.pickle_values import OrderedMap
+from ckpt_tool.storage.pickle_writer import dumps
+
+_LEAVE = object()
+
+
+class Nested(NamedTuple):
+    """tree: the state. paths: of each wanted tensor in it. notes: what was left out, in words."""
+
+    tree: dict[Any, Any]
+    paths: list[Path]
+    notes: list[str]
+
+
+def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Nested:
+    """Put `places[i]` where tensor i of `wanted` belongs.
+
+    whole_numbers: number an optimizer's parameters by integers, as `torch.optim` asks; False keeps DCP's text keys.
+    Whoever reads the state by the rules of `state_dict.paths` finds the wanted names again: where the old paths would not
+    give them (a filter took the evidence away), the layout above is taken; where an optimizer's numbers would not, its
+    groups are given `param_names`. Raises UsageError E0241 for two tensors at one path, E0243 for names that no place
+    gives.
+    """
+    extras, left_out = writable(wanted.extras)
+    notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
+    known = Roots.from_hints(wanted.hints)
+    attempts: list[tuple[Roots, bool]] = [(Roots(), False)] if known is None else [(known, True), (Roots(), False)]
+    for roots, kept in attempts:
+        here = _without_removed(extras, wanted, roots)
+        paths = _paths(wanted, roots, here, kept=kept, whole_numbers=whole_numbers)
+        _check_distinct(wanted, paths)
+        here, named = _with_param_names(here, wanted, paths, roots)
+        wrong = _unlike(wanted, paths, here)
+        if wrong is None:
+            break
+    else:
+        raise UsageError(
+            f"no place in a nested state gives {wrong} its name back",
+            code="E0243",
+            key=str(wrong),
+            hint="rename it, leave it out with --remove-keys, or write --to sharded",
+        )
+    if known is not None and not kept:
+        notes.append("laid out as get_state_dict does: at their old paths, the tensors left could not be told apart")
+    notes += [f"{dotted(path)}: param_names were added, order and shape do not name its parameters" for path in named]
+    tree = join(here, zip(paths, places, strict=True))
+    for path, attributes in _ordered(wanted.hints) if kept else ():
+        tree = _order(tree, path, attributes)
+    return Nested(tree, paths, notes)
+
+
+def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: bool, whole_numbers: bool) -> list[Path]:
+    """Each tensor's own path if it still is its name's, else the place of its kind."""
+    numbered = {name for names in roots.ids.values() for name in names.values()}
+    out = []
+    for tensor in wanted.tensors:
+        path, name = tensor.path, tensor.key.name
+        if not kept or not path or not (name in numbered or name in clean(dotted(path))):
+            path = roots.path(tensor.key)
+        out.append(_with_integer(path, extras) if whole_numbers else path)
+    return out
+
+
+def _unlike(wanted: Wanted, paths: Sequence[Path], extras: Mapping[Any, Any]) -> TensorKey | None:
+    """The first tensor whose path would be read under another name, None when all come back."""
+    order = _order_in_file(paths, extras)
+    leaves = [Leaf(paths[i], wanted.tensors[i].shape) for i in order]
+    found = name_leaves(leaves, extras).keys
+    return next(
+        (wanted.tensors[i].key for i, key in zip(order, found, strict=True) if wanted.tensors[i].key != key), None
+    )
+
+
+def _order_in_file(paths: Sequence[Path], extras: Mapping[Any, Any]) -> list[int]:
+    """The tensors' numbers in the order in which a walk of the nested state meets them."""
+    ranks: dict[Path, int] = {(key,): n for n, key in enumerate(extras)}
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            ranks.setdefault(path[:depth], len(ranks))
+    return sorted(range(len(paths)), key=lambda i: [ranks[paths[i][:d]] for d in range(1, len(paths[i]) + 1)])
+
+
+def _with_param_names(
+    extras: dict[Any, Any], wanted: Wanted, paths: Sequence[Path], roots: Roots
+) -> tuple[dict[Any, Any], list[Path]]:
+    """(extras, the optimizers whose groups were given names): where a reader could not name the numbers by himself."""
+    by_optimizer: dict[Path, dict[int, str]] = {}
+    for path, tensor in zip(paths, wanted.tensors, strict=True):
+        if "state" in path[:-2] and str(path[path.index("state") + 1]).isdigit():
+            at = path.index("state")
+            by_optimizer.setdefault(path[:at], {})[int(path[at + 1])] = tensor.key.name
+    added = []
+    order = _order_in_file(paths, extras) if by_optimizer else []
+    for root, names in by_optimizer.items():
+        groups = _look(extras, (*root, "param_groups"))
+        if not isinstance(groups, list) or not _all_numbers(groups):
+            continue
+        model = [Candidate(t.key.name, t.shape) for t in (wanted.tensors[i] for i in order) if t.key.state == MODEL]
+        moments: dict[int, dict[str, tuple[int, ...]]] = {}
+        for path, tensor in zip(paths, wanted.tensors, strict=True):
+            if path[: len(root) + 1] == (*root, "state"):
+                moments.setdefault(int(path[len(root) + 1]), {})[str(path[len(root) + 2])] = tensor.shape
+        found = align(groups, moments, model).names
+        if {n: found.get(n, str(n)) for n in names} != names:
+            every = {int(n): name for n, name in roots.ids.get(root, {}).items()} | names
+            extras = _edit(extras, (*root, "param_groups"), lambda groups, every=every: _name_groups(groups, every))
+            added.append(root)
+    return extras, added
+
+
+def _name_groups(groups: list[Any], names: Mapping[int, str]) -> list[Any]:
+    return [{**group, "param_names": [names.get(n, str(n)) for n in group["params"]]} for group in groups]
+
+
+def _all_numbers(groups: list[Any]) -> bool:
+    return all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list)
+        and all(type(n) is int for n in group["params"])
+        for group in groups
+    )
+
+
+def _look(value: Any, path: Path) -> Any:
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _check_distinct(wanted: Wanted, paths: Sequence[Path]) -> None:
+    """Raise where two tensors hang at one path, or one hangs below another."""
+    seen: dict[Path, WantedTensor] = {}
+    for path, tensor in zip(paths, wanted.tensors, strict=True):
+        other = seen.setdefault(path, tensor)
+        if other is not tensor:
+            raise _at_one_path(other, tensor, path)
+    for path, tensor in seen.items():
+        for depth in range(1, len(path)):
+            if path[:depth] in seen:
+                raise _at_one_path(seen[path[:depth]], tensor, path[:depth])
+
+
+def _at_one_path(a: WantedTensor, b: WantedTensor, path: Path) -> UsageError:
+    return UsageError(
+        f"{a.key} and {b.key} both belong at {dotted(path)}",
+        code="E0241",
+        key=str(b.key),
+        hint="leave one of them out with --remove-keys, or write another format",
+    )
+
+
+def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
+    """`("optim", "state", "0", ...)` with 0 where the groups beside it list integers."""
+    if "state" not in path[:-2]:
+        return path
+    at = path.index("state")
+    number = path[at + 1]
+    groups = _look(extras, (*path[:at], "param_groups"))
+    if isinstance(number, str) and number.isdigit() and isinstance(groups, list) and _all_numbers(groups):
+        return (*path[: at + 1], int(number), *path[at + 2 :])
+    return path
+
+
+def _without_removed(extras: dict[Any, Any], wanted: Wanted, roots: Roots) -> dict[Any, Any]:
+    """Groups without the numbers of parameters that are no longer there, where the numbers' names are known."""
+    have = {tensor.key.name for tensor in wanted.tensors}
+    if not roots.ids or not any(tensor.key.state == MODEL for tensor in wanted.tensors):
+        return extras
+    for path, names in roots.ids.items():
+        gone = {int(number) for number, name in names.items() if name not in have}
+        lost = {name for name in names.values() if name not in have}
+        if gone:
+            extras = _edit(extras, (*path, "param_groups"), lambda groups, g=gone, n=lost: _prune(groups, g, n))
+    return extras
+
+
+def _edit(value: Any, path: Path, change: Any) -> Any:
+    if not path:
+        return change(value)
+    if not isinstance(value, Mapping) or path[0] not in value:
+        return value
+    return {**value, path[0]: _edit(value[path[0]], path[1:], change)}
+
+
+def _prune(groups: Any, numbers: set[int], names: set[str]) -> Any:
+    if not isinstance(groups, list):
+        return groups
+    out = []
+    for group in groups:
+        if isinstance(group, Mapping) and isinstance(group.get("params"), list):
+            group = {**group, "params": [n for n in group["params"] if n not in numbers]}
+            if isinstance(group.get("param_names"), list):
+                group["param_names"] = [name for name in group["param_names"] if clean(str(name)) not in names]
+        out.append(group)
+    return out
+
+
+def _ordered(hints: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The OrderedDicts of the source that carried attributes, as far as the hints are sound."""
+    said = hints.get("ordered", ())
+    for entry in said if isinstance(said, list | tuple) else ():
+        if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], Mapping):
+            path = tuple(entry[0]) if isinstance(entry[0], list | tuple) else None
+            attributes, left_out = writable(entry[1])
+            if path is not None and not left_out and all(type(step) in (str, int) for step in path):
+                yield path, attributes
+
+
+def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:
+    """The tree with the dict at `path` as an OrderedDict that has its attributes again."""
+    node: Any = tree
+    for step in path[:-1]:
+        node = node.get(step) if isinstance(node, dict) else None
+    here = tree if not path else node.get(path[-1]) if isinstance(node, dict) else None
+    if type(here) is not dict:
+        return tree
+    ordered = OrderedMap(here)
+    ordered.attributes = attributes
+    if not path:
+        return ordered
+    node[path[-1]] = ordered
+    return tree
+
+
+# -- what may be written ------------------------------------------------------------------------------------------------
+
+
+def writable(extras: Mapping[str, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """(the extras that our pickles can hold, `PATH: class` of what they can't)."""
+    left_out: list[str] = []
+    kept = _writable(extras, (), left_out)
+    return (kept if isinstance(kept, dict) else {}), left_out
+
+
+def _writable(value: Any, path: Path, left_out: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        found = {}
+        for key, item in value.items():
+            kept = _writable(item, (*path, str(key)), left_out)
+            if kept is not _LEAVE and _fits(key, (*path, str(key)), left_out):
+                found[key] = kept
+        return found
+    if isinstance(value, list | tuple):
+        items = [_writable(item, (*path, i), left_out) for i, item in enumerate(value)]
+        filled = [None if item is _LEAVE else item for item in items]
+        return tuple(filled) if isinstance(value, tuple) else filled
+    return value if _fits(value, path, left_out) else _LEAVE
+
+
+def _fits(value: Any, path: Path, left_out: list[str]) -> bool:
+    if value is None or isinstance(value, str | int | float | bytes) or value == SLOT:
+        return True
+    try:
+        dumps(value)
+    except UsageError:
+        name = value.name if isinstance(value, Opaque | Symbol) else type(value).__name__
+        left_out.append(f"{dotted(path)}: {name}")
+        return False
+    return True

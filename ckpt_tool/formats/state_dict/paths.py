@@ -1,0 +1,413 @@
+"""Where a tensor hangs in a nested training state <-> its logical name and state.
+
+The one idea: what a tensor is follows from where it hangs, and only from what can be seen there. `name_leaves` turns
+paths into keys and says in notes what it concluded and from what; the path itself is always kept
+(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back where it hung. `state_dict.roots.Roots.path`
+is the inverse for tensors that have no path, because they come from a format without nesting.
+
+    ("model", "layers.0.w1.weight")                        -> layers.0.w1.weight
+    ("optim", "state", "layers.0.w1.weight", "exp_avg")    -> layers.0.w1.weight [exp_avg]
+    ("optimizer", "state.layers.0.w1.weight.exp_avg")      -> layers.0.w1.weight [exp_avg]     torchtitan's flat keys
+    ("optim.state.layers.0.w1.weight.exp_avg",)            -> the same, in a DCP without planner_data
+    ("optimizer", "state", 0, "exp_avg")                   -> by `formats.state_dict.optimizer_ids`
+    ("ema", "layers.0.w1.weight")                          -> layers.0.w1.weight [ema]
+    ("rng_state",)                                         -> rng_state [extras]
+
+Rules, in this order:
+
+1. Optimizers, by structure: a node with `state`, below it a dict by parameter, below that a dict with tensors; and one
+   more sign: `param_groups` beside it, a name such as `optim`, states that optimizers have, or parameters that the
+   model has. The flat spelling `state.PARAMETER.STATE` (as one key, after any prefix) counts when its parameters are
+   tensors of the model, or `param_groups.PARAMETER.*` stand beside it; what stands before these parameters in the
+   model's keys (`model.`) is then the model's prefix.
+2. `ema`, `model_ema`, ... hold the state `ema`; `master_weights`, `fp32_params`, ... the state `master`.
+3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the top
+   or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
+4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a level
+   that itself is called `extras`.
+5. `_checkpoint_wrapped_module.`, `_orig_mod.`, `_fsdp_wrapped_module.` are left by wrappers and taken out of names.
+
+Sources of the layouts: torch 2.13 `distributed/checkpoint/state_dict.py` (get_state_dict; the flattened form), torchtitan
+2025 `components/{optimizer,checkpoint}.py`, accelerate 1.15 `utils/fsdp_utils.py`, PyTorch's checkpoint tutorials.
+Cost: a few dict operations a tensor. What it does not do: read files, or rename a model's own parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
+from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
+from ckpt_tool.formats.state_dict.roots import Roots
+from ckpt_tool.formats.state_dict.tree import dotted
+
+MODEL_ROOTS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "params")
+_WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well be a part of a model that lies bare
+OPTIMIZER_ROOTS = frozenset(
+    ("optim", "optimizer", "optimizers", "opt", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optimizer_states")
+)  # fmt: skip
+EMA_ROOTS = frozenset(
+    ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
+)
+MASTER_ROOTS = frozenset(
+    ("master", "master_weights", "master_params", "master_model", "fp32_params", "fp32_weights", "fp32_master_weights")
+)
+MASTER_STATES = frozenset(
+    ("master", "master_param", "master_params", "master_weight", "master_weights", "fp32", "fp32_param", "main_param")
+)
+OPTIMIZER_STATES = frozenset(
+    ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
+     "sum", "prev", "step_size", "exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var", "variance", "ax", "state1",
+     "state2", "master_param", "master_weight")
+)  # fmt: skip
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+_FLAT = re.compile(r"(?:^|(?<=\.))state\.")
+_RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)
+_COUNTERS = frozenset(("step", "global_step", "iteration", "iter", "epoch", "loss", "best_loss"))
+
+
+class Leaf(NamedTuple):
+    """A tensor of a state. path: where it hangs, never empty. shape: elements. same: equal for tensors over the very
+    same bytes, None when unknown."""
+
+    path: Path
+    shape: tuple[int, ...]
+    same: Hashable = None
+
+
+class Named(NamedTuple):
+    """keys: one for each leaf, all different. notes: what was concluded. roots: where things hang."""
+
+    keys: list[TensorKey]
+    notes: list[Note]
+    roots: Roots
+
+
+def clean(name: str) -> str:
+    """The name without what wrappers put in: `layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`."""
+    return _WRAPPER.sub("", name) if "_" in name else name
+
+
+def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "") -> Named:
+    """Logical keys for the tensors of one state.
+
+    Args:
+        leaves: the tensors in the state's own order. extras: what hung beside them (`formats.state_dict.tree.part`).
+        path: the file, for notes.
+    """
+    naming = _Naming(leaves, extras, path)
+    naming.nested_optimizers()
+    naming.side_roots()
+    naming.model_root()
+    naming.flat_optimizers()
+    naming.model()
+    naming.numbers()
+    return Named(naming.unique(), naming.notes, naming.roots())
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    """One optimizer: its path, and (leaf, parameter, state) of each tensor. prefix: what stands before `state.` in a
+    flat key; None in the nested form."""
+
+    path: Path
+    entries: list[tuple[int, Any, str]]
+    prefix: str | None = None
+
+
+class _Naming:
+    """The rules above, one method each, over a table of keys that fills up."""
+
+    def __init__(self, leaves: Sequence[Leaf], extras: Mapping[str, Any], path: str) -> None:
+        self.leaves = leaves
+        self.extras = extras
+        self.path = path
+        self.keys: list[TensorKey | None] = [None] * len(leaves)
+        self.notes: list[Note] = []
+        self.optimizers: list[_Optimizer] = []
+        self.found: dict[str, Path] = {}
+        self.ids: dict[Path, dict[str, str]] = {}
+        self.prefix = ""  # of the model's keys, where there is no nesting: "model."
+        self.root: Path | None = None
+
+    def note(self, code: str, message: str, key: str | None = None) -> None:
+        self.notes.append(Note(code, message, self.path or None, key))
+
+    def rest(self) -> list[int]:
+        """Leaves that have no key yet."""
+        return [i for i, key in enumerate(self.keys) if key is None]
+
+    # -- rule 1, nested ---------------------------------------------------------------------------------------------
+
+    def nested_optimizers(self) -> None:
+        groups: dict[Path, list[int]] = {}
+        for i, leaf in enumerate(self.leaves):
+            if "state" in leaf.path[:-2]:
+                groups.setdefault(leaf.path[: leaf.path.index("state")], []).append(i)
+        for root, members in groups.items():
+            paths = [self.leaves[i].path[len(root) + 1 :] for i in members]
+            beside = _at(self.extras, root)
+            signs = (
+                isinstance(beside, Mapping) and "param_groups" in beside,
+                bool(root) and any(str(step).lower() in OPTIMIZER_ROOTS for step in root),
+                all(str(path[-1]) in OPTIMIZER_STATES for path in paths),
+            )
+            if any(signs):
+                entries = [(i, path[0], dotted(path[1:])) for i, path in zip(members, paths, strict=True)]
+                self._take(_Optimizer(root, entries))
+
+    def _take(self, optimizer: _Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        self.found.setdefault("optimizer", optimizer.path)
+        for i, parameter, state in optimizer.entries:
+            self.keys[i] = TensorKey(clean(str(parameter)), MASTER if state in MASTER_STATES else state)
+
+    # -- rule 1, flat -----------------------------------------------------------------------------------------------
+
+    def flat_optimizers(self) -> None:
+        groups: dict[tuple[Path, str], list[tuple[int, str]]] = {}
+        others: list[str] = []
+        for i in self.rest():
+            path = self.leaves[i].path
+            last = str(path[-1])
+            at = _FLAT.search(last)
+            if (
+                at is not None
+                and "." in last[at.end() :]
+                and (self.root is None or path[: len(self.root)] != self.root)
+            ):
+                groups.setdefault((path[:-1], last[: at.start()]), []).append((i, last[at.end() :]))
+            else:
+                others.append(dotted(path))
+        if not groups:
+            return
+        if self.root is not None:
+            skip = len(dotted(self.root)) + 1
+            others = [dotted(leaf.path)[skip:] for leaf in self.leaves if leaf.path[: len(self.root)] == self.root]
+        for (root, prefix), members in groups.items():
+            entries: list[tuple[int, Any, str]] = []
+            for i, spelled in members:
+                parameter, _, state = spelled.rpartition(".")
+                entries.append((i, parameter, state))
+            names = [parameter for _, parameter, _ in entries]
+            lead = common_prefix(names, others)
+            if lead is None and not self._grouped(root, prefix, names):
+                continue
+            if lead and self.root is None:
+                self.prefix = lead
+            self._take(_Optimizer(root, entries, prefix))
+
+    def _grouped(self, root: Path, prefix: str, names: Sequence[str]) -> bool:
+        """Do `param_groups.NAME.*` stand beside these flat states, and are the states an optimizer's?"""
+        beside = _at(self.extras, root)
+        if not isinstance(beside, Mapping):
+            return False
+        start = f"{prefix}param_groups."
+        listed = [key.removeprefix(start) for key in beside if isinstance(key, str) and key.startswith(start)]
+        known = {key.rpartition(".")[0] for key in listed}
+        return bool(listed) and (set(names) <= known or all(key.partition(".")[0].isdigit() for key in listed))
+
+    # -- rules 2 and 3 ----------------------------------------------------------------------------------------------
+
+    def side_roots(self) -> None:
+        """EMA and master weights."""
+        members: dict[tuple[str, Path], list[int]] = {}
+        for i in self.rest():
+            path = self.leaves[i].path
+            for depth, step in enumerate(path[:-1][:2]):
+                word = str(step).lower()
+                state = EMA if word in EMA_ROOTS else MASTER if word in MASTER_ROOTS else None
+                if state:
+                    members.setdefault((state, path[: depth + 1]), []).append(i)
+                    break
+        for (state, root), own in members.items():
+            inner = {self.leaves[i].path[len(root)] for i in own}
+            below = root
+            if len(inner) == 1 and all(len(self.leaves[i].path) > len(root) + 1 for i in own):
+                (only,) = inner
+                below = (*root, only) if str(only) in (*MODEL_ROOTS, "shadow", "shadow_params") else root
+            self.found.setdefault(state, below)
+            for i in own:
+                self.keys[i] = TensorKey(clean(dotted(self.leaves[i].path[len(below) :])), state)
+
+    def model_root(self) -> None:
+        """Find the level that holds the model, if there is one."""
+        parents = {optimizer.path[:-1] for optimizer in self.optimizers if optimizer.path}
+        tops = {self.leaves[i].path[0] for i in self.rest() if len(self.leaves[i].path) > 1}
+        seen: dict[Path, None] = {}
+        for i in self.rest():
+            path = self.leaves[i].path
+            for depth, step in enumerate(path[:-1][:3]):
+                alone = depth == 1 and len(tops) == 1 and not any(len(self.leaves[j].path) == 1 for j in self.rest())
+                if step in MODEL_ROOTS and (depth == 0 or path[:depth] in parents or alone):
+                    seen.setdefault(path[: depth + 1])
+                    break
+        other = tops - {root[0] for root in seen}
+        if other or len(seen) > 1:
+            seen = {root: None for root in seen if root[-1] not in _WEAK_ROOTS}
+        if seen:
+            self.root = min(seen, key=lambda root: (len(root), MODEL_ROOTS.index(str(root[-1]))))
+            self.found["model"] = self.root
+
+    def model(self) -> None:
+        """Name the model's tensors; what is left is extras."""
+        rest = self.rest()
+        if self.root is not None:
+            for i in rest:
+                path = self.leaves[i].path
+                if path[: len(self.root)] == self.root:
+                    self.keys[i] = TensorKey(clean(dotted(path[len(self.root) :])))
+                else:
+                    self._extra(i)
+            return
+        self.found.setdefault("model", ())
+        bare = any(len(self.leaves[i].path) == 1 and "." in str(self.leaves[i].path[0]) for i in rest)
+        training = bool(self.optimizers) or bool(self.extras)
+        named = []
+        for i in rest:
+            path, shape = self.leaves[i].path, self.leaves[i].shape
+            word = str(path[0])
+            counter = training and len(path) == 1 and word in _COUNTERS and shape in ((), (1,))
+            if path[0] == EXTRAS and len(path) > 1:
+                self._extra(i)
+                continue
+            rng = _RNG.search(dotted(path)) and (len(path) > 1 or "." not in word)
+            if bare and len(path) > 1 or rng or counter:
+                self._extra(i)
+            elif self.prefix and not word.startswith(self.prefix):
+                if not self._prefixed_ema(i, word):
+                    self._extra(i)
+            else:
+                self.keys[i] = TensorKey(clean(dotted(path).removeprefix(self.prefix)))
+                named.append(path)
+        if self.prefix:
+            self.note(
+                "N-model-prefix",
+                f"the optimizer's names show that the model's keys begin with {self.prefix!r}: taken off",
+            )
+            self.found["model"] = (self.prefix.removesuffix("."),)
+        if not bare and any(len(path) > 1 for path in named):
+            tops = dict.fromkeys(str(path[0]) for path in named)
+            self.note(
+                "N-bare-model", f"no level is called model: all tensors are taken for it, under {', '.join(tops)}"
+            )
+
+    def _prefixed_ema(self, i: int, word: str) -> bool:
+        """`ema.NAME` in a state of dotted keys."""
+        root, _, name = word.partition(".")
+        if len(self.leaves[i].path) == 1 and name and root in EMA_ROOTS | MASTER_ROOTS:
+            self.found.setdefault(EMA if root in EMA_ROOTS else MASTER, (root,))
+            self.keys[i] = TensorKey(clean(name), EMA if root in EMA_ROOTS else MASTER)
+            return True
+        return False
+
+    def _extra(self, i: int) -> None:
+        path = self.leaves[i].path
+        self.keys[i] = TensorKey(dotted(path[1:] if path[0] == EXTRAS and len(path) > 1 else path), EXTRAS)
+
+    # -- numbers, notes, and that every key is one ---------------------------------------------------------------------
+
+    def numbers(self) -> None:
+        """Names for optimizers that number their parameters."""
+        model = [
+            Candidate(key.name, leaf.shape, leaf.same)
+            for key, leaf in zip(self.keys, self.leaves, strict=True)
+            if key is not None and key.state == MODEL
+        ]
+        for optimizer in self.optimizers:
+            groups = _at(self.extras, (*optimizer.path, "param_groups"))
+            if optimizer.prefix is not None or not _numbered(groups, [entry[1] for entry in optimizer.entries]):
+                continue
+            moments: dict[int, dict[str, tuple[int, ...]]] = {}
+            for i, number, state in optimizer.entries:
+                moments.setdefault(int(number), {})[state] = self.leaves[i].shape
+            aligned = align(groups if isinstance(groups, list) else [], moments, model)
+            shown = dotted(optimizer.path) or "the optimizer"
+            if not aligned.names:
+                self.note(
+                    "N-unnamed-parameters",
+                    f"{shown} numbers its parameters and the numbers can't be told from the model ({aligned.why}): its "
+                    "states keep the numbers as names; build the optimizer from named_parameters() to have names saved",
+                )
+                continue
+            self.note("N-numbered-parameters", f"{shown} numbers its parameters; their names were found {aligned.why}")
+            self.ids[optimizer.path] = {str(n): clean(name) for n, name in aligned.names.items()}
+            for i, number, _ in optimizer.entries:
+                key = self.keys[i]
+                if key is not None and int(number) in aligned.names:
+                    self.keys[i] = TensorKey(clean(aligned.names[int(number)]), key.state)
+
+    def unique(self) -> list[TensorKey]:
+        """The keys; a second tensor of one key becomes an extra under its path."""
+        seen: set[TensorKey] = set()
+        out = []
+        wrapped = []
+        for leaf, key in zip(self.leaves, self.keys, strict=True):
+            given = key or TensorKey(dotted(leaf.path), EXTRAS)
+            if given in seen:
+                given = TensorKey(dotted(leaf.path), EXTRAS)
+                while given in seen:
+                    given = TensorKey(given.name + "'", EXTRAS)
+                self.note(
+                    "N-same-name",
+                    f"two tensors claim one name: the one at {dotted(leaf.path)} is kept as an extra",
+                    str(key),
+                )
+            seen.add(given)
+            out.append(given)
+            if any(isinstance(step, str) and _WRAPPER.search(step) for step in leaf.path):
+                wrapped.append(dotted(leaf.path))
+        if wrapped:
+            self.note("N-wrapper-names", f"wrapper parts were taken out of {len(wrapped)} names, such as {wrapped[0]}")
+        return out
+
+    def roots(self) -> Roots:
+        first = self.optimizers[0] if self.optimizers else None
+        optimizer = self.found.get("optimizer", ("optim",))
+        if first is not None and first.prefix:
+            optimizer = (*first.path, first.prefix.removesuffix("."))
+        single = bool(self.leaves) and all(len(leaf.path) == 1 for leaf in self.leaves)
+        return Roots(
+            self.found.get("model", ("model",)), optimizer, self.found.get(EMA, ("ema",)),
+            self.found.get(MASTER, ("master",)), first is not None and first.prefix is not None,
+            single and bool(self.prefix or (first is not None and first.prefix)), self.ids,
+        )  # fmt: skip
+
+
+def common_prefix(names: Sequence[str], keys: Iterable[str]) -> str | None:
+    """What stands before every one of `names` in `keys`: `["w"]` in `["model.w", "step"]` -> "model."; None when some
+    name is in no key, or there is no name."""
+    have = set(keys)
+    if not names or not have:
+        return None
+    tail = names[0]
+    leads = sorted((key[: len(key) - len(tail)] for key in have if key == tail or key.endswith("." + tail)), key=len)
+    return next((lead for lead in leads if all(lead + name in have for name in names)), None)
+
+
+def _numbered(groups: Any, parameters: Sequence[Any]) -> bool:
+    """Are these parameters numbers? `"0"` is one where the groups list integers (DCP spells every key as text)."""
+    if all(type(p) is int for p in parameters):
+        return True
+    listed = (
+        [n for group in groups if isinstance(group, Mapping) for n in group.get("params") or ()]
+        if isinstance(groups, list)
+        else []
+    )
+    return all(str(p).isdigit() for p in parameters) and bool(listed) and all(type(n) is int for n in listed)
+
+
+def _at(extras: Any, path: Path) -> Any:
+    """The value of the extras at `path`, None where there is none."""
+    for step in path:
+        if isinstance(extras, Mapping) and step in extras:
+            extras = extras[step]
+        elif isinstance(extras, list | tuple) and isinstance(step, int) and step < len(extras):
+            extras = extras[step]
+        else:
+            return None
+    return extras

@@ -1,0 +1,91 @@
+"""Where a nested training state keeps its model, its optimizer, its averages: what a writer must know to do the same.
+
+A source's `Roots` travel in its catalog's hints, so that a tensor without a path of its own (renamed, made from others,
+come through a format without nesting) finds the place that its kind has in that state. The defaults are the layout of
+torch's `get_state_dict`:
+
+    >>> Roots().path(TensorKey("layers.0.w1.weight", "exp_avg"))
+    ('optim', 'state', 'layers.0.w1.weight', 'exp_avg')
+
+Hints are data: those of an edited index are refused as a whole, never half believed. Cost: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
+from ckpt_tool.formats.state_dict.tree import dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where a source keeps what: the hints by which tensors without a path find a place. flat: torchtitan's spelling
+    of optimizer states; then the optimizer's path may end in a key's prefix (`("optim.",)`). dotted: the whole path is
+    one key (a DCP without planner_data).
+
+    ids: path of an optimizer -> its numbers' names, as `{"0": "embed.weight"}`.
+    """
+
+    model: Path = ("model",)
+    optimizer: Path = ("optim",)
+    ema: Path = ("ema",)
+    master: Path = ("master",)
+    flat: bool = False
+    dotted: bool = False
+    ids: Mapping[Path, Mapping[str, str]] = field(default_factory=dict)
+
+    def path(self, key: TensorKey) -> Path:
+        """Where a tensor of this key belongs."""
+        if key.state == MODEL:
+            path: Path = (*self.model, key.name)
+        elif key.state == EMA:
+            path = (*self.ema, key.name)
+        elif key.state == MASTER:
+            path = (*self.master, key.name)
+        elif key.state == EXTRAS:
+            path = (EXTRAS, key.name)
+        elif self.flat:
+            path = (*self.optimizer, f"state.{key.name}.{key.state}")
+        else:
+            path = (*self.optimizer, "state", key.name, key.state)
+        return (dotted(path),) if self.dotted else path
+
+    def to_hints(self) -> dict[str, Any]:
+        """Plain values for `Catalog.hints`."""
+        return {
+            "roots": {
+                "model": list(self.model), "optimizer": list(self.optimizer), "ema": list(self.ema),
+                "master": list(self.master), "flat": self.flat, "dotted": self.dotted,
+                "ids": [[list(path), dict(names)] for path, names in self.ids.items()],
+            }
+        }  # fmt: skip
+
+    @staticmethod
+    def from_hints(hints: Mapping[str, Any]) -> Roots | None:
+        """What `to_hints` left in a catalog's hints; None where a source has no nesting of this kind (or its index was
+        edited: hints are data of the checkpoint)."""
+        said = hints.get("roots")
+        if not isinstance(said, Mapping):
+            return None
+        model, optimizer, ema, master = (
+            _as_path(said.get(name, [])) for name in ("model", "optimizer", "ema", "master")
+        )
+        ids = said.get("ids", [])
+        if model is None or optimizer is None or ema is None or master is None or not isinstance(ids, list | tuple):
+            return None
+        known: dict[Path, dict[str, str]] = {}
+        for pair in ids:
+            path = _as_path(pair[0]) if isinstance(pair, list | tuple) and len(pair) == 2 else None
+            names = pair[1] if path is not None else None
+            if path is None or not isinstance(names, Mapping):
+                return None
+            known[path] = {str(n): str(name) for n, name in names.items() if str(n).isdigit()}
+        return Roots(model, optimizer, ema, master, bool(said.get("flat")), bool(said.get("dotted")), known)
+
+
+def _as_path(value: Any) -> Path | None:
+    fits = isinstance(value, list | tuple) and all(type(step) in (str, int) for step in value)
+    return tuple(value) if fits else None

@@ -1,0 +1,164 @@
+"""Which files of a path are one torch checkpoint: by names and first bytes, never by extension alone.
+
+    training.pt                                     one file, whatever it is called: a zip, or the stream before 1.6
+    pytorch_model.bin.index.json + its .bin files   Hugging Face, sharded
+    pytorch_model-0000i-of-0000n.bin                the same without its index
+    pytorch_model.bin, or the only torch file of a folder
+    model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`formats.torch.ranks`)
+
+Left to others: folders with safetensors weights (transformers itself prefers those), `.metadata` or `.distcp` (dcp),
+Meta's `consolidated.*.pth` with `params.json`, DeepSpeed's and Megatron's per-rank files. What accelerate and the
+Trainer put beside a model (`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so.
+Cost: the listing and a few bytes of at most `LOOKED_AT` files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tool.core.catalog import Note
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+from ckpt_tool.storage.safetensors_file import looks_like_header
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.torch_stream import is_stream, is_tar
+
+INDEX_SUFFIX = ".bin.index.json"
+MISSING, MIXED = "E0380", "E0384"
+LOOKED_AT = 200  # files
+HEAD = 512  # bytes
+_END = 4096  # bytes of a file's end
+_TORCH_NAMES = (".pt", ".pth", ".bin", ".ckpt", ".pt2", ".tar")
+_NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.(?:bin|pt|pth)")
+_BESIDE = re.compile(
+    r"(training_args\.bin|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|scaler\.pt|sampler(_\d+)?\.bin|"
+    r"rng_state.*\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl)"
+)
+_RANKED = re.compile(
+    r"consolidated\.\d+\.pth|mp_rank_\d|zero_pp_rank_|.*_rank_\d+.*\.pt|.*_optim_states\.pt|layer_\d+-model"
+)
+
+
+_OF_RANK = re.compile(
+    r"(model|optim|optimizer|extra_state|ema)_(?:world_size_(\d{1,6})_)?rank_(\d{1,6})\.(?:pt|pth|bin)"
+)
+
+
+class RankFile(NamedTuple):
+    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds. world: ranks, where its name
+    says so. rank: whose it is, None where nothing says so."""
+
+    name: str
+    kind: str
+    world: int | None
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """why: in words. files: in order; empty where the index tells. index: its path. ranks: a file a rank."""
+
+    why: str
+    files: tuple[str, ...] = ()
+    index: str | None = None
+    notes: tuple[Note, ...] = ()
+    ranks: tuple[RankFile, ...] = ()
+
+
+def rank_files(names: Iterable[str]) -> tuple[RankFile, ...]:
+    """Those of `names` that are a rank's, sorted by kind and rank."""
+    found = [(name, match) for name in names if (match := _OF_RANK.fullmatch(name.rpartition("/")[2]))]
+    ranked = [RankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
+    kinds = {kind: number for number, kind in enumerate(("model", "ema", "optim", "optimizer", "extra_state"))}
+    return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
+
+
+def choose(tree: Tree) -> Chosen | None:
+    """The files that count, None when there is no torch checkpoint. Never raises for another format's tree."""
+    if tree.single is not None:
+        return _one(tree, tree.single)
+    names = tree.names()
+    if any(name.endswith((".safetensors", ".distcp", ".metadata", ".safetensors.index.json")) for name in names):
+        return None
+    ranked = rank_files(names)
+    if any(file.kind == "model" for file in ranked):
+        ours = {file.name for file in ranked}
+        return Chosen(
+            f"{len(ranked)} files of single ranks", ranks=ranked, notes=_beside([n for n in names if n not in ours])
+        )
+    if any(_RANKED.match(name) for name in names) or "ckpt.index.json" in names:
+        return None
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
+    if indexes:
+        index = (usual or indexes)[0]
+        return Chosen(f"an index, {index}", index=index, notes=_beside(names))
+    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+    if len({found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}) == 1 and _looks(tree, numbered[0]):
+        return Chosen(f"{len(numbered)} numbered files without an index", tuple(numbered), notes=_beside(names))
+    weights = [name for name in names if not _BESIDE.fullmatch(name)]
+    if "pytorch_model.bin" in weights:
+        return Chosen("pytorch_model.bin", ("pytorch_model.bin",), notes=_beside(names))
+    if len(weights) > LOOKED_AT:
+        return None
+    looking = [name for name in weights if _looks(tree, name)]
+    return (
+        Chosen(f"the only torch file, {looking[0]}", (looking[0],), notes=_beside(names)) if len(looking) == 1 else None
+    )
+
+
+def _one(tree: Tree, name: str) -> Chosen | None:
+    """A single file: torch's by content; a damaged one by its end or its name."""
+    head = tree.head(name, HEAD)
+    if name.endswith(INDEX_SUFFIX) and head.lstrip()[:1] == b"{":
+        return Chosen("an index of .bin files", index=name)
+    size = tree.size(name)
+    if looks_like_header(head, size):
+        return None
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
+        return Chosen("a zip archive" if head[:2] == b"PK" else "torch's stream before 1.6", (name,))
+    if is_tar(head) and name.endswith(_TORCH_NAMES):
+        return Chosen("a tar archive", (name,))
+    end = tree.read(name, max(0, size - _END), min(size, _END))
+    if b"PK\x05\x06" in end and b"data.pkl" in end:
+        return Chosen("a zip's end behind something else", (name,))
+    return None
+
+
+def _looks(tree: Tree, name: str) -> bool:
+    if tree.listing()[name] < 16:
+        return False
+    try:
+        head = tree.head(name, 320)  # a local header and the longest name; 200 files of it are 64 KB
+    except CkptError:  # not readable: whoever reads the folder will say so
+        return False
+    return is_stream(head) or head[:4] == b"PK\x03\x04" and b"/data.pkl" in head
+
+
+def _beside(names: list[str]) -> tuple[Note, ...]:
+    found = [name for name in names if _BESIDE.fullmatch(name)]
+    return (Note("N-beside", f"beside the model, not read and not carried: {', '.join(found[:20])}"),) if found else ()
+
+
+def check_numbers(files: tuple[str, ...], shown: str) -> None:
+    """Raise Incomplete (E0380) or InconsistentCheckpoint (E0384) when numbered files are not one whole set."""
+    parts = [found for name in files if (found := _NUMBERED.fullmatch(name))]
+    if not parts:
+        return
+    totals = {int(part[3]) for part in parts}
+    numbers = {int(part[2]) for part in parts}
+    total = max(totals)
+    if len(totals) > 1 or len(numbers) < len(parts):
+        raise InconsistentCheckpoint(
+            "files of two saves lie together: their counts differ", code=MIXED, path=shown,
+            hint="remove the files of the older save",
+        )  # fmt: skip
+    first = 0 if 0 in numbers else 1
+    absent = [n for n in range(first, first + total) if n not in numbers] if total < 1_000_000 else [total]
+    if absent:
+        raise Incomplete(
+            f"{len(absent)} of {total} files are missing: numbers {', '.join(map(str, absent[:20]))}", code=MISSING,
+            path=shown, hint="fetch the missing files; their names count them",
+        )  # fmt: skip

@@ -1,0 +1,377 @@
+"""Per-rank DTensor files: one `torch.save` a rank and kind of state, as reinforcement learning trainers (verl) write.
+
+    actor/model_world_size_4_rank_0.pt ... _rank_3.pt          {name: DTensor, buffer: tensor}
+    actor/optim_world_size_4_rank_{0..3}.pt                    {"state": {name or number: {...}}, "param_groups": [...]}
+    actor/extra_state_world_size_4_rank_{0..3}.pt              {"lr_scheduler": {...}, "rng": {...}}
+
+The one idea: a DTensor's pickle holds the whole tensor's shape and its cut, and the file's name the rank, so each file
+is a box of each tensor (`formats.torch.dtensor_spec`); no index and no collective is needed. The kinds become the levels of one
+nested state, `{"model": ..., "optim": ..., "extra_state": ...}`, which `formats.state_dict.paths` names as any other.
+
+Specification. File names: verl 2025 `utils/checkpoint/fsdp_checkpoint_manager.py` (`model_`, `optim_`, `extra_state_`,
+then `world_size_W_rank_R.pt`); a name without `world_size_W` counts too. Content: torch 2.13 `distributed/tensor`; an
+optimizer of `optimizer.state_dict()` numbers its parameters, told by `formats.state_dict.optimizer_ids`.
+
+What ranks share: a tensor that is no DTensor, or a box that several hold (Replicate), is a replica, compared when the
+values are read. Plain values have to be equal on all ranks, RNG states aside: those are each rank's own, kept as
+`extra_state.rng.rank_R`, and a note says so: a job of another size can't go on with them.
+
+Cost: as the pickles. What it does not do: write them (a trainer loads its own, of its own size: `ckpt reshard` gives one
+file or dcp), or FSDP1's flat parameters (`LOCAL_STATE_DICT`), which say nothing of the tensors inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats import checksums
+from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.torch import dtensor_spec
+from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
+from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.formats.torch.dtensor_spec import Placed, RankMesh
+from ckpt_tool.storage.pickle_values import Record, TensorRef, WrapperRef
+from ckpt_tool.storage.source import Tree
+
+DISAGREE, UNPLACED = "E0354", dtensor_spec.UNPLACED
+SHOWN = 50
+RNG = frozenset(("rng", "rng_state", "rng_states", "random_state", "random_states"))
+
+
+class _Part(NamedTuple):
+    """A rank's share of one tensor. shape: the whole tensor's. placed: None for a plain tensor."""
+
+    rank: int
+    array: StoredArray
+    shape: tuple[int, ...]
+    placed: Placed | None
+
+
+@dataclass(slots=True)
+class _State:
+    """The ranks' files, laid over each other."""
+
+    parts: dict[Path, list[_Part]] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    unsafe: dict[str, None] = field(default_factory=dict)
+    globals: dict[str, None] = field(default_factory=dict)
+    ordered: list[list[Any]] = field(default_factory=list)
+    meshes: dict[RankMesh, None] = field(default_factory=dict)
+    own: dict[str, list[int]] = field(default_factory=dict)  # what each rank has of its own -> ranks
+    kinds: dict[str, list[int]] = field(default_factory=dict)
+
+
+def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
+    """The catalog of `chosen.ranks`. required: refuse files without CRCs.
+
+    Raises Incomplete E0380 naming the ranks without a file or a tensor, InconsistentCheckpoint E0384 (files of two
+    jobs) and E0354 (ranks that disagree), InputError E0399 (a part that can't be placed).
+    """
+    _check_ranks(tree, chosen.ranks)
+    state = _State()
+    for file in chosen.ranks:
+        _add(tree, file, read_content(tree, file.name, dtensors=True), state)
+    _check_flat(tree, chosen.ranks, state)
+    leaves, tensors = [], []
+    names = {(file.kind, file.rank): file.name for file in chosen.ranks}
+    for path, parts in state.parts.items():
+        tensor = _tensor(tree, path, parts, names)
+        tensors.append(tensor)
+        leaves.append(Leaf(path, tensor.shape))
+    named = name_leaves(leaves, state.extras, path=tree.display(chosen.ranks[0].name))
+    keyed = {
+        key: LogicalTensor(key, t.shape, t.dtype, t.chunks, t.path) for key, t in zip(named.keys, tensors, strict=True)
+    }
+    mesh = max((found.mesh() for found in state.meshes), key=lambda mesh: mesh.size, default=Mesh())
+    notes = [
+        *chosen.notes,
+        *named.notes,
+        *_own_notes(state),
+        *checksums.missing(tree, keyed.values(), required=required),
+    ]
+    hints = {
+        **named.roots.to_hints(), "globals": list(state.globals), "ordered": state.ordered, "degrees": mesh.to_json(),
+    }  # fmt: skip
+    return Catalog(
+        "torch", keyed, state.extras, mesh, tuple(file.name for file in chosen.ranks), _sidefiles(tree), tuple(notes),
+        tuple(state.unsafe), hints,
+    )  # fmt: skip
+
+
+def _sidefiles(tree: Tree) -> tuple[str, ...]:
+    """The model's config and tokenizer, beside the files or in verl's `huggingface/`."""
+    if tree.single is not None:
+        return ()
+    beside = [path for path in tree.listing() if path.count("/") == path.startswith("huggingface/")]
+    return tuple(path for path in beside if hf_files.is_sidefile(path.rpartition("/")[2]))
+
+
+def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
+    """Raise when the names do not count one whole job."""
+    worlds = sorted({file.world for file in files if file.world is not None})
+    if len(worlds) > 1:
+        odd = [file.name for file in files if file.world != worlds[-1]]
+        raise InconsistentCheckpoint(
+            f"files of jobs of {' and '.join(map(str, worlds))} ranks lie together, such as {odd[0]}", code=MIXED,
+            path=tree.display(), faults=odd[1:SHOWN], hint="remove the files of the older save",
+        )  # fmt: skip
+    world = worlds[0] if worlds else 1 + max(file.rank or 0 for file in files)
+    faults = []
+    for kind in dict.fromkeys(file.kind for file in files):
+        have = {file.rank for file in files if file.kind == kind and file.rank is not None}
+        beyond = sorted(rank for rank in have if rank >= world)
+        if beyond:
+            raise InconsistentCheckpoint(
+                f"{kind} has a file of rank {beyond[0]}, but the names say {world} ranks", code=MIXED,
+                path=tree.display(), hint="the file was renamed, or belongs to another save",
+            )  # fmt: skip
+        if have and world - len(have) > 0:
+            gone = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
+            shown = ", ".join(map(str, gone[:20]))
+            faults.append(f"{kind}: {world - len(have)} of {world} ranks have no file: rank {shown}")
+    if faults:
+        raise Incomplete(
+            faults[0], code=MISSING, path=tree.display(), faults=faults[1:],
+            hint="pass the folder with every rank's file; fetch those that are missing",
+        )  # fmt: skip
+
+
+# -- one file -----------------------------------------------------------------------------------------------------------
+
+
+def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> None:
+    shown = tree.display(file.name)
+    state.unsafe.update(dict.fromkeys(content.unsafe))
+    state.globals.update(dict.fromkeys(content.globals))
+    meshes: dict[int, RankMesh] = {}
+
+    def load(ref: TensorRef) -> list[int]:
+        return _integers(tree, content, ref)
+
+    rank = file.rank
+    root: Path = (file.kind,) if file.kind else ()
+    for path, array in content.leaves:
+        wrapper = content.wrapped.get(path)
+        placed = None
+        if wrapper is not None:
+            try:
+                placed, rank = _placed(wrapper, meshes, load, rank)
+            except CkptError as e:
+                e.path, e.key = e.path or shown, e.key or dotted(path)[:200]
+                raise
+            state.meshes[placed.mesh] = None
+        owner = rank if rank is not None else 0
+        shape = wrapper.shape if wrapper is not None else array.shape
+        at = _own_path(root, path, owner, state)
+        state.parts.setdefault(at, []).append(_Part(owner, array, shape, placed))
+    owner = rank if rank is not None else 0
+    state.kinds.setdefault(file.kind, []).append(owner)
+    _add_extras(content.extras, file, owner, state, shown)
+    if owner == 0:
+        state.ordered += [[[*root, *path], attributes] for path, attributes in content.ordered]
+
+
+def _placed(
+    wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None
+) -> tuple[Placed, int]:  # fmt: skip
+    """(the layout, whose file it is). A mesh that names its rank (torch 2.13) is held against the file's name."""
+    spec = wrapper.spec
+    if not isinstance(spec, Record):
+        raise InputError("a DTensor without its spec", code=UNPLACED, hint="the file is damaged: save it again")
+    record = spec.get("mesh")
+    said = (record.state or {}).get("_rank") if isinstance(record, Record) else None
+    owner = rank if rank is not None else said if type(said) is int else None
+    if type(said) is int and said != owner:
+        raise InconsistentCheckpoint(
+            f"the name says rank {rank}, the mesh inside rank {said}", code=DISAGREE,
+            hint="the file was renamed: give it back its own name",
+        )  # fmt: skip
+    mesh = meshes.get(id(record))
+    if mesh is None:
+        mesh = meshes[id(record)] = dtensor_spec.read_mesh(record, load, owner)
+    if owner is None and len(mesh.ranks) > 1:
+        raise InputError(
+            f"a part of {len(mesh.ranks)} ranks, and nothing says which rank's", code=UNPLACED,
+            hint="name the files as their trainer did: model_world_size_W_rank_R.pt, and pass the folder",
+        )  # fmt: skip
+    owner = mesh.ranks[0] if owner is None else owner
+    return dtensor_spec.read_placed(spec, mesh, len(wrapper.shape)), owner
+
+
+def _integers(tree: Tree, content: TorchContent, ref: TensorRef) -> list[int]:
+    """The values of a small int tensor, such as a mesh's ranks."""
+    array = content.find(ref) if content.find is not None else None
+    if (
+        array is None
+        or array.dtype.name not in ("I32", "I64")
+        or array.strides
+        or array.numel > dtensor_spec.RANKS_LIMIT
+    ):
+        raise InputError("a mesh whose ranks are no list of integers", code=UNPLACED, hint="save it with torch >= 2.2")
+    width = array.dtype.bits // 8
+    data = tree.read(array.path, array.offset, array.numel * width)
+    return [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
+
+
+def _own_path(root: Path, path: Path, rank: int, state: _State) -> Path:
+    """Where the state keeps it: below `rank_R` what each rank has of its own (RNG states)."""
+    if root == ("extra_state",) and str(path[0]).lower() in RNG:
+        state.own.setdefault(str(path[0]), []).append(rank)
+        return (*root, path[0], f"rank_{rank}", *path[1:])
+    return (*root, *path)
+
+
+def _add_extras(extras: Any, file: RankFile, rank: int, state: _State, shown: str) -> None:
+    """Plain values: the first rank's; the others' have to be equal, but for RNG states."""
+    if not file.kind:
+        state.extras = dict(extras) if isinstance(extras, dict) else {"value": extras}
+        return
+    shared = extras if isinstance(extras, dict) else {"value": extras}
+    if file.kind == "extra_state":
+        own = {key: value for key, value in shared.items() if str(key).lower() in RNG}
+        shared = {key: value for key, value in shared.items() if key not in own}
+        for key, value in own.items():
+            state.own.setdefault(str(key), []).append(rank)
+            state.extras.setdefault(file.kind, {}).setdefault(key, {})[f"rank_{rank}"] = value
+    known = state.kinds[file.kind]
+    if len(known) == 1:
+        if shared:
+            state.extras[file.kind] = {**shared, **state.extras.get(file.kind, {})}
+        return
+    mine = {
+        k: v
+        for k, v in state.extras.get(file.kind, {}).items()
+        if not (file.kind == "extra_state" and str(k).lower() in RNG)
+    }
+    where = _difference(mine, shared)
+    if where is not None:
+        raise InconsistentCheckpoint(
+            f"rank {rank} has another {dotted((file.kind, *where))} than rank {known[0]}", code=DISAGREE, path=shown,
+            key=dotted((file.kind, *where)),
+            hint="the files come from two saves or two steps: fetch one save's files again",
+        )  # fmt: skip
+
+
+def _difference(a: Any, b: Any) -> Path | None:
+    """The path of the first difference of two plain values, None when they are equal."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            step = key if isinstance(key, int) else str(key)
+            if key not in a or key not in b:
+                return (step,)
+            below = _difference(a[key], b[key])
+            if below is not None:
+                return (step, *below)
+        return None
+    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            below = _difference(x, y)
+            if below is not None:
+                return (i, *below)
+        return None
+    same = type(a) is type(b) and (a == b or a != a and b != b)
+    return None if same else ()
+
+
+def _own_notes(state: _State) -> Iterable[Note]:
+    for name, ranks in state.own.items():
+        count = len(set(ranks))
+        if count > 1:
+            yield Note(
+                "N-rank-state",
+                f"{name} is each rank's own: those of {count} ranks are carried as extra_state.{name}.rank_R; a job of "
+                "another layout can't go on with them",
+            )
+
+
+def _check_flat(tree: Tree, files: Sequence[RankFile], state: _State) -> None:
+    """Raise for FSDP1's flat optimizer states: plain 1-d pieces beside a model of DTensors that ranks share out."""
+    cut = any(
+        p.placed and any(p.placed.cuts) for path, parts in state.parts.items() if path[0] == "model" for p in parts
+    )
+    moments = [
+        (path, parts) for path, parts in state.parts.items() if path[0] in ("optim", "optimizer") and parts[0].shape
+    ]
+    if cut and moments and not any(part.placed for _, parts in moments for part in parts):
+        path, parts = moments[0]
+        raise InputError(
+            f"the optimizer's states are plain tensors, a rank's flat piece each ({list(parts[0].shape)})",
+            code=UNPLACED, path=tree.display(parts[0].array.path), key=dotted(path)[:200],
+            hint="save the optimizer with FSDP's sharded or full state dict, or as dcp",
+        )  # fmt: skip
+
+
+# -- one tensor ---------------------------------------------------------------------------------------------------------
+
+
+def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, str]) -> LogicalTensor:
+    """The tensor that the ranks' parts make up."""
+    first, key = parts[0], dotted(path)[:200]
+    for part in parts[1:]:
+        for what, mine, theirs in (
+            ("global shape", list(first.shape), list(part.shape)),
+            ("dtype", first.array.dtype.name, part.array.dtype.name),
+            ("placement", _cutting(first), _cutting(part)),
+        ):
+            if mine != theirs:
+                shown = f": {theirs}, not {mine}" if what != "placement" else ""
+                raise InconsistentCheckpoint(
+                    f"rank {part.rank} has another {what} than rank {first.rank}{shown}", code=DISAGREE,
+                    path=tree.display(part.array.path), key=key,
+                    hint="the files come from two saves: fetch one save's files again",
+                )  # fmt: skip
+    if first.placed is None:
+        box = whole(first.shape)
+        return _logical(path, first, [Chunk(box, part.array, box) for part in parts])
+    have = {part.rank for part in parts}
+    gone = sorted({rank for part in parts if part.placed for rank in part.placed.mesh.ranks} - have)
+    if gone:
+        without = [names[held] for rank in gone if (held := (str(path[0]), rank)) in names]
+        raise Incomplete(
+            f"rank {', '.join(map(str, gone[:20]))} of the mesh {'lacks it' if without else 'has no file'}", code=MISSING,
+            path=tree.display(without[0]) if without else tree.display(), key=key,
+            hint="pass the folder with every rank's file; fetch those that are missing",
+        )  # fmt: skip
+    return _logical(path, first, [chunk for part in parts for chunk in _chunks(tree, part, key)] or [_nothing(first)])
+
+
+def _cutting(part: _Part) -> Any:
+    """How a part is cut, whichever of several meshes of this shape it is on (one a tensor parallel rank)."""
+    return None if part.placed is None else (part.placed.mesh.shape, part.placed.cuts, part.placed.order)
+
+
+def _nothing(first: _Part) -> Chunk:
+    """The one chunk of an empty tensor."""
+    zeros = (0,) * len(first.shape)
+    return Chunk(Box(zeros, first.shape), first.array, Box(zeros, first.array.shape))
+
+
+def _chunks(tree: Tree, part: _Part, key: str) -> Iterable[Chunk]:
+    """A rank's boxes of a DTensor."""
+    at = part.placed.mesh.coordinates(part.rank) if part.placed is not None else None
+    if part.placed is None or at is None:
+        raise InconsistentCheckpoint(
+            f"rank {part.rank} is not in the mesh of its own tensor", code=DISAGREE,
+            path=tree.display(part.array.path), key=key, hint="the file was renamed, or belongs to another save",
+        )  # fmt: skip
+    local, found = dtensor_spec.boxes(part.shape, part.placed, at)
+    if local != part.array.shape:
+        raise CorruptFile(
+            f"rank {part.rank} holds a part of shape {list(part.array.shape)}, its placement gives {list(local)}",
+            code=UNPLACED, path=tree.display(part.array.path), key=key,
+            hint="the file was renamed to another rank's name, or was written by a version that cuts otherwise",
+        )  # fmt: skip
+    return [Chunk(box, part.array, within) for box, within in found]
+
+
+def _logical(path: Path, first: _Part, chunks: Sequence[Chunk]) -> LogicalTensor:
+    return LogicalTensor(TensorKey(""), first.shape, first.array.dtype, mark_replicas(chunks), path)
