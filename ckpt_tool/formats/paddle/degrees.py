@@ -49,12 +49,11 @@ def paddle_hints(wanted: Wanted) -> Mapping[str, Any]:
 
 
 def config_of(wanted: Wanted) -> Mapping[str, Any]:
-    """The model's config as far as anybody knows it: `--config`, else the source's own."""
-    for said in (wanted.options.get("config"), paddle_hints(wanted).get("config"), wanted.hints.get("config")):
-        if isinstance(said, Mapping) and said:
-            return said
+    """The model's config as far as anybody knows it: what `--config` says goes before the source's own."""
+    said = (wanted.hints.get("config"), paddle_hints(wanted).get("config"), wanted.options.get("config"))
+    known = {key: value for config in said if isinstance(config, Mapping) for key, value in config.items()}
     seen = wanted.extras.get(HEADS)
-    return {HEADS: seen} if isinstance(seen, Mapping) else {}
+    return known or ({HEADS: seen} if isinstance(seen, Mapping) else {})
 
 
 def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> Degrees:
