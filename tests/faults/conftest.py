@@ -214,6 +214,9 @@ RANKED = {
     "deepspeed-universal": ("deepspeed/z1_fp16_dp2", ["--to", "deepspeed-universal"]),
     "megatron": ("megatron/moe_tp2ep2etp1", ["--to", "megatron", "--tp", "1", "--pp", "2", "--ep", "2", "--dp", "2"]),
     "megatron-dist": ("megatron-dist/moe_ep2_flat", ["--to", "megatron-dist", "--ep", "1", "--dp", "2"]),
+    "paddle": ("paddle/llama_bf16_legacy_tp2", ["--to", "paddle", "--pp", "2", "--dp", "2", "--sharding", "v2"]),
+    "paddle-unified": ("paddle/ernie_bf16_io_tp2sd2v2", ["--to", "paddle-unified"]),
+    "paddle-flex": ("paddle-unified/llama_tied_hf", ["--to", "paddle-flex", "--tp", "2", "--dp", "2"]),
 }
 
 
@@ -221,7 +224,7 @@ RANKED = {
 def ranked_ground(
     request: pytest.FixtureRequest, server: FaultServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Ground:
-    """Each format of Megatron's and DeepSpeed's as the output."""
+    """Each format of Megatron's, DeepSpeed's and Paddle's as the output."""
     fixture, to = RANKED[request.param]
     return Ground(tmp_path_factory.mktemp(request.param), server, "folder", ROOT / "fixtures" / fixture, to)
 

@@ -72,7 +72,7 @@ def test_a_kill_at_every_operation_leaves_old_or_new(ground: Any, how: str) -> N
 
 
 def test_kills_leave_nothing_of_a_training_state_of_ranks(ranked_ground: Any) -> None:
-    """The same for the formats of Megatron and DeepSpeed: at the beginning, in the data, before and after the commit."""
+    """The same for the formats of Megatron, DeepSpeed and Paddle: at the beginning, in the data, before and after the commit."""
     total = len(ranked_ground.operations)
     seen = kill_everywhere(ranked_ground, "kill", sorted({2, total // 2, 3 * total // 4, total - 4, total}))
     assert seen.get("absent", 0) >= 3 and seen.get("new", 0) >= 1
