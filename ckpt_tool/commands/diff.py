@@ -10,7 +10,7 @@ from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import UsageError, wrap_os_error
 
 
@@ -53,7 +53,8 @@ def diff(
         elif mine.dtype != theirs.dtype and not (rtol or atol):
             found.append({**base, "kind": "dtype", "left": mine.dtype.name, "right": theirs.dtype.name})
         else:
-            pairs.append((mine, theirs))
+            first = reading.replica_policy == "first"
+            pairs.append((first_replica(mine), first_replica(theirs)) if first else (mine, theirs))
     progress.start(sum(mine.nbytes + theirs.nbytes for mine, theirs in pairs), "comparing")
     for (_, theirs), difference in zip(
         pairs, compare(pairs, left.tree, right.tree, rtol=rtol, atol=atol, advance=progress.advance), strict=True

@@ -124,6 +124,11 @@ def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
     return replace(tensor, shape=(rows, *tensor.shape[1:]), chunks=tuple(chunks))
 
 
+def first_replica(tensor: LogicalTensor) -> LogicalTensor:
+    """The tensor without the other copies of its boxes, which are then not compared."""
+    return replace(tensor, chunks=tuple(chunk for chunk in tensor.chunks if chunk.replica == 0))
+
+
 def simple_tensor(key: TensorKey, array: StoredArray, path: Path = ()) -> LogicalTensor:
     """A logical tensor that is one stored array, whole."""
     box = Box((0,) * len(array.shape), array.shape)
