@@ -20,10 +20,10 @@ from ckpt_tool.core.tensor import LogicalTensor, simple_tensor
 from ckpt_tool.errors import CkptError, Incomplete
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, without_master
+from ckpt_tool.formats.paddle.extras import read_extras
 from ckpt_tool.formats.paddle.file import PaddleContent, chunks_of, read_paddle
 from ckpt_tool.formats.paddle.ranks import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, RankFile, rank_file, rank_files
 from ckpt_tool.formats.paddle.read import Reading, element_type, plain_config, says_bf16
-from ckpt_tool.formats.paddle_unified.extras import read_extras
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse

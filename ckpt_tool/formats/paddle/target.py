@@ -32,6 +32,7 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, SCHEDULER, STATES
 from ckpt_tool.formats.paddle.degrees import V1, config_of, paddle_hints
+from ckpt_tool.formats.paddle.extras import extras_files
 from ckpt_tool.formats.paddle.file import ArrayRef, Named, PaddleComposer
 from ckpt_tool.formats.paddle.layout import Block, Laid, Rank, Share, settle
 from ckpt_tool.formats.paddle.meta import NAME as META
@@ -39,7 +40,6 @@ from ckpt_tool.formats.paddle.parameters import Parameter
 from ckpt_tool.formats.paddle.rules import HEADS
 from ckpt_tool.formats.paddle.slices import Span
 from ckpt_tool.formats.paddle.static import static_names
-from ckpt_tool.formats.paddle_unified.extras import extras_files
 from ckpt_tool.formats.torch.content import Part
 
 UNCUT = "E1254"

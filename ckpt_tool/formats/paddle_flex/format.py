@@ -45,6 +45,7 @@ from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.paddle.extras import read_extras
 from ckpt_tool.formats.paddle.file import chunks_of
 from ckpt_tool.formats.paddle_flex import folders as paddle_flex_folders
 from ckpt_tool.formats.paddle_flex.ema import old_ema
@@ -54,7 +55,6 @@ from ckpt_tool.formats.paddle_flex.mesh import degrees_of
 from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, Listing, read_metadata
 from ckpt_tool.formats.paddle_flex.names import statics
 from ckpt_tool.formats.paddle_flex.read import DataFiles, check_files, chunks_of_entry, fused_blocks
-from ckpt_tool.formats.paddle_unified.extras import read_extras
 from ckpt_tool.formats.paddle_unified.table import Lying
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse

@@ -31,6 +31,7 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path
 from ckpt_tool.formats.paddle.degrees import nothing_shared
+from ckpt_tool.formats.paddle.extras import extras_files
 from ckpt_tool.formats.paddle.file import PaddleComposer
 from ckpt_tool.formats.paddle.layout import Laid, Rank, Share, paddle_hints, settle
 from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER
@@ -38,7 +39,6 @@ from ckpt_tool.formats.paddle_flex.heads import with_heads
 from ckpt_tool.formats.paddle_flex.items import Item, Kept, block_item, file_name, kept, parts_of, whole_item
 from ckpt_tool.formats.paddle_flex.keys import MASTER_SUFFIX, folder_of, suffix_of
 from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, MODULE
-from ckpt_tool.formats.paddle_unified.extras import extras_files
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.pickle_frames import plan_framed
 from ckpt_tool.storage.pickle_values import Record

@@ -24,9 +24,9 @@ from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle import quant
+from ckpt_tool.formats.paddle.extras import read_extras
 from ckpt_tool.formats.paddle.rules import is_expert
 from ckpt_tool.formats.paddle_unified import files as files_of
-from ckpt_tool.formats.paddle_unified.extras import read_extras
 from ckpt_tool.formats.paddle_unified.files import EMA_STEM, MASTER_STEM, OPTIMIZER_STEM, UnifiedFiles
 from ckpt_tool.formats.paddle_unified.index import PaddleIndex, read_index
 from ckpt_tool.formats.paddle_unified.keys import optimizer_key
