@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.extras import from_json, to_json
-from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.paddle.file import PaddleComposer, chunks_of, read_paddle
-from ckpt_tool.formats.paddle_unified.files import EXTRAS_FILE, EXTRAS_TENSORS
-from ckpt_tool.formats.paddle_unified.table import Lying
 from ckpt_tool.formats.torch.content import Part
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.source import Tree
@@ -30,6 +28,7 @@ from ckpt_tool.storage.strict_json import parse
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import TargetFile, WantedTensor
 
+EXTRAS_FILE, EXTRAS_TENSORS = "ckpt_extras.json", "ckpt_extras.safetensors"
 PICKLED = ("scheduler", "scaler")
 LIMIT = 64_000_000  # bytes of a file of plain values
 CODE = "E1360"
@@ -39,7 +38,7 @@ class Beside(NamedTuple):
     """unsafe: uses of names that only an unpickler would run."""
 
     extras: dict[str, Any]
-    tensors: dict[TensorKey, Lying | LogicalTensor]
+    tensors: dict[TensorKey, LogicalTensor]
     files: tuple[str, ...]
     unsafe: tuple[str, ...]
 
@@ -48,7 +47,7 @@ def read_extras(tree: Tree) -> Beside:
     """What lies beside. Raises what pickles, JSON and headers raise."""
     names = tree.names()
     extras: dict[str, Any] = {}
-    tensors: dict[TensorKey, Lying | LogicalTensor] = {}
+    tensors: dict[TensorKey, LogicalTensor] = {}
     files, unsafe = list[str](), list[str]()
     if EXTRAS_FILE in names:
         files.append(EXTRAS_FILE)
@@ -59,8 +58,9 @@ def read_extras(tree: Tree) -> Beside:
     if EXTRAS_TENSORS in names:
         files.append(EXTRAS_TENSORS)
         header = read_header(tree, EXTRAS_TENSORS)
-        tensors |= {TensorKey(name, EXTRAS): Lying(header, row, header.kinds[row].dtype)
-                    for row, name in enumerate(header.names)}  # fmt: skip
+        for row, name in enumerate(header.names):
+            key = TensorKey(name, EXTRAS)
+            tensors[key] = simple_tensor(key, header.stored(row))
     for what in PICKLED:
         file = f"{what}.pdparams"
         if file not in names:

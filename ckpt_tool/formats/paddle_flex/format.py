@@ -40,7 +40,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
-from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
@@ -55,7 +55,6 @@ from ckpt_tool.formats.paddle_flex.mesh import degrees_of
 from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, Listing, read_metadata
 from ckpt_tool.formats.paddle_flex.names import statics
 from ckpt_tool.formats.paddle_flex.read import DataFiles, check_files, chunks_of_entry, fused_blocks
-from ckpt_tool.formats.paddle_unified.table import Lying
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -134,8 +133,7 @@ class _Reading:
         for save in self.saves:
             self._add(save, self.listings[save.folder])
         beside = read_extras(self.tree)
-        for key, lying in beside.tensors.items():
-            tensor = simple_tensor(key, lying.array()) if isinstance(lying, Lying) else lying
+        for tensor in beside.tensors.values():
             self._put(tensor, "beside the folders")
         degrees, hints = self._hints()
         required = bool(self.options.get("require_checksums"))

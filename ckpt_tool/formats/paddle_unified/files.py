@@ -30,7 +30,6 @@ MODEL_STEM, PEFT_STEM, OPTIMIZER_STEM, MASTER_STEM = "model", "peft_model", "opt
 EMA_STEM = "ckpt_ema"  # ours: Paddle's unified checkpoints have no place for averages
 STEMS = (MODEL_STEM, PEFT_STEM, OPTIMIZER_STEM, MASTER_STEM, EMA_STEM)
 MODEL_TYPE = "ckpt_model_type"  # in a header of ours, where no config.json says it
-EXTRAS_FILE, EXTRAS_TENSORS = "ckpt_extras.json", "ckpt_extras.safetensors"
 UNFINISHED, LOST_INDEX = "E1351", "E1352"
 
 _NUMBERED = re.compile(rf"({'|'.join(STEMS)})-\d{{1,7}}-of-\d{{1,7}}\.safetensors")

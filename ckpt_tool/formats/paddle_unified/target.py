@@ -31,12 +31,10 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.paddle import quant
-from ckpt_tool.formats.paddle.extras import PICKLED, extras_files
+from ckpt_tool.formats.paddle.extras import EXTRAS_FILE, EXTRAS_TENSORS, PICKLED, extras_files
 from ckpt_tool.formats.paddle.rules import model_type_of, text_config, transposed_in_hf
 from ckpt_tool.formats.paddle_unified.files import (
     EMA_STEM,
-    EXTRAS_FILE,
-    EXTRAS_TENSORS,
     INDEX_SUFFIX,
     MASTER_STEM,
     MODEL_STEM,
