@@ -31,6 +31,12 @@ from ckpt_tool.families.table import Table, table_of
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 HUB = "hf"
+# The axes of a decoder with grouped heads, as its config names their sizes
+DECODER: Mapping[str, str] = {
+    "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
+    "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+    "d": "head_dim? or h // num_attention_heads",
+}  # fmt: skip
 # PaddleNLP 3.0.0b4 and ERNIE's own code: the head is a Linear unless it is the embedding itself
 NLP_HEAD = """
     lm_head.weight : h v = lm_head.weight : v h if not tie_word_embeddings?

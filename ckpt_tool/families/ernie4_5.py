@@ -5,16 +5,12 @@ Releases named `-Paddle` have the root `ernie.`, and ERNIE's export tool (tools/
 Trainer calls a Hugging Face save: fused weights as they are in Paddle, the others transposed.
 """
 
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="ernie4_5", model_types=("ernie4_5",),
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5Model"),
-    axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads",
-    },
+    axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h
         lm_head.bias : v

@@ -1,13 +1,11 @@
 """ERNIE 4.5, experts. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5_moe; root `ernie.`: see ernie4_5."""
 
-from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="ernie4_5_moe", model_types=("ernie4_5_moe",), architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
     axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads", "n": "num_nextn_predict_layers? or 1", "w": "2 * h",
+        **DECODER, "n": "num_nextn_predict_layers? or 1", "w": "2 * h",
         "e": "moe_num_experts", "m": "moe_intermediate_size", "s": "m * moe_num_shared_experts",
     },
     hub="""

@@ -1,15 +1,11 @@
 """Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="llama", model_types=("llama", "mistral"),
     architectures=("LlamaForCausalLM", "LlamaModel", "MistralForCausalLM", "MistralModel"),
-    axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads",
-    },
+    axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?

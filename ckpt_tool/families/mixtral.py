@@ -1,13 +1,11 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="mixtral", model_types=("mixtral",), architectures=("MixtralForCausalLM", "MixtralModel"),
     axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads", "e": "num_local_experts",
+        **DECODER, "e": "num_local_experts",
     },
     hub="""
         [model.embed_tokens|lm_head].weight : v h

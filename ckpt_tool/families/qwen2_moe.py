@@ -1,13 +1,11 @@
 """Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="qwen2_moe", model_types=("qwen2_moe",), architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads", "e": "num_experts? or n_routed_experts",
+        **DECODER, "e": "num_experts? or n_routed_experts",
         "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
     },
     hub="""

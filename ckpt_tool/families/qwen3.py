@@ -1,14 +1,10 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet)."""
 
-from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.base import DECODER, Family, Variant
 
 FAMILY = Family(
     name="qwen3", model_types=("qwen3",), architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-    axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads",
-    },
+    axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?

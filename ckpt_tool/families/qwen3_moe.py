@@ -1,13 +1,11 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
-from ckpt_tool.families.base import FUSED_EXPERTS, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 
 FAMILY = Family(
     name="qwen3_moe", model_types=("qwen3_moe",), architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     axes={
-        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-        "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
-        "d": "head_dim? or h // num_attention_heads", "m": "moe_intermediate_size",
+        **DECODER, "m": "moe_intermediate_size",
         "e": "num_experts? or n_routed_experts? or num_local_experts",
     },
     hub="""
