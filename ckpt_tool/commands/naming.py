@@ -20,6 +20,7 @@ from ckpt_tool.commands.config import config_of, read_config
 from ckpt_tool.commands.groups import renamed_groups
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InputError, UsageError, wrap_os_error
 from ckpt_tool.formats import registry
@@ -178,10 +179,17 @@ def _renamed(chosen: Chosen, mapped: Mapped, by: str, hints: Mapping[str, Any], 
         dropped=(*chosen.dropped, *_dropped(applied.dropped, by)),
         notes=(*chosen.notes, *notes, *said),
         renewed=chosen.renewed | applied.renewed,
-        casts={**chosen.casts, **casts},
+        casts={**_followed(chosen.casts, applied.names), **casts},
         names=applied.names,
         hints={**chosen.all_hints, **hints},
     )
+
+
+def _followed(casts: Mapping[TensorKey, DType], names: Mapping[str, tuple[str, ...]]) -> dict[TensorKey, DType]:
+    """What each tensor is rounded to, under the new names."""
+    return {
+        TensorKey(new, key.state): dtype for key, dtype in casts.items() for new in names.get(key.name, (key.name,))
+    }
 
 
 def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]:

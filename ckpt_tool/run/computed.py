@@ -1,0 +1,192 @@
+"""Computed tensors: values made while they are read, as one more source that the plan, the executor and the digests see.
+
+A recipe makes one tensor, F32, from tensors of other sources, range by range of its row-major line. `ComputedTree` is a
+tree whose files are such lines, so dequantising, folding an adapter and merging models are all "move this tensor":
+
+    class Doubled(Recipe):                                  # its one input's values, twice as large
+        def values(self, read, start, stop):
+            return read(0, start, stop).astype(np.float32) * np.float32(2)
+
+    tree = ComputedTree("model/ (doubled)", [Doubled(tensor.key, tensor.shape, (Input(tensor, opened.tree),), "doubled")])
+    tree.tensors[0]     # a LogicalTensor, F32, one array in the file "model/w" of that tree
+
+Inputs are read through their chunks, whatever their files, cuts and layouts; replicas are compared on the way. Rounding to
+the dtype that is written is the executor's (it counts overflows). The identity of a computed file is that of all files that
+its inputs lie in and of `text`, so a run whose parameters or sources changed is never gone on with.
+Cost: what `values` costs, on the executor's threads, in ranges of at most a block (4 MiB) or a strip of a panel.
+What it does not do: travel in a saved plan (only this process knows the recipes).
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import InternalError
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.scan import readable
+from ckpt_tool.storage.source import Identity, Tree
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Read = Callable[[int, int, int], Array]
+_F32 = DTYPES["F32"]
+_ROOM = 16  # descriptors that each thread keeps open
+
+
+class Input(NamedTuple):
+    """A tensor that a recipe reads, and the tree that its arrays lie in."""
+
+    tensor: LogicalTensor
+    tree: Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe(ABC):
+    """How one tensor is made. Subclasses add their parameters as fields and give `values`; they hold no state of a run.
+
+    key, shape: of the tensor that is made, F32. text: all that its values depend on but the inputs' bytes, in words.
+    """
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    inputs: tuple[Input, ...]
+    text: str
+
+    @abstractmethod
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        """Elements [start, stop) of the made tensor's row-major line, 1-d; any range, most often whole blocks of rows.
+
+        read(k, a, b): elements [a, b) of input k's row-major line, 1-d, of its own dtype's NumPy type (a copy that may be
+        changed). Of dtypes below 8 bits a and b count bytes, as uint8. Called on several threads at once.
+        """
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class ComputedTree(Tree):
+    """A source whose files are computed. Its root is no folder: everything is read through `read`."""
+
+    local = False
+
+    def __init__(self, shown: str, recipes: Iterable[Recipe]) -> None:
+        """shown: for messages, unlike that of every other tree of the run."""
+        self._recipes = {f"{recipe.key.state}/{recipe.key.name}": recipe for recipe in recipes}
+        first = next(iter(self._recipes.values()), None)
+        if first is None or not all(recipe.inputs for recipe in self._recipes.values()):
+            raise InternalError("a computed source without a recipe, or a recipe without an input")
+        self.shown, self.bytes_read = shown, 0
+        self.root, self.single = first.inputs[0].tree.root, None
+        self._of_thread = threading.local()
+        self._readers: list[Reader] = []
+        self._guard = threading.Lock()
+        self.tensors = tuple(
+            simple_tensor(recipe.key, StoredArray(path, 0, _F32, recipe.shape))
+            for path, recipe in self._recipes.items()
+        )
+
+    # -- what a plan asks ---------------------------------------------------------------------------------------------
+
+    def listing(self) -> dict[str, int]:
+        return {path: 4 * recipe.numel for path, recipe in self._recipes.items()}
+
+    def display(self, path: str = "") -> str:
+        recipe = self._recipes.get(path)
+        return f"{self.shown}: {recipe.key}" if recipe else self.shown
+
+    def size(self, path: str) -> int:
+        return 4 * self._recipes[path].numel
+
+    def identity(self, path: str) -> Identity:
+        return self._identity(path, Tree.identity.__name__)
+
+    def identity_by_name(self, path: str) -> Identity:
+        return self._identity(path, Tree.identity_by_name.__name__)
+
+    def _identity(self, path: str, how: str) -> Identity:
+        recipe = self._recipes[path]
+        found = blake2b(recipe.text.encode(), digest_size=24)
+        for each in recipe.inputs:
+            for file in dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks):
+                found.update(repr((each.tree.shown, file, tuple(getattr(each.tree, how)(file)))).encode())
+            found.update(b";")
+        a, b, c = (int.from_bytes(found.digest()[k : k + 7], "big") for k in (0, 8, 16))
+        return Identity(0, a, 4 * recipe.numel, b, c)
+
+    def open(self, path: str) -> int:
+        raise InternalError(f"{path} is computed: it has no descriptor")
+
+    def fd(self, path: str) -> int:
+        return self.open(path)
+
+    def close(self) -> None:
+        """Close the descriptors of all threads; the inputs' trees belong to whoever opened them."""
+        with self._guard:
+            while self._readers:
+                self._readers.pop().close()
+        self._of_thread = threading.local()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Bytes of the made tensor's row-major line of little-endian fp32."""
+        recipe = self._recipes[path]
+        if offset < 0 or nbytes < 0 or offset + nbytes > 4 * recipe.numel:
+            raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {4 * recipe.numel}")
+        if not nbytes:
+            return b""
+        start, stop = offset // 4, -(-(offset + nbytes) // 4)
+        values = recipe.values(self._reader(path, recipe), start, stop)
+        if values.dtype != np.float32 or values.shape != (stop - start,):
+            raise InternalError(f"{path}: {values.dtype} {values.shape} for {stop - start} elements")
+        line = values.astype("<f4", copy=False).tobytes()
+        return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
+
+    def _reader(self, path: str, recipe: Recipe) -> Read:
+        """This thread's way to the recipe's inputs; that of the last recipe is kept."""
+        last = getattr(self._of_thread, "last", None)
+        if last is not None and last[0] == path:
+            read: Read = last[1]
+            return read
+        self._forget()
+        lines = [self._line(each) for each in recipe.inputs]
+
+        def read_input(number: int, start: int, stop: int) -> Array:
+            move, reader = lines[number]
+            block: Array = np.empty((stop - start) * move.item, np.uint8)
+            reader.fill(move, block.data, start, stop, until=stop)
+            dtype = move.dtype
+            return block if dtype.bits < 8 else block.view(numpy_type(dtype))
+
+        self._of_thread.last = (path, read_input, [reader for _, reader in lines])
+        return read_input
+
+    def _line(self, each: Input) -> tuple[Move, Reader]:
+        source = readable([each.tensor], each.tree)
+        reader = Reader(source.files, _ROOM, {})
+        with self._guard:
+            self._readers.append(reader)
+        return source.moves[0], reader
+
+    def _forget(self) -> None:
+        """Close what this thread has open for the recipe before."""
+        last = getattr(self._of_thread, "last", None)
+        self._of_thread.last = None
+        for reader in last[2] if last else ():
+            reader.close()
+            with self._guard:
+                if reader in self._readers:
+                    self._readers.remove(reader)
