@@ -1,0 +1,101 @@
+"""Megatron: the rules that decoders share in the dialect `megatron`, as texts that the families' tables are put together of.
+
+The dialect is what our Megatron formats give and take, whatever a job stored: layers and experts under global numbers,
+experts one by one, norms under the local spec's names, gated fc1 as [gate; up], vocabularies without padding. Transformer
+Engine's fused norms, stacked and grouped experts and pipeline stages are the formats' (`formats/megatron/names.py`).
+
+    FAMILY.dialects["megatron"] = MODEL + NORMS + ATTENTION + MLP                        # Llama
+    Variant(of=MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS, ahead=True)                 # layers of MTP beside the decoder's
+
+Axes, by the names that the families give them: v vocabulary, h hidden, f feed-forward, g query groups, r heads a group,
+d head, e experts, m of an expert, s of shared experts; MLA: a query, q and l latent, b latent and rotary, c keys and
+values, u heads times values.
+
+Rotary layouts. No family permutes rows: Megatron turns halves as Hugging Face does (Llama, Qwen, Mixtral, GLM-4.5); with
+`rotary_interleaved` it turns pairs, as Hugging Face's ERNIE 4.5 and GLM-4 do; in latent attention it pulls the pairs
+apart before it turns them, as Hugging Face's `rope_interleave` does. The weights are the same, the arguments differ.
+
+Sources: megatron-core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `multi_latent_attention.py`, `moe/router.py`,
+`moe/shared_experts.py`, `multi_token_prediction.py`, `core/models/common/embeddings/rope_utils.py`; Megatron-LM
+`tools/checkpoint/loader_llama_mistral.py`, `loader_mixtral_hf.py`; Megatron-Bridge of August 2026 `models/*/*_bridge.py`.
+What it does not do: what a model computes (arguments: `rotary_base`, `moe_router_score_function`, ...).
+"""
+
+from __future__ import annotations
+
+EMBEDDING = """
+    embedding.word_embeddings.weight : v h = model.embed_tokens.weight : v h
+    output_layer.weight : v h = lm_head.weight : v h if not tie_word_embeddings?
+"""
+MODEL = (
+    EMBEDDING
+    + """
+    decoder.final_layernorm.weight : h = model.norm.weight : h
+"""
+)
+NORMS = """
+    decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
+    decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.post_attention_layernorm.weight : h
+"""
+# Query groups: r query heads, then their key, then their value. Rotary tables of old checkpoints are worked out anew.
+ATTENTION = """
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
+        = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+    decoder.layers.{i}.self_attention.linear_qkv.bias : (g (r + 1 + 1) d)
+        = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+    decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+    decoder.layers.{i}.self_attention.linear_proj.bias : h = model.layers.{i}.self_attn.o_proj.bias : h
+    _ : n = model.layers.{i}.self_attn.rotary_emb.inv_freq : n
+"""
+QK_NORMS = """
+    decoder.layers.{i}.self_attention.q_layernorm.weight : d = model.layers.{i}.self_attn.q_norm.weight : d
+    decoder.layers.{i}.self_attention.k_layernorm.weight : d = model.layers.{i}.self_attn.k_norm.weight : d
+"""
+# Multi-latent attention; without `q_lora_rank` the query has one projection
+MLA = """
+    decoder.layers.{i}.self_attention.linear_q_proj.weight : a h = model.layers.{i}.self_attn.q_proj.weight : a h
+    decoder.layers.{i}.self_attention.linear_q_down_proj.weight : q h = model.layers.{i}.self_attn.q_a_proj.weight : q h
+    decoder.layers.{i}.self_attention.linear_q_up_proj.weight : a q = model.layers.{i}.self_attn.q_b_proj.weight : a q
+    decoder.layers.{i}.self_attention.q_layernorm.weight : q = model.layers.{i}.self_attn.q_a_layernorm.weight : q
+    decoder.layers.{i}.self_attention.linear_kv_down_proj.weight : b h
+        = model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight : b h
+    decoder.layers.{i}.self_attention.linear_kv_up_proj.weight : c l = model.layers.{i}.self_attn.kv_b_proj.weight : c l
+    decoder.layers.{i}.self_attention.kv_layernorm.weight : l = model.layers.{i}.self_attn.kv_a_layernorm.weight : l
+    decoder.layers.{i}.self_attention.linear_proj.weight : h u = model.layers.{i}.self_attn.o_proj.weight : h u
+    decoder.layers.{i}.self_attention.linear_q_down_proj.bias : q = model.layers.{i}.self_attn.q_a_proj.bias : q
+    decoder.layers.{i}.self_attention.linear_kv_down_proj.bias : b
+        = model.layers.{i}.self_attn.kv_a_proj_with_mqa.bias : b
+    decoder.layers.{i}.self_attention.linear_proj.bias : h = model.layers.{i}.self_attn.o_proj.bias : h
+    _ : n = model.layers.{i}.self_attn.rotary_emb.inv_freq : n
+"""
+MLP = """
+    decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+    decoder.layers.{i}.mlp.linear_fc1.bias : ((1 + 1) f) = model.layers.{i}.mlp.<gate|up>_proj.bias : f
+    decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+    decoder.layers.{i}.mlp.linear_fc2.bias : h = model.layers.{i}.mlp.down_proj.bias : h
+"""
+ROUTER = """
+    decoder.layers.{i}.mlp.router.weight : e h = model.layers.{i}.mlp.gate.weight : e h
+    decoder.layers.{i}.mlp.router.expert_bias : e = model.layers.{i}.mlp.gate.e_score_correction_bias : e
+"""
+EXPERTS = """
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
+        = model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : m h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m
+        = model.layers.{i}.mlp.experts.{e}.down_proj.weight : h m
+"""
+SHARED_EXPERTS = """
+    decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
+        = model.layers.{i}.mlp.shared_experts.<gate|up>_proj.weight : s h
+    decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
+        = model.layers.{i}.mlp.shared_experts.down_proj.weight : h s
+"""
+# What MTP layers have beside a decoder layer's; `Variant(ahead=True)` brings the names to `mtp.layers`. Megatron has one
+# embedding and one output layer for all: the hub's copies of them stay behind.
+AHEAD = """
+    mtp.layers.{i}.<enorm|hnorm>.weight : h = model.layers.{i}.<enorm|hnorm>.weight : h
+    mtp.layers.{i}.eh_proj.weight : h w = model.layers.{i}.eh_proj.weight : h w
+    mtp.layers.{i}.final_layernorm.weight : h = model.layers.{i}.shared_head.norm.weight : h
+    _ : v h = model.layers.{i}.embed_tokens.weight : v h
+    _ : v h = model.layers.{i}.shared_head.head.weight : v h
+"""
