@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, SHARDINGS, VERIFY
+from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, SHARDINGS, TIED_HEAD, VERIFY
 from ckpt_tool.core.progress import MODES
 
 Given = Mapping[str, Any]
@@ -110,7 +110,10 @@ TRAVEL = group(
     text("as_model", "ema|master", "Write this state as the model.", choices=("ema", "master")),
     texts("dtype", "[STATE=]DTYPE", "Cast: bf16, or optimizer=bf16. Repeatable."),
     flag("dequantize", "Undo block quantisation."),
-    text("vocab_size", "N", "Rows of the real vocabulary: padding rows beyond it are cut off."),
+    text("vocab_size", "N", "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it."),
+    text(
+        "tied_head", "keep|tie|untie", "An output layer that is the embedding: written once or twice.", choices=TIED_HEAD
+    ),
     flag("allow_lossy", "Let a cast overflow or saturate, and count it."),
 )  # fmt: skip
 KEYS = group(

@@ -14,7 +14,7 @@ from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys, state_filter
 from ckpt_tool.commands.source import Opened, open_source
-from ckpt_tool.commands.vocabulary import is_vocabulary, trim_vocabulary
+from ckpt_tool.commands.vocabulary import grown_vocabulary, is_vocabulary, trim_vocabulary
 from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import check_sound
@@ -91,7 +91,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         stored, more = trim_vocabulary(stored, writing.vocab_size)
         dropped += more
         renewed |= {row.tensor.key for row in stored if is_vocabulary(row.tensor.key.name)}
-    return Chosen(
+    chosen = Chosen(
         (opened,),
         tuple(stored),
         without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
@@ -102,6 +102,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         config=read_config(reading.config) if reading.config else None,
         first_replica=reading.replica_policy == "first",
     )
+    return grown_vocabulary(chosen, writing) if writing.vocab_size else chosen
 
 
 def _as_model(stored: Iterable[Stored], state: str) -> tuple[list[Stored], list[dict[str, Any]]]:

@@ -19,6 +19,8 @@ from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.config import config_of, read_config
 from ckpt_tool.commands.groups import renamed_groups
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
+from ckpt_tool.commands.ready import ready
+from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_head, with_head
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
@@ -34,6 +36,7 @@ _MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
 def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: Format) -> Chosen:
     """`chosen` as `--aoa` or `--dialect` (default: what is at home in `fmt`) wants it named. Raises UsageError, InputError."""
+    chosen = with_head(chosen, writing.tied_head)
     if writing.aoa:
         if writing.dialect not in (None, "keep"):
             raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
@@ -51,7 +54,7 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
             return chosen
         if target == "hf" and source in (None, "hf") and not _looks_like_paddle(row.tensor for row in chosen.stored):
             return chosen
-    return _by_family(chosen, reading, target, source, asked=writing.dialect is not None or reading.family is not None)
+    return _by_family(chosen, reading, writing, target, source)
 
 
 def _looks_like_paddle(tensors: Iterable[LogicalTensor]) -> bool:
@@ -79,15 +82,18 @@ def _dialect_of(catalog: Catalog) -> str | None:
     return None if home == "keep" else home
 
 
-def _by_family(chosen: Chosen, reading: Reading, target: str, source: str | None, *, asked: bool) -> Chosen:
-    """By the equations of the family that the config, the names or `--family` tell. asked: the user wants it so in words;
-    otherwise what can't be told is kept as it is, with a line, unless the source says that its names are foreign."""
+def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, source: str | None) -> Chosen:
+    """By the equations of the family that the config, the names or `--family` tell. Where the user does not ask for it in
+    words, what can't be told is kept as it is, with a line, unless the source says that its names are foreign."""
     from ckpt_tool.families.registry import find
     from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.plan.mapping import parameter_shapes
 
+    asked = writing.dialect is not None or reading.family is not None
     opened = chosen.sources[0]
     config = read_config(reading.config) if reading.config else config_of(opened.tree)
+    if config is not None and writing.tied_head in ("tie", "untie"):
+        config = {**config, TIED: writing.tied_head == "tie"}
     shapes = parameter_shapes(chosen.stored)
     told = None if source == "hf" else source
     try:
@@ -106,8 +112,9 @@ def _by_family(chosen: Chosen, reading: Reading, target: str, source: str | None
     if found.dialect == target:
         return replace(chosen, hints={**chosen.all_hints, "dialect": target})
     mapped = mapping(found.family, found.dialect, target, shapes, config)
+    refuse_to_lose_head(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
-    out = _renamed(chosen, mapped, by, hints)
+    out = _renamed(chosen, mapped, writing, by, hints)
     known = {name for names in out.names.values() for name in names}
     kept = list(dict.fromkeys(row.tensor.key.name for row in out.stored if row.tensor.key.name not in known))
     said = [f"names and structure: {by}"]
@@ -143,7 +150,7 @@ def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen
     mapped = compile_aoa(
         statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)), skip_unmatched=reading.lenient
     )
-    return _renamed(chosen, mapped, f"the statements of {file.name}", {"dialect": "keep"})
+    return _renamed(chosen, mapped, writing, f"the statements of {file.name}", {"dialect": "keep"})
 
 
 def _bands(chosen: Chosen) -> dict[str, int]:
@@ -162,10 +169,11 @@ def _bands(chosen: Chosen) -> dict[str, int]:
     return out
 
 
-def _renamed(chosen: Chosen, mapped: Mapped, by: str, hints: Mapping[str, Any], notes: Sequence[str] = ()) -> Chosen:
+def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Mapping[str, Any]) -> Chosen:
     """`chosen` under the names of `mapped`; what the mapping leaves out is told as dropped."""
     from ckpt_tool.plan.mapping import apply_mapping
 
+    chosen, mapped = ready(chosen, mapped, writing, by)
     applied = apply_mapping(chosen.stored, mapped)
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     said = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
@@ -177,7 +185,7 @@ def _renamed(chosen: Chosen, mapped: Mapped, by: str, hints: Mapping[str, Any], 
         stored=applied.stored,
         extras=renamed_groups(chosen.extras, applied.names),
         dropped=(*chosen.dropped, *_dropped(applied.dropped, by)),
-        notes=(*chosen.notes, *notes, *said),
+        notes=(*chosen.notes, *said),
         renewed=chosen.renewed | applied.renewed,
         casts={**_followed(chosen.casts, applied.names), **casts},
         names=applied.names,

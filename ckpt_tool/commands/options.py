@@ -34,6 +34,7 @@ METHODS = (
     "union", "lora", "linear", "slerp", "ties", "dare-linear", "dare-ties", "della", "della-linear",
     "task-arithmetic",
 )  # fmt: skip
+TIED_HEAD = ("keep", "tie", "untie")
 VERIFY = ("off", "quick", "full")
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
 DEFAULT_MEMORY = 1 << 30  # bytes
@@ -63,6 +64,7 @@ class Writing:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     dequantize: bool = False
     vocab_size: int | None = None
+    tied_head: str | None = None
     allow_lossy: bool = False
     remove_keys: tuple[str, ...] = ()
     keep_keys: tuple[str, ...] = ()
@@ -118,6 +120,7 @@ class WritingOptions(TypedDict, total=False):
     dtype: str | Iterable[str] | Mapping[str, str] | None
     dequantize: bool
     vocab_size: int | None
+    tied_head: str | None
     allow_lossy: bool
     remove_keys: str | Iterable[str] | None
     keep_keys: str | Iterable[str] | None
@@ -245,6 +248,7 @@ def _writing(taken: Taken) -> Writing:
         dtypes=take("dtype", values.dtypes, {}),
         dequantize=take("dequantize", bool, False),
         vocab_size=take("vocab_size", values.count, None),
+        tied_head=take("tied_head", values.one_of(TIED_HEAD), None),
         allow_lossy=take("allow_lossy", bool, False),
         remove_keys=take("remove_keys", values.patterns, ()),
         keep_keys=take("keep_keys", values.patterns, ()),

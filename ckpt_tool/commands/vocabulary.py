@@ -1,6 +1,7 @@
-"""`--vocab-size`: rows that pad a vocabulary to what its trainer's kernels like are cut off, in every state.
+"""`--vocab-size`: rows that pad a vocabulary to what its trainer's kernels like are cut off, or added, in every state.
 
     112 rows, --vocab-size 100   ->   100 rows of the embedding, of the output layer and of their moments
+    100 rows, --vocab-size 112   ->   112 rows, the last 12 of zeros, counted in the report
 
 Trainers pad embeddings to a multiple that depends on the tensor parallel degree (Megatron-LM 0.16
 `vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use to anybody else. Which tensors
@@ -13,6 +14,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.computed import with_computed
+from ckpt_tool.commands.options import Writing
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.moves import Stored
@@ -30,20 +34,17 @@ def is_vocabulary(name: str) -> bool:
 def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], list[dict[str, Any]]]:
     """The tensors with at most `size` rows in each vocabulary, and what went, by state, for the report.
 
-    Raises UsageError E0268 where no tensor is a vocabulary, or one has fewer rows.
+    Raises UsageError E0268 where no tensor is a vocabulary.
     """
     rows, out, gone = list(stored), list[Stored](), dict[str, dict[str, Any]]()
-    found = [row.tensor for row in rows if _has_rows(row.tensor)]
-    short = [tensor for tensor in found if tensor.shape[0] < size]
-    if not found or short:
+    if not any(_has_rows(row.tensor) for row in rows):
         raise UsageError(
-            f"--vocab-size {size}: {short[0].key} has {short[0].shape[0]} rows" if short
-            else f"--vocab-size {size}: no tensor here is named as a vocabulary", code="E0268",
-            hint="the size is that of the tokenizer: at most the rows that the embedding has",
+            f"--vocab-size {size}: no tensor here is named as a vocabulary", code="E0268",
+            hint="the names that are known end in embed_tokens.weight, lm_head.weight, word_embeddings.weight, ...",
         )  # fmt: skip
     for row in rows:
         tensor = row.tensor
-        if not _has_rows(tensor) or tensor.shape[0] == size:
+        if not _has_rows(tensor) or tensor.shape[0] <= size:
             out.append(row)
             continue
         cut = first_rows(tensor, size)
@@ -54,6 +55,36 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
         entry["bytes"] += tensor.nbytes - cut.nbytes
         entry["names"].append(tensor.key.name)
     return out, list(gone.values())
+
+
+def grown_vocabulary(chosen: Chosen, writing: Writing) -> Chosen:
+    """`chosen` with rows of zeros in each vocabulary of fewer than `--vocab-size` rows. Raises UsageError: E0268 for values that
+    are no floats of at most 32 bits, E0264 with --plan and --ray."""
+    size = writing.vocab_size or 0
+    short = [row for row in chosen.stored if _has_rows(row.tensor) and row.tensor.shape[0] < size]
+    if not short:
+        return chosen
+    from ckpt_tool.run.computed import Input
+    from ckpt_tool.run.recipes import Grown
+
+    other = next((row.tensor for row in short if not row.tensor.dtype.is_float or row.tensor.dtype.bits > 32), None)
+    if other is not None:
+        raise UsageError(
+            f"--vocab-size {size}: {other.key} of {other.dtype.name} can't be padded", code="E0268", key=str(other.key),
+            hint="padding is for bf16, fp16 and fp32 values",
+        )  # fmt: skip
+    recipes = [
+        Grown(tensor.key, (size, *tensor.shape[1:]), (Input(tensor, chosen.sources[source].tree),), f"{size} rows")
+        for source, tensor in short
+    ]
+    said = [
+        f"--vocab-size: {size - tensor.shape[0]} rows of zeros are added to {tensor.key}, which has {tensor.shape[0]}"
+        for _, tensor in short
+    ]
+    return with_computed(
+        chosen, recipes, f"{chosen.sources[0].path} (padded)", writing, option="--vocab-size beyond the rows there are",
+        dtypes={row.tensor.key: chosen.casts.get(row.tensor.key, row.tensor.dtype) for row in short}, notes=said,
+    )  # fmt: skip
 
 
 def _has_rows(tensor: LogicalTensor) -> bool:

@@ -47,11 +47,29 @@ def test_rows_are_cut_in_every_state(tmp_path: Path, degrees: dict[str, int]) ->
     ]
 
 
+@pytest.mark.parametrize("degrees", [{}, {"tp": 4}, {"tp": 2, "dp": 3}])
+def test_rows_of_zeros_are_added_in_every_state(tmp_path: Path, degrees: dict[str, int]) -> None:
+    source, whole, out = tmp_path / "training.pt", tmp_path / "whole", tmp_path / "out"
+    state = training()
+    state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"].bfloat16()  # type: ignore[index]
+    torch.save(state, source)
+    ckpt.convert(str(source), str(whole), to="sharded", **degrees)
+    report = ckpt.convert(str(whole), str(out), to="sharded", vocab_size=15, tp=3)
+    before, after = ckpt.open(str(source)), ckpt.open(str(out))
+    for state_name in ("model", "exp_avg"):
+        for name in before.state(state_name):
+            have, want = after.state(state_name)[name].numpy(), before.state(state_name)[name].numpy()
+            if name != "norm.weight":
+                want = np.concatenate([want, np.zeros((3, 6), want.dtype)])
+            assert have.dtype == want.dtype and np.array_equal(have, want), (state_name, name)
+    assert sum("3 rows of zeros are added" in note for note in report["notes"]) == 4, report["notes"]
+
+
 def test_sizes_that_make_no_sense(tmp_path: Path) -> None:
     source = tmp_path / "training.pt"
     torch.save(training(), source)
-    with pytest.raises(UsageError, match="has 12 rows"):
-        ckpt.convert(str(source), str(tmp_path / "out"), to="sharded", vocab_size=13)
+    with pytest.raises(UsageError, match="saved plan"):
+        ckpt.convert(str(source), str(tmp_path / "out"), to="sharded", vocab_size=13, plan=str(tmp_path / "plan"))
     torch.save({"w": torch.zeros(4, 4)}, source)
     with pytest.raises(UsageError, match="no tensor here"):
         ckpt.convert(str(source), str(tmp_path / "out"), to="sharded", vocab_size=3)

@@ -1,0 +1,120 @@
+"""`--tied-head keep|tie|untie`: an output layer that is the embedding, written once or twice, never guessed.
+
+    untie    no lm_head.weight: the embedding's elements are written under that name too, in every state
+    tie      lm_head.weight equal to the embedding, bit for bit: it is left out; one that differs is an error
+    keep     as the source has it (default)
+
+Where a config says that the two are tied and the source holds both, a target that keeps one of them would lose the other:
+they are compared before a byte moves, and two that differ are an error that says what to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.plan.moves import Stored
+
+TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
+# head -> the names that its embedding may have, in each dialect
+_PAIRS = {
+    "lm_head.weight": (
+        "model.embed_tokens.weight", "transformer.wte.weight", "transformer.word_embeddings.weight",
+        "model.language_model.embed_tokens.weight", "llama.embed_tokens.weight", "qwen2.embed_tokens.weight",
+        "ernie.embed_tokens.weight",
+    ),
+    "output_layer.weight": ("embedding.word_embeddings.weight",),
+    "output.weight": ("tok_embeddings.weight",),
+}  # fmt: skip
+
+
+def with_head(chosen: Chosen, policy: str | None) -> Chosen:
+    """`chosen` with the output layer that the policy wants. Raises UsageError E1480: no such pair, or `tie` where the two
+    differ."""
+    if policy not in ("tie", "untie"):
+        return chosen
+    names = {row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}
+    pair = _pair(names)
+    if pair is None:
+        raise UsageError(
+            f"--tied-head {policy}: no embedding here has a name that is known", code="E1480",
+            hint=f"such as {', '.join(each[0] for each in _PAIRS.values())}; leave the option off",
+        )  # fmt: skip
+    head, embedding = pair
+    if policy == "untie":
+        chosen = chosen if head in names else _untied(chosen, head, embedding)
+    elif head in names:
+        what = _difference(chosen, head, embedding)
+        if what:
+            raise UsageError(
+                f"--tied-head tie: {head} is not {embedding}: {what}", code="E1480", key=head,
+                hint="leave the option off: the two are no copies of each other",
+            )  # fmt: skip
+        chosen = _without(chosen, head, f"equal to {embedding}, with which it is tied")
+    return chosen
+
+
+def refuse_to_lose_head(chosen: Chosen, left_out: Collection[str]) -> None:
+    """Raise InconsistentCheckpoint E1481 where a mapping leaves an output layer out as tied, and its values differ."""
+    names = {row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}
+    pair = _pair(names)
+    if pair is None or pair[0] not in names or pair[0] not in left_out:
+        return
+    head, embedding = pair
+    what = _difference(chosen, head, embedding)
+    if what:
+        raise InconsistentCheckpoint(
+            f"the config says that {head} is tied, and it is not {embedding}: {what}", code="E1481", key=head,
+            hint="--tied-head untie keeps both, --remove-keys leaves one of them out",
+        )  # fmt: skip
+
+
+def _pair(names: Collection[str]) -> tuple[str, str] | None:
+    """(output layer, embedding): the first pair whose embedding is there."""
+    return next(((head, each) for head, embeddings in _PAIRS.items() for each in embeddings if each in names), None)
+
+
+def _untied(chosen: Chosen, head: str, embedding: str) -> Chosen:
+    rows = [row for row in chosen.stored if row.tensor.key.name == embedding]
+    copies = tuple(
+        Stored(row.source, replace(row.tensor, key=TensorKey(head, row.tensor.key.state), path=())) for row in rows
+    )
+    states = ", ".join(row.tensor.key.state for row in rows)
+    casts = {copy.tensor.key: chosen.casts[row.tensor.key] for row, copy in zip(rows, copies, strict=True)
+             if row.tensor.key in chosen.casts}  # fmt: skip
+    return replace(
+        chosen,
+        stored=(*chosen.stored, *copies),
+        renewed=chosen.renewed | {copy.tensor.key for copy in copies},
+        casts={**chosen.casts, **casts},
+        notes=(*chosen.notes, f"--tied-head untie: {head} is a copy of {embedding} ({states})"),
+    )
+
+
+def _without(chosen: Chosen, head: str, reason: str) -> Chosen:
+    gone = [row.tensor for row in chosen.stored if row.tensor.key.name == head]
+    entries = tuple(
+        {"state": tensor.key.state, "tensors": 1, "bytes": tensor.nbytes, "names": [head], "reason": reason}
+        for tensor in gone
+    )
+    stored = tuple(row for row in chosen.stored if row.tensor.key.name != head)
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *entries))
+
+
+def _difference(chosen: Chosen, head: str, embedding: str) -> str:
+    """How the model's two tensors differ, "" where they are equal bit for bit."""
+    from ckpt_tool.run.compare import compare
+
+    rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
+    (one, a), (other, b) = rows[head], rows[embedding]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{_told(a)} and {_told(b)}"
+    (found,) = compare([(a, b)], chosen.sources[one].tree, chosen.sources[other].tree)
+    return f"they differ at {found['first_index']}" if found else ""
+
+
+def _told(tensor: LogicalTensor) -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)}"

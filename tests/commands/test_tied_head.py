@@ -1,0 +1,66 @@
+"""`--tied-head`: written once or twice, in every state, never guessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+import ckpt_tool as ckpt
+from ckpt_tool.errors import UsageError
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def model(folder: Path, head: np.ndarray[Any, Any] | None) -> str:
+    folder.mkdir()
+    embed = np.arange(24, dtype=np.float32).reshape(6, 4)
+    tensors = {EMBED: embed, "model.norm.weight": np.ones(4, np.float32)}
+    if head is not None:
+        tensors[HEAD] = head
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": head is None}))
+    return str(folder)
+
+
+def test_untie_writes_the_embedding_twice(tmp_path: Path) -> None:
+    report = ckpt.convert(model(tmp_path / "in", None), str(tmp_path / "out"), to="safetensors", tied_head="untie")
+    have = ckpt.open(str(tmp_path / "out"))
+    assert np.array_equal(have[HEAD].numpy(), have[EMBED].numpy()) and set(have) == {EMBED, HEAD, "model.norm.weight"}
+    assert any("copy of model.embed_tokens.weight" in note for note in report["notes"])
+
+
+def test_tie_leaves_an_equal_head_out_by_name(tmp_path: Path) -> None:
+    same = np.arange(24, dtype=np.float32).reshape(6, 4)
+    report = ckpt.convert(model(tmp_path / "in", same), str(tmp_path / "out"), to="safetensors", tied_head="tie")
+    assert set(ckpt.open(str(tmp_path / "out"))) == {EMBED, "model.norm.weight"}
+    (entry,) = report["dropped"]
+    assert entry["names"] == [HEAD] and entry["bytes"] == 96
+
+
+def test_tie_refuses_a_head_that_differs_by_one_bit(tmp_path: Path) -> None:
+    other = np.arange(24, dtype=np.float32).reshape(6, 4)
+    other[3, 2] = np.nextafter(other[3, 2], np.float32(99))
+    with pytest.raises(UsageError, match=r"differ at \[3, 2\]"):
+        ckpt.convert(model(tmp_path / "in", other), str(tmp_path / "out"), to="safetensors", tied_head="tie")
+    with pytest.raises(UsageError, match=r"F32 \[5, 4\] and F32 \[6, 4\]"):
+        ckpt.convert(model(tmp_path / "in5", other[:5]), str(tmp_path / "out"), to="safetensors", tied_head="tie")
+    assert not (tmp_path / "out").exists()
+
+
+def test_states_go_along_and_names_that_are_not_known_are_told(tmp_path: Path) -> None:
+    weight = torch.arange(24.0).reshape(6, 4)
+    state = {"model": {EMBED: weight}, "optimizer": {
+        "state": {0: {"exp_avg": weight * 2, "step": torch.tensor(3.0)}}, "param_groups": [{"params": [0], "lr": 0.1}]}}  # fmt: skip
+    torch.save(state, tmp_path / "in.pt")
+    ckpt.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="sharded", tied_head="untie")
+    have = ckpt.open(str(tmp_path / "out"))
+    assert np.array_equal(have.state("exp_avg")[HEAD].numpy(), (weight * 2).numpy())
+    torch.save({"w": weight}, tmp_path / "w.pt")
+    with pytest.raises(UsageError, match="no embedding"):
+        ckpt.convert(str(tmp_path / "w.pt"), str(tmp_path / "out2"), to="sharded", tied_head="tie")
