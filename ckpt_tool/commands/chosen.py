@@ -34,6 +34,8 @@ class Chosen:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
     config: Mapping[str, Any] | None = None  # what `--config` says
     hints: Mapping[str, Any] | None = None  # where they are not the first source's: its names are others now
+    untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
+    stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied
 
     @property
     def all_hints(self) -> Mapping[str, Any]:
