@@ -36,12 +36,12 @@ _MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
 def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: Format) -> Chosen:
     """`chosen` as `--aoa` or `--dialect` (default: what is at home in `fmt`) wants it named. Raises UsageError, InputError."""
-    chosen = with_head(chosen, writing.tied_head)
+    target = writing.dialect or fmt.holds.dialect
+    chosen = with_head(chosen, writing.tied_head, None if writing.aoa else target)
     if writing.aoa:
         if writing.dialect not in (None, "keep"):
             raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
         return _by_statements(chosen, reading, writing)
-    target = writing.dialect or fmt.holds.dialect
     if target == "keep":
         if reading.family and writing.dialect is None:
             return replace(

@@ -19,6 +19,7 @@ from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.moves import Stored
 
 TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
+_ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
 # head -> the names that its embedding may have, in each dialect
 _PAIRS = {
     "lm_head.weight": (
@@ -31,9 +32,13 @@ _PAIRS = {
 }  # fmt: skip
 
 
-def with_head(chosen: Chosen, policy: str | None) -> Chosen:
-    """`chosen` with the output layer that the policy wants. Raises UsageError E1480: no such pair, or `tie` where the two
-    differ."""
+def with_head(chosen: Chosen, policy: str | None, target: str | None = None) -> Chosen:
+    """`chosen` with the output layer that the policy wants; a target dialect that knows no tied ones wants it too. Raises
+    UsageError E1480: no such pair, or `tie` where the two differ."""
+    if policy is None and target in _ALWAYS_BOTH:
+        policy = "untie"
+        if _pair({row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}) is None:
+            return chosen
     if policy not in ("tie", "untie"):
         return chosen
     names = {row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}
@@ -90,7 +95,7 @@ def _untied(chosen: Chosen, head: str, embedding: str) -> Chosen:
         stored=(*chosen.stored, *copies),
         renewed=chosen.renewed | {copy.tensor.key for copy in copies},
         casts={**chosen.casts, **casts},
-        notes=(*chosen.notes, f"--tied-head untie: {head} is a copy of {embedding} ({states})"),
+        notes=(*chosen.notes, f"{head} is a copy of {embedding} ({states}): tied heads are written twice"),
     )
 
 
