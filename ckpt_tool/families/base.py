@@ -54,8 +54,9 @@ class Variant(NamedTuple):
     """A dialect told by another one, or by a table, in this order:
 
     of: the other dialect's name, or a table. swap: `swap[1]` for `swap[0]` in the text of that table. root: in place of
-    `model.`. over: rules that come first and instead of those of their names. inner: where `inner[1]` holds of a layer, its
-    `inner[2:]` lie one level down, under `inner[0]`. apart: what is fused may also lie apart, under the hub's names, turned.
+    `model.` (GPT-2: `transformer.`). over: rules that come first and instead of those of their names. inner: where `inner[1]`
+    holds of a layer, its `inner[2:]` lie one level down, under `inner[0]`. apart: what is fused may also lie apart, under the
+    hub's names, turned.
     like_hub: names that the hub has are laid out as in the hub.
     """
 

@@ -17,12 +17,20 @@ from typing import NamedTuple
 
 from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families import (
+    bloom,
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
+    falcon,
+    gemma2,
+    gemma3,
+    glm4,
     glm4_moe,
+    gpt2,
+    gpt_oss,
     llama,
     mixtral,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -34,7 +42,8 @@ from ckpt_tool.families.table import instances
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY,
-    ernie4_5.FAMILY, ernie4_5_moe.FAMILY, glm4_moe.FAMILY,
+    ernie4_5.FAMILY, ernie4_5_moe.FAMILY, glm4_moe.FAMILY, glm4.FAMILY, gpt_oss.FAMILY, gemma2.FAMILY, gemma3.FAMILY,
+    phi3.FAMILY, gpt2.FAMILY, falcon.FAMILY, bloom.FAMILY,
 )  # fmt: skip
 NAMES: tuple[str, ...] = tuple(family.name for family in FAMILIES)
 _KEEP = "or keep the source's names with --dialect keep"

@@ -30,7 +30,7 @@ from ckpt_tool.errors import UsageError
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a whole part between dots, as `%d` would print it
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
-_ROOT = re.compile(r"(?<![\w.])model\.")
+_ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
 
 
 class Spot(NamedTuple):
@@ -71,7 +71,7 @@ class Table:
         return Table((*own, *hub.rules), ())
 
     def under(self, root: str) -> Table:
-        """The same with `root` in place of `model.` in the dialect's names."""
+        """The same with `root` in place of `model.` (or GPT-2's `transformer.`) in the dialect's names."""
         return Table(tuple(_named(rule, lambda name: _ROOT.sub(root, name)) for rule in self.rules), self.aliases)
 
     def over(self, other: Table) -> Table:

@@ -22,6 +22,14 @@ CLASSES = {
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "gpt2": ("gpt2", "GPT2LMHeadModel"),
+    "falcon": ("falcon", "FalconForCausalLM"),
+    "bloom": ("bloom", "BloomForCausalLM"),
 }
 MOE = {
     "qwen2_moe": {"num_experts": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 9, "mlp_only_layers": [0]},
@@ -34,8 +42,22 @@ MOE = {
                      "moe_layer_start_index": 1},
     "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
                  "use_qk_norm": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
 }  # fmt: skip
-BIASED = {"qwen2", "qwen2_moe", "glm4_moe"}  # q, k and v have biases in the models that people use
+PLAIN: dict[str, dict[str, Any]] = {
+    "glm4": {"pad_token_id": None}, "phi3": {"pad_token_id": None}, "gpt2": {"n_positions": 12},
+    "falcon": {"new_decoder_architecture": True},
+}  # fmt: skip
+BIASED = {"qwen2", "qwen2_moe", "glm4_moe", "glm4", "gpt_oss"}  # q, k and v have biases in the models that people use
+LIVE = ("gpt_oss",)  # experts lie in the file as in memory
+# What a config of before Llama calls things; their heads are as wide as the model
+OLD = {
+    "gpt2": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd",
+             "intermediate_size": "n_inner", "num_key_value_heads": "", "head_dim": ""},
+    "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": "",
+              "num_key_value_heads": "", "head_dim": ""},
+    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size", "head_dim": ""},
+}  # fmt: skip
 
 
 def config_of(family: str, **change: Any) -> dict[str, Any]:
@@ -44,21 +66,28 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
     config = {
         "model_type": kind, "architectures": [architecture], "num_hidden_layers": 2, "vocab_size": 22, "hidden_size": 18,
         "intermediate_size": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4,
-        "tie_word_embeddings": False, **MOE.get(family, {}), **change,
+        "tie_word_embeddings": False, **MOE.get(family, {}), **PLAIN.get(family, {}),
+        **change,
     }  # fmt: skip
     if family in BIASED:
         config |= {"attention_bias": True, "qkv_bias": True}
     if family == "deepseek_v3":
         config |= {"num_key_value_heads": config["num_attention_heads"]}
+    if family in OLD:
+        config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
+        config = {OLD[family].get(key, key): value for key, value in config.items()}
+        config.pop("", None)
     return config
 
 
 def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
     """{name: shape} as the hub has them; with `mtp`, one layer of multi-token prediction."""
+    if family in OLD:
+        return _old_shapes(family, config)
     h, v = config["hidden_size"], config["vocab_size"]
     shapes = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
     for i in range(config["num_hidden_layers"]):
-        shapes |= _layer(family, config, f"model.layers.{i}", dense=i == 0 and family != "mixtral")
+        shapes |= _layer(family, config, f"model.layers.{i}", dense=i == 0 and family not in ("mixtral", "gpt_oss"))
     if mtp and family == "ernie4_5_moe":
         shapes |= _layer(family, config, "model.mtp_block.0", dense=True)
         shapes |= {f"model.mtp_{kind}_norm.0.weight": (h,) for kind in ("emb", "hidden")}
@@ -76,7 +105,11 @@ def _layer(family: str, config: Mapping[str, Any], at: str, *, dense: bool) -> d
     h, f = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {f"{at}.{n}_layernorm.weight": (h,) for n in ("input", "post_attention")}
     shapes |= {f"{at}.self_attn.{name}": shape for name, shape in _attention(family, config).items()}
+    more = {"glm4": ("post_self_attn", "post_mlp"), "gemma2": ("pre_feedforward", "post_feedforward")}
+    shapes |= {f"{at}.{n}_layernorm.weight": (h,) for n in more.get(family.replace("gemma3", "gemma2"), ())}
     experts = family in MOE and not dense
+    if family in ("glm4", "phi3"):
+        return shapes | {f"{at}.mlp.gate_up_proj.weight": (2 * f, h), f"{at}.mlp.down_proj.weight": (h, f)}
 
     def mlp(place: str, width: int) -> dict[str, tuple[int, ...]]:
         up = {f"{at}.{place}.{part}_proj.weight": (width, h) for part in ("gate", "up")}
@@ -88,6 +121,11 @@ def _layer(family: str, config: Mapping[str, Any], at: str, *, dense: bool) -> d
     e = next(
         config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if k in config
     )
+    if family == "gpt_oss":
+        there = f"{at}.mlp.experts"
+        shapes |= {f"{at}.mlp.router.weight": (e, h), f"{at}.mlp.router.bias": (e,)}
+        shapes |= {f"{there}.gate_up_proj": (e, h, 2 * f), f"{there}.gate_up_proj_bias": (e, 2 * f)}
+        return shapes | {f"{there}.down_proj": (e, f, h), f"{there}.down_proj_bias": (e, h)}
     if family == "mixtral":
         shapes[f"{at}.block_sparse_moe.gate.weight"] = (e, h)
         for k in range(e):
@@ -120,13 +158,56 @@ def _attention(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, .
             "kv_b_proj.weight": (heads * (nope + v), k), "o_proj.weight": (h, heads * v),
         }  # fmt: skip
     d, kv = config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    if family == "phi3":
+        return {"qkv_proj.weight": (heads * d + 2 * kv, h), "o_proj.weight": (h, heads * d)}
     shapes: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (heads * d, h), "k_proj.weight": (kv, h), "v_proj.weight": (kv, h), "o_proj.weight": (h, heads * d)
     }  # fmt: skip
     if family in BIASED:
         shapes |= {"q_proj.bias": (heads * d,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
-    if family in ("qwen3", "qwen3_moe", "glm4_moe"):
+    if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3"):
         shapes |= {"q_norm.weight": (d,), "k_norm.weight": (d,)}
+    if family == "gpt_oss":
+        shapes |= {"o_proj.bias": (h,), "sinks": (heads,)}
+    return shapes
+
+
+def _old_shapes(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """GPT-2, Falcon, Bloom: the root `transformer.`, biases beside weights."""
+    v, h = config["vocab_size"], config["n_embd" if family == "gpt2" else "hidden_size"]
+    linear: dict[str, tuple[int, int]]  # {module: (inputs, outputs)}
+    if family == "gpt2":
+        f = config["n_inner"]
+        linear = {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h), "mlp.c_fc": (h, f), "mlp.c_proj": (f, h)}
+        outer, norms, layers = {"wte": (v, h), "wpe": (config["n_positions"], h)}, ("ln_1", "ln_2"), config["n_layer"]
+    else:
+        heads, f, layers = config.get("n_head"), 4 * h, config.get("n_layer")
+        outer, norms, rows = {"word_embeddings": (v, h)}, ("input_layernorm", "post_attention_layernorm"), 3 * h
+        if family == "falcon":
+            heads, f, layers = config["num_attention_heads"], config["ffn_hidden_size"], config["num_hidden_layers"]
+            groups = (
+                config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
+            )
+            norms, rows = ("ln_attn", "ln_mlp"), h + 2 * groups * (h // heads)
+            if not config["new_decoder_architecture"]:
+                norms = (
+                    ("input_layernorm",) if config["parallel_attn"] else ("input_layernorm", "post_attention_layernorm")
+                )
+        linear = {
+            "self_attention.query_key_value": (h, rows), "self_attention.dense": (h, h),
+            "mlp.dense_h_to_4h": (h, f), "mlp.dense_4h_to_h": (f, h),
+        }  # fmt: skip
+    root, shapes = "transformer", {"lm_head.weight": (v, h)}
+    shapes |= {f"{root}.{name}.weight": shape for name, shape in outer.items()}
+    plain = [f"{root}.ln_f", *(f"{root}.h.{i}.{norm}" for i in range(layers) for norm in norms)]
+    plain += [f"{root}.word_embeddings_layernorm"] if family == "bloom" else []
+    shapes |= {f"{module}.{leaf}": (h,) for module in plain for leaf in ("weight", "bias")}
+    for i in range(layers):
+        for module, (inputs, outputs) in linear.items():
+            whole = (inputs, outputs) if family == "gpt2" else (outputs, inputs)
+            shapes[f"{root}.h.{i}.{module}.weight"] = whole
+            if family != "falcon" or config.get("bias"):
+                shapes[f"{root}.h.{i}.{module}.bias"] = (outputs,)
     return shapes
 
 

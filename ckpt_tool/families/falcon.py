@@ -1,0 +1,28 @@
+"""Falcon: query_key_value groups the heads [q ... q k v] by KV head, in each of its architectures.
+
+7B (multi_query) is one group, 40B and 180B (new_decoder_architecture) `num_kv_heads` groups, the RW models (neither, as Bloom)
+a group a head. That is Megatron's order too. PaddleFormers 1.2.0 has none. Megatron: NeMo 1's layer
+(nlp/models/language_modeling/megatron/falcon), as Megatron-Core has no parallel attention.
+"""
+
+from ckpt_tool.families.base import Family
+
+FAMILY = Family(
+    name="falcon", model_types=("falcon",), architectures=("FalconForCausalLM", "FalconModel"),
+    axes={
+        "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "ffn_hidden_size? or 4 * h",
+        "g": "new_decoder_architecture? and (num_kv_heads? or num_attention_heads)"
+             " or (multi_query? != false and 1 or num_attention_heads)",
+        "r": "num_attention_heads // g", "d": "h // num_attention_heads",
+    },
+    hub="""
+        [transformer.word_embeddings|lm_head].weight : v h
+        lm_head.weight ~ transformer.word_embeddings.weight if tie_word_embeddings? != false
+        transformer.ln_f.<weight|bias> : h
+        transformer.h.{i}.[input_layernorm|post_attention_layernorm|ln_attn|ln_mlp].<weight|bias> : h
+        transformer.h.{i}.self_attention.query_key_value.<weight|bias> : (g (r + 1 + 1) d) h, (g (r + 1 + 1) d)
+        transformer.h.{i}.self_attention.dense.<weight|bias> : h (g r d), h
+        transformer.h.{i}.mlp.dense_h_to_4h.<weight|bias> : f h, f
+        transformer.h.{i}.mlp.dense_4h_to_h.<weight|bias> : h f, h
+    """,
+)  # fmt: skip

@@ -1,0 +1,49 @@
+"""Gemma 3, text: gemma2 and norms of q and k. `hf-vl` and `hf-vl5` are the language part of the models that see, as their files
+and as transformers 5 in memory name it; what belongs to the tower keeps its names.
+
+Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's layer: see gemma2; models/gemma/gemma3_bridge.py.
+"""
+
+from ckpt_tool.families.base import Family, Variant
+
+FAMILY = Family(
+    name="gemma3", model_types=("gemma3_text", "gemma3"),
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration", "Gemma3Model"),
+    axes={  # a `text_config` leaves out what is the class's default
+        "i": "text_config.num_hidden_layers? or num_hidden_layers", "v": "text_config.vocab_size? or vocab_size",
+        "h": "text_config.hidden_size? or hidden_size", "f": "text_config.intermediate_size? or intermediate_size",
+        "g": "text_config.num_key_value_heads? or text_config? and 4 or num_key_value_heads",
+        "r": "(text_config.num_attention_heads? or text_config? and 8 or num_attention_heads) // g",
+        "d": "text_config.head_dim? or text_config? and 256 or head_dim",
+    },
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings? != false
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.<q|k>_norm.weight : d
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.o_proj.bias : h
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+    """,
+    dialects={
+        "hf-vl": Variant("hf", root="language_model.model."),
+        "hf-vl5": Variant("hf", root="model.language_model."),
+        "paddle": Variant(apart=True, of="""
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.<q|k>_norm.weight : d
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.self_attn.o_proj.bias : h
+            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+        """),
+        "paddle-hf": Variant("paddle", like_hub=True),
+    },
+)  # fmt: skip

@@ -1,0 +1,32 @@
+"""GPT-2: weights (inputs, outputs), c_attn is [q | k | v], learned positions, biases, a tied head.
+
+`hf-bare` is the model without a head, as openai-community's files have it; the causal masks that old ones hold
+(`attn.bias`, `attn.masked_bias`) are no parameters and are dropped by name. PaddleFormers 1.2.0 has none. Megatron:
+plain Megatron-Core (LayerNorm, learned_absolute, no gated MLP).
+"""
+
+from ckpt_tool.families.base import Family, Variant
+
+FAMILY = Family(
+    name="gpt2", model_types=("gpt2",), architectures=("GPT2LMHeadModel", "GPT2Model"),
+    axes={
+        "i": "n_layer? or num_hidden_layers", "v": "vocab_size", "h": "n_embd? or hidden_size", "f": "n_inner? or 4 * h",
+        "a": "n_head? or num_attention_heads", "d": "h // a", "p": "n_positions? or max_position_embeddings",
+    },
+    hub="""
+        [transformer.wte|lm_head].weight : v h
+        lm_head.weight ~ transformer.wte.weight if tie_word_embeddings? != false
+        transformer.wpe.weight : p h
+        transformer.ln_f.<weight|bias> : h
+        transformer.h.{i}.[ln_1|ln_2].<weight|bias> : h
+        transformer.h.{i}.attn.c_attn.<weight|bias> : h ((1 + 1 + 1) a d), ((1 + 1 + 1) a d)
+        transformer.h.{i}.attn.c_proj.<weight|bias> : (a d) h, h
+        transformer.h.{i}.mlp.c_fc.<weight|bias> : h f, f
+        transformer.h.{i}.mlp.c_proj.<weight|bias> : f h, h
+        transformer.h.{i}.attn.bias : 1 1 n m = _ : 1 1 n m
+        transformer.h.{i}.attn.masked_bias : = _ :
+    """,
+    dialects={
+        "hf-bare": Variant("hf", root=""),
+    },
+)  # fmt: skip

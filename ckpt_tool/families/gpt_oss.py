@@ -1,0 +1,40 @@
+"""gpt-oss: a layer's experts in one tensor (inputs, outputs), gate and up row by row, biases everywhere, a sink a head.
+
+The published files hold the experts in MXFP4, `_blocks` and `_scales` (e, outputs, inputs / 32): they are known here, and no
+other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1.2.0, transformers/gpt_oss, turns the attention
+alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
+"""
+
+from ckpt_tool.families.base import DECODER, Family
+
+FAMILY = Family(
+    name="gpt_oss", model_types=("gpt_oss",), architectures=("GptOssForCausalLM", "GptOssModel"),
+    axes={**DECODER, "e": "num_local_experts? or num_experts", "m": "intermediate_size"},
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.<o_proj.weight|o_proj.bias|sinks> : h (g r d), h, (g r)
+        model.layers.{i}.mlp.router.<weight|bias> : e h, e
+        model.layers.{i}.mlp.experts.<gate_up_proj|gate_up_proj_bias> : e h (m (1 + 1)), e (m (1 + 1))
+        model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
+        model.layers.{i}.mlp.experts.gate_up_proj_<blocks|scales> : e (m 2) b 16, e (m 2) b
+        model.layers.{i}.mlp.experts.down_proj_<blocks|scales> : e h c 16, e h c
+    """,
+    dialects={
+        "paddle": """
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d) = : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.<o_proj.weight|o_proj.bias|sinks> : (g r d) h, h, (g r) = : h (g r d), h, (g r)
+            model.layers.{i}.mlp.router.<weight|bias> : e h, e
+            model.layers.{i}.mlp.experts.<gate_up_proj|gate_up_proj_bias> : e h (m (1 + 1)), e (m (1 + 1))
+            model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
+        """,
+    },
+)  # fmt: skip

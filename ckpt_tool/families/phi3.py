@@ -1,0 +1,32 @@
+"""Phi-3, Phi-3.5 and Phi-4 (text): qkv_proj is [q; k; v] and gate_up_proj [gate; up] on the hub itself.
+
+Paddle: PaddleFormers 1.2.0, transformers/phi3: the same, turned. Megatron-Bridge has none; plain Megatron-Core runs it.
+"""
+
+from ckpt_tool.families.base import DECODER, Family
+
+FAMILY = Family(
+    name="phi3", model_types=("phi3",), architectures=("Phi3ForCausalLM", "Phi3Model"),
+    axes=DECODER,
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+        model.layers.{i}.mlp.down_proj.weight : h f
+    """,
+    dialects={
+        "paddle": """
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g r d + g d + g d) = : (g r d + g d + g d) h
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.mlp.gate_up_proj.weight : h ((1 + 1) f) = : ((1 + 1) f) h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+        """,
+    },
+)  # fmt: skip
