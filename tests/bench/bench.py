@@ -122,6 +122,15 @@ JOBS = (
         "safetensors -> paddle-unified", "hf", ("convert", "{src}", "{out}", "--to", "paddle-unified"),
         ("same-hf", "{hf}", "{out}"),
     ),
+    Job(  # Hugging Face's names to Megatron's: QKV by group, gate and up in one, four tensor ranks
+        "hf -> megatron tp4", "hf", ("convert", "{src}", "{out}", "--to", "megatron", "--tp", "4"),
+        ("same-megatron", "{hf}", "{out}", "4"),
+        (Peer("safetensors, torch.cat, torch.save", ("to-megatron", "{src}", "{out}", "4"), ("same-megatron", "{hf}", "{out}", "4")),),
+    ),
+    Job(  # every Linear transposed once
+        "hf -> paddle", "hf", ("convert", "{src}", "{out}", "--to", "paddle"), ("same-paddle", "{hf}", "{out}"),
+        (Peer("safetensors, NumPy, pickle", ("to-paddle", "{src}", "{out}"), ("same-paddle", "{hf}", "{out}")),),
+    ),
 )  # fmt: skip
 
 
