@@ -57,7 +57,7 @@ class Variant(NamedTuple):
     `model.` (GPT-2: `transformer.`). over: rules that come first and instead of those of their names. inner: where `inner[1]`
     holds of a layer, its `inner[2:]` lie one level down, under `inner[0]`. apart: what is fused may also lie apart, under the
     hub's names, turned.
-    like_hub: names that the hub has are laid out as in the hub.
+    like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of MTP.
     """
 
     of: str
@@ -67,6 +67,7 @@ class Variant(NamedTuple):
     inner: tuple[str, ...] = ()
     apart: bool = False
     like_hub: bool = False
+    ahead: bool = False
 
     def changed(self, table: Table, hub: Table) -> Table:
         """The table of `of` as that of this dialect."""
@@ -79,6 +80,8 @@ class Variant(NamedTuple):
         if self.inner:
             level, condition, *modules = self.inner
             table = table.within(level, condition, modules)
+        if self.ahead:
+            table = table.ahead("i >= num_hidden_layers")
         return table.beside(hub) if self.like_hub else table
 
 

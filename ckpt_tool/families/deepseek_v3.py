@@ -1,5 +1,6 @@
 """DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
@@ -20,8 +21,7 @@ FAMILY = Family(
         model.layers.{i}.self_attn.q_proj.weight : a h
         model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
         model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : b h, c l, l, h u
-        model.layers.{i}.self_attn.q_a_proj.bias : q
-        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
+        model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
         model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.layers.{i}.mlp.gate.weight : e h
@@ -34,6 +34,7 @@ FAMILY = Family(
         model.layers.{i}.eh_proj.bias : h
     """,
     dialects={
+        "megatron": Variant(of=megatron.LATENT, ahead=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
@@ -42,8 +43,7 @@ FAMILY = Family(
             model.layers.{i}.self_attn.q_proj.weight : h a = : a h
             model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : h q, q a, q = : q h, a q, q
             model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : h b, l c, l, u h = : b h, c l, l, h u
-            model.layers.{i}.self_attn.q_a_proj.bias : q
-            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
+            model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
             model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
             model.layers.{i}.mlp.gate.weight : h e = : e h

@@ -5,6 +5,7 @@ Releases named `-Paddle` have the root `ernie.`, and ERNIE's export tool (tools/
 Trainer calls a Hugging Face save: fused weights as they are in Paddle, the others transposed.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
@@ -25,6 +26,7 @@ FAMILY = Family(
         model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
     """,
     dialects={
+        "megatron": megatron.DENSE + megatron.BIASES,
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             lm_head.bias : v

@@ -1,12 +1,13 @@
 """ERNIE 4.5, experts. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5_moe; root `ernie.`: see ernie4_5."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="ernie4_5_moe", model_types=("ernie4_5_moe",), architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
     axes={
-        **DECODER, "n": "num_nextn_predict_layers? or 1", "w": "2 * h",
-        "e": "moe_num_experts", "m": "moe_intermediate_size", "s": "m * moe_num_shared_experts",
+        **DECODER, "n": "num_nextn_predict_layers? or 1", "w": "2 * h", "e": "moe_num_experts",
+        "m": "moe_intermediate_size", "s": "m * moe_num_shared_experts",
     },
     hub="""
         [model.embed_tokens|lm_head].weight : v h
@@ -25,6 +26,9 @@ FAMILY = Family(
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.bias : s, s, h
     """,
     dialects={
+        "megatron": megatron.SPARSE + megatron.BIASES + megatron.SHARED_EXPERTS + megatron.SHARED_EXPERTS_BIASES + """
+            decoder.layers.{i}.mlp.router.expert_bias : e = model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
+        """,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS + """
             model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias : 1 e
                 = model.layers.{i}.mlp.moe_statics.e_score_correction_bias : 1 e
@@ -38,18 +42,16 @@ FAMILY = Family(
                 = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
             model.[layers.{i}|mtp_block.{n}].self_attn.qkv_proj.bias : (g (r + 1 + 1) d)
                 = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
-            model.[layers.{i}|mtp_block.{n}].self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.weight : (g r d) h, f h = : h (g r d), h f
             model.[layers.{i}|mtp_block.{n}].mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
             model.[layers.{i}|mtp_block.{n}].mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f
-            model.[layers.{i}|mtp_block.{n}].mlp.down_proj.weight : f h = : h f
             model.[layers.{i}|mtp_block.{n}].<self_attn.o_proj|mlp.down_proj>.bias : h
             model.layers.{i}.mlp.<gate.weight|moe_statics.e_score_correction_bias> : h e, 1 e = : e h, 1 e
             model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
             model.layers.{i}.mlp.shared_experts.up_gate_proj.weight : h ((1 + 1) s) = ..<gate|up>_proj.weight : s h
             model.layers.{i}.mlp.shared_experts.up_gate_proj.bias : ((1 + 1) s) = ..<gate|up>_proj.bias : s
-            model.layers.{i}.mlp.shared_experts.down_proj.weight : s h = : h s
-            model.layers.{i}.mlp.shared_experts.down_proj.bias : h
+            model.layers.{i}.mlp.shared_experts.down_proj.<weight|bias> : s h, h = : h s, h
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),

@@ -1,13 +1,12 @@
 """GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe (without paddlefleet)."""
 
-from ckpt_tool.families.base import FUSED_EXPERTS, Family, Variant
+from ckpt_tool.families import megatron
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 
 FAMILY = Family(
     name="glm4_moe", model_types=("glm4_moe",), architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     axes={
-        "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
-        "f": "intermediate_size", "g": "num_key_value_heads? or num_attention_heads", "w": "2 * h",
-        "r": "num_attention_heads // g", "d": "head_dim? or h // num_attention_heads",
+        **DECODER, "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "w": "2 * h",
         "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
     },
     hub="""
@@ -24,12 +23,12 @@ FAMILY = Family(
         model.layers.{i}.mlp.gate.e_score_correction_bias : e
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
-        # MTP
         model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
         model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
         model.layers.{i}.eh_proj.weight : h w
     """,
     dialects={
+        "megatron": Variant(of=megatron.GLM, ahead=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(
             apart=True, inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",

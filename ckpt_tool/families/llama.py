@@ -1,5 +1,6 @@
 """Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
@@ -20,6 +21,7 @@ FAMILY = Family(
         model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
     """,
     dialects={
+        "megatron": megatron.DENSE + megatron.BIASES,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

@@ -4,8 +4,8 @@ The dialect is what our Megatron formats give and take, whatever a job stored: l
 experts one by one, norms under the local spec's names, gated fc1 as [gate; up], vocabularies without padding. Transformer
 Engine's fused norms, stacked and grouped experts and pipeline stages are the formats' (`formats/megatron/names.py`).
 
-    FAMILY.dialects["megatron"] = MODEL + NORMS + ATTENTION + MLP                        # Llama
-    Variant(of=MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS, ahead=True)                 # layers of MTP beside the decoder's
+    dialects={"megatron": megatron.DENSE}                                 # MODEL + NORMS + ATTENTION + MLP: Llama, Qwen2
+    dialects={"megatron": Variant(of=megatron.LATENT, ahead=True)}        # DeepSeek: `ahead` adds the layers of MTP
 
 Axes, by the names that the families give them: v vocabulary, h hidden, f feed-forward, g query groups, r heads a group,
 d head, e experts, m of an expert, s of shared experts; MLA: a query, q and l latent, b latent and rotary, c keys and
@@ -37,15 +37,18 @@ NORMS = """
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.post_attention_layernorm.weight : h
 """
-# Query groups: r query heads, then their key, then their value. Rotary tables of old checkpoints are worked out anew.
+# Query groups: r query heads, then their key, then their value.
 ATTENTION = """
     decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
         = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+    decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+"""
+QKV_BIAS = """
     decoder.layers.{i}.self_attention.linear_qkv.bias : (g (r + 1 + 1) d)
         = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-    decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+"""
+PROJ_BIAS = """
     decoder.layers.{i}.self_attention.linear_proj.bias : h = model.layers.{i}.self_attn.o_proj.bias : h
-    _ : n = model.layers.{i}.self_attn.rotary_emb.inv_freq : n
 """
 QK_NORMS = """
     decoder.layers.{i}.self_attention.q_layernorm.weight : d = model.layers.{i}.self_attn.q_norm.weight : d
@@ -66,16 +69,19 @@ MLA = """
     decoder.layers.{i}.self_attention.linear_kv_down_proj.bias : b
         = model.layers.{i}.self_attn.kv_a_proj_with_mqa.bias : b
     decoder.layers.{i}.self_attention.linear_proj.bias : h = model.layers.{i}.self_attn.o_proj.bias : h
-    _ : n = model.layers.{i}.self_attn.rotary_emb.inv_freq : n
 """
 MLP = """
     decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
-    decoder.layers.{i}.mlp.linear_fc1.bias : ((1 + 1) f) = model.layers.{i}.mlp.<gate|up>_proj.bias : f
     decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+"""
+MLP_BIASES = """
+    decoder.layers.{i}.mlp.linear_fc1.bias : ((1 + 1) f) = model.layers.{i}.mlp.<gate|up>_proj.bias : f
     decoder.layers.{i}.mlp.linear_fc2.bias : h = model.layers.{i}.mlp.down_proj.bias : h
 """
 ROUTER = """
     decoder.layers.{i}.mlp.router.weight : e h = model.layers.{i}.mlp.gate.weight : e h
+"""
+EXPERT_BIAS = """
     decoder.layers.{i}.mlp.router.expert_bias : e = model.layers.{i}.mlp.gate.e_score_correction_bias : e
 """
 EXPERTS = """
@@ -90,6 +96,11 @@ SHARED_EXPERTS = """
     decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
         = model.layers.{i}.mlp.shared_experts.down_proj.weight : h s
 """
+SHARED_EXPERTS_BIASES = """
+    decoder.layers.{i}.mlp.shared_experts.linear_fc1.bias : ((1 + 1) s)
+        = model.layers.{i}.mlp.shared_experts.<gate|up>_proj.bias : s
+    decoder.layers.{i}.mlp.shared_experts.linear_fc2.bias : h = model.layers.{i}.mlp.shared_experts.down_proj.bias : h
+"""
 # What MTP layers have beside a decoder layer's; `Variant(ahead=True)` brings the names to `mtp.layers`. Megatron has one
 # embedding and one output layer for all: the hub's copies of them stay behind.
 AHEAD = """
@@ -99,3 +110,9 @@ AHEAD = """
     _ : v h = model.layers.{i}.embed_tokens.weight : v h
     _ : v h = model.layers.{i}.shared_head.head.weight : v h
 """
+
+DENSE = MODEL + NORMS + ATTENTION + MLP
+SPARSE = DENSE + ROUTER + EXPERTS
+GLM = SPARSE + QKV_BIAS + QK_NORMS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
+BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
+LATENT = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD

@@ -1,5 +1,6 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
@@ -20,6 +21,13 @@ FAMILY = Family(
         model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
     """,
     dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + """
+            decoder.layers.{i}.mlp.router.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) f) h
+                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h f
+                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+        """,
         "hf-fused": Variant("hf", over="""
             model.layers.{i}.mlp.gate.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
             model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) f) h

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
@@ -17,6 +18,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
     dialects={
+        "megatron": megatron.DENSE + megatron.QKV_BIAS,
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

@@ -1,5 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
@@ -23,6 +24,13 @@ FAMILY = Family(
         model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
     """,
     dialects={
+        "megatron": megatron.SPARSE + megatron.QKV_BIAS + """
+            decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
+                = model.layers.{i}.mlp.shared_expert.<gate|up>_proj.weight : s h
+            decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
+                = model.layers.{i}.mlp.shared_expert.down_proj.weight : h s
+            decoder.layers.{i}.mlp.shared_experts.gate_weight : 1 h = model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
+        """,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h

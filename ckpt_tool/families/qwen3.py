@@ -1,5 +1,6 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet)."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
 
 FAMILY = Family(
@@ -18,6 +19,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
     dialects={
+        "megatron": megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

@@ -1,5 +1,6 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 
 FAMILY = Family(
@@ -23,6 +24,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
     """,
     dialects={
+        "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h

@@ -107,7 +107,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     config = config or {}
     here, there = family.table(source), family.table(target)
     named, unknown = instances(here.left, shapes)
-    found = _found(here, named)
+    found = _found(here, named, config)
     sizes, reasons = sizes_of(family, here, named, shapes, config)
     check_known(_needed(found), sizes, reasons, family.name)
     faults: list[Fault] = []
@@ -128,7 +128,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
     made = _mapped(compose(pieces, result.pieces), result.shapes, shapes)
     pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
-    named_there = [(_named_in(there, name), _named_in(there, of)) for name, of in pairs]
+    named_there = [(_named_in(there, name, config), _named_in(there, of, config)) for name, of in pairs]
     aliases = [(names[0], of[0]) for names, of in named_there
                if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes]  # fmt: skip
     return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone])), aliases=tuple(aliases))
@@ -173,14 +173,14 @@ def _elsewhere(family: Family, source: str, shapes: Mapping[str, Shape], config:
 # Source to hub.
 
 
-def _found(table: Table, named: Iterable[Instances]) -> list[Found]:
+def _found(table: Table, named: Iterable[Instances], config: Config) -> list[Found]:
     """The rules whose left side is there, at least in part, in the table's order."""
     found: dict[int, Found] = {}
     for group in named:
         for spot in group.spots:
             example = group.form % group.values[0]
             rule = found.setdefault(spot.rule, Found(table.rules[spot.rule], spot.axes, set(), example))
-            rule.rows.update(_in_order(group.values, spot.axes, rule.axes))
+            rule.rows.update(_in_order(spot.values(group.values, config), spot.axes, rule.axes))
     return [found[number] for number in sorted(found)]
 
 
@@ -227,6 +227,7 @@ def _to_hub(
                 if name not in hub.made[piece.dst.name]:
                     hub.made[piece.dst.name].append(name)
                 kept.append(piece)
+    faults += _nowhere(found, shapes, config, hub)
     for name, count in numel.items():
         if count != prod(wanted[name]):
             many = count > prod(wanted[name])
@@ -252,6 +253,21 @@ def _shape_faults(
             term = next(term for term in found.rule.left if term.name and term.name.form == form_of(name)[0])
             what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({axes})"
             yield Fault("E1370", name, what, "")
+
+
+def _nowhere(found: Sequence[Found], shapes: Mapping[str, Shape], config: Config, hub: _Hub) -> Iterator[Fault]:
+    """Names that rules know under conditions of which none holds: nothing would say what their elements are."""
+    told = set()
+    for each in found if any(each.rule.condition for each in found) else ():
+        for name in (term.name for term in each.rule.left if term.name):
+            for row in sorted(each.rows):
+                at = dict(zip(each.axes, row, strict=True))
+                full = name.at([at[axis] for axis in name.axes], config)
+                if full in shapes and 0 not in shapes[full] and full not in hub.used and full not in told:
+                    told.add(full)
+                    condition = each.rule.condition.text if each.rule.condition else "nothing"
+                    what = f"the family has it only if {condition}, and the config says otherwise"
+                    yield Fault("E1370", full, what, "does the config belong to this checkpoint?")
 
 
 def _beyond(found: Found, sizes: Mapping[str, Extent]) -> Iterator[Fault]:
@@ -312,7 +328,7 @@ def _from_hub(
                 if all(piece.src.name == PAD for piece in pieces):
                     continue
                 if missing.get(name):
-                    lost = [each for source in missing[name] for each in _named_in(here, source)]
+                    lost = [each for source in missing[name] for each in _named_in(here, source, config)]
                     told = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
                     what = f"{name} is made of it too, and {told} is missing"
                     there = next(name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name])
@@ -343,7 +359,7 @@ def _taken(
     return kept, missing
 
 
-def _named_in(table: Table, hub_name: str) -> list[str]:
+def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
     """What a dialect calls the tensors that a hub tensor is made of, by its first rule: all names of the other side, or
     the one in its place where both sides have as many."""
     form, numbers = form_of(hub_name)
@@ -353,7 +369,7 @@ def _named_in(table: Table, hub_name: str) -> list[str]:
         here, there = ([term.name for term in side if term.name] for side in (rule.left, rule.right))
         if len(here) == len(there):
             here = [here[[name.form for name in there].index(form)]]
-        return [name.form % tuple(at.get(axis, 0) for axis in name.axes) for name in here]
+        return [name.at([at.get(axis, 0) for axis in name.axes], config) for name in here]
     return [hub_name]
 
 

@@ -9,7 +9,8 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
     model.[layers.{i}|mtp_block.{n}].input_layernorm.weight : h     the rule once with each word, brackets alike in step
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
-experts that are there. What it does not do: know sizes or configs (`families.base`).
+experts that are there. Layers that a dialect numbers anew (`Table.ahead`) have an index `{i - num_hidden_layers}`: the
+axis counts as the hub does. What it does not do: know sizes or configs (`families.base`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tool.algebra.equation import Alias, Equation, rules
-from ckpt_tool.algebra.expression import expression
+from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Term
 from ckpt_tool.errors import UsageError
@@ -34,10 +35,20 @@ _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
 
 
 class Spot(NamedTuple):
-    """A rule that names tensors of a form: its number, and the axes that the numbers of the name are."""
+    """A rule that names tensors of a form: its number, the axes that the numbers of the name are, and the indices as the
+    name has them where they are no plain axes, `axis - CONSTANT` or `axis + CONSTANT`."""
 
     rule: int
     axes: tuple[str, ...]
+    shifted: tuple[Expression, ...] = ()
+
+    def values(self, numbers: Iterable[tuple[int, ...]], config: Mapping[str, Any]) -> Iterable[tuple[int, ...]]:
+        """The axes' values from the numbers of names. Raises UsageError (E0223) for what the config lacks."""
+        if not self.shifted:
+            return numbers
+        zero = dict.fromkeys(self.axes, 0)
+        by = [int(index.value({**config, **zero})) for index in self.shifted]
+        return [tuple(n - shift for n, shift in zip(row, by, strict=True)) for row in numbers]
 
 
 class Instances(NamedTuple):
@@ -112,6 +123,23 @@ class Table:
                 nested.append(replace(below, condition=expression(condition), text=text))
         return Table((*nested, *self.rules), self.aliases)
 
+    def ahead(self, condition: str) -> Table:
+        """The same, where the layers for which the condition holds are those of multi-token prediction, numbered anew:
+        `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X` has
+        such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)"""
+        made = []
+        later, not_yet = expression(condition), expression(f"not ({condition})")
+        for rule in self.rules:
+            fronts = {".".join(term.name.text.split(".")[:2]) for term in rule.left if term.name}
+            if "decoder.layers" in fronts:
+                made.append(replace(rule, condition=not_yet))
+            if fronts & {"decoder.layers", "mtp.layers"}:
+                text = f"{rule.text} (ahead)"
+                made.append(replace(rule, left=tuple(map(_ahead, rule.left)), condition=later, text=text))
+            else:
+                made.append(rule)
+        return Table(tuple(made), self.aliases)
+
 
 def table_of(text: str) -> Table:
     """Parse a table. Raises UsageError (E0220-E0235, E1234) for a rule that can't be read."""
@@ -178,7 +206,8 @@ def _spots(sides: Iterable[tuple[Term, ...]]) -> dict[str, tuple[Spot, ...]]:
     for number, side in enumerate(sides):
         for term in side:
             if term.name:
-                found[term.name.form].append(Spot(number, term.name.axes))
+                name = term.name
+                found[name.form].append(Spot(number, name.axes, () if name.plain else name.indices))
     return {form: tuple(spots) for form, spots in found.items()}
 
 
@@ -189,6 +218,18 @@ def _named(rule: Equation, change: Callable[[str], str]) -> Equation:
         if term.name else term for term in rule.left
     )  # fmt: skip
     return replace(rule, left=left)
+
+
+def _ahead(term: Term) -> Term:
+    """A term of the decoder as one of MTP layer `i - num_hidden_layers`."""
+    if term.name is None:
+        return term
+    number = expression("i - num_hidden_layers")
+    indices = tuple(number if index.text == "i" else index for index in term.name.indices)
+    form = term.name.form.replace("decoder.layers.%d.", "mtp.layers.%d.transformer_layer.", 1)
+    text = term.name.text.replace("decoder.layers.{i}.", "mtp.layers.{i}.transformer_layer.", 1)
+    text = text.replace("{i}", f"{{{number.text}}}", 1)
+    return replace(term, name=replace(term.name, text=text, form=form, indices=indices))
 
 
 def _turned(dims: Pattern) -> Pattern:
