@@ -80,6 +80,18 @@ def _paddle_flex() -> Format:
     return FORMAT
 
 
+def _meta() -> Format:
+    from ckpt_tool.formats.meta.format import FORMAT
+
+    return FORMAT
+
+
+def _peft() -> Format:
+    from ckpt_tool.formats.peft.format import FORMAT
+
+    return FORMAT
+
+
 def _may_be_torch(tree: Tree) -> bool:
     return tree.single is not None or not any(name.endswith(".safetensors") for name in tree.names())
 
@@ -122,6 +134,14 @@ def _may_be_paddle_flex(tree: Tree) -> bool:
     return tree.single is None and any(path.endswith(ends) for path in tree.listing())
 
 
+def _may_be_meta(tree: Tree) -> bool:
+    return tree.single is None and any(name.startswith("consolidated") for name in tree.names())
+
+
+def _may_be_peft(tree: Tree) -> bool:
+    return tree.single is None and "adapter_config.json" in tree.names()
+
+
 def _may_be(tree: Tree) -> bool:
     return True
 
@@ -138,6 +158,8 @@ _ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
     "paddle": (_paddle, _may_be_paddle),
     "paddle-unified": (_paddle_unified, _may_be_paddle_unified),
     "paddle-flex": (_paddle_flex, _may_be_paddle_flex),
+    "meta": (_meta, _may_be_meta),
+    "peft": (_peft, _may_be_peft),
 }
 NAMES = tuple(_ROWS)
 

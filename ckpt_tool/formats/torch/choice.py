@@ -101,6 +101,8 @@ def choose(tree: Tree) -> Chosen | None:
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
     if "pytorch_model.bin" in weights:
         return Chosen("pytorch_model.bin", ("pytorch_model.bin",), notes=_beside(names))
+    if "adapter_config.json" in names and "adapter_model.bin" in names:
+        return None  # an adapter alone: peft's
     if len(weights) > LOOKED_AT:
         return None
     looking = [name for name in weights if _looks(tree, name)]

@@ -1,0 +1,1 @@
+"""Format `peft`: adapter folders of Hugging Face's PEFT."""

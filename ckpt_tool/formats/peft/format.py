@@ -1,0 +1,167 @@
+"""Format `peft`: an adapter folder of Hugging Face's PEFT: what was trained beside a frozen base, and its config.
+
+Specification
+-------------
+    adapter_config.json            one JSON object: `peft_type` and that method's settings, keys sorted, indent 2
+    adapter_model.safetensors      the tensors, `__metadata__` {"format": "pt"}; or adapter_model.bin, a torch.save file
+    README.md                      the model card; more adapters of one model lie in sub-folders, each a folder like this
+
+Names are those of the wrapped model without the adapter's own name (`default`), so every one begins `base_model.model.`
+and goes on with the base's module path. Of LoRA, `M` a module of the base, r the rank, shapes as torch's:
+
+    M.lora_A.weight (r, in)   M.lora_B.weight (out, r)   M.lora_B.bias (out,)       linear; convolutions have (r, in, kernel)
+    M.lora_embedding_A (r, rows)   M.lora_embedding_B (dim, r)                      embeddings: parameters, no `.weight`
+    M.lora_magnitude_vector (out,)                                                  DoRA (`use_dora`), without `.weight`
+    M.lora_A.weight (e r, in), M.base_layer.lora_A.weight ...                       `target_parameters`: stacked experts; a
+        module with several of them nests one level each, in the order of registration, the first innermost
+    M.weight, M.bias                                                                `modules_to_save`: whole tensors
+    M.base_layer.weight, M.base_layer.bias                                          the base's own, of a targeted embedding,
+        or a trained bias (`bias` of `all`, `lora_only`)
+    M.token_adapter.trainable_tokens_delta (n, dim)                                 `trainable_token_indices`: whole rows
+
+Scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / sqrt(r)`; `rank_pattern` and `alpha_pattern` override both by
+module. Source: PEFT 0.21.2 `utils/save_and_load.py`, `config.py` (save_pretrained), `tuners/lora/{config,layer,model}.py`.
+
+Example: a folder of rank 4 on q_proj of two layers is a catalog of 4 tensors of state `model` under those names, the
+config in `hints["peft"]["config"]`, `sidefiles == ("README.md",)`.
+
+Written: `adapter_model.safetensors` and the config as PEFT writes it, from the source's own config: so the source must be
+an adapter. What the tensors mean is `commands.adapters`' (`ckpt merge --method lora`). Cost: as `safetensors`. Holds the
+model alone. A folder in which a whole model lies beside the adapter is the model's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
+from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UsageError
+from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.storage.safetensors_file import build_header, read_header
+from ckpt_tool.storage.safetensors_table import HeaderTable
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
+
+CONFIG = "adapter_config.json"
+SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
+CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
+METADATA = {"format": "pt"}
+NO_CONFIG, NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1430", "E1431", "E1432", "E1433"
+
+
+class Peft:
+    """The format object. Option of `read`: `lenient` (bool), as of `safetensors`."""
+
+    name = "peft"
+    holds = Holds(all_states=False, extras=False, dialect="hf", dtypes=frozenset({"C128"}))
+
+    def detect(self, tree: Tree) -> Evidence | None:
+        """By the names in a folder."""
+        names = tree.names() if tree.single is None else ()
+        if CONFIG not in names or (SAFE not in names and BIN not in names) or hf_files.choose(tree.listing()):
+            return None
+        if "pytorch_model.bin" in names or any(name.endswith(".bin.index.json") for name in names):
+            return None
+        return Evidence(f"{CONFIG} and {SAFE if SAFE in names else BIN}")
+
+    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+        """The catalog from headers alone. Raises CorruptFile E1430 (config), Incomplete E1431 (no weights), E1432 (a .bin that
+        is no state dict), and what the containers raise."""
+        config = _config(tree)
+        names = tree.names()
+        if SAFE not in names and BIN not in names:
+            raise Incomplete(
+                f"neither {SAFE} nor {BIN} is here", code=NO_WEIGHTS, path=tree.display(),
+                hint="fetch the weights into the folder of the config",
+            )  # fmt: skip
+        file = SAFE if SAFE in names else BIN
+        sidefiles = tuple(name for name in names if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
+        notes = hf_files.ignored((name for name in names if name != CONFIG), (file, *sidefiles))
+        tensors: Mapping[TensorKey, LogicalTensor]
+        unsafe: tuple[str, ...] = ()
+        if file == SAFE:
+            header = read_header(tree, SAFE, lenient=bool(options.get("lenient")))
+            notes += tuple(Note("W-header", warning, SAFE) for warning in header.warnings)
+            tensors = HeaderTable([header])
+        else:
+            tensors, unsafe = _from_pickle(tree)
+        return Catalog(
+            self.name, tensors, files=(CONFIG, file), sidefiles=sidefiles, notes=notes, unsafe=unsafe,
+            hints={"peft": {"config": config}},
+        )  # fmt: skip
+
+    def target(self, wanted: Wanted, layout: Layout) -> Target:
+        """One safetensors file and the config. Raises UsageError E1433 where the source is no adapter."""
+        return _target(wanted)
+
+
+FORMAT = Peft()
+
+
+def _config(tree: Tree) -> dict[str, Any]:
+    if not tree.exists(CONFIG):
+        raise CorruptFile(
+            f"no {CONFIG} here",
+            code=NO_CONFIG,
+            path=tree.display(),
+            hint="pass the folder that holds it, not a file of it",
+        )
+    value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
+    if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
+        raise CorruptFile(
+            "the adapter's config is no JSON object that names its peft_type", code=NO_CONFIG, path=tree.display(CONFIG),
+            place="/peft_type", hint="fetch the adapter again",
+        )  # fmt: skip
+    return value
+
+
+def _from_pickle(tree: Tree) -> tuple[dict[TensorKey, LogicalTensor], tuple[str, ...]]:
+    """The tensors of `adapter_model.bin`, and what in it asks for code."""
+    from ckpt_tool.formats.state_dict.tree import dotted
+    from ckpt_tool.formats.torch.content import read_content
+
+    content = read_content(tree, BIN)
+    odd = [str(key) for key in content.extras] if isinstance(content.extras, Mapping) else [str(type(content.extras))]
+    nested = [dotted(path) for path, _ in content.leaves if len(path) != 1]
+    if (odd or nested) and not content.unsafe:
+        raise CorruptFile(
+            f"{BIN} is no plain state dict: it holds {(odd + nested)[0][:200]}", code=NO_STATE_DICT, path=tree.display(BIN),
+            hint="fetch the adapter again", faults=[name[:200] for name in (odd + nested)[1:50]],
+        )  # fmt: skip
+    tensors = {}
+    for path, array in content.leaves:
+        key = TensorKey(dotted(path))
+        tensors[key] = simple_tensor(key, array)
+    return tensors, tuple(content.unsafe)
+
+
+def _target(wanted: Wanted) -> Target:
+    from ckpt_tool.core.target import Target, TargetArray, TargetFile, whole_file
+
+    if any(tensor.key.state != "model" for tensor in wanted.tensors):
+        raise InternalError("a model-only format was asked for training state")
+    hint = wanted.hints.get("peft")
+    config = hint.get("config") if isinstance(hint, Mapping) else None
+    if not isinstance(config, Mapping):
+        raise UsageError(
+            "peft holds adapters, and the source is none: there is no adapter config to write", code=NOT_AN_ADAPTER,
+            hint="a whole model goes to --to safetensors",
+        )  # fmt: skip
+    rows = [(each.key.name, each.dtype, each.shape) for each in wanted.tensors]
+    head, offsets, size = build_header(rows, METADATA)
+    arrays = tuple(
+        TargetArray(row, whole(each.shape), offset)
+        for row, (each, offset) in enumerate(zip(wanted.tensors, offsets, strict=True))
+    )
+    copies = tuple(TargetFile(path, nbytes, copy_of=path) for path, nbytes in wanted.sidefiles if path != CONFIG)
+    text = json.dumps(config, indent=2, sort_keys=True).encode()
+    return Target(Peft.name, (TargetFile(SAFE, size, ((0, head),), arrays), whole_file(CONFIG, text), *copies))
