@@ -8,7 +8,6 @@ beside k_proj as it was, for a fused QKV). Both become computed tensors first, a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import groupby
 
 from ckpt_tool.algebra.element_map import ElementMap
@@ -91,10 +90,8 @@ def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
         for key, row in apart.items()
     ]
     dtypes = {key: chosen.casts.get(key, row.tensor.dtype) for key, row in apart.items()}
-    before = chosen.renewed
     shown = f"{chosen.sources[0].path} (joined)"
-    made = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes)
-    return replace(made, renewed=before)
+    return with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes)
 
 
 def _groups(made: Iterable[Made]) -> list[list[str]]:
