@@ -25,4 +25,26 @@ FAMILY = Family(
         transformer.h.{i}.mlp.dense_h_to_4h.<weight|bias> : f h, f
         transformer.h.{i}.mlp.dense_4h_to_h.<weight|bias> : h f, h
     """,
+    dialects={
+        "megatron": """
+            embedding.word_embeddings.weight : v h = transformer.word_embeddings.weight : v h
+            output_layer.weight : v h = lm_head.weight : v h if tie_word_embeddings? == false
+            decoder.final_layernorm.<weight|bias> : h = transformer.ln_f.<weight|bias> : h
+            decoder.layers.{i}.input_layernorm.<weight|bias> : h = transformer.h.{i}.ln_attn.<weight|bias> : h
+                if new_decoder_architecture? and num_ln_in_parallel_attn? != 1
+            decoder.layers.{i}.input_layernorm.<weight|bias> : h = transformer.h.{i}.input_layernorm.<weight|bias> : h
+                if not new_decoder_architecture? or num_ln_in_parallel_attn? == 1
+            decoder.layers.{i}.pre_mlp_layernorm.<weight|bias> : h = transformer.h.{i}.ln_mlp.<weight|bias> : h
+            decoder.layers.{i}.post_self_attn_layernorm.<weight|bias> : h
+                = transformer.h.{i}.post_attention_layernorm.<weight|bias> : h
+            decoder.layers.{i}.self_attention.linear_qkv.<weight|bias> : (g (r + 1 + 1) d) h, (g (r + 1 + 1) d)
+                = transformer.h.{i}.self_attention.query_key_value.<weight|bias> : (g (r + 1 + 1) d) h, (g (r + 1 + 1) d)
+            decoder.layers.{i}.self_attention.linear_proj.<weight|bias> : h (g r d), h
+                = transformer.h.{i}.self_attention.dense.<weight|bias> : h (g r d), h
+            decoder.layers.{i}.mlp.linear_fc1.<weight|bias> : f h, f
+                = transformer.h.{i}.mlp.dense_h_to_4h.<weight|bias> : f h, f
+            decoder.layers.{i}.mlp.linear_fc2.<weight|bias> : h f, h
+                = transformer.h.{i}.mlp.dense_4h_to_h.<weight|bias> : h f, h
+        """,
+    },
 )  # fmt: skip

@@ -4,6 +4,7 @@ Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p
 Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
 
 FAMILY = Family(
@@ -20,4 +21,5 @@ FAMILY = Family(
         model.layers.{i}.self_attn.o_proj.bias : h
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
+    dialects={"megatron": megatron.GEMMA},
 )  # fmt: skip

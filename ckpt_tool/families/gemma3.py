@@ -4,6 +4,7 @@ and as transformers 5 in memory name it; what belongs to the tower keeps its nam
 Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's layer: see gemma2; models/gemma/gemma3_bridge.py.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import Family, Variant
 
 FAMILY = Family(
@@ -29,6 +30,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
     dialects={
+        "megatron": megatron.GEMMA + megatron.QK_NORMS,
         "hf-vl": Variant("hf", root="language_model.model."),
         "hf-vl5": Variant("hf", root="model.language_model."),
         "paddle": Variant(apart=True, of="""

@@ -4,6 +4,7 @@ gate_up_proj is [gate; up], as Megatron's fc1. Megatron: slime's layer (slime_pl
 --post-self-attn-layernorm --post-mlp-layernorm); plain Megatron-Core has no norm after a module. RoPE is interleaved in both.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
 
 FAMILY = Family(
@@ -21,4 +22,12 @@ FAMILY = Family(
         model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
         model.layers.{i}.mlp.down_proj.weight : h f
     """,
+    dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + """
+            decoder.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
+                = model.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
+            decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+            decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+        """,
+    },
 )  # fmt: skip

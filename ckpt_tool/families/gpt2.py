@@ -27,6 +27,20 @@ FAMILY = Family(
         transformer.h.{i}.attn.masked_bias : = _ :
     """,
     dialects={
+        "megatron": """
+            embedding.word_embeddings.weight : v h = transformer.wte.weight : v h
+            embedding.position_embeddings.weight : p h = transformer.wpe.weight : p h
+            output_layer.weight : v h = lm_head.weight : v h if tie_word_embeddings? == false
+            decoder.final_layernorm.<weight|bias> : h = transformer.ln_f.<weight|bias> : h
+            decoder.layers.{i}.input_layernorm.<weight|bias> : h = transformer.h.{i}.ln_1.<weight|bias> : h
+            decoder.layers.{i}.pre_mlp_layernorm.<weight|bias> : h = transformer.h.{i}.ln_2.<weight|bias> : h
+            decoder.layers.{i}.self_attention.linear_qkv.<weight|bias> : (a (1 + 1 + 1) d) h, (a (1 + 1 + 1) d)
+                = transformer.h.{i}.attn.c_attn.<weight|bias> : h ((1 + 1 + 1) a d), ((1 + 1 + 1) a d)
+            decoder.layers.{i}.self_attention.linear_proj.<weight|bias> : h (a d), h
+                = transformer.h.{i}.attn.c_proj.<weight|bias> : (a d) h, h
+            decoder.layers.{i}.mlp.linear_fc1.<weight|bias> : f h, f = transformer.h.{i}.mlp.c_fc.<weight|bias> : h f, f
+            decoder.layers.{i}.mlp.linear_fc2.<weight|bias> : h f, h = transformer.h.{i}.mlp.c_proj.<weight|bias> : f h, h
+        """,
         "hf-bare": Variant("hf", root=""),
     },
 )  # fmt: skip

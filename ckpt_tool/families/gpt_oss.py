@@ -5,6 +5,7 @@ other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1
 alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
 
 FAMILY = Family(
@@ -25,6 +26,15 @@ FAMILY = Family(
         model.layers.{i}.mlp.experts.down_proj_<blocks|scales> : e h c 16, e h c
     """,
     dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + """
+            decoder.layers.{i}.self_attention.core_attention.softmax_offset : (g r)
+                = model.layers.{i}.self_attn.sinks : (g r)
+            decoder.layers.{i}.mlp.router.<weight|bias> : e h, e = model.layers.{i}.mlp.router.<weight|bias> : e h, e
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.<weight|bias> : ((1 + 1) m) h, ((1 + 1) m)
+                = model.layers.{i}.mlp.experts.<gate_up_proj|gate_up_proj_bias> : e h (m (1 + 1)), e (m (1 + 1))
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.<weight|bias> : h m, h
+                = model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
+        """,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

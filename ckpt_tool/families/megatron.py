@@ -33,6 +33,7 @@ MODEL = (
     decoder.final_layernorm.weight : h = model.norm.weight : h
 """
 )
+TIED = MODEL.replace("if not tie_word_embeddings?", "if tie_word_embeddings? == false")  # unless the config says otherwise
 NORMS = """
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.post_attention_layernorm.weight : h
@@ -110,9 +111,18 @@ AHEAD = """
     _ : v h = model.layers.{i}.embed_tokens.weight : v h
     _ : v h = model.layers.{i}.shared_head.head.weight : v h
 """
+# Gemma 2 and 3 in the layer of Megatron-Bridge: a norm before and one after each of the two modules
+SANDWICH = """
+    decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
+    decoder.layers.{i}.self_attention.linear_proj.post_layernorm.weight : h
+        = model.layers.{i}.post_attention_layernorm.weight : h
+    decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm.weight : h
+    decoder.layers.{i}.mlp.linear_fc2.post_layernorm.weight : h = model.layers.{i}.post_feedforward_layernorm.weight : h
+"""
 
 DENSE = MODEL + NORMS + ATTENTION + MLP
 SPARSE = DENSE + ROUTER + EXPERTS
 GLM = SPARSE + QKV_BIAS + QK_NORMS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
+GEMMA = TIED + SANDWICH + ATTENTION + QKV_BIAS + PROJ_BIAS + MLP
 BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
 LATENT = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD

@@ -3,6 +3,7 @@
 Paddle: PaddleFormers 1.2.0, transformers/phi3: the same, turned. Megatron-Bridge has none; plain Megatron-Core runs it.
 """
 
+from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
 
 FAMILY = Family(
@@ -19,6 +20,13 @@ FAMILY = Family(
         model.layers.{i}.mlp.down_proj.weight : h f
     """,
     dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + """
+            decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
+                = model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
+            decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+            decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+            decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+        """,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h
