@@ -1,12 +1,12 @@
 """Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="llama", model_types=("llama", "mistral"),
     architectures=("LlamaForCausalLM", "LlamaModel", "MistralForCausalLM", "MistralModel"),
-    axes=DECODER,
+    axes={**DECODER, "c": "d // 2"},
     hub="""
         [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
@@ -22,6 +22,7 @@ FAMILY = Family(
     """,
     dialects={
         "megatron": megatron.DENSE + megatron.BIASES,
+        "meta": meta.MODEL + meta.MLP,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

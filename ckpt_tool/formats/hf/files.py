@@ -32,7 +32,7 @@ SHOWN = 20  # names that one message lists
 SIDEFILES = (
     "config.json", "generation_config.json", "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template*", "*preprocessor_config.json",
-    "processor_config.json", "README.md", "LICENSE*",
+    "processor_config.json", "params.json", "README.md", "LICENSE*",
 )  # fmt: skip
 # What a lone index file's folder is asked for: it is not listed.
 SIDEFILES_BY_NAME = (

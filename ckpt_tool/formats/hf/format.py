@@ -37,6 +37,7 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
+from ckpt_tool.formats.meta import files as meta_files
 from ckpt_tool.formats.paddle_unified import files as paddle_unified_files
 from ckpt_tool.storage.magic import what_is
 from ckpt_tool.storage.safetensors_file import (
@@ -71,9 +72,12 @@ class HfSafetensors:
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By the names in a folder; by the first bytes of a single file. A folder whose first file says that it is in
-        Paddle's layout is `paddle-unified`."""
+        Paddle's layout is `paddle-unified`, one with `consolidated` files and params.json alone `meta`."""
         chosen = _choose(tree, None)
         if chosen is None or tree.single is None and paddle_unified_files.why(tree) is not None:
+            return None
+        theirs = meta_files.choose(tree.names()) if tree.single is None else None
+        if theirs is not None and theirs.safetensors:
             return None
         return Evidence(chosen.why)
 

@@ -1,0 +1,1 @@
+"""Meta's own checkpoints: `format.py` is the specification."""

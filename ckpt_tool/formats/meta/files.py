@@ -1,0 +1,63 @@
+"""Which files of a folder are a checkpoint as Meta and Mistral AI publish them, by their names.
+
+    choose(["consolidated.00.pth", "consolidated.01.pth", "params.json"]).shards == both, in order
+    choose(["consolidated.safetensors", "params.json"]).safetensors
+
+A folder whose safetensors are no `consolidated` ones belongs to Hugging Face: what Mistral AI puts there twice is read once.
+Reads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+
+PARAMS = "params.json"
+MISSING, MIXED = "E1400", "E1401"
+_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
+_WHOLE = re.compile(r"consolidated(-\d{5}-of-\d{5})?\.safetensors")
+
+
+class MetaFiles(NamedTuple):
+    """shards: `consolidated.NN.pth`, by number. safetensors: whole tensors in `consolidated*.safetensors` instead."""
+
+    shards: tuple[str, ...] = ()
+    safetensors: bool = False
+
+
+def choose(names: Iterable[str]) -> MetaFiles | None:
+    """The files that count, None where there are none. names: of the folder itself. Never raises; see `check`."""
+    names = list(names)
+    shards = sorted((name for name in names if _SHARD.fullmatch(name)), key=lambda name: (_number(name), name))
+    if shards:
+        return MetaFiles(tuple(shards))
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    whole = PARAMS in names and tensors and all(_WHOLE.fullmatch(name) for name in tensors)
+    return MetaFiles(safetensors=True) if whole else None
+
+
+def check(shards: tuple[str, ...], *, path: str) -> None:
+    """Raise Incomplete (E1400) or InconsistentCheckpoint (E1401) where the numbers alone show that shards are missing or
+    of two saves. path: the folder, for messages."""
+    numbers = [_number(name) for name in shards]
+    twice = [name for name, number in zip(shards, numbers, strict=True) if numbers.count(number) > 1]
+    if twice:
+        raise InconsistentCheckpoint(
+            f"one shard lies there twice: {' and '.join(twice[:2])}", code=MIXED, path=path,
+            hint="remove the files of the older save",
+        )  # fmt: skip
+    absent = sorted(set(range(numbers[-1] + 1)) - set(numbers))
+    if absent:
+        raise Incomplete(
+            f"{len(absent)} of {numbers[-1] + 1} shards are missing: consolidated.{absent[0]:02d}.pth", code=MISSING,
+            path=path, faults=[f"missing: consolidated.{number:02d}.pth" for number in absent[1:50]],
+            hint="fetch the missing files; their names count them from 00",
+        )  # fmt: skip
+
+
+def _number(name: str) -> int:
+    found = _SHARD.fullmatch(name)
+    return int(found[1]) if found else -1
