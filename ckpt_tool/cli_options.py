@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, SHARDINGS, TIED_HEAD, VERIFY
+from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, SHARDINGS, SPECS, TIED_HEAD, VERIFY
 from ckpt_tool.core.progress import MODES
 
 Given = Mapping[str, Any]
@@ -91,6 +91,7 @@ LAYOUT = group(
     text("pp_split", "N,N,...", "Layers of each pipeline stage: 8,9,9,6."),
     text("zero", "0|1|2|3", "What data parallel ranks shard among themselves."),
     text("sharding", "v1|v2", "Paddle: optimizer states by owner, or as slices. Default the source's.", choices=SHARDINGS),
+    text("spec", "local|te", "Megatron: layers of its own modules or of Transformer Engine's. Default the source's, or local.", choices=SPECS),
     text("layout", "FILE", "A mesh and placement rules by glob, in TOML."),
     text(
         "on_indivisible", "POLICY", f"When a dim does not divide: {', '.join(POLICIES)}. Default largest-dim.",

@@ -27,6 +27,7 @@ FORMATS = (
     "paddle", "paddle-unified", "paddle-flex", "meta", "peft",
 )  # fmt: skip
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
+SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
 DEGREES = ("tp", "pp", "ep", "etp", "dp", "cp", "vpp")
 POLICIES = ("largest-dim", "prefix", "best-subset", "dtensor", "pad", "replicate", "error")
@@ -57,6 +58,7 @@ class Writing:
     pp_split: tuple[int, ...] = ()
     zero: int | None = None
     sharding: str | None = None
+    spec: str | None = None
     on_indivisible: str = "largest-dim"
     states: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
@@ -112,6 +114,7 @@ class WritingOptions(TypedDict, total=False):
     pp_split: str | Iterable[int] | None
     zero: int | None
     sharding: str | None
+    spec: str | None
     on_indivisible: str | None
     strict_shard: bool
     state: str | Iterable[str] | None
@@ -241,6 +244,7 @@ def _writing(taken: Taken) -> Writing:
         pp_split=take("pp_split", values.counts, ()),
         zero=take("zero", values.between(0, 3), None),
         sharding=take("sharding", values.one_of(SHARDINGS), None),
+        spec=take("spec", values.one_of(SPECS), None),
         on_indivisible=policy or "largest-dim",
         states=take("state", values.words, ()),
         drop=take("drop", values.words, ()),

@@ -40,6 +40,9 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
     began = time.monotonic()
     fmt = registry.by_name(to)
+    if writing.spec and fmt.holds.dialect != "megatron":
+        raise UsageError(f"--spec {writing.spec}: {fmt.name} has no layer specs", code="E1384",
+                         hint="it says how --to megatron and megatron-dist spell norms and experts; leave it off")  # fmt: skip
     destination = Path(dst)
     for opened in chosen.sources:
         opened.refuse_unsafe()
@@ -180,7 +183,7 @@ def _options(chosen: Chosen, fmt: Format, writing: Writing) -> dict[str, Any]:
     if config is None and fmt.holds.dialect == "paddle":
         config = config_of(chosen.sources[0].tree)
     return {"degrees": degrees_of(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
-            "sharding": writing.sharding, "hints": chosen.all_hints, "config": config,
+            "sharding": writing.sharding, "spec": writing.spec, "hints": chosen.all_hints, "config": config,
             "vocab_size": writing.vocab_size, "removed": frozenset(t.key for t in chosen.removed)}  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ckpt_tool.formats.megatron.stages import Stages, args_of
 
 NAMESPACE = "argparse.Namespace"
 DIMS = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
+LOCAL, TE = SPECS = ("local", "te")  # how layers are built: Megatron's own modules, Transformer Engine's
 _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
 
 
@@ -101,8 +102,19 @@ def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:
     return args.state
 
 
-def facts_of(args: Mapping[str, Any]) -> Facts:
-    """The facts that `args` (attributes by name) state."""
+def with_spec(args: Mapping[str, Any], spec: object) -> Mapping[str, Any]:
+    """`args` for the layer spec that was asked for, one of `SPECS`; None keeps what they say. Transformer Engine's runs
+    experts through one grouped product (Megatron's default way to train them), the local one runs one after the other."""
+    if spec not in SPECS or not args:
+        return args
+    grouped = {"moe_grouped_gemm": spec == TE, "moe_use_legacy_grouped_gemm": False} if args.get("num_experts") else {}
+    return {**args, "transformer_impl": "transformer_engine" if spec == TE else "local", **grouped}
+
+
+def facts_of(args: Mapping[str, Any], spec: object = None) -> Facts:
+    """The facts that `args` (attributes by name) state. spec: of `SPECS`, where there are no arguments to say it."""
+    if spec == TE and not args:
+        return Facts(te=True, container=TE_GROUPED)
 
     def whole(name: str, least: int = 1) -> int | None:
         value = args.get(name)

@@ -24,7 +24,7 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of
+from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, with_spec
 from ckpt_tool.formats.megatron.model import EMBEDDING, TIED_HEAD, Cutting
 from ckpt_tool.formats.megatron.ranks import fit
 from ckpt_tool.formats.megatron.rules import ETP, VOCABULARY, Units, check_degree, nearest, units_of
@@ -75,10 +75,12 @@ def decide(wanted: Wanted) -> Shape:
     """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276 the
     vocabulary."""
     model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
-    args = arguments(wanted.extras)
-    style = _style(wanted, facts_of(args))
+    spec = wanted.options.get("spec")
+    args = with_spec(arguments(wanted.extras), spec)
+    stated = facts_of(args, spec)
+    style = _style(wanted, stated, spec)
     experts = names.experts_count(model)
-    facts = _completed(facts_of(args), model, experts, wanted)
+    facts = _completed(stated, model, experts, wanted)
     degrees, notes = fit(dict(wanted.options.get("degrees", {})), experts)
     stages = _stages(wanted, model, args, facts, degrees)
     cutting = Cutting(
@@ -87,20 +89,21 @@ def decide(wanted: Wanted) -> Shape:
     _check(wanted, model, facts, degrees, cutting)
     rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
     every = next((wanted.tensors[model[name]].shape[0] for name in VOCABULARY if name in model), None) if rows else None
-    if args and facts.layers != facts_of(args).layers and facts.layers:
+    if args and facts.layers != stated.layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
     return Shape(
         wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, every, (*notes, *more)
     )  # fmt: skip
 
 
-def _style(wanted: Wanted, facts: Facts) -> Style:
+def _style(wanted: Wanted, facts: Facts, spec: object) -> Style:
+    """As the source has it, if it is of this format; a spec that was asked for comes first."""
     hints = wanted.hints.get("megatron") if wanted.source_format == "megatron" else None
     own: Mapping[str, Any] = hints if isinstance(hints, Mapping) else {}
-    states = own.get("extra_states")
+    states = None if spec else own.get("extra_states")
     return Style(
-        bool(own.get("te", facts.te)),
-        own.get("container") or facts.container,
+        facts.te if spec else bool(own.get("te", facts.te)),
+        facts.container if spec else own.get("container") or facts.container,
         own.get("mtp_inner") or "transformer_layer",
         frozenset(states) if isinstance(states, list) and states else None,
         bool(own.get("release")),

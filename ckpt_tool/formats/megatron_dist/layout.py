@@ -72,7 +72,8 @@ class DistLayout:
     def __init__(self, wanted: Wanted, args: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
         self.wanted = wanted
         self.args = args
-        self.facts = facts_of(args)
+        spec = wanted.options.get("spec")
+        self.facts = facts_of(args, spec)
         self.notes: list[str] = []
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
         self.names = {t.key.name for _, t in self.tensors}
@@ -81,7 +82,8 @@ class DistLayout:
         self.experts = 1 + max((s.expert for s in self.spots.values() if s.expert is not None), default=-1)
         self.degrees = self._carve(degrees)
         said = wanted.hints.get("dist")
-        styles = said.get("styles") if isinstance(said, dict) and wanted.source_format == "megatron-dist" else None
+        as_source = wanted.source_format == "megatron-dist" and spec is None
+        styles = said.get("styles") if isinstance(said, dict) and as_source else None
         self.as_source = isinstance(styles, list | tuple)
         self.styles = set(styles) if isinstance(styles, list | tuple) else self._styles()
         self.singletons = SINGLETONS in self.styles

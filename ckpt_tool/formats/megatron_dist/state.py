@@ -28,7 +28,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MASTER, MODEL, STEP
-from ckpt_tool.formats.megatron.args import NAMESPACE, arguments, updated
+from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron_dist.layout import DistLayout
 from ckpt_tool.formats.state_dict.tree import SLOT
 from ckpt_tool.formats.torch.content import TorchComposer
@@ -56,7 +56,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     rng = list(_rng(wanted, layout, notes))
     common: dict[Any, Any] = {key: value for key, value in extras.items() if key not in OURS}
     states = {key.state for key in (tensor.key for tensor in wanted.tensors)} - {MODEL, STEP}
-    args = updated(arguments(extras), layout.degrees, layout.stages, 0)
+    args = updated(layout.args, layout.degrees, layout.stages, 0)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     if not rng:
         args["no_save_rng"] = True

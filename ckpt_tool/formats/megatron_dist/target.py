@@ -35,7 +35,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.dcp.folders import METADATA
 from ckpt_tool.formats.dcp.metadata_pickle import Item as MetadataItem
 from ckpt_tool.formats.dcp.metadata_pickle import MetadataPickle
-from ckpt_tool.formats.megatron.args import DIMS, arguments
+from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY, POINTER
 from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout, Entry
 from ckpt_tool.formats.megatron_dist.objects import COMMON_STATE
@@ -55,7 +55,7 @@ def dist_target(wanted: Wanted) -> Target:
     """The whole output. Raises UsageError: E0237, E0272, E0273 (degrees that the model can't take), E0242, E0258 (what
     can't be held), E0375 (extras that no pickle of ours can hold)."""
     degrees = _degrees(wanted.options.get("degrees") or {})
-    layout = DistLayout(wanted, arguments(wanted.extras), degrees)
+    layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.options.get("spec")), degrees)
     state = stored_state(wanted, layout)
     folder = _folder(wanted.extras.get("iteration"))
     said = wanted.hints.get("dist")
