@@ -20,7 +20,7 @@ from ckpt_tool.commands.config import config_of, read_config
 from ckpt_tool.commands.groups import renamed_groups
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
 from ckpt_tool.commands.ready import ready
-from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_head, with_head
+from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_copies, with_head
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
@@ -112,7 +112,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     if found.dialect == target:
         return replace(chosen, hints={**chosen.all_hints, "dialect": target})
     mapped = mapping(found.family, found.dialect, target, shapes, config)
-    refuse_to_lose_head(chosen, mapped.dropped)
+    refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
     out = _renamed(chosen, mapped, writing, by, hints)
     known = {name for names in out.names.values() for name in names}

@@ -20,6 +20,8 @@ from ckpt_tool.plan.moves import Stored
 
 TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
 _ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
+# What the MTP layers of DeepSeek-V3 and GLM-4.5 hold once more (their config and their authors' code share them)
+_OF_MTP = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}
 # head -> the names that its embedding may have, in each dialect
 _PAIRS = {
     "lm_head.weight": (
@@ -62,18 +64,21 @@ def with_head(chosen: Chosen, policy: str | None, target: str | None = None) -> 
     return chosen
 
 
-def refuse_to_lose_head(chosen: Chosen, left_out: Collection[str]) -> None:
-    """Raise InconsistentCheckpoint E1481 where a mapping leaves an output layer out as tied, and its values differ."""
+def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
+    """Raise InconsistentCheckpoint E1481 where a mapping leaves out what should be a copy of another tensor, and its values
+    differ: an output layer that the config says is tied, the embedding and output layer of an MTP layer."""
     names = {row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}
     pair = _pair(names)
-    if pair is None or pair[0] not in names or pair[0] not in left_out:
-        return
-    head, embedding = pair
-    what = _difference(chosen, head, embedding)
-    if what:
+    copies = [(name, of) for name in left_out for end, of in _OF_MTP.items() if name.endswith(end) and name != of]
+    if pair is not None and pair[0] in left_out:
+        copies.append(pair)
+    unlike = [f"{copy} is not {of}: {what}" for copy, of in copies
+              if {copy, of} <= names and (what := _difference(chosen, copy, of))]  # fmt: skip
+    if unlike:
         raise InconsistentCheckpoint(
-            f"the config says that {head} is tied, and it is not {embedding}: {what}", code="E1481", key=head,
-            hint="--tied-head untie keeps both, --remove-keys leaves one of them out",
+            f"the target keeps one of two tensors that should be copies, and {unlike[0]}", code="E1481",
+            key=copies[0][0], faults=unlike[1:],
+            hint="--tied-head untie keeps an output layer, --remove-keys leaves out what may go",
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 import torch
 
 import ckpt_tool as ckpt
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import InputError, UsageError
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -64,3 +64,27 @@ def test_states_go_along_and_names_that_are_not_known_are_told(tmp_path: Path) -
     torch.save({"w": weight}, tmp_path / "w.pt")
     with pytest.raises(UsageError, match="no embedding"):
         ckpt.convert(str(tmp_path / "w.pt"), str(tmp_path / "out2"), to="sharded", tied_head="tie")
+
+
+def qwen(folder: Path, *, differs: bool) -> str:
+    """A tied model that holds its output layer all the same, as some trainers save it."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors[HEAD] = tensors[EMBED] + np.float32(differs)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_a_copy_that_the_target_leaves_out_must_be_one(tmp_path: Path) -> None:
+    report = ckpt.convert(qwen(tmp_path / "same", differs=False), str(tmp_path / "out"), to="megatron-dist")
+    assert [entry["names"] for entry in report["dropped"]] == [[HEAD]]
+    other = qwen(tmp_path / "other", differs=True)
+    with pytest.raises(InputError, match="should be copies") as caught:
+        ckpt.convert(other, str(tmp_path / "out2"), to="megatron-dist")
+    assert (caught.value.code, caught.value.exit_code) == ("E1481", 3) and not (tmp_path / "out2").exists()
+    ckpt.convert(other, str(tmp_path / "out3"), to="megatron-dist", tied_head="untie")
+    assert "output_layer.weight" in ckpt.open(str(tmp_path / "out3"))
