@@ -30,14 +30,14 @@ def read_config(path: str) -> Mapping[str, Any]:
         raw = file.read_bytes()
     except OSError as e:
         raise wrap_os_error(e, file, "reading the config") from e
-    return _mapping(raw, str(file))
+    return parsed(raw, str(file))
 
 
 def config_of(tree: Tree) -> Mapping[str, Any] | None:
     """The `config.json` of a checkpoint, None where it has none. Raises as `read_config`."""
     if tree.single is not None or not tree.exists(NAME):
         return None
-    return _mapping(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
+    return parsed(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
 
 
 def without_degrees(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -47,7 +47,8 @@ def without_degrees(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
     return {**config, **dict.fromkeys(names, 1)}, names
 
 
-def _mapping(raw: bytes, shown: str) -> Mapping[str, Any]:
+def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
+    """The config that `raw` holds. shown: the file in messages. Raises UsageError E0239."""
     try:
         value = parse(raw, path=shown)
     except CorruptFile as e:

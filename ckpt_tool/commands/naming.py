@@ -16,8 +16,8 @@ from typing import Any
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.commands.chosen import Chosen
-from ckpt_tool.commands.config import config_of, read_config
 from ckpt_tool.commands.groups import renamed_groups
+from ckpt_tool.commands.model_config import check_config, config_of
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
 from ckpt_tool.commands.ready import ready
 from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_copies, with_head
@@ -31,6 +31,7 @@ from ckpt_tool.formats.base import Format
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 NO_FAMILY = "E1372"  # of `families.registry.find`
 _NUMBER = re.compile(r"\d+")
+_MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
 
@@ -52,17 +53,17 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
     if writing.dialect is None and not reading.family:
         if source == target != "hf":
             return chosen
-        if target == "hf" and source in (None, "hf") and not _looks_like_paddle(row.tensor for row in chosen.stored):
+        if target == "hf" and source in (None, "hf") and not _looks_foreign(row.tensor for row in chosen.stored):
             return chosen
     return _by_family(chosen, reading, writing, target, source)
 
 
-def _looks_like_paddle(tensors: Iterable[LogicalTensor]) -> bool:
-    """Does what says nothing of itself, or says Hugging Face, look like Paddle's? A quick look that spares the families:
-    names that no hub model has, or a matrix of the MLP that lies (inputs, outputs). Paddle's trainers also write folders
-    that are Hugging Face's in all but the fused weights."""
+def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
+    """Does what says nothing of itself, or says Hugging Face, look like Megatron's or Paddle's? A quick look that spares the
+    families: names that no hub model has, or a matrix of the MLP that lies (inputs, outputs). Paddle's trainers also write
+    folders that are Hugging Face's in all but the fused weights."""
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
-    if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
+    if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name or name in _MEGATRON for name in shapes):
         return True
     hidden = next(
         (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None
@@ -91,7 +92,8 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
 
     asked = writing.dialect is not None or reading.family is not None
     opened = chosen.sources[0]
-    config = read_config(reading.config) if reading.config else config_of(opened.tree)
+    model = config_of(opened, reading)
+    config = model.config if chosen.config is None else chosen.config
     if config is not None and writing.tied_head in ("tie", "untie"):
         config = {**config, TIED: writing.tied_head == "tie"}
     shapes = parameter_shapes(chosen.stored)
@@ -102,13 +104,24 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
             found.family.table(target)
     except (UsageError, InputError) as e:
         nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
-        if asked or source == "paddle" and target == "hf" and not nobody_knows:
+        if asked or source not in (None, target) and not nobody_knows:
             raise
         return replace(chosen, notes=(*chosen.notes, f"names and structure are kept as they are: {e.message}"))
+    if config is not None and "model_type" not in config and not model.file:
+        model = config_of(opened, reading, found.family.name)
+        config = model.config if chosen.config is None else chosen.config
+    check_config(model)
+    chosen = replace(chosen, config=config, notes=(*chosen.notes, *model.notes))
     hints: dict[str, Any] = {"dialect": target}
     if target == "paddle" and config is not None:
         plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
         hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
+    if target == "meta" and config is not None and found.dialect != target:
+        from ckpt_tool.families.meta_params import params_of
+
+        params, lost = params_of(config)
+        hints["meta"] = {"params": params}
+        chosen = replace(chosen, notes=(*chosen.notes, *lost))
     if found.dialect == target:
         return replace(chosen, hints={**chosen.all_hints, "dialect": target})
     mapped = mapping(found.family, found.dialect, target, shapes, config)

@@ -25,12 +25,14 @@ _STEP = re.compile(r"(iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)(_un
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open source. resolved: why another folder than the given one was taken, "" where it was not."""
+    """An open source. resolved: why another folder than the given one was taken, "" where it was not. outer: the given
+    folder then, whose side files lie beside its pointer file."""
 
     tree: Tree
     format: Format
     catalog: Catalog
     resolved: str = ""
+    outer: Tree | None = None
 
     @property
     def path(self) -> str:
@@ -51,8 +53,8 @@ def open_source(src: str, reading: Reading) -> Opened:
     """The checkpoint at `src`. Raises UnknownFormat, InputError, UnsafeInput, StorageError."""
     from ckpt_tool.storage.opening import open_tree
 
-    tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
-    tree, resolved = resolve(tree, reading)
+    given = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    tree, resolved = resolve(given, reading)
     if reading.from_format is not None:
         fmt = registry.by_name(reading.from_format)
     else:
@@ -74,7 +76,7 @@ def open_source(src: str, reading: Reading) -> Opened:
             gc.enable()
     if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
         _check_names(catalog)
-    return Opened(tree, fmt, catalog, resolved)
+    return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
 
 
 def _check_names(catalog: Catalog) -> None:

@@ -1,0 +1,135 @@
+"""The config of the model that a source holds, in the hub's words: from `--config`, config.json, or Megatron's arguments.
+
+    config.json beside the weights                 as it is
+    Meta's params.json, nothing beside             what it says (`families.meta_params`)
+    Megatron's arguments, nothing beside           what they say (`families.configs`)
+    both                                           config.json, with what the arguments say otherwise, each told in a note
+
+A Megatron job may have trained on with another context or rope, and then its arguments are right and the file that was copied
+beside is old. Side files of a Megatron folder lie at its top, beside the pointer file. Cost: one small file. What it does not
+do: run anything, or write (`commands.side_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.commands.config import LIMIT, NAME, parsed, read_config
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.commands.source import Opened
+from ckpt_tool.errors import InputError, UsageError
+from ckpt_tool.storage.source import Tree
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments without these are not a model's
+
+
+class ModelConfig(NamedTuple):
+    """config: in the hub's words, None where nothing tells it. notes: for the report. file: does config.json lie there?
+    asked: is it what --config says?"""
+
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...] = ()
+    file: bool = False
+    asked: bool = False
+
+
+def config_of(opened: Opened, reading: Reading | None = None, family: str | None = None) -> ModelConfig:
+    """What tells the model's config. family: whose arguments they are, where that is known.
+
+    Raises UsageError E0239 for a config that can't be read, StorageError."""
+    if reading is not None and reading.config:
+        return ModelConfig(read_config(reading.config), asked=True)
+    config = file_config(opened)
+    args = model_arguments(opened)
+    if not args:
+        return ModelConfig(config or meta_config(opened), file=config is not None)
+    if family is None and reading is not None and reading.family:
+        family = reading.family.partition(":")[0]
+    from ckpt_tool.families.configs import from_megatron
+
+    if config is None:
+        told = from_megatron(args, family)
+        return ModelConfig(told.config, told.notes)
+    return _merged(config, args)
+
+
+def file_config(opened: Opened) -> Mapping[str, Any] | None:
+    """The source's config.json, None where it has none. Raises UsageError E0239."""
+    for tree in (opened.tree, opened.outer):
+        if tree is not None and tree.single is None and tree.exists(NAME):
+            return parsed(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
+    return None
+
+
+def meta_config(opened: Opened) -> Mapping[str, Any] | None:
+    """What Meta's params.json says, None where the source has none."""
+    own = opened.catalog.hints.get("meta")
+    params = own.get("params") if isinstance(own, Mapping) else None
+    if not isinstance(params, Mapping):
+        return None
+    from ckpt_tool.families.meta_params import hub_config
+
+    return hub_config(params, {row.name: row.shape for row in opened.catalog.rows()})
+
+
+def model_arguments(opened: Opened) -> dict[str, Any]:
+    """Megatron's arguments of the model, {} where the source has none or too few."""
+    extras = opened.catalog.extras
+    if "args" not in extras:
+        return {}
+    from ckpt_tool.formats.megatron.args import arguments
+
+    args = arguments(extras)
+    return args if all(type(args.get(name)) is int for name in _NEEDED) else {}
+
+
+def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
+    """config.json with what Megatron's arguments say otherwise."""
+    from ckpt_tool.families.config_facts import FACTS
+    from ckpt_tool.families.configs import differing, from_megatron, kind_of, megatron_args
+
+    kind = kind_of(config)
+    if kind is None:
+        return ModelConfig(config, file=True)
+    mine = megatron_args(config, kind).config
+    wrong = list(differing(args, mine))
+    if not wrong:
+        return ModelConfig(config, file=True)
+    here, there = from_megatron(args, FACTS[kind].family).config, from_megatron(mine, FACTS[kind].family).config
+    changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
+    note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
+    return ModelConfig(_with(config, changed), (note,), file=True)
+
+
+def _with(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with other values; rope in one spelling alone."""
+    out = {**config, **changed}
+    if changed.keys() & {"rope_theta", "rope_scaling", "partial_rotary_factor"}:
+        out.pop("rope_parameters", None)
+    return {key: value for key, value in out.items() if value is not None or key in config}
+
+
+def check_config(model: ModelConfig) -> None:
+    """Raise for a config that contradicts itself, all faults at once: UsageError E1240 where --config says it, else
+    InputError E1378."""
+    faults = list(_faults(model.config or {}))
+    if not faults:
+        return
+    message = f"the config contradicts itself: {faults[0]}"
+    if model.asked:
+        raise UsageError(
+            message, code="E1240", faults=faults[1:], hint="pass the config of this very model with --config"
+        )
+    raise InputError(message, code="E1378", faults=faults[1:], hint="pass a sound config with --config FILE")
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[str]:
+    from ckpt_tool.families.configs import contradictions
+
+    yield from contradictions(config)
+
+
+def tree_of(opened: Opened, path: str) -> Tree | None:
+    """The tree that holds a side file: the checkpoint's folder, or that whose pointer file named it."""
+    return next((tree for tree in (opened.tree, opened.outer) if tree is not None and tree.exists(path)), None)

@@ -1,0 +1,190 @@
+"""Forms of experts: which layers have them, how a router chooses, what they share.
+
+    first_dense     first_k_dense_replace = 1, 3 layers      moe_layer_freq = [0, 1, 1]
+    sparse_layers   mlp_only_layers = [0], 3 layers          moe_layer_freq = [0, 1, 1]
+    softmax         norm_topk_prob = False                   moe_router_pre_softmax = True
+    shared_experts  n_shared_experts = 2, each of 5          moe_shared_expert_intermediate_size = 10
+
+A softmax over the chosen experts alone (`pre_softmax` off) is a softmax over all, divided by the sum of the chosen: what
+`norm_topk_prob` says. Sources: Megatron-LM core 0.16.1 `core/transformer/moe/moe_utils.py` (`topk_routing_with_score_function`,
+`group_limited_topk`), `core/models/gpt/gpt_layer_specs.py`; transformers 5.23 `modeling_*.py`. Cost: none. What it does not do:
+see `families.config_forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same
+
+_EXPERTS = same(
+    ("num_experts_per_tok", "moe_router_topk"), ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    ("router_aux_loss_coef", "moe_aux_loss_coeff"),
+)  # fmt: skip
+
+
+def _experts_to(model: Model, out: Values) -> None:
+    out["num_experts"] = model.get("num_experts") or None
+    _EXPERTS.to(model, out)
+
+
+def _experts_back(args: Arguments, out: Values) -> None:
+    if args.get("num_experts"):
+        out[args.key("num_experts")] = args.get("num_experts")
+        _EXPERTS.back(args, out)
+
+
+def sparse_pattern(freq: Any, layers: int) -> list[int]:
+    """1 for each layer with experts, as `get_gpt_decoder_layer_specs` reads `moe_layer_freq`."""
+    if isinstance(freq, list):
+        return [int(bool(each)) for each in freq]
+    every = freq if type(freq) is int and freq > 0 else 1
+    return [int(i % every == 0) for i in range(min(layers, LAYERS))]
+
+
+def _sparse(out: Values, layers: list[int]) -> None:
+    """Write the pattern; a model without any layer of experts has none."""
+    out["moe_layer_freq"] = 1 if all(layers) else layers
+    if not any(layers):
+        for name in [name for name in out if name.startswith("moe_") or name == "num_experts"]:
+            del out[name]
+        out["num_experts"] = None
+
+
+def _pattern(args: Arguments) -> list[int]:
+    layers = args.get("num_layers") or 0
+    return sparse_pattern(args.get("moe_layer_freq"), layers) if args.get("num_experts") else [0] * min(layers, LAYERS)
+
+
+def _layers(model: Model) -> range:
+    return range(min(model.count("num_hidden_layers") or 0, LAYERS))
+
+
+def _sparse_layers_to(model: Model, out: Values) -> None:
+    dense, step = model.get("mlp_only_layers") or [], model.count("decoder_sparse_step") or 1
+    _sparse(out, [int(i not in dense and (i + 1) % step == 0) for i in _layers(model)])
+
+
+def _sparse_layers_back(args: Arguments, out: Values) -> None:
+    layers = _pattern(args)
+    steps = [s for s in range(1, len(layers) + 1) if layers == [int((i + 1) % s == 0) for i in range(len(layers))]]
+    out["decoder_sparse_step"] = steps[0] if steps else 1
+    out["mlp_only_layers"] = [] if steps else [i for i, each in enumerate(layers) if not each]
+
+
+def _first_dense_to(model: Model, out: Values) -> None:
+    first = model.count("first_k_dense_replace") or 0
+    _sparse(out, [int(i >= first) for i in _layers(model)])
+
+
+def _first_dense_back(args: Arguments, out: Values) -> None:
+    layers = _pattern(args)
+    first = layers.index(1) if 1 in layers else len(layers)
+    out["first_k_dense_replace"] = first
+    if not all(layers[first:]):
+        args.lost("moe_layer_freq: the class has experts from one layer on, the arguments leave some out")
+
+
+def _interval_to(model: Model, out: Values) -> None:
+    start, every = model.count("moe_layer_start_index") or 0, model.count("moe_layer_interval") or 1
+    end = model.get("moe_layer_end_index")
+    layers = _layers(model)
+    stop = end if type(end) is int and end >= 0 else len(layers) - 1
+    _sparse(out, [int((i + 1) % every == 0 and start <= i <= stop) for i in layers])
+
+
+def _interval_back(args: Arguments, out: Values) -> None:
+    layers = _pattern(args)
+    some = [i for i, each in enumerate(layers) if each]
+    every = some[1] - some[0] if len(some) > 1 else 1
+    start, stop = (some[0], some[-1]) if some else (len(layers), len(layers))
+    out |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": every}
+    if layers != [int((i + 1) % every == 0 and start <= i <= stop) for i in range(len(layers))]:
+        args.lost("moe_layer_freq: the class has experts at an interval, the arguments have not")
+
+
+def _softmax_to(model: Model, out: Values) -> None:
+    if out.get("num_experts"):
+        out["moe_router_pre_softmax"] = not model.get("norm_topk_prob")
+
+
+def _softmax_back(args: Arguments, out: Values) -> None:
+    out["norm_topk_prob"] = not args.get("moe_router_pre_softmax")
+
+
+def _groups_to(model: Model, out: Values) -> None:
+    if not out.get("num_experts"):
+        return
+    groups, best, top = (
+        model.count("n_group") or 1,
+        model.count("topk_group") or 1,
+        model.count("num_experts_per_tok") or 0,
+    )
+    scale = model.get("routed_scaling_factor")
+    out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
+    if groups > 1:
+        out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+        if top // max(best, 1) != 2:
+            model.lost(f"n_group: Megatron rates a group by its best {top // max(best, 1)} experts (moe_router_topk over"
+                       " moe_router_group_topk), the model by its best 2")  # fmt: skip
+
+
+def _groups_back(args: Arguments, out: Values) -> None:
+    out["n_group"] = args.get("moe_router_num_groups") or 1
+    out["topk_group"] = args.get("moe_router_group_topk") or 1
+    out["routed_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
+    out["norm_topk_prob"] = True
+
+
+def _shared_to(model: Model, out: Values) -> None:
+    count, width = model.count("n_shared_experts"), model.count("moe_intermediate_size")
+    if out.get("num_experts") and count and width:
+        out["moe_shared_expert_intermediate_size"] = count * width
+
+
+def _shared_back(args: Arguments, out: Values) -> None:
+    whole, width = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
+    if not args.get("num_experts"):
+        return
+    count = (whole or 0) // width if width else 0
+    out[args.key("n_shared_experts")] = count
+    if width and count * width != (whole or 0):
+        args.lost(f"moe_shared_expert_intermediate_size {whole} is no multiple of moe_ffn_hidden_size {width}")
+
+
+def _shared_expert_to(model: Model, out: Values) -> None:
+    if out.get("num_experts"):
+        out["moe_shared_expert_intermediate_size"] = model.get("shared_expert_intermediate_size")
+
+
+def _shared_expert_back(args: Arguments, out: Values) -> None:
+    if args.get("moe_shared_expert_intermediate_size"):
+        out["shared_expert_intermediate_size"] = args.get("moe_shared_expert_intermediate_size")
+
+
+def _ahead_to(model: Model, out: Values) -> None:
+    out["mtp_num_layers"] = model.count("num_nextn_predict_layers") or None
+
+
+def _ahead_back(args: Arguments, out: Values) -> None:
+    ahead = args.get("mtp_num_layers") or 0
+    if ahead or "first_k_dense_replace" in args.facts.defaults:
+        out["num_nextn_predict_layers"] = ahead
+
+
+def _all_sparse_to(model: Model, out: Values) -> None:
+    out["moe_layer_freq"] = 1
+
+
+def _nothing_back(args: Arguments, out: Values) -> None:
+    """What the class always does."""
+
+
+EXPERT_FORMS: Mapping[str, Form] = {
+    "experts": Form(_experts_to, _experts_back), "all_sparse": Form(_all_sparse_to, _nothing_back),
+    "sparse_layers": Form(_sparse_layers_to, _sparse_layers_back), "first_dense": Form(_first_dense_to, _first_dense_back),
+    "interval": Form(_interval_to, _interval_back), "softmax": Form(_softmax_to, _softmax_back),
+    "groups": Form(_groups_to, _groups_back), "shared_experts": Form(_shared_to, _shared_back),
+    "shared_expert": Form(_shared_expert_to, _shared_expert_back), "ahead": Form(_ahead_to, _ahead_back),
+}  # fmt: skip

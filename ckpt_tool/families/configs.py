@@ -1,0 +1,204 @@
+"""Configs: a model's config as Hugging Face's config.json and as Megatron's arguments, each told in the other's words.
+
+    megatron_args({"model_type": "qwen3", "num_hidden_layers": 36, "num_key_value_heads": 8, ...})
+      -> {"num_layers": 36, "group_query_attention": True, "num_query_groups": 8, "qk_layernorm": True, ...}
+    from_megatron({"num_layers": 36, "qk_layernorm": True, ...})
+      -> {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, ...}
+
+The one idea: nobody guesses what class arguments are of. Each class is told back from the arguments and into arguments again; the
+one whose arguments are the same, in all that decides what a model computes, is it. Where none is, the sizes alone are told, and
+`notes` say what is in the way of the nearest. What the other side has no word for is in `notes` too.
+
+The config that comes out is spelt so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`, `torch_dtype`).
+Cost: some 50 us a class. What it does not do: files (`commands.config`), Paddle's words (`families.config_paddle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tool.families.config_experts import sparse_pattern
+from ckpt_tool.families.config_facts import (
+    ARGUMENTS,
+    EXPERT_ARGUMENTS,
+    FACTS,
+    LATENT_ARGUMENTS,
+    OLD_NAMES,
+    ROPE_ARGUMENTS,
+    Facts,
+)
+from ckpt_tool.families.config_forms import FORMS, window_pattern
+from ckpt_tool.families.config_words import Arguments, Model, Values
+
+_SIZES = Facts("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
+
+
+class Told(NamedTuple):
+    """A config in other words, and what the other words can't say."""
+
+    config: Values
+    notes: tuple[str, ...]
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The class (`model_type`) that a config names, None where it is none of ours."""
+    kind = config.get("model_type")
+    if kind in FACTS:
+        return str(kind)
+    classes = config.get("architectures")
+    names = [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
+    return next((each for each, facts in FACTS.items() if kind is None and facts.architecture in names), None)
+
+
+def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
+    """Megatron-LM's arguments of the model: what decides what it computes, and the job's own that would spoil it (dropout).
+
+    kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why.
+    """
+    kind = kind or kind_of(config)
+    if kind is None:
+        return Told(
+            {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
+        )
+    facts = FACTS[kind]
+    model, out = Model(config, facts), dict(facts.megatron)
+    for form in facts.forms:
+        FORMS[form].to(model, out)
+    for key, value in facts.unsayable.items():
+        if model.get(key) not in (None, value):
+            model.lost(f"{key} {model.get(key)}: Megatron always has {value}")
+    if out.get("moe_router_enable_expert_bias") and out.get("moe_router_score_function", "softmax") == "softmax":
+        model.lost(
+            "the experts' bias beside a softmax: Megatron has it for sigmoid alone, and refuses to build this model"
+        )
+    out.setdefault("hidden_dropout", 0.0)
+    if out.get("max_position_embeddings") is not None:
+        out["seq_length"] = out["max_position_embeddings"]
+    out["add_position_embedding"] = True
+    for new, old in OLD_NAMES.items():
+        if new in out:
+            out[old] = out[new]
+    return Told(out, tuple(model.notes))
+
+
+def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Told:
+    """The config.json of the model that the arguments build.
+
+    family: of `families.registry`, where the user says so: then its class is taken that fits best, with what does not fit in
+    the notes. Without it, a config without `model_type` where no class fits.
+    """
+    kinds = [kind for kind, facts in FACTS.items() if family in (None, facts.family)]
+    best: tuple[int, str, list[str], Told] | None = None
+    for kind in kinds:
+        told = _told_back(args, FACTS[kind])
+        config = {"architectures": [FACTS[kind].architecture], "model_type": kind, **told.config}
+        wrong = list(differing(args, megatron_args(config, kind).config))
+        if best is None or len(wrong) < best[0]:
+            best = len(wrong), kind, wrong, Told(config, told.notes)
+    if best is None or best[2] and family is None:
+        near = f"; the nearest, {best[1]}, has {_some(best[2])}" if best else ""
+        return Told(
+            _told_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
+        )
+    return Told(best[3].config, (*best[3].notes, *(f"{best[1]}: Megatron's arguments say {line}" for line in best[2])))
+
+
+def _told_back(args: Mapping[str, Any], facts: Facts) -> Told:
+    arguments, out = Arguments(args, facts), Values()
+    for form in facts.forms:
+        FORMS[form].back(arguments, out)
+    return Told({key: value for key, value in out.items() if value is not None or key in ("q_lora_rank", "sliding_window")},
+                tuple(arguments.notes))  # fmt: skip
+
+
+def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
+    """`name is this, not that` for each argument that decides what a model computes and is another in `others`."""
+    mine, theirs = _decisive(args), _decisive(others)
+    for name in dict.fromkeys((*mine, *theirs)):
+        if mine.get(name) != theirs.get(name):
+            yield f"{name} {mine.get(name)!r}, not {theirs.get(name)!r}"
+
+
+def _decisive(args: Mapping[str, Any]) -> Values:
+    """The arguments that decide what the model computes, in one spelling each."""
+    facts = Arguments(args, _SIZES)
+    latent, experts = bool(facts.get("multi_latent_attention")), bool(facts.get("num_experts"))
+    names = [*ARGUMENTS, *(LATENT_ARGUMENTS if latent else ()), *(EXPERT_ARGUMENTS if experts else ())]
+    if facts.get("position_embedding_type") in ("rope", "yarn"):
+        names += list(ROPE_ARGUMENTS)
+    out: Values = {name: facts.get(name) for name in names}
+    layers = out["num_layers"] if type(out["num_layers"]) is int else 0
+    heads = out["num_attention_heads"]
+    grouped = out["group_query_attention"] and not latent
+    out["num_query_groups"] = facts.args.get("num_query_groups") if grouped else heads
+    out["group_query_attention"] = out["num_query_groups"] != heads
+    out["normalization"] = str(out["normalization"]).lower()
+    if latent:
+        del out["kv_channels"]
+        out["rope_type"] = "rope" if out["rope_type"] == "rope" or out["rotary_scaling_factor"] == 1.0 else "yarn"
+        if out["rope_type"] == "rope":
+            for name in (
+                "rotary_scaling_factor",
+                "mscale",
+                "mscale_all_dim",
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+            ):
+                del out[name]
+    elif out["kv_channels"] is None and heads and type(out["hidden_size"]) is int:
+        out["kv_channels"] = out["hidden_size"] // heads
+    if experts:
+        out["moe_layer_freq"] = sparse_pattern(out["moe_layer_freq"], layers)
+        if out["moe_ffn_hidden_size"] is None:
+            out["moe_ffn_hidden_size"] = out["ffn_hidden_size"]
+        if out["moe_router_score_function"] == "sigmoid":
+            del out["moe_router_pre_softmax"]
+    if out["window_size"]:
+        out["window_size"] = list(out["window_size"])
+        out["window_attn_skip_freq"] = window_pattern(out["window_attn_skip_freq"], layers)
+    else:
+        out["window_attn_skip_freq"] = None
+    if not out.get("use_rope_scaling"):
+        out.pop("rope_scaling_factor", None)
+    return out
+
+
+def _some(lines: list[str]) -> str:
+    return "; ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
+
+
+def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
+    """What no model of such a config can be: heads that do not divide, more experts a token than there are, ..."""
+    kind = kind_of(config)
+    model = Model(config, FACTS[kind] if kind else _SIZES)
+    counted = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "vocab_size",
+        "intermediate_size",
+        "num_key_value_heads",
+    )
+    for key in counted:
+        own = model.key(key)
+        value = config.get(own)
+        if own in config and value is not None and not (type(value) is int and value >= (key != "num_hidden_layers")):
+            yield f"{own} is {value!r}"
+    heads, groups, hidden = (model.count(key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads and groups and heads % groups:
+        yield f"{heads} attention heads do not divide over {groups} key-value heads"
+    if heads and hidden and hidden % heads and not model.get("head_dim") and not model.get("kv_lora_rank"):
+        yield f"a hidden size of {hidden} does not divide over {heads} attention heads, and there is no head_dim"
+    experts, top = model.count("num_experts"), model.count("num_experts_per_tok")
+    if experts and top and top > experts and model.key("num_experts") in config:
+        yield f"{top} experts a token of {experts} experts"
+    parts, best = model.count("n_group"), model.count("topk_group")
+    if "n_group" in config and experts and parts and experts % parts:
+        yield f"{experts} experts do not divide over n_group {parts}"
+    if "topk_group" in config and parts and best and best > parts:
+        yield f"topk_group {best} of n_group {parts}"
+    layers, kinds = model.count("num_hidden_layers"), config.get("layer_types")
+    if layers is not None and isinstance(kinds, list) and len(kinds) != layers:
+        yield f"layer_types has {len(kinds)} entries for {layers} layers"

@@ -1,0 +1,170 @@
+"""Configs to Megatron's arguments and back: nothing that decides what a model computes is lost, and no class is guessed.
+
+The oracles: what transformers' own config classes hold (defaults, both spellings of rope), and facts of Megatron-LM spelled out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_tool.families.config_facts import FACTS
+from ckpt_tool.families.config_words import OTHER_WORDS
+from ckpt_tool.families.configs import contradictions, differing, from_megatron, kind_of, megatron_args
+from ckpt_tool.families.registry import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+# what says nothing about what a model computes, or is said in another spelling
+SILENT = {
+    "architectures", "transformers_version", "dtype", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp",
+    "router_jitter_noise", "output_router_logits", "_name_or_path", "max_window_layers",
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+YARN = {"rope_type": "yarn", "type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 4096}  # fmt: skip
+LATENT = {"q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 8,
+          "moe_intermediate_size": 5, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # fmt: skip
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True, "rope_theta": 500000.0}),
+    ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 6, "head_dim": 8, "rms_norm_eps": 1e-5}),
+    ("mistral", {"sliding_window": 16}), 
+    ("qwen2", {"tie_word_embeddings": True}), ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen3", {"head_dim": 8}),
+    ("qwen2_moe", {"num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": [0], "norm_topk_prob": False, "qkv_bias": True}),
+    ("qwen2_moe", {"num_experts": 3, "decoder_sparse_step": 2, "norm_topk_prob": True, "shared_expert_intermediate_size": 9,
+                   "num_experts_per_tok": 3}),
+    ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    ("mixtral", {"num_local_experts": 3, "sliding_window": 64}),
+    ("deepseek_v3", {**LATENT, "rope_scaling": YARN, "num_nextn_predict_layers": 1}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}),
+    ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True, "attention_bias": True,
+                  "n_shared_experts": 2, "moe_intermediate_size": 5}),
+    ("ernie4_5", {"use_bias": True, "head_dim": 4}), ("ernie4_5", {"tie_word_embeddings": False}),
+    ("ernie4_5_moe", {"moe_num_experts": 3, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 5}),
+]  # fmt: skip
+
+
+def config_of(kind: str, change: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, Any] = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 6,
+                            "num_key_value_heads": 2, "intermediate_size": 10, "vocab_size": 22}  # fmt: skip
+    if "kv_lora_rank" in change:
+        base["num_key_value_heads"] = 6
+    return {**base, **change}
+
+
+def held(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' class holds of a config.json: in one spelling, with every default."""
+    loaded = transformers.AutoConfig.for_model(**config)
+    return {key: value for key, value in loaded.to_dict().items() if key not in SILENT}
+
+
+@pytest.mark.parametrize(("kind", "change"), CASES, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(CASES)])
+def test_there_and_back(kind: str, change: dict[str, Any]) -> None:
+    config = config_of(kind, change)
+    args, notes = megatron_args(config)
+    assert not notes or kind == "ernie4_5_moe"
+    back, lost = from_megatron(args)
+    assert not lost
+    assert back["model_type"] == kind
+    want, have = held(config), held(back)
+    if "num_nextn_predict_layers" not in change:  # transformers leaves MTP layers out, and says there is one
+        want.pop("num_nextn_predict_layers", None), have.pop("num_nextn_predict_layers", None)
+    if have.get("head_dim") == 4 and want.get("head_dim") is None:
+        want.pop("head_dim", None), have.pop("head_dim")
+    for key in ("sliding_window", "layer_types"):  # a config without a window still has its size
+        if kind not in ("mistral", "mixtral") and not change.get("use_sliding_window"):
+            want.pop(key, None), have.pop(key, None)
+    if change.get("decoder_sparse_step"):
+        assert back["decoder_sparse_step"] == 2
+    assert have == want
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_defaults_are_those_of_transformers(kind: str) -> None:
+    facts = FACTS[kind]
+    loaded = transformers.AutoConfig.for_model(kind).to_dict()
+    rope = loaded.pop("rope_parameters")
+    for key, value in facts.defaults.items():
+        own = facts.keys.get(key, key)
+        own = next((name for name in (own, *OTHER_WORDS.get(own, ())) if name in loaded), own)
+        if own in ("rope_theta", "partial_rotary_factor"):
+            assert rope[own] == value
+        elif key == "sliding_window":  # Qwen's classes drop it where it is not used
+            assert loaded[own] in (value, None)
+        elif own == "moe_layer_end_index":
+            assert loaded[own] == loaded["num_hidden_layers"] - 1
+        else:
+            assert loaded[own] == value, own
+    assert type(transformers.AutoConfig.for_model(kind)).__name__
+    assert hasattr(transformers, facts.architecture)
+
+
+def test_every_class_belongs_to_a_family() -> None:
+    known = {kind: family.name for family in FAMILIES for kind in family.model_types}
+    assert {kind: facts.family for kind, facts in FACTS.items()}.items() <= known.items()
+
+
+def test_args_as_megatron_names_them() -> None:
+    args, _ = megatron_args(
+        config_of("qwen3_moe", {"num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8})
+    )
+    want = {
+        "num_layers": 4, "hidden_size": 24, "ffn_hidden_size": 10, "num_attention_heads": 6, "group_query_attention": True,
+        "num_query_groups": 2, "kv_channels": 8, "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+        "qk_layernorm": True, "position_embedding_type": "rope", "rotary_base": 10000, "untie_embeddings_and_output_weights": True,
+        "num_experts": 4, "moe_layer_freq": [0, 1, 1, 1], "moe_router_topk": 8, "moe_router_pre_softmax": False,
+        "moe_ffn_hidden_size": 768, "layernorm_epsilon": 1e-6, "hidden_dropout": 0.0, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    assert args.items() >= want.items()
+
+
+def test_what_megatron_cannot_say_is_told() -> None:
+    def notes(kind: str, **change: Any) -> str:
+        return "; ".join(megatron_args(config_of(kind, change)).notes)
+
+    assert "attention_bias" in notes("llama", attention_bias=True)
+    assert "attention_bias" in notes("qwen3", attention_bias=True)
+    assert "norm_topk_prob" in notes("deepseek_v3", **LATENT, norm_topk_prob=False)
+    assert "longrope" in notes("llama", rope_scaling={"rope_type": "longrope"})
+    assert "low_freq_factor" in notes("llama", rope_scaling={**LLAMA3, "low_freq_factor": 2.0})
+    assert "best 4" in notes("deepseek_v3", **{**LATENT, "topk_group": 1})
+    assert "gelu" in notes("llama", hidden_act="gelu")
+    assert "none of ours" in notes("nobody")
+
+
+def test_arguments_of_no_class_name_none() -> None:
+    args, _ = megatron_args(config_of("llama", {}))
+    told = from_megatron({**args, "qk_l2_norm": True})
+    assert "model_type" not in told.config and "qk_l2_norm" in told.notes[0]
+    assert told.config["num_key_value_heads"] == 2
+    forced = from_megatron({**args, "qk_l2_norm": True}, "qwen3")
+    assert forced.config["model_type"] == "qwen3" and any("qk_l2_norm" in note for note in forced.notes)
+
+
+def test_differing_looks_through_spellings() -> None:
+    args, _ = megatron_args(config_of("mixtral", {"num_local_experts": 3}))
+    same = {**args, "moe_layer_freq": [1, 1, 1, 1], "rotary_base": 1e6, "bf16": True, "lr": 3.0}
+    del same["layernorm_epsilon"]  # core <= 0.15 calls it norm_epsilon
+    assert list(differing(args, same)) == []
+    assert list(differing(args, {**same, "num_query_groups": 3})) == ["num_query_groups 2, not 3"]
+
+
+def test_contradictions_are_told_all_at_once() -> None:
+    wrong = {
+        "num_attention_heads": 7,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 3,
+        "vocab_size": 0,
+        "layer_types": ["full_attention"],
+    }
+    assert len(list(contradictions(config_of("mixtral", wrong)))) == 5
+    for kind, change in CASES:
+        assert list(contradictions(config_of(kind, change))) == []
+
+
+def test_kind_of_a_config() -> None:
+    assert kind_of({"architectures": ["Qwen3ForCausalLMPipe"]}) == "qwen3"
+    assert kind_of({"model_type": "unheard_of", "architectures": ["Qwen3ForCausalLM"]}) is None
