@@ -31,7 +31,7 @@ FAMILY = Family(
     """,
     dialects={
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
-        "hf-vl": Variant("hf", root="language_model.model."),
+        "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),
         "hf-vl5": Variant("hf", root="model.language_model."),
         "paddle": Variant(apart=True, of="""
             [model.embed_tokens|lm_head].weight : v h

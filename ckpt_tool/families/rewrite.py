@@ -26,6 +26,7 @@ from ckpt_tool.families.sizes import check_known, configured, fits, settled
 from ckpt_tool.families.table import Instances, Table, form_of, instances
 
 _QUANT = (".weight_scale_inv", ".weight_scale")  # what lies beside a quantised `X.weight`, and is laid out as it is
+_BLOCKS = ("_blocks", "_scales")  # MXFP4
 
 
 class Fault(NamedTuple):
@@ -308,10 +309,11 @@ def _chosen(
     tied = {name for name in orphans if aliases.get(name) in hub.made}
     for name in orphans:
         if name not in tied:
-            faults.append(Fault(
-                "E1374", hub.made[name][0], "the target dialect has no rule for it",
-                "leave it behind by name with --remove-keys, or keep the source's names with --dialect keep",
-            ))  # fmt: skip
+            way = "dequantise it with --dequantize" if name.endswith(_BLOCKS) else "leave it behind with --remove-keys"
+            what = "the target dialect has no rule for it"
+            faults.append(
+                Fault("E1374", hub.made[name][0], what, f"{way}, or keep the source's names with --dialect keep")
+            )
     return [rules[number] for number in sorted(rules)], tied
 
 
@@ -379,7 +381,7 @@ def _quantised(unknown: Iterable[str], used: set[str]) -> Iterable[Fault]:
         if ending and f"{name.removesuffix(ending)}.weight" in used:
             yield Fault(
                 "E1377", name, "the scales of a quantised weight, whose layout would change without them",
-                "dequantise the checkpoint first, or keep the source's names with --dialect keep",
+                "dequantise the checkpoint first (--dequantize), or keep the source's names with --dialect keep",
             )  # fmt: skip
 
 

@@ -185,14 +185,13 @@ def _old_shapes(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, 
         outer, norms, rows = {"word_embeddings": (v, h)}, ("input_layernorm", "post_attention_layernorm"), 3 * h
         if family == "falcon":
             heads, f, layers = config["num_attention_heads"], config["ffn_hidden_size"], config["num_hidden_layers"]
-            groups = (
-                config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
-            )
-            norms, rows = ("ln_attn", "ln_mlp"), h + 2 * groups * (h // heads)
-            if not config["new_decoder_architecture"]:
-                norms = (
-                    ("input_layernorm",) if config["parallel_attn"] else ("input_layernorm", "post_attention_layernorm")
-                )
+            new = config["new_decoder_architecture"]
+            groups = config["num_kv_heads"] if new else 1 if config["multi_query"] else heads
+            rows = h + 2 * groups * (h // heads)
+            if new and config.get("num_ln_in_parallel_attn") != 1:
+                norms = ("ln_attn", "ln_mlp")
+            elif new or config["parallel_attn"]:
+                norms = ("input_layernorm",)
         linear = {
             "self_attention.query_key_value": (h, rows), "self_attention.dense": (h, h),
             "mlp.dense_h_to_4h": (h, f), "mlp.dense_4h_to_h": (f, h),
