@@ -23,6 +23,7 @@ from ckpt_tool.plan.moves import Stored
 
 _VOCABULARY = re.compile(
     r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out|embed_in)\.(?:weight|bias)$"
+    r"|^output\.weight$"
 )
 
 

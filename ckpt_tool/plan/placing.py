@@ -28,7 +28,7 @@ _COLUMN = re.compile(
 )
 _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|w2|wo|fc2|linear_proj|linear_fc2|dense_4h_to_h)\.weight$")
 _VOCAB = re.compile(
-    r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out)\.weight$"
+    r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out)\.weight$|^output\.weight$"
 )
 _WHOLE = re.compile(
     r"(?:norm|ln_\w+|ln|layernorm|router|gate|inv_freq|rotary_emb|position_embeddings)(?:\.\w+)*$|\.bias$"

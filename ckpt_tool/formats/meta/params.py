@@ -39,7 +39,10 @@ def read_params(tree: Tree) -> Mapping[str, Any] | None:
         return None
     value = parse(tree.read_whole(PARAMS, limit=LIMIT), path=tree.display(PARAMS))
     if not isinstance(value, dict):
-        raise CorruptFile("params.json is no JSON object", code=WRONG, path=tree.display(PARAMS), offset=0)
+        raise CorruptFile(
+            "params.json is no JSON object", code=WRONG, path=tree.display(PARAMS), offset=0,
+            hint="fetch it again: it states the model's sizes",
+        )  # fmt: skip
     return value
 
 

@@ -30,16 +30,28 @@ def meta_target(wanted: Wanted) -> Target:
     own = wanted.hints.get("meta")
     hints: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
     params = hints.get("params")
-    params = params if isinstance(params, Mapping) else None
+    params = _with_vocabulary(params, wanted.tensors) if isinstance(params, Mapping) else None
     cuts, notes = _cuts(wanted, tp, params, hints) if tp > 1 else ([ALL] * len(wanted.tensors), [])
     files = [_shard(wanted.tensors, cuts, rank, tp) for rank in range(tp)]
     copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
-    if params is not None and not (hints.get("as_read") and any(file.path == PARAMS for file in copies)):
+    same = hints.get("as_read") and params == hints["params"]
+    if params is not None and not (same and any(file.path == PARAMS for file in copies)):
         copies = [file for file in copies if file.path != PARAMS]
         copies.append(whole_file(PARAMS, (json.dumps(params, indent=2, ensure_ascii=False) + "\n").encode()))
     if params is None:
         notes.append("no params.json is written: nothing tells the model's sizes (--config config.json does)")
     return Target("meta", (*files, *copies), notes=tuple(notes))
+
+
+def _with_vocabulary(params: Mapping[str, Any], tensors: Sequence[WantedTensor]) -> Mapping[str, Any]:
+    """The params with the rows that the embedding is written with, where they state another number."""
+    rows = next(
+        (tensor.shape[0] for tensor in tensors if tensor.key.name == EMBEDDING and len(tensor.shape) == 2), None
+    )
+    stated = params.get("vocab_size")
+    if rows is None or type(stated) is not int or stated < 1 or stated == rows:
+        return params
+    return {**params, "vocab_size": rows}
 
 
 def _tp(degrees: Mapping[str, int]) -> int:
