@@ -1,0 +1,116 @@
+"""Every family: transformers saves a model, `convert` makes a Megatron checkpoint of many ranks of it and brings it back.
+
+What comes back is the source, bit for bit and name for name, and transformers loads it and computes the same logits. The
+judges are safetensors and transformers; the model's values are random, so that a wrong permutation can't pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_models import MOE, logits, tiny_model
+
+from ckpt_tool.commands.convert import convert
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import UsageError
+from ckpt_tool.families.registry import FAMILIES
+
+pytest.importorskip("transformers", minversion="5")
+NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
+ROUTES: list[tuple[str, str | None]] = [
+    ("megatron-dist", None), ("megatron", None), ("megatron-dist", "te"), ("megatron", "te")
+]  # fmt: skip
+Saved = Callable[[str], tuple[Any, Path]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """family -> (its model, the folder that transformers saved), once a module."""
+    folder, made = tmp_path_factory.mktemp("hub"), dict[str, Any]()
+
+    def make(family: str) -> tuple[Any, Path]:
+        if family not in made:
+            made[family] = tiny_model(family)
+            made[family].save_pretrained(folder / family)
+        return made[family], folder / family
+
+    return make
+
+
+def hop(source: Path, out: Path, to: str, *, config: Path | None = None, **writing: Any) -> dict[str, Any]:
+    reading = Reading(config=str(config) if config else None)
+    return convert(str(source), str(out), reading, Writing(to=to, fsync=False, **writing), Silent())
+
+
+def assert_same(found: Path, want: Path) -> None:
+    """The same names, dtypes, shapes and bits."""
+    mine, theirs = load_file(found / "model.safetensors"), load_file(want / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (mine[name].dtype, mine[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(mine[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("to", "spec"), ROUTES)
+@pytest.mark.parametrize("family", NAMES)
+def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tmp_path: Path) -> None:
+    _, source = saved(family)
+    degrees = {"tp": 2, "pp": 2, **({"ep": 2} if family in MOE else {})}
+    report = hop(source, tmp_path / "there", to, degrees=degrees, spec=spec)
+    assert any(f"the family {family}, hf" in note and "to megatron" in note for note in report["notes"])
+    assert not any("in no rule" in note for note in report["notes"]) and not report["dropped"]
+    hop(tmp_path / "there", tmp_path / "back", "safetensors", config=source)
+    assert_same(tmp_path / "back", source)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, source = saved(family)
+    hop(source, tmp_path / "there", "megatron-dist", degrees={"tp": 2, "pp": 2})
+    hop(tmp_path / "there", tmp_path / "back", "safetensors", config=source)
+    for file in ("config.json", "generation_config.json"):
+        if (source / file).exists() and not (tmp_path / "back" / file).exists():
+            (tmp_path / "back" / file).write_bytes((source / file).read_bytes())
+    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert torch.equal(logits(found.eval()), logits(model))
+
+
+def test_a_family_without_the_dialect_is_refused(saved: Saved, tmp_path: Path) -> None:
+    """Bloom's embedding has a norm that Megatron's has not."""
+    _, source = saved("bloom")
+    with pytest.raises(UsageError, match="has no dialect 'megatron'") as caught:
+        hop(source, tmp_path / "there", "megatron-dist")
+    assert caught.value.code == "E1231" and not (tmp_path / "there").exists()
+
+
+def test_the_spec_says_how_norms_and_experts_are_spelled(saved: Saved, tmp_path: Path) -> None:
+    _, source = saved("mixtral")
+    for spec in ("local", "te"):
+        hop(source, tmp_path / spec, "megatron", spec=spec)
+    local, te = (
+        torch.load(tmp_path / spec / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
+        for spec in ("local", "te")
+    )
+    at = "decoder.layers.1"
+    assert torch.equal(local[f"{at}.input_layernorm.weight"], te[f"{at}.self_attention.linear_qkv.layer_norm_weight"])
+    assert torch.equal(local[f"{at}.pre_mlp_layernorm.weight"], te[f"{at}.pre_mlp_layernorm.weight"])
+    assert torch.equal(
+        local[f"{at}.mlp.experts.local_experts.3.linear_fc1.weight"], te[f"{at}.mlp.experts.linear_fc1.weight3"]
+    )
+    with safe_open(source / "model.safetensors", "pt") as hub:
+        names = (f"model.layers.1.block_sparse_moe.experts.3.{half}.weight" for half in ("w1", "w3"))
+        gate, up = (hub.get_tensor(name) for name in names)
+    assert torch.equal(te[f"{at}.mlp.experts.linear_fc1.weight3"], torch.cat([gate, up]))
+    with pytest.raises(UsageError) as caught:
+        hop(source, tmp_path / "hf", "sharded", spec="te")
+    assert caught.value.code == "E1384"

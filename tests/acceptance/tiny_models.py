@@ -1,0 +1,64 @@
+"""A tiny random model of every family, saved by transformers: even sizes, so that two ranks can share each part of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
+
+from family_models import CLASSES, MOE, config_of
+
+EVEN = {
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32, "head_dim": 8,
+    "intermediate_size": 24, "vocab_size": 128,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "moe_k": 2, "kv_lora_rank": 10, "q_lora_rank": 14,
+}  # fmt: skip
+QUIET = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_position_embeddings": 64}
+
+
+def tiny_config(family: str, **change: Any) -> dict[str, Any]:
+    """A config.json of the family."""
+    told = MOE.get(family, {})
+    own = {key: size for key, size in EXPERTS.items() if key in told}
+    own |= {"num_experts_per_tok": 2, "moe_k": 2} if told else {}
+    if family == "deepseek_v3":
+        own["head_dim"] = told["qk_rope_head_dim"]  # as transformers reads it
+    return config_of(family, **{**EVEN, **own, **QUIET, **change})
+
+
+def tiny_model(family: str, seed: int = 0, **change: Any) -> Any:
+    """The model, of a fixed seed; buffers are random too, and norms are near one, so that nothing is alike by chance."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    kind, architecture = CLASSES[family]
+    config = tiny_config(family, **change)
+    told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(kind, **told)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if "norm" in name and name.endswith("weight"):
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        elif tensor.is_floating_point():
+            tensor.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def tokens(config: Any) -> torch.Tensor:
+    return torch.arange(3, 27).reshape(2, 12) % config.vocab_size
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens(model.config)).logits
+    return found
