@@ -22,11 +22,13 @@ from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece, Side
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
+from ckpt_tool.families.beside import followers
 from ckpt_tool.families.sizes import check_known, configured, fits, settled
 from ckpt_tool.families.table import Instances, Table, form_of, instances
 
-_QUANT = (".weight_scale_inv", ".weight_scale")  # what lies beside a quantised `X.weight`, and is laid out as it is
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
+_ALONE = "a part of a quantised weight whose layout changes, which scales can't follow"
+_WAY = "dequantise on the way with --dequantize, or keep the source's names with --dialect keep"
 
 
 class Fault(NamedTuple):
@@ -118,21 +120,27 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     wanted, tied = _chosen(family, there, hub, sizes, config, faults)
     check_known(_needed(found for found, _ in wanted), sizes, reasons, family.name)
     result = _from_hub(wanted, sizes, config, hub, here, faults)
-    if source != target:
-        faults += _quantised(unknown, hub.used)
-    if faults:
-        raise InconsistentCheckpoint(
-            f"{faults[0].name}: {faults[0].what}", code=faults[0].code, key=faults[0].name, hint=faults[0].hint,
-            faults=[f"{fault.name}: {fault.what}" for fault in faults[1:]],
-        )  # fmt: skip
+    _refuse(faults)
     gone = [name for hub_name in (*tied, *result.dropped) for name in hub.made[hub_name]]
     pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
     made = _mapped(compose(pieces, result.pieces), result.shapes, shapes)
+    if source != target:
+        beside, lost = followers(unknown, here, made, shapes)
+        made = (*made, *beside)
+        _refuse([Fault("E1377", name, _ALONE, _WAY) for name in lost])
     pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
     named_there = [(_named_in(there, name, config), _named_in(there, of, config)) for name, of in pairs]
     aliases = [(names[0], of[0]) for names, of in named_there
                if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes]  # fmt: skip
     return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone])), aliases=tuple(aliases))
+
+
+def _refuse(faults: Sequence[Fault]) -> None:
+    if faults:
+        raise InconsistentCheckpoint(
+            f"{faults[0].name}: {faults[0].what}", code=faults[0].code, key=faults[0].name, hint=faults[0].hint,
+            faults=[f"{fault.name}: {fault.what}" for fault in faults[1:]],
+        )  # fmt: skip
 
 
 def sizes_of(
@@ -373,16 +381,6 @@ def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
             here = [here[[name.form for name in there].index(form)]]
         return [name.at([at.get(axis, 0) for axis in name.axes], config) for name in here]
     return [hub_name]
-
-
-def _quantised(unknown: Iterable[str], used: set[str]) -> Iterable[Fault]:
-    for name in unknown:
-        ending = next((ending for ending in _QUANT if name.endswith(ending)), None)
-        if ending and f"{name.removesuffix(ending)}.weight" in used:
-            yield Fault(
-                "E1377", name, "the scales of a quantised weight, whose layout would change without them",
-                "dequantise the checkpoint first (--dequantize), or keep the source's names with --dialect keep",
-            )  # fmt: skip
 
 
 def _mapped(pieces: Iterable[Piece], made: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:

@@ -1,0 +1,62 @@
+"""Beside: what lies next to a quantised weight follows it where it is only renamed.
+
+    model.layers.0.self_attn.o_proj.weight  ->  decoder.layers.0.self_attention.linear_proj.weight     (whole, as it lies)
+    model.layers.0.self_attn.o_proj.weight_scale_inv  ->  ...linear_proj.weight_scale_inv
+
+Scales are laid out as their weight is, block by block, so a weight that is turned, joined or cut would need its scales to be
+so at the grain of its blocks, which few systems that name weights so could read. That is a fault, whose hint is to dequantise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from ckpt_tool.algebra.mapped import Made
+from ckpt_tool.algebra.piece import Piece, Side
+from ckpt_tool.core.box import contiguous_strides
+from ckpt_tool.core.quantised import part_of
+from ckpt_tool.families.base import Shape
+from ckpt_tool.families.table import Table, form_of
+
+
+def followers(
+    unknown: Iterable[str], here: Table, made: Sequence[Made], shapes: Mapping[str, Shape]
+) -> tuple[list[Made], list[str]]:
+    """(parts of quantised weights under the names of their weights, parts that can't follow) among the names that no rule of
+    the dialect `here` knows."""
+    renamed, lost = list[Made](), list[str]()
+    places: dict[str, list[Made]] | None = None
+    for name in unknown:
+        stem = part_of(name)
+        if stem is None or form_of(stem)[0] not in here.left:
+            continue
+        if places is None:
+            places = {}
+            for each in made:
+                for source in {piece.src.name for piece in each.pieces}:
+                    places.setdefault(source, []).append(each)
+        targets = places.get(stem, [])
+        if len(targets) != 1 or not _is_renamed(targets[0], shapes.get(stem)):
+            lost.append(name)
+            continue
+        shape, new = tuple(shapes[name]), _beside(name, stem, targets[0].name)
+        steps = contiguous_strides(shape)
+        renamed.append(Made(new, shape, (Piece(shape, Side(name, 0, steps), Side(new, 0, steps)),)))
+    return renamed, lost
+
+
+def _is_renamed(made: Made, shape: Shape | None) -> bool:
+    """Is it its one source, every element in its place?"""
+    if shape is None or tuple(shape) != made.shape or len(made.pieces) != 1:
+        return False
+    flat = made.pieces[0].merged()
+    whole = flat.numel == prod(shape) and flat.src.offset == flat.dst.offset == 0 and not flat.maps
+    return whole and flat.src.strides == flat.dst.strides in ((), (1,))
+
+
+def _beside(name: str, stem: str, new: str) -> str:
+    if name.startswith(stem):
+        return new + name.removeprefix(stem)
+    module = stem.removesuffix(".weight")
+    return new.removesuffix(".weight") + name.removeprefix(module)
