@@ -11,22 +11,22 @@ from ckpt_tool.families.rewrite import mapping
 
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
           "intermediate_size": 96, "vocab_size": 48}  # fmt: skip
-O, NEW = "model.layers.1.self_attn.o_proj", "decoder.layers.1.self_attention.linear_proj"
+OLD, NEW = "model.layers.1.self_attn.o_proj", "decoder.layers.1.self_attention.linear_proj"
 
 
 def test_a_renamed_weight_takes_its_scales_along() -> None:
-    shapes = {f"{O}.weight": (64, 64), f"{O}.weight_scale_inv": (2, 2), "model.norm.weight": (64,), "other": (3,)}
+    shapes = {f"{OLD}.weight": (64, 64), f"{OLD}.weight_scale_inv": (2, 2), "model.norm.weight": (64,), "other": (3,)}
     made = {each.name: each for each in mapping(by_name("llama"), "hf", "megatron", shapes, CONFIG).made}
     assert made.keys() == {f"{NEW}.weight", f"{NEW}.weight_scale_inv", "decoder.final_layernorm.weight"}
     (piece,) = made[f"{NEW}.weight_scale_inv"].pieces
-    assert piece.src.name == f"{O}.weight_scale_inv" and piece.src.strides == piece.dst.strides == contiguous_strides(
+    assert piece.src.name == f"{OLD}.weight_scale_inv" and piece.src.strides == piece.dst.strides == contiguous_strides(
         (2, 2)
     )
 
 
 @pytest.mark.parametrize("scale", ["scale", "qscale_weight"])
 def test_scales_of_a_module_stay_beside_it(scale: str) -> None:
-    shapes = {f"{O}.weight": (64, 64), f"{O}.{scale}": (2, 2)}
+    shapes = {f"{OLD}.weight": (64, 64), f"{OLD}.{scale}": (2, 2)}
     made = {each.name for each in mapping(by_name("llama"), "hf", "megatron", shapes, CONFIG).made}
     assert made == {f"{NEW}.weight", f"{NEW}.{scale}"}
 
@@ -34,10 +34,10 @@ def test_scales_of_a_module_stay_beside_it(scale: str) -> None:
 @pytest.mark.parametrize(
     ("target", "shapes"),
     [
-        ("paddle", {f"{O}.weight": (64, 64), f"{O}.weight_scale": (64, 1)}),  # turned
+        ("paddle", {f"{OLD}.weight": (64, 64), f"{OLD}.weight_scale": (64, 1)}),  # turned
         ("megatron", {f"model.layers.0.mlp.{kind}_proj.weight{scale}": (96, 64) if not scale else (3, 2)
                       for kind in ("gate", "up") for scale in ("", "_scale_inv")}),  # joined
-        ("megatron", {f"{O}.weight_packed": (64, 8), f"{O}.weight_scale": (64, 2), f"{O}.weight_shape": (2,)}),  # no weight
+        ("megatron", {f"{OLD}.weight_packed": (64, 8), f"{OLD}.weight_scale": (64, 2), f"{OLD}.weight_shape": (2,)}),  # no weight
     ],
 )  # fmt: skip
 def test_what_can_not_follow_is_a_fault(target: str, shapes: dict[str, tuple[int, ...]]) -> None:
