@@ -12,6 +12,7 @@ from ckpt_tool.commands.dequantized import dequantized
 from ckpt_tool.commands.groups import without_removed
 from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.quantised import with_their_parts
 from ckpt_tool.commands.select import split_keys, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.vocabulary import grown_vocabulary, is_vocabulary, trim_vocabulary
@@ -60,6 +61,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
     kept, removed = split_keys(
         catalog.tensors, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only
     )
+    kept, removed = with_their_parts(catalog, kept, removed, writing)
     behind: dict[str, list[LogicalTensor]] = {}
     stored = []
     for key in kept:

@@ -14,10 +14,11 @@ from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import refuse_saved_plan, with_computed
 from ckpt_tool.commands.config import config_of
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.quantised import found_in
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
-from ckpt_tool.core.quantisation import FILES, KEYS, Quantisation, quantisation, section
-from ckpt_tool.core.quantised import TURNED, Found, Kind, Quantised, find
+from ckpt_tool.core.quantisation import FILES, KEYS, Quantisation, section
+from ckpt_tool.core.quantised import TURNED, Found, Kind
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 
@@ -42,7 +43,8 @@ def dequantized(chosen: Chosen, writing: Writing) -> Chosen:
     moments = states([row.tensor for row in rows], chosen.sources[0].tree)
     config = model_config(chosen)
     tensors = {row.tensor.key.name: row.tensor for row in rows if row.tensor.key.state == MODEL}
-    scheme, found = look(config, tensors)
+    kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    scheme, found = found_in(kinds, config)
     _refuse_unknown(scheme)
     _refuse_misfits(found)
     if not moments.recipes and not found.weights:
@@ -66,14 +68,6 @@ def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
     if chosen.config is not None and section(chosen.config) is not None:
         return chosen.config
     return config_of(chosen.sources[0].tree) or chosen.config
-
-
-def look(config: Mapping[str, Any] | None, tensors: Mapping[str, LogicalTensor]) -> tuple[Quantisation | None, Found]:
-    """(what the config or the names say, what is there) of the tensors of a model."""
-    scheme = quantisation(config, tensors)
-    told = scheme or Quantisation("")
-    kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return scheme, find(kinds, block=told.block, bits=told.bits)
 
 
 def _with_floats(
@@ -178,8 +172,3 @@ def _refuse_misfits(found: Found) -> None:
         hint="is a file missing? Values that are no codes of a scheme are cast with --dtype alone" if lacking
         else "do all files belong to one checkpoint, and its config to it?",
     )  # fmt: skip
-
-
-def quantised_leads(found: Found) -> dict[str, Quantised]:
-    """{any tensor of a quantised weight: the weight}."""
-    return {name: weight for weight in found.weights.values() for name in weight.names}

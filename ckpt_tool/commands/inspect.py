@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ckpt_tool.commands.quantised import summary
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.select import matcher, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.listing import Listing
+from ckpt_tool.core.quantised import DTYPES as CODED
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
@@ -66,6 +68,12 @@ def inspect(
         "extras": display(catalog.extras),
         "notes": [note.message for note in catalog.notes],
     }
+    if any(state == MODEL and dtype in CODED for state, (dtype, _, _) in _dtypes(tally)):
+        names = {row["name"] for row in rows if row["state"] == MODEL} if match or states else None
+        quantised = summary(opened, reading, names)
+        if quantised is not None:
+            document["total"]["parameters"] += quantised.pop("more_parameters")
+            document["quantization"] = quantised
     if placement:
         _add_chunks(catalog, rows)
     if security or catalog.unsafe:
@@ -73,6 +81,12 @@ def inspect(
     if stats:
         _add_statistics(opened.refuse_unsafe(), rows)
     return document
+
+
+def _dtypes(tally: Tally) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int]]]:
+    """The tally's kinds with the names of their dtypes."""
+    for state, (dtype, shape, nbytes) in tally:
+        yield state, (dtype if isinstance(dtype, str) else dtype.name, shape, nbytes)
 
 
 def _add_statistics(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:

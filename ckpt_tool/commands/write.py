@@ -19,6 +19,7 @@ from ckpt_tool.commands.config import NAME as CONFIG
 from ckpt_tool.commands.config import config_of, without_degrees
 from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.quantised import as_they_are
 from ckpt_tool.commands.select import group_of, removed_rows
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque
@@ -46,7 +47,7 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     destination = Path(dst)
     for opened in chosen.sources:
         opened.refuse_unsafe()
-    chosen = _fitted(_fit(chosen, fmt, writing), fmt, writing)
+    chosen = _fitted(_fit(as_they_are(chosen, writing), fmt, writing), fmt, writing)
     with gc_paused():  # a plan is many small values that all live
         plan, wanted = make_plan(chosen, destination, fmt, writing)
     locals_ = [Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single

@@ -1,6 +1,6 @@
 """`ckpt inspect` as a page: what lies there, its states and dtypes, and its tensors folded into a tree.
 
-Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`; `resolved`
+Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`; `quantization`; `resolved`
 (why another folder than the given one was taken), `notes`, `security` ({unsafe: [...], globals: [...]}), a tensor's
 `chunks` (`--placement`) and `stats` (`--stats`).
 """
@@ -71,7 +71,20 @@ def _head(document: Document) -> Facts:
     if total.get("parameters"):
         numbers.insert(1, f"{parameters(total['parameters'])} parameters")
     rows.append(("total", ", ".join(numbers)))
+    if document.get("quantization"):
+        rows.append(("quantized", _quantised(document["quantization"])))
     return Facts(tuple(rows))
+
+
+def _quantised(found: Document) -> str:
+    """`fp8: 1,024 weights of 8 bits, a scale for each 128 x 128`."""
+    text, bits = str(found.get("scheme")), " and ".join(map(str, found.get("bits") or ()))
+    blocks: Sequence[Sequence[int]] = found.get("blocks") or []
+    if found.get("weights"):
+        text += f": {plural(int(found['weights']), 'weight')} of {bits} bits"
+        text += f", a scale for each {blocks[0][0]} x {blocks[0][1]}" if len(blocks) == 1 else ""
+    text += "" if found.get("dequantizes") else "; --dequantize does not know it"
+    return text + (f"; {plural(len(found['faults']), 'fault')}" if found.get("faults") else "")
 
 
 def _security(document: Document) -> Lines | None:

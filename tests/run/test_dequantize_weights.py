@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpt_tool.commands.dequantized import _numbers, look
+from ckpt_tool.commands.dequantized import _numbers
+from ckpt_tool.commands.quantised import found_in, model_kinds
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.dtype import DTYPES
@@ -32,7 +33,7 @@ def floats_of(file: Path, config: dict[str, Any] | None = None) -> tuple[Compute
     """The tree of the floats of a file's quantised weights, and how each is seen."""
     opened = open_source(str(file), Reading())
     tensors = {key.name: opened.catalog.tensors[key] for key in opened.catalog.tensors}
-    _, found = look(config, tensors)
+    _, found = found_in(model_kinds(tensors.values()), config)
     assert not found.faults, found.faults
     recipes = [
         recipe(weight, TensorKey(weight.made), {name: Input(tensors[name], opened.tree) for name in weight.names}, _numbers)

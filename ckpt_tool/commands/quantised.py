@@ -1,0 +1,143 @@
+"""Quantised weights in every verb but `--dequantize`: they travel with their scales, are never cast, and are counted as what
+they stand for.
+
+    ckpt inspect            parameters: weights, not packed bytes, and no scales; bytes: those that are stored
+    --remove-keys PATTERN   a weight that goes takes its scales along; --keep-keys keeps those of a weight that stays
+    --dtype DTYPE           codes and scales stay as they are, a line says so: cast alone they are no longer a weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.config import config_of, read_config
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.commands.select import matcher
+from ckpt_tool.commands.source import Opened
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.quantisation import Quantisation, quantisation
+from ckpt_tool.core.quantised import DTYPES, Found, Kind, find
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError
+
+
+def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
+    """(what the config or the names say, what is there) of the tensors of a model."""
+    scheme = quantisation(config, tensors)
+    return scheme, find(tensors, block=scheme.block if scheme else (), bits=scheme.bits if scheme else ())
+
+
+def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:
+    """The model's tensors as headers tell them; {} where none can be a code: the most common case, told at once."""
+    kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    return kinds if any(kind.dtype.name in DTYPES for kind in kinds.values()) else {}
+
+
+# -- ckpt inspect -----------------------------------------------------------------------------------------------------------
+
+
+def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) -> dict[str, Any] | None:
+    """What `inspect` says of quantisation, None where there is none: from headers and config alone.
+
+    listed: names of the model's tensors that are shown, None for all. `more_parameters` is what the count of stored elements
+    lacks: 4-bit codes are fewer bytes than weights, scales are none.
+    """
+    kinds = {row.name: Kind(row.dtype, row.shape) for row in opened.catalog.rows() if row.state == MODEL}
+    scheme, found = found_in(kinds, _config(opened, reading))
+    if scheme is None and not found.weights:
+        return None
+    shown = [weight for weight in found.weights.values() if listed is None or weight.lead in listed]
+    beside = [name for name in (*found.names, *found.beside)
+              if name not in found.weights and (listed is None or name in listed)]  # fmt: skip
+    parameters = sum(prod(weight.shape) for weight in shown)
+    stored = sum(prod(kinds[weight.lead].shape) for weight in shown)
+    names = {name for weight in shown for name in weight.names}
+    nbytes = sum(
+        kinds[name].dtype.nbytes(prod(kinds[name].shape)) for name in names if listed is None or name in listed
+    )
+    out: dict[str, Any] = {
+        "scheme": scheme.scheme if scheme is not None else _scheme_of(kinds, found),
+        "weights": len(shown), "parameters": parameters, "bytes": nbytes,
+        "blocks": sorted({tuple(weight.block) for weight in shown})[:8],
+        "bits": sorted({weight.bits for weight in shown}),
+        "dequantizes": scheme is None or scheme.known,
+    }  # fmt: skip
+    if scheme is not None and not scheme.known:
+        out["why"] = scheme.why
+    if found.faults:
+        out["faults"] = [f"{fault.name}: {fault.what}" for fault in found.faults[:20]]
+    out["more_parameters"] = parameters - stored - sum(prod(kinds[name].shape) for name in beside)
+    return out
+
+
+def _scheme_of(kinds: Mapping[str, Kind], found: Found) -> str:
+    """In words where no config says: what the codes are."""
+    return ", ".join(
+        sorted({f"{kinds[weight.lead].dtype.name} codes of {weight.bits} bits" for weight in found.weights.values()})
+    )
+
+
+def _config(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
+    """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
+    try:
+        return read_config(reading.config) if reading.config else config_of(opened.tree)
+    except UsageError:
+        return None
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------------
+
+
+def with_their_parts(
+    catalog: Catalog | Mapping[TensorKey, LogicalTensor],
+    kept: list[TensorKey],
+    removed: list[TensorKey],
+    writing: Writing,
+) -> tuple[list[TensorKey], list[TensorKey]]:
+    """(kept, removed) where the scales of a weight share its lot, unless a pattern names them."""
+    if not removed:
+        return kept, removed
+    tensors = catalog.tensors if isinstance(catalog, Catalog) else catalog
+    _, found = found_in(model_kinds(tensors[key] for key in (*kept, *removed)))
+    if not found.weights:
+        return kept, removed
+    gone, named = set(removed), [matcher(pattern) for pattern in writing.remove_keys]
+    for weight in found.weights.values():
+        leaves = TensorKey(weight.lead) in gone
+        for part in map(TensorKey, weight.parts.values()):
+            if leaves:
+                gone.add(part)
+            elif writing.keep_keys and not any(test(part.name) for test in named):
+                gone.discard(part)
+    order = [*kept, *removed] if not isinstance(catalog, Catalog) else list(catalog.tensors)
+    return [key for key in order if key not in gone], [key for key in order if key in gone]
+
+
+def as_they_are(chosen: Chosen, writing: Writing) -> Chosen:
+    """`chosen` whose codes and scales `--dtype` leaves alone."""
+    if not any(state in ("", MODEL) for state in writing.dtypes):
+        return chosen
+    _, found = found_in(model_kinds(row.tensor for row in chosen.stored))
+    if not found.weights:
+        return chosen
+    names = found.names
+    casts = {row.tensor.key: row.tensor.dtype for row in chosen.stored
+             if row.tensor.key.state == MODEL and row.tensor.key.name in names}  # fmt: skip
+    note = f"--dtype leaves {len(found.weights)} quantised weights and their scales as they are; --dequantize makes floats of them"
+    return replace(chosen, casts={**casts, **chosen.casts}, notes=(*chosen.notes, note))
+
+
+def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:
+    """Raise UsageError E1465 where `option` is arithmetic on weights and some of `tensors` are codes."""
+    scheme, found = found_in(model_kinds(tensors))
+    if found.weights or scheme is not None:
+        lead = next(iter(found.weights), "")
+        raise UsageError(
+            f"{option} computes with weights, and those of {path} are quantised", code="E1465", key=lead or None,
+            hint="make floats of them first: ckpt convert SRC OUT --to safetensors --dequantize",
+        )  # fmt: skip
