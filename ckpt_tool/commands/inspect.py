@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpt_tool.commands.quantised import summary
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.select import matcher, state_filter
 from ckpt_tool.commands.source import Opened, open_source
@@ -68,12 +67,8 @@ def inspect(
         "extras": display(catalog.extras),
         "notes": [note.message for note in catalog.notes],
     }
-    if any(state == MODEL and dtype in CODED for state, (dtype, _, _) in _dtypes(tally)):
-        names = {row["name"] for row in rows if row["state"] == MODEL} if match or states else None
-        quantised = summary(opened, reading, names)
-        if quantised is not None:
-            document["total"]["parameters"] += quantised.pop("more_parameters")
-            document["quantization"] = quantised
+    if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
+        _add_quantisation(document, opened, reading, narrowed=bool(match or states))
     if placement:
         _add_chunks(catalog, rows)
     if security or catalog.unsafe:
@@ -83,10 +78,15 @@ def inspect(
     return document
 
 
-def _dtypes(tally: Tally) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int]]]:
-    """The tally's kinds with the names of their dtypes."""
-    for state, (dtype, shape, nbytes) in tally:
-        yield state, (dtype if isinstance(dtype, str) else dtype.name, shape, nbytes)
+def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:
+    """What is quantised, and the parameters that codes stand for. narrowed: not all tensors are listed."""
+    from ckpt_tool.commands.quantised import summary
+
+    names = {row["name"] for row in document["tensors"] if row["state"] == MODEL} if narrowed else None
+    found = summary(opened, reading, names)
+    if found is not None:
+        document["total"]["parameters"] += found.pop("more_parameters")
+        document["quantization"] = found
 
 
 def _add_statistics(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
