@@ -8,6 +8,7 @@ they stand for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -28,7 +29,8 @@ from ckpt_tool.errors import UsageError
 
 def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
     """(what the config or the names say, what is there) of the tensors of a model."""
-    scheme = quantisation(config, tensors)
+    integers = any(kind.dtype.name in DTYPES and kind.dtype.name[0] != "F" for kind in tensors.values())
+    scheme = quantisation(config, tensors if integers else ())  # codes that only names tell are integers
     return scheme, find(tensors, block=scheme.block if scheme else (), bits=scheme.bits if scheme else ())
 
 
@@ -47,22 +49,21 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     listed: names of the model's tensors that are shown, None for all. `more_parameters` is what the count of stored elements
     lacks: 4-bit codes are fewer bytes than weights, scales are none.
     """
-    kinds = {row.name: Kind(row.dtype, row.shape) for row in opened.catalog.rows() if row.state == MODEL}
+    kinds = _headers(opened.catalog)
     scheme, found = found_in(kinds, _config(opened, reading))
     if scheme is None and not found.weights:
         return None
     shown = [weight for weight in found.weights.values() if listed is None or weight.lead in listed]
-    beside = [name for name in (*found.names, *found.beside)
-              if name not in found.weights and (listed is None or name in listed)]  # fmt: skip
+    parts = [name for weight in found.weights.values() for name in weight.parts.values()]
+    if listed is not None:
+        parts = [name for name in parts if name in listed]
+    beside = [name for name in found.beside if listed is None or name in listed]
     parameters = sum(prod(weight.shape) for weight in shown)
-    stored = sum(prod(kinds[weight.lead].shape) for weight in shown)
-    names = {name for weight in shown for name in weight.names}
-    nbytes = sum(
-        kinds[name].dtype.nbytes(prod(kinds[name].shape)) for name in names if listed is None or name in listed
-    )
+    stored, nbytes = _sizes(kinds[weight.lead] for weight in shown)
+    scales, more = _sizes(map(kinds.__getitem__, parts))
     out: dict[str, Any] = {
         "scheme": scheme.scheme if scheme is not None else _scheme_of(kinds, found),
-        "weights": len(shown), "parameters": parameters, "bytes": nbytes,
+        "weights": len(shown), "parameters": parameters, "bytes": nbytes + more,
         "blocks": sorted({tuple(weight.block) for weight in shown})[:8],
         "bits": sorted({weight.bits for weight in shown}),
         "dequantizes": scheme is None or scheme.known,
@@ -71,8 +72,33 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
         out["why"] = scheme.why
     if found.faults:
         out["faults"] = [f"{fault.name}: {fault.what}" for fault in found.faults[:20]]
-    out["more_parameters"] = parameters - stored - sum(prod(kinds[name].shape) for name in beside)
+    out["more_parameters"] = parameters - stored - scales - _sizes(map(kinds.__getitem__, beside))[0]
     return out
+
+
+def _headers(catalog: Catalog) -> dict[str, Kind]:
+    """The model's tensors as headers tell them. Tables of safetensors share one object among tensors that are alike."""
+    blocks = getattr(catalog.tensors, "blocks", None)
+    if blocks is None:
+        return {row.name: Kind(row.dtype, row.shape) for row in catalog.rows() if row.state == MODEL}
+    kinds: dict[str, Kind] = {}
+    for state, names, rows in blocks():
+        shared = {number: Kind(row[0], row[1]) for number, row in dict(zip(map(id, rows), rows, strict=True)).items()}
+        if state == MODEL:
+            kinds |= {name.decode(): shared[id(row)] for name, row in zip(names(), rows, strict=True)}
+    return kinds
+
+
+def _sizes(kinds: Iterable[Kind]) -> tuple[int, int]:
+    """(elements, bytes)."""
+    numel = nbytes = 0
+    objects = list(kinds)
+    shared = dict(zip(map(id, objects), objects, strict=True))
+    for number, count in Counter(map(id, objects)).items():
+        dtype, shape = shared[number]
+        elements = count * prod(shape)
+        numel, nbytes = numel + elements, nbytes + elements * dtype.bits // 8
+    return numel, nbytes
 
 
 def _scheme_of(kinds: Mapping[str, Kind], found: Found) -> str:

@@ -30,7 +30,8 @@ Cost: some us a name. What it does not do: read a value, a file or a config (`co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -119,8 +120,12 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
     (128, 128)
     """
     weights, wrong, taken = {}, list[Fault](), set[str]()
+    told, roles = tuple(block), _roles_among(tensors)
     for name, kind in tensors.items():
-        found = _packed(name, kind, tensors, bits) or _plain(name, kind, tensors, block)
+        if kind.dtype.name not in DTYPES:
+            continue
+        found = _packed(name, kind, tensors, bits) if name.endswith(("_blocks", "_packed")) else None
+        found = found or _plain(name, kind, tensors, told, roles)
         if isinstance(found, Quantised):
             weights[name] = found
             taken.update(found.names)
@@ -130,6 +135,12 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
     beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
     faults += _alone(tensors, {*taken, *beside, *(fault.name for fault in faults)})
     return Found(weights, beside, tuple(faults))
+
+
+def _roles_among(tensors: Iterable[str]) -> Mapping[str, str]:
+    """The endings of parts that are there at all: most checkpoints have scales alone."""
+    words = {name.rpartition("_")[2] for name in tensors}
+    return {ending: role for ending, role in _ROLES.items() if ending.rpartition("_")[2] in words}
 
 
 def part_of(name: str) -> str | None:
@@ -144,27 +155,32 @@ def part_of(name: str) -> str | None:
     return f"{name.removesuffix(ending)}.weight" if ending in _OF_MODULE else name.removesuffix(ending)
 
 
-def _plain(name: str, kind: Kind, tensors: Mapping[str, Kind], block: Sequence[int]) -> Quantised | Fault | None:
+def _plain(
+    name: str, kind: Kind, tensors: Mapping[str, Kind], block: tuple[int, ...], roles: Mapping[str, str]
+) -> Quantised | Fault | None:
     """A weight whose codes lie under its own name."""
     if kind.dtype.name == "U8" and f"{name}_scale_2" in tensors and f"{name}_scale" in tensors:
         return _nibbles(name, name, kind, f"{name}_scale", tensors)
     if kind.dtype.name not in CODES:
         return None
-    names = [f"{name}{ending}" for ending in _SCALES]
-    if name.endswith(".weight"):
-        names += [f"{name.removesuffix('.weight')}{ending}" for ending in _OF_MODULE]
-    scale = next((each for each in names if each in tensors), None)
-    if scale is None:
-        if kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
+    scale = f"{name}{_SCALES[0]}"
+    if scale not in tensors:
+        names = [f"{name}{_SCALES[1]}"]
+        if name.endswith(".weight"):
+            names += [f"{name.removesuffix('.weight')}{ending}" for ending in _OF_MODULE]
+        there = next((each for each in names if each in tensors), None)
+        if there is None and kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
             return None
-        return Fault(name, f"{kind.dtype.name} codes without a scale ({names[0]})", lacking=True)
+        if there is None:
+            return Fault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
+        scale = there
     if kind.dtype.name == "F4" or kind.dtype.name == "I8" and _is_halved(kind, tensors[scale]):
         return _nibbles(name, name, kind, scale, tensors)
     shape = _over(kind.shape)
     width = block_of(shape, tensors[scale].shape, block)
     if width is None:
         return _misfit(scale, tensors, shape)
-    return Quantised(name, BYTES, name, _parts(name, scale, tensors), kind.shape, width, 8)
+    return Quantised(name, BYTES, name, _parts(name, scale, tensors, roles), kind.shape, width, 8)
 
 
 def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[int]) -> Quantised | Fault | None:
@@ -237,9 +253,12 @@ def _is_halved(kind: Kind, scale: Kind) -> bool:
     )  # fmt: skip
 
 
-def _parts(made: str, scale: str, tensors: Mapping[str, Kind]) -> dict[str, str]:
-    beside = {role: f"{made}{ending}" for ending, role in _ROLES.items() if f"{made}{ending}" in tensors}
-    return {"scale": scale, **beside}
+def _parts(made: str, scale: str, tensors: Mapping[str, Kind], roles: Mapping[str, str] = _ROLES) -> dict[str, str]:
+    parts = {"scale": scale}
+    for ending, role in roles.items():
+        if f"{made}{ending}" in tensors:
+            parts[role] = f"{made}{ending}"
+    return parts
 
 
 def _over(shape: Shape) -> Shape:
@@ -247,7 +266,8 @@ def _over(shape: Shape) -> Shape:
     return shape if len(shape) > 1 else (1, prod(shape))
 
 
-def block_of(shape: Shape, grid: Shape, told: Sequence[int] = ()) -> tuple[int, int] | None:
+@lru_cache(maxsize=4096)
+def block_of(shape: Shape, grid: Shape, told: tuple[int, ...] = ()) -> tuple[int, int] | None:
     """(rows, cols) that share a scale, for codes of `shape` (two dims or more) and scales of shape `grid`; None where they
     do not fit. told: what the config says, taken where it fits.
 
