@@ -410,11 +410,11 @@ def test_what_is_no_tensor_parallel_fuse_is_left_as_recorded():
             start += width
         return Entry("x.up_gate_proj.weight", ("x",), DTYPES["F32"], (4, start), shards)
 
-    assert fused_blocks("x.up_gate_proj.weight", entry(8)) is None
-    assert fused_blocks("x.up_gate_proj.weight", entry(6, 2)) is None
-    assert fused_blocks("x.up_gate_proj.weight", entry(3, 3)) is None
-    assert fused_blocks("x.gate_proj.weight", entry(4, 4)) is None
-    found = fused_blocks("x.up_gate_proj.weight", entry(4, 4))
+    assert fused_blocks(entry(8), (1, 1)) is None
+    assert fused_blocks(entry(6, 2), (1, 1)) is None
+    assert fused_blocks(entry(3, 3), (1, 1)) is None
+    assert fused_blocks(entry(4, 4), ()) is None
+    found = fused_blocks(entry(4, 4), (1, 1))
     assert found[4] == [(Box((2,), (2,)), Box((0,), (2,))), (Box((6,), (2,)), Box((2,), (2,)))]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.paddle import rules
-from ckpt_tool.formats.paddle.rules import Cut
+from ckpt_tool.formats.paddle.rules import Cut, side_by_side
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "vocab_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -236,3 +236,14 @@ def test_heads_that_were_seen_tell_without_a_config() -> None:
     for facts, tp in ((parted, 8), (kept, 2), ({rules.HEADS: {"tensor_ranks": "4"}}, 2), ({rules.HEADS: 3}, 2)):
         with pytest.raises(UsageError, match="not known"):
             rules.cut_of(name, shape, facts, tp)
+
+
+def test_matrices_side_by_side() -> None:
+    config = {"model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2}
+    assert side_by_side("model.layers.0.self_attn.qkv_proj.weight", config) == (6, 2, 2)
+    assert side_by_side("model.layers.0.self_attn.qkv_proj.weight", {**config, "model_type": "qwen3"}) == ()
+    assert (
+        side_by_side("model.layers.0.self_attn.qkv_proj.weight", {"model_type": "phi3"}) == ()
+    )  # heads are not guessed
+    assert side_by_side("model.layers.0.mlp.gate_up_proj.weight", {}) == (1, 1)
+    assert side_by_side("model.layers.0.self_attn.o_proj.weight", config) == side_by_side("0.1", config) == ()

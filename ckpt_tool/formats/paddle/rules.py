@@ -16,7 +16,8 @@ Specification, from `_get_tensor_parallel_mappings` of PaddleNLP 3.0.0b4 and Pad
 * k_proj, v_proj, kv_b_proj: cut only where tp divides `num_key_value_heads`; else every rank holds them whole.
 * Routed experts: whole under expert parallelism, in DeepSeek always, in ERNIE when `moe_group` is the tensor group; else cut.
 * LoRA: column layers cut lora_B, row layers lora_A. Norms, routers, latent projections (q_a, kv_a): whole.
-* `ernie` (PaddleFormers' pretraining class) with grouped query heads: qkv_proj is three matrices [Q | K | V].
+* `ernie` (PaddleFormers' pretraining class) with grouped query heads, and Phi-3: qkv_proj is three matrices [Q | K | V].
+* gpt-oss: experts are plain parameters of every rank, a rank's sinks are its heads'.
 * HF: `transpose_weight_keys` of PaddleFormers 1.2.0; only 2-d `.weight` without "lora" in the key.
 
 Order of judgement: the model type's own table, then the table of names that mean one thing everywhere; then nothing is known
@@ -79,6 +80,8 @@ _OF_MODEL: dict[str, dict[str, str]] = {
     "opt": {"project_in": COLUMN, "project_out": COLUMN},
     "t5": {"shared": VOCAB},
     "ernie": {"qkv_proj": THREE},
+    "phi3": {"qkv_proj": THREE},
+    "gpt_oss": {"experts": WHOLE},
 }  # fmt: skip
 _NAIVE = frozenset(  # experts that tensor ranks never part
     ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "ernie4_5_moe", "ernie4_5_moe_vl")
@@ -255,6 +258,19 @@ def is_fused(name: str) -> bool:
     """Is it gate and up in one tensor (their weight, bias or lora_B)?"""
     words = [word for word in name.split(".") if not word.isdecimal()]
     return len(words) > 1 and words[-2] in _GATED and words[-1] in ("weight", "bias", "lora_B")
+
+
+def side_by_side(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Relative widths of the matrices that a column parallel tensor holds side by side, each shared by all ranks; () for one
+    matrix, and for [Q | K | V] of a model whose heads are not known."""
+    if is_fused(name):
+        return (1, 1)
+    facts = text_config(config)
+    if model_type_of(facts) not in _OF_MODEL or all(word.isdecimal() for word in name.split(".")):
+        return ()
+    kind, leaf = _kind(name, facts)
+    known = _int(facts, "num_attention_heads") and _int(facts, "num_key_value_heads")
+    return _three(facts) if kind == THREE and leaf in ("weight", "bias", "lora_B") and known else ()
 
 
 def is_expert(name: str) -> bool:

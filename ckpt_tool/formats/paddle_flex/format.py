@@ -47,6 +47,7 @@ from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.paddle.extras import read_extras
 from ckpt_tool.formats.paddle.file import chunks_of
+from ckpt_tool.formats.paddle.rules import side_by_side
 from ckpt_tool.formats.paddle_flex import folders as paddle_flex_folders
 from ckpt_tool.formats.paddle_flex.ema import old_ema
 from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MODEL_FOLDER, Save
@@ -186,11 +187,13 @@ class _Reading:
             plain = plain_keys((entry.key, entry.path) for entry in entries)
             keys, self.roots = plain.keys, plain.roots
         recorded: list[str] = []
+        config = self._config()
         for key, entry in zip(keys, entries, strict=True):
-            chunks = chunks_of_entry(entry, key.name, self.files, fused=bool(kind))
+            parts = side_by_side(key.name, config)
+            chunks = chunks_of_entry(entry, self.files, parts if kind else ())
             path = entry.path if len(entry.path) > 1 else ()
             self._put(LogicalTensor(key, entry.shape, entry.dtype, chunks, path), save.folder)
-            if not kind and fused_blocks(key.name, entry):
+            if not kind and fused_blocks(entry, parts):
                 recorded.append(entry.key)
         if recorded:
             self.notes.append(Note(

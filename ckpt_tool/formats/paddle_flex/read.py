@@ -25,7 +25,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import Chunk, StoredArray
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle.file import Saved, read_paddle
-from ckpt_tool.formats.paddle.rules import Cut, is_fused, local_boxes
+from ckpt_tool.formats.paddle.rules import Cut, divides, local_boxes
 from ckpt_tool.formats.paddle_flex.metadata import Entry, Shard
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.safetensors_file import read_header
@@ -100,13 +100,14 @@ def check_files(tree: Tree, folder: str, files: Iterable[str], metadata: str) ->
         )  # fmt: skip
 
 
-def chunks_of_entry(entry: Entry, name: str, files: DataFiles, *, fused: bool) -> tuple[Chunk, ...]:
-    """The chunks of a key. fused: is a `[gate | up]` recorded rank by rank (the Trainer's folders)?
+def chunks_of_entry(entry: Entry, files: DataFiles, parts: tuple[int, ...]) -> tuple[Chunk, ...]:
+    """The chunks of a key. parts: relative widths of what lies side by side in it and is recorded rank by rank (the Trainer's
+    folders): (1, 1) for `[gate | up]`, () for one matrix.
 
     Raises Incomplete E1336 (a file lacks the key), InconsistentCheckpoint E1337 (a stored shape or dtype that the metadata
     contradicts).
     """
-    ways = fused_blocks(name, entry) if fused else None
+    ways = fused_blocks(entry, parts)
     out: list[Chunk] = []
     for shard in sorted(entry.shards, key=lambda s: s.replica):
         saved = _stored(entry, shard, files)
@@ -133,17 +134,21 @@ def _fit(pairs: Pairs, shape: tuple[int, ...]) -> Pairs:
     ]  # fmt: skip
 
 
-def fused_blocks(name: str, entry: Entry) -> dict[int, Pairs] | None:
-    """Where the blocks of a fused [gate | up] belong, by their offset on the last axis; None where nothing is interleaved:
-    another tensor, one block, or blocks that no tensor parallel job makes."""
-    if not is_fused(name) or not entry.shape:
+def fused_blocks(entry: Entry, parts: tuple[int, ...]) -> dict[int, Pairs] | None:
+    """Where the blocks of a fused tensor belong, by their offset on the last axis; None where nothing is interleaved: one
+    matrix, one block, or blocks that no tensor parallel job makes. parts: see `chunks_of_entry`."""
+    if not parts or not entry.shape:
         return None
     widths = {(shard.offset[-1], shard.shape[-1]) for shard in entry.shards if prod(shard.shape)}
     offsets = sorted(offset for offset, _ in widths)
     tp, total = len(offsets), entry.shape[-1]
-    if tp < 2 or total % (2 * tp) or widths != {(rank * total // tp, total // tp) for rank in range(tp)}:
+    if (
+        tp < 2
+        or not divides((total,), Cut(0, parts), tp)
+        or widths != {(rank * total // tp, total // tp) for rank in range(tp)}
+    ):
         return None
-    return {offsets[rank]: local_boxes((total,), Cut(0, (1, 1)), tp, rank)[1] for rank in range(tp)}
+    return {offsets[rank]: local_boxes((total,), Cut(0, parts), tp, rank)[1] for rank in range(tp)}
 
 
 def _stored(entry: Entry, shard: Shard, files: DataFiles) -> Saved:
