@@ -1,0 +1,228 @@
+"""`ckpt merge BASE ADAPTER... OUT --method lora`: adapters folded into their base, in whatever format and dialect it lies.
+
+    base named as the adapter names it -> each part matched -> recipes (`run.adapters`) -> named as the output wants it
+
+The base may be any checkpoint: a fused and sharded one is first seen under the hub's names (strided chunks, no byte moves),
+folded, and written back as it was, or as `--to` and `--dialect` say. Folded tensors are computed while they are written,
+tile by tile, and rounded once to the base's dtype, or to `--dtype`. Several adapters are folded one after another, each
+times its `--weight`: W + w1 s1 B1 A1 + w2 s2 B2 A2, which is what PEFT merges after `set_scale` (and what its
+`add_weighted_adapter` gives by `cat`; its `linear` mixes A of one with B of the other, and is not this).
+
+Before a byte moves, everything that speaks against the adapter is told at once: targets that the base lacks, shapes, ranks,
+leftovers. What training left beside the weights (optimizer, masters, averages) stays behind by name: it would belong to other
+weights. What it does not do: fold other methods than LoRA's family (`folding.settings` names them), undo a folding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.computed import refuse_saved_plan
+from ckpt_tool.commands.convert import choose
+from ckpt_tool.commands.dequantized import dequantized
+from ckpt_tool.commands.folding.changed import Adapter, changed
+from ckpt_tool.commands.folding.settings import settings_of
+from ckpt_tool.commands.folding.targets import Matched, Tokens, match
+from ckpt_tool.commands.model_config import config_of
+from ckpt_tool.commands.naming import under_other_names
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.commands.write import write
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import MODEL, LogicalTensor
+from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.formats import registry
+
+OPTION = "--method lora"
+USAGE, WEIGHTS, OTHER_BASE, TIED = "E1420", "E1421", "E1424", "E1425"
+HUB, FUSED = "hf", "hf-fused"
+_TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def fold(
+    sources: list[str],
+    dst: str,
+    reading: Reading,
+    writing: Writing,
+    progress: Progress,
+    *,
+    weights: tuple[float, ...] = (),
+) -> dict[str, Any]:
+    """Fold the adapters `sources[1:]` into the base `sources[0]`. weights: one for each adapter, () for 1.
+
+    Raises UsageError E1420 (sources), E1421 (weights), E1422 and E1426 (an adapter that can't be folded), E1425 (tied
+    embeddings), E1427 (a base without floats); InconsistentCheckpoint E1424 (an adapter of another base, all faults), E1429
+    (two adapters that replace the same tensor); and what reading and writing raise.
+    """
+    if len(sources) < 2:
+        raise UsageError(
+            f"{OPTION} folds adapters into a base, and only one source is given", code=USAGE,
+            hint="ckpt merge BASE ADAPTER... OUT --method lora",
+        )  # fmt: skip
+    refuse_saved_plan(writing, OPTION)
+    if weights and len(weights) != len(sources) - 1:
+        raise UsageError(
+            f"{len(weights)} weights for {len(sources) - 1} adapters", code=WEIGHTS,
+            hint="--weight once for each adapter, in their order; the base has none",
+        )  # fmt: skip
+    base = open_source(sources[0], reading)
+    adapters = [_opened(src, reading, weight) for src, weight in
+                zip(sources[1:], weights or (1.0,) * (len(sources) - 1), strict=True)]  # fmt: skip
+    to = writing.to or base.catalog.format
+    inherits = to == base.catalog.format and bool(registry.by_name(to).holds.mesh)
+    everything = _model(base, reading, replace(writing, remove_keys=(), keep_keys=()), inherits=inherits)
+    named, matched = _matched(everything, adapters, reading, writing)
+    kept = named
+    if writing.remove_keys or writing.keep_keys:
+        kept = _model(base, reading, writing, inherits=inherits)
+        kept = _named(kept, reading, writing, named.all_hints.get("dialect") if named is not everything else None)
+    folded = changed(kept, adapters, matched, writing, option=OPTION)
+    return write(_as_wanted(folded, everything, named, reading, writing, to), dst, writing, progress, to=to)
+
+
+def _opened(src: str, reading: Reading, weight: float) -> Adapter:
+    from ckpt_tool.storage.opening import open_tree
+
+    tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    kind = "peft" if tree.single is None and tree.exists("adapter_config.json") else None
+    opened = open_source(src, replace(reading, from_format=kind, family=None, config=None)).refuse_unsafe()
+    catalog = opened.catalog
+    if catalog.format != "peft":
+        raise UsageError(
+            f"{src} is no adapter but {catalog.format}", code=USAGE, path=opened.path,
+            hint="pass the folder that holds adapter_config.json, behind the base",
+        )  # fmt: skip
+    catalog.check()
+    config = catalog.hints["peft"]["config"]
+    settings = settings_of(config, opened.tree.display("adapter_config.json"), weight=weight, lenient=reading.lenient)
+    return Adapter(opened, settings, tuple(catalog.tensors.values()))
+
+
+def _model(base: Opened, reading: Reading, writing: Writing, *, inherits: bool) -> Chosen:
+    """The base's weights as the options choose them; what else it holds stays behind by name."""
+    chosen = dequantized(choose(base, reading, writing, inherits=inherits), writing)
+    rows: dict[str, list[LogicalTensor]] = {}
+    for row in chosen.stored:
+        rows.setdefault(row.tensor.key.state, []).append(row.tensor)
+    asked = [state for state in rows if state != MODEL and state in writing.states]
+    if asked:
+        raise UsageError(
+            f"--state {asked[0]}: it belongs to the weights before the adapter", code=USAGE,
+            hint="leave it off: folding writes the model alone",
+        )  # fmt: skip
+    stale = tuple(
+        {"state": state, "tensors": len(found), "bytes": sum(tensor.nbytes for tensor in found),
+         "reason": "it belongs to the weights as they were before the adapter"}
+        for state, found in rows.items() if state != MODEL
+    )  # fmt: skip
+    stored = tuple(row for row in chosen.stored if row.tensor.key.state == MODEL)
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *stale))
+
+
+# -- names ----------------------------------------------------------------------------------------------------------------
+
+
+def _named(chosen: Chosen, reading: Reading, writing: Writing, dialect: str | None) -> Chosen:
+    """The base under the adapters' names. dialect: None for the hub's, where the source says or shows that it has others."""
+    if writing.dialect == "keep" and dialect is None:
+        return chosen
+    untie = writing.tied_head if writing.tied_head == "untie" else None
+    asked = replace(writing, dialect=dialect, aoa=None, tied_head=untie)
+    return under_other_names(chosen, reading, asked, registry.by_name("safetensors"))
+
+
+def _matched(
+    everything: Chosen, adapters: Sequence[Adapter], reading: Reading, writing: Writing
+) -> tuple[Chosen, list[Matched]]:
+    """The base under the names that all adapters fit, and what they change. Raises InconsistentCheckpoint E1424."""
+    named = _named(everything, reading, writing, None)
+    found = _against(named, adapters, reading)
+    if any(each.faults for each in found) and any(each.missing for each in found) and writing.dialect != "keep":
+        stacked = _stacked_experts(everything, reading, writing)
+        others = _against(stacked, adapters, reading) if stacked is not None else found
+        if stacked is not None and not any(each.faults for each in others):
+            named, found = stacked, others
+    faults = [(adapter, fault) for adapter, each in zip(adapters, found, strict=True) for fault in each.faults]
+    if faults:
+        adapter, first = faults[0]
+        of = f"; it was trained on {adapter.settings.base}" if adapter.settings.base else ""
+        dialect = "" if any(each.changes for each in found) else ", or say whose names the base has with --family NAME"
+        raise InconsistentCheckpoint(
+            f"the adapter is not one of this base: {first}", code=OTHER_BASE, path=adapter.opened.path,
+            faults=[fault for _, fault in faults[1:200]], hint=f"pass the base that it was trained on{dialect}{of}",
+        )  # fmt: skip
+    _refuse_tied(named, adapters, found, reading)
+    return named, found
+
+
+def _stacked_experts(everything: Chosen, reading: Reading, writing: Writing) -> Chosen | None:
+    """The base as transformers 5 holds it in memory: a layer's experts in two tensors. None where the family has no such."""
+    try:
+        return _named(everything, reading, writing, FUSED)
+    except (UsageError, InputError):
+        return None
+
+
+def _against(named: Chosen, adapters: Sequence[Adapter], reading: Reading) -> list[Matched]:
+    base = {row.tensor.key.name: row.tensor for row in named.stored}
+    config = _config(named, reading)
+    return [match(adapter.tensors, base, adapter.settings, config) for adapter in adapters]
+
+
+def _config(chosen: Chosen, reading: Reading) -> Mapping[str, Any]:
+    return chosen.config or config_of(chosen.sources[0], reading).config or {}
+
+
+def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
+    """Raise UsageError E1425 for an adapter that changes an embedding which is the head too, unless it was trained so."""
+    names = {row.tensor.key.name for row in named.stored}
+    if _config(named, reading).get("tie_word_embeddings") is not True or any(name.endswith(_HEADS) for name in names):
+        return
+    for adapter, each in zip(adapters, found, strict=True):
+        touched = [name for name, changes in each.changes.items()
+                   if name.endswith(_TABLES) and not all(isinstance(change, Tokens) for change in changes)]  # fmt: skip
+        if touched and not adapter.settings.tied and not reading.lenient:
+            raise UsageError(
+                f"the adapter changes {touched[0]}, which is the base's head too, and it was trained with the head as it was",
+                code=TIED, path=adapter.opened.path, key=touched[0],
+                hint="--tied-head untie writes them apart, as they were trained; --lenient changes both, as PEFT's merge does",
+            )  # fmt: skip
+
+
+def _as_wanted(
+    folded: Chosen, everything: Chosen, named: Chosen, reading: Reading, writing: Writing, to: str
+) -> Chosen:  # fmt: skip
+    """The folded base under the output's names: those it came with, unless `--to` or `--dialect` say otherwise."""
+    fmt = registry.by_name(to)
+    home = _home(everything, named, reading)
+    if reading.family:
+        reading = replace(reading, family=reading.family.partition(":")[0])
+    asked = writing.dialect not in (None, "keep") or writing.aoa
+    if (
+        asked
+        or writing.dialect is None
+        and fmt.holds.dialect not in ("keep", home)
+        and to != everything.sources[0].catalog.format
+    ):
+        return under_other_names(folded, reading, writing, fmt)
+    if home is None:  # its names were the adapters' already
+        return folded
+    back = under_other_names(folded, reading, replace(writing, dialect=home), fmt)
+    return replace(back, hints=everything.hints, config=everything.config)
+
+
+def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
+    """The dialect that the base came in, None where it was named already as the adapters name it."""
+    if named is everything or [row.tensor.key for row in named.stored] == [row.tensor.key for row in everything.stored]:
+        return None
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    catalog = everything.sources[0].catalog
+    said = catalog.hints.get("dialect", registry.by_name(catalog.format).holds.dialect)
+    told = said if isinstance(said, str) and said not in ("keep", HUB) else None
+    return find(_config(named, reading), parameter_shapes(everything.stored), told=told, family=reading.family).dialect

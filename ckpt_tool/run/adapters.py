@@ -1,0 +1,231 @@
+"""Adapters folded into their base while it is read: the arithmetic of LoRA, DoRA, embeddings, biases and stacked experts.
+
+A folded tensor is a recipe of `run.computed`: the base tensor plus, for each adapter, a product of two thin matrices,
+
+    W' = W + s B A              LoRA: W (out, in), A (r, in), B (out, r), s = alpha / r
+    W' = m / |W + s B A| (W + s B A)      DoRA: m (out,), the norm of each output's row
+    W' = W + s (B A)^T          Conv1D and embeddings, whose weight lies (in, out)
+    W'[e] = W[e] + s B_e A_e    stacked experts: A_e rows [e r, (e + 1) r) of A (e r, in), B_e = B (out, r, e)[:, :, e]
+
+seen as E matrices of R rows and C columns whatever the tensor's rank (a convolution has the columns in x kernel). Arithmetic
+is fp32 in PEFT's order: the product, times s, rounded, added, rounded; several adapters one after another; rounding to the
+output's dtype comes last, once. Every product is made in blocks of 16 rows by up to 256 columns on a grid fixed by the
+tensor alone, so an element has the same bits whatever range it is asked for in. A block is at most 2^18 multiply-adds:
+OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2
+at r = 64 in such blocks; 1 to 15 ns in one piece). Products of NumPy's OpenBLAS and torch's MKL are one chain of fused
+multiply-adds along r, so LoRA equals PEFT bit for bit (tests/commands/test_adapters.py); DoRA's norms are summed in fp64 here
+and in fp32 there.
+
+Cost: 2 to 4 ns an element; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads its base twice.
+Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
+`utils/save_and_load.py`, `tuners/trainable_tokens/layer.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tool.run.computed import Floats, Read, Recipe
+
+ROWS, COLUMNS = 16, 256  # of a block
+PRODUCTS = 1 << 18  # multiply-adds of a block at most: OpenBLAS's own threads begin above
+_TILE = 1 << 20  # elements of one step of a pass over a tensor
+
+
+class Kept:
+    """What recipes of one run share: factors as they are used, the last ones; DoRA's norms; the last strip of each thread."""
+
+    ROOM = 128 << 20  # bytes of factors
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
+        self._guard = threading.Lock()
+        self._making: dict[Hashable, threading.Lock] = {}
+        self._norms: dict[Hashable, Floats] = {}
+        self.strips = threading.local()
+
+    def factors(self, key: Hashable, make: Callable[[], tuple[Floats, ...]]) -> tuple[Floats, ...]:
+        """What `make` gives for `key`, kept while there is room. Two threads may make the same."""
+        with self._guard:
+            if key in self._held:
+                self._held.move_to_end(key)
+                found: tuple[Floats, ...] = self._held[key][1]
+                return found
+        made = make()
+        with self._guard:
+            self._held[key] = (sum(each.nbytes for each in made), made)
+            while len(self._held) > 1 and sum(size for size, _ in self._held.values()) > self.ROOM:
+                self._held.popitem(last=False)
+        return made
+
+    def norms(self, key: Hashable, make: Callable[[], Floats]) -> Floats:
+        """A pass over a whole tensor is made once: others wait for it."""
+        with self._guard:
+            lock = self._making.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._norms:
+                self._norms[key] = make()
+            return self._norms[key]
+
+
+class Term(NamedTuple):
+    """One adapter's share in a tensor. a, b, magnitude: numbers of the recipe's inputs. rank: of one expert's. turned: the
+    product is added transposed."""
+
+    a: int
+    b: int
+    rank: int
+    scaling: float
+    turned: bool
+    magnitude: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Folded(Recipe):
+    """The base (input 0) and low-rank terms. experts: matrices stacked along the first dim, 1 for a plain weight."""
+
+    terms: tuple[Term, ...]
+    experts: int
+    kept: Kept
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        out = _floats(read(0, start, stop))
+        size = self.numel // self.experts
+        for e in range(start // size, -(-stop // size)):
+            low, high = max(start, e * size), min(stop, (e + 1) * size)
+            part = out[low - start : high - start]
+            for number in range(len(self.terms)):
+                self._add(read, number, e, part, low - e * size, high - e * size)
+        return out
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(R, C) of one expert."""
+        shape = self.shape if self.experts == 1 else self.shape[1:]
+        return shape[0], prod(shape[1:])
+
+    def _add(self, read: Read, number: int, e: int, part: Floats, low: int, high: int) -> None:
+        """Fold term `number` into `part`, elements [low, high) of expert `e`, in place."""
+        term, (_, width) = self.terms[number], self.matrix
+        first, last = low // width, (high - 1) // width
+        strip = first == last  # within one row: its own columns are enough
+        left, right = (low - first * width, high - first * width) if strip else (0, width)
+        delta = self._product(read, number, e, (first, last + 1), (left, right), strip=strip)
+        line = delta.reshape(-1)[0 if strip else low - first * width :][: high - low]
+        if not term.magnitude:
+            part += line
+            return
+        factor = self._factors(read, number)
+        part += line
+        if term.turned:
+            columns = np.arange(low, high) % width if not strip else slice(left, right)
+            part *= factor[columns]
+        else:
+            rows = np.repeat(factor[first : last + 1], right - left)
+            part *= rows[0 if strip else low - first * width :][: high - low]
+
+    def _product(
+        self, read: Read, number: int, e: int, rows: tuple[int, int], columns: tuple[int, int], *, strip: bool = False
+    ) -> Floats:
+        """s B A (or its transpose) of expert `e` in [rows) x [columns), C-contiguous."""
+        term = self.terms[number]
+        left, right = self.kept.factors((self.key, number, e), lambda: self._thin(read, term, e))
+        wide = right.shape[-1]
+        low, high = rows[0] // ROWS, -(-rows[1] // ROWS)
+        first, last = columns[0] // wide, -(-columns[1] // wide)
+        where = (self.key, number, e, low, first, last)
+        if strip and getattr(self.kept.strips, "at", None) == where:
+            block: Floats = self.kept.strips.block
+        else:
+            block = np.empty(((high - low) * ROWS, (last - first) * wide), np.float32)
+            by_block = block.reshape(high - low, ROWS, last - first, wide).transpose(2, 0, 1, 3)
+            np.matmul(left[low:high], right[first:last, None], out=by_block)
+            block *= np.float32(term.scaling)
+            if strip:  # the next rows of a panel are most often asked for the same columns
+                self.kept.strips.at, self.kept.strips.block = where, block
+        return np.ascontiguousarray(
+            block[rows[0] - low * ROWS : rows[1] - low * ROWS, columns[0] - first * wide : columns[1] - first * wide]
+        )
+
+    def _thin(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
+        """The factors on the grid: (blocks of rows, 16, r) and (blocks of columns, r, columns of a block), padded by zeros."""
+        shapes = [self.inputs[k].tensor.shape for k in (term.a, term.b)]
+        inner, outer = prod(shapes[0][1:]), shapes[1][0]
+        step = term.rank * inner
+        a = _floats(read(term.a, e * step, (e + 1) * step)).reshape(term.rank, inner)
+        b = _floats(read(term.b, 0, prod(shapes[1]))).reshape(outer, term.rank, self.experts)[:, :, e]
+        tall, flat = (a.T, b.T) if term.turned else (b, a)
+        wide = max(16, min(COLUMNS, PRODUCTS // (ROWS * term.rank) // 16 * 16))
+        left = np.zeros((-(-tall.shape[0] // ROWS) * ROWS, term.rank), np.float32)
+        left[: tall.shape[0]] = tall
+        right = np.zeros((term.rank, -(-flat.shape[1] // wide) * wide), np.float32)
+        right[:, : flat.shape[1]] = flat
+        blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
+        return left.reshape(-1, ROWS, term.rank), blocks
+
+    def _factors(self, read: Read, number: int) -> Floats:
+        """DoRA's magnitude over norm, one for each output: of a row, or of a column where the weight lies (in, out)."""
+        return self.kept.norms((self.key, number), lambda: self._norm(read, number))
+
+    def _norm(self, read: Read, number: int) -> Floats:
+        term, (height, width) = self.terms[number], self.matrix
+        squares = np.zeros(width if term.turned else height, np.float64)
+        step = max(1, _TILE // max(width, 1) // ROWS) * ROWS
+        for low in range(0, height, step):
+            high = min(height, low + step)
+            tile = _floats(read(0, low * width, high * width)).reshape(high - low, width)
+            tile += self._product(read, number, 0, (low, high), (0, width))
+            wide = tile.astype(np.float64)
+            wide *= wide
+            if term.turned:
+                squares += wide.sum(axis=0)
+            else:
+                squares[low:high] = wide.sum(axis=1)
+        outputs = len(squares)
+        magnitude = _floats(read(term.magnitude or 0, 0, outputs))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            magnitude /= np.sqrt(squares).astype(np.float32)
+        return magnitude
+
+
+@dataclass(frozen=True, eq=False)
+class Biased(Recipe):
+    """A bias (input 0) and, for each adapter, `lora_B.bias` times its scaling (inputs 1, 2, ...)."""
+
+    scalings: tuple[float, ...]
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        out = _floats(read(0, start, stop))
+        for number, scaling in enumerate(self.scalings, 1):
+            out += _floats(read(number, start, stop)) * np.float32(scaling)
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Recipe):
+    """An embedding (input 0) in which row `rows[k]` is row k of input 1. rows: ascending, with their k."""
+
+    rows: tuple[tuple[int, int], ...]
+
+    def values(self, read: Read, start: int, stop: int) -> Floats:
+        out = _floats(read(0, start, stop))
+        width = prod(self.shape[1:])
+        for row, k in self.rows:
+            low, high = max(start, row * width), min(stop, (row + 1) * width)
+            if low < high:
+                at = (k - row) * width
+                out[low - start : high - start] = _floats(read(1, low + at, high + at))
+        return out
+
+
+def _floats(values: np.ndarray[Any, np.dtype[Any]]) -> Floats:
+    """fp32 values that may be changed: `read` gives a copy."""
+    made: Floats = values.astype(np.float32, copy=False)
+    return made
