@@ -48,6 +48,12 @@ def flag(name: str, help: str, *, names: Sequence[str] = (), default: bool = Fal
     return name, bool, default, {"names": names or ["--" + name.replace("_", "-")], "help": help}
 
 
+def choice(name: str, help: str) -> Row:
+    """A flag that may be on, off or left alone: `--name`, `--no-name`."""
+    spelled = name.replace("_", "-")
+    return name, bool | None, None, {"names": [f"--{spelled}/--no-{spelled}"], "help": help}
+
+
 def group(title: str, *rows: Row) -> Group:
     """Rows as parameters under one heading of the help."""
     return tuple(_parameter(title, *row) for row in rows)
@@ -156,9 +162,16 @@ MERGE = group(
     text("method", "NAME", f"{', '.join(METHODS)}. Default union.", choices=METHODS),
     texts("weight", "W", "The weight of a source, in their order. Repeatable."),
     text("base", "SRC", "The model that the sources grew from."),
-    text("density", "D", "Share of a task vector that is kept (ties, dare, della)."),
+    texts("density", "D", "Share of a task vector that is kept: ties, dare, della, breadcrumbs. Repeatable."),
     text("t", "T", "Where slerp stops, from 0 to 1."),
-    text("seed", "N", "Seed of dare and della."),
+    text("epsilon", "E", "della: how far the share goes up and down by rank. Default 0.15."),
+    text("gamma", "G", "breadcrumbs: share of the largest that is left out. Default 0.01."),
+    text("lambda_", "L", "Factor of the merged task vector. Default 1.", option="--lambda"),
+    choice("normalize", "Divide by the weights that count, or don't. Default the method's."),
+    text("decay", "D", "ema: share that the average keeps at each checkpoint."),
+    text("last", "N", "The last N checkpoints of the folder SRC."),
+    text("seed", "N", "Seed of dare and della. Default 0."),
+    text("tokenizer", "base", "Merge though tokenizers differ; the base's is kept.", choices=("base",)),
     text("config", "FILE", "A mergekit config; it names the sources, only DST is given."),
     text(
         "on_conflict", "error|first|last", "When sources hold one tensor with different values. Default error.",

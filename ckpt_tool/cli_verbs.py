@@ -33,13 +33,14 @@ from ckpt_tool.cli_options import (
 )
 from ckpt_tool.commands import values
 from ckpt_tool.commands.options import (
-    METHODS,
+    MergeOptions,
     Reading,
     ReadingOptions,
     Taken,
     Writing,
     WritingOptions,
     both_from,
+    merging_from,
     reading_from,
     writing_from,
 )
@@ -112,18 +113,9 @@ def merge(
 ) -> Job:
     """Join shards, strip keys, fold LoRA adapters, merge models."""
     *sources, dst = paths
-    show, taken = show_from(given), Taken(given)
-    options: Document = {
-        "method": taken.take("method", values.one_of(METHODS), "union"),
-        "weights": taken.take("weight", values.numbers, ()),
-        "base": taken.take("base", values.text, None),
-        "density": taken.take("density", values.number, None),
-        "t": taken.take("t", values.number, None),
-        "seed": taken.take("seed", values.integer, None),
-        "config": taken.take("config", values.text, None),
-        "on_conflict": taken.take("on_conflict", values.one_of(("error", "first", "last")), "error"),
-    }
-    taken.settle()
+    show = show_from(given)
+    renamed = {"merge_config" if name == "config" else name: value for name, value in given.items()}
+    options: Document = merging_from(_only(renamed, MergeOptions.__annotations__))
     reading, writing = _both(_without(given, "config"))
     _check_sources(sources, dst, options)
 

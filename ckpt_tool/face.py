@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tool.commands import values
-from ckpt_tool.commands.options import METHODS, CallOptions, ReadingOptions, Taken, both_from, reading_from
+from ckpt_tool.commands.options import CallOptions, ReadingOptions, Taken, both_from, merging_from, reading_from
 from ckpt_tool.core.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -55,9 +55,16 @@ def merge(
     method: str = "union",
     weight: float | Iterable[float] = (),
     base: StrPath | None = None,
-    density: float | None = None,
+    density: float | Iterable[float] = (),
     t: float | None = None,
     seed: int | None = None,
+    epsilon: float | None = None,
+    gamma: float | None = None,
+    lambda_: float | None = None,
+    normalize: bool | None = None,
+    decay: float | None = None,
+    last: int | None = None,
+    tokenizer: str | None = None,
     on_conflict: str = "error",
     progress: Progress = SILENT,
     **options: Unpack[CallOptions],
@@ -65,28 +72,14 @@ def merge(
     """Join shards, strip keys, merge models: `ckpt merge SRC... DST`. Here `config` is a mergekit config."""
     from ckpt_tool.commands.merge import merge as command
 
-    taken = Taken({"method": method, "weight": weight, "on_conflict": on_conflict})
-    method = taken.take("method", values.one_of(METHODS), "union")
-    weights = taken.take("weight", values.numbers, ())
-    on_conflict = taken.take("on_conflict", values.one_of(("error", "first", "last")), "error")
-    taken.settle()
     config = options.pop("config", None)
+    asked = merging_from({
+        "method": method, "weight": weight, "base": base, "density": density, "t": t, "seed": seed, "epsilon": epsilon,
+        "gamma": gamma, "lambda_": lambda_, "normalize": normalize, "decay": decay, "last": last, "tokenizer": tokenizer,
+        "merge_config": config, "on_conflict": on_conflict,
+    })  # fmt: skip
     reading, writing = both_from(options)
-    return command(
-        [fspath(source) for source in sources],
-        fspath(dst),
-        reading,
-        writing,
-        progress,
-        method=method,
-        weights=weights,
-        base=None if base is None else fspath(base),
-        density=density,
-        t=t,
-        seed=seed,
-        config=config,
-        on_conflict=on_conflict,
-    )
+    return command([fspath(source) for source in sources], fspath(dst), reading, writing, progress, **asked)
 
 
 def diff(

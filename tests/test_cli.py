@@ -131,9 +131,14 @@ def test_merge_arrives(stub: dict[str, Stub]) -> None:
     assert stub["merge"].args[:3] == (["a", "b"], "out", Reading())
     assert stub["merge"].args[3].to == "safetensors"
     assert stub["merge"].kwargs == {
-        "method": "dare-ties", "weights": (0.3, 0.7), "base": "c", "density": 0.5, "t": None, "seed": 7, "config": None,
-        "on_conflict": "last",
+        "method": "dare-ties", "weights": (0.3, 0.7), "base": "c", "density": (0.5,), "t": None, "seed": 7, "config": None,
+        "on_conflict": "last", "epsilon": None, "gamma": None, "factor": None, "normalize": None, "decay": None,
+        "last": None, "tokenizer": None,
     }  # fmt: skip
+    assert run("merge", "a", "out", "--method", "ema", "--lambda", "2", "--no-normalize", "--last", "3", "--decay", "0.9",
+               "--epsilon", "0.1", "--gamma", "0.2", "--tokenizer", "base", "--density", "1", "--density", "0.5") == 0  # fmt: skip
+    given = {"factor": 2.0, "normalize": False, "last": 3, "decay": 0.9, "epsilon": 0.1, "gamma": 0.2, "tokenizer": "base"}
+    assert {**stub["merge"].kwargs, **given, "density": (1.0, 0.5)} == stub["merge"].kwargs
 
 
 def test_merge_config_is_not_the_model_config(stub: dict[str, Stub]) -> None:

@@ -1,4 +1,4 @@
-"""`ckpt merge`: join shards and checkpoints into one, strip keys. Arithmetic merges belong to a later build."""
+"""`ckpt merge`: join shards and checkpoints into one, strip keys, fold adapters (`adapters`), merge models (`merging`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.convert import choose
 from ckpt_tool.commands.groups import without_removed
+from ckpt_tool.commands.merging.asked import Asked, job_of, last_of
+from ckpt_tool.commands.merging.merged import merge_models
+from ckpt_tool.commands.merging.mergekit import read_config
+from ckpt_tool.commands.merging.settings import Job
 from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.quantised import with_their_parts
 from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.write import write
@@ -17,8 +22,6 @@ from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.moves import Stored
-
-BUILT = ("union",)
 
 
 def merge(
@@ -29,26 +32,70 @@ def merge(
     progress: Progress,
     *,
     method: str | None = None,
-    weights: tuple[float, ...] = (),
-    base: str | None = None,
-    density: float | None = None,
-    t: float | None = None,
-    seed: int | None = None,
     config: str | None = None,
     on_conflict: str = "error",
+    **options: Any,
 ) -> dict[str, Any]:
-    """Join `sources` (one: its shards) into `dst`; keys that several hold are one conflict each (`--on-conflict`)."""
-    if (method or "union") not in BUILT or config or weights or base or density is not None or t is not None:
-        raise UsageError(
-            f"this build merges by {', '.join(BUILT)} only, not {method or 'a config'}", code="E0266",
-            hint="leave the arithmetic options off to join and strip",
-        )  # fmt: skip
+    """Make `sources` one checkpoint at `dst`. options: those of arithmetic merges, the fields of `merging.asked.Asked`.
+
+    Raises UsageError E1440-E1445, InputError E1446-E1449, and what reading and writing raise.
+    """
+    asked = Asked(method or "union", **options)
+    if config is not None:
+        return merge_models(_configured(config, asked), dst, reading, writing, progress)
+    sources = [src for path in sources for src in _checkpoints(path, asked, reading)]
+    if asked.method == "lora":
+        from ckpt_tool.commands.adapters import fold
+
+        _refuse(asked, but=("--weight",))
+        return fold(sources, dst, reading, writing, progress, weights=asked.weights)
+    if asked.method != "union":
+        if on_conflict != "error":
+            raise UsageError(
+                "--on-conflict is of union alone", code="E1442", hint="arithmetic merges have no conflicts"
+            )
+        return merge_models(job_of(asked, sources), dst, reading, writing, progress)
+    _refuse(asked, but=("--last",))
     opened = [open_source(src, reading) for src in sources]
     to = writing.to or opened[0].catalog.format
     if len(opened) == 1:
         inherits = to == opened[0].catalog.format and bool(registry.by_name(to).holds.mesh)
         return write(choose(opened[0], reading, writing, inherits=inherits), dst, writing, progress, to=to)
     return write(_union(opened, reading, writing, on_conflict), dst, writing, progress, to=to)
+
+
+def _configured(config: str, asked: Asked) -> Job:
+    """The job of a mergekit config, which says all but the seed and that tokenizers may differ."""
+    if asked.method != "union":
+        raise UsageError(
+            f"--config says the method, but --method {asked.method} is given too", code="E1442", path=config,
+            hint="give one of the two",
+        )  # fmt: skip
+    _refuse(asked, but=("--tokenizer",), of="--config")
+    return read_config(config, seed=asked.seed, tokenizer=asked.tokenizer)
+
+
+def _refuse(asked: Asked, *, but: tuple[str, ...], of: str = "") -> None:
+    """Raise UsageError E1442 for options of arithmetic merges that can have no effect."""
+    wrong = [option for option in asked.spoken() if option not in but]
+    wrong += ["--seed"] if asked.seed is not None and not of else []
+    if wrong:
+        raise UsageError(
+            f"{', '.join(wrong)}: no option of {of or f'merge --method {asked.method}'}", code="E1442",
+            hint="name the method with --method" if asked.method == "union" and not of else "leave it off",
+        )  # fmt: skip
+
+
+def _checkpoints(path: str, asked: Asked, reading: Reading) -> list[str]:
+    """The source itself, or the last checkpoints of it where `--last` asks for them."""
+    if asked.last is None:
+        return [path]
+    from ckpt_tool.storage.opening import open_tree
+
+    names = {
+        name.split("/")[0] for name in open_tree(path, follow_symlinks=reading.follow_symlinks).listing() if "/" in name
+    }
+    return last_of(path, sorted(names), asked.last)
 
 
 def _union(opened: list[Opened], reading: Reading, writing: Writing, on_conflict: str) -> Chosen:
@@ -79,6 +126,7 @@ def _union(opened: list[Opened], reading: Reading, writing: Writing, on_conflict
             hint="say which one wins with --on-conflict first or --on-conflict last", faults=conflicts[1:],
         )  # fmt: skip
     kept, removed = split_keys(found, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
+    kept, removed = with_their_parts({key: row.tensor for key, row in found.items()}, kept, removed, writing)
     gone: tuple[LogicalTensor, ...] = tuple(found[key].tensor for key in removed)
     return Chosen(
         tuple(opened),

@@ -17,11 +17,10 @@ from typing import Any
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.groups import renamed_groups
-from ckpt_tool.commands.model_config import check_config, config_of
+from ckpt_tool.commands.model_config import centred_norms, check_config, config_of
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
 from ckpt_tool.commands.ready import ready
 from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_copies, with_head
-from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InputError, UsageError, wrap_os_error
@@ -49,7 +48,7 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
                 chosen, notes=(*chosen.notes, f"--family: {fmt.name} keeps names; --dialect NAME changes them")
             )
         return chosen
-    source = _dialect_of(chosen.sources[0].catalog)
+    source = _dialect_of(chosen)
     if writing.dialect is None and not reading.family:
         if source == target != "hf":
             return chosen
@@ -74,18 +73,19 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     return False
 
 
-def _dialect_of(catalog: Catalog) -> str | None:
-    """What the source says of its names: `hf`, `paddle`, `megatron`, ...; None where it says nothing."""
-    said = catalog.hints.get("dialect")
+def _dialect_of(chosen: Chosen) -> str | None:
+    """What the first source says of its names, or whose they were given since: `hf`, `paddle`, ...; None for nothing."""
+    said = chosen.all_hints.get("dialect")
     if isinstance(said, str):
         return said if said in DIALECTS and said != "keep" else None
-    home = registry.by_name(catalog.format).holds.dialect
+    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
     return None if home == "keep" else home
 
 
 def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, source: str | None) -> Chosen:
     """By the equations of the family that the config, the names or `--family` tell. Where the user does not ask for it in
     words, what can't be told is kept as it is, with a line, unless the source says that its names are foreign."""
+    from ckpt_tool.families.base import SHIFTED
     from ckpt_tool.families.registry import find
     from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.plan.mapping import parameter_shapes
@@ -124,6 +124,8 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         chosen = replace(chosen, notes=(*chosen.notes, *lost))
     if found.dialect == target:
         return replace(chosen, hints={**chosen.all_hints, "dialect": target})
+    if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
+        found = found._replace(dialect=SHIFTED)
     mapped = mapping(found.family, found.dialect, target, shapes, config)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"

@@ -32,8 +32,8 @@ DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
 DEGREES = ("tp", "pp", "ep", "etp", "dp", "cp", "vpp")
 POLICIES = ("largest-dim", "prefix", "best-subset", "dtensor", "pad", "replicate", "error")
 METHODS = (
-    "union", "lora", "linear", "slerp", "ties", "dare-linear", "dare-ties", "della", "della-linear",
-    "task-arithmetic",
+    "union", "lora", "linear", "slerp", "nuslerp", "task-arithmetic", "ties", "dare-linear", "dare-ties", "della",
+    "della-linear", "breadcrumbs", "breadcrumbs-ties", "model-stock", "passthrough", "ema",
 )  # fmt: skip
 TIED_HEAD = ("keep", "tie", "untie")
 VERIFY = ("off", "quick", "full")
@@ -140,6 +140,26 @@ class WritingOptions(TypedDict, total=False):
     ray: str | None
 
 
+class MergeOptions(TypedDict, total=False):
+    """The options of `merge` as keywords (`--weight` is `weight`, `--lambda` is `lambda_`)."""
+
+    method: str | None
+    weight: str | float | Iterable[float] | None
+    base: str | None
+    density: str | float | Iterable[float] | None
+    t: float | None
+    seed: int | None
+    epsilon: float | None
+    gamma: float | None
+    lambda_: float | None
+    normalize: bool | None
+    decay: float | None
+    last: int | None
+    tokenizer: str | None
+    merge_config: str | None
+    on_conflict: str | None
+
+
 class CallOptions(ReadingOptions, WritingOptions, total=False):
     """Both, for the verbs that read and write."""
 
@@ -184,7 +204,9 @@ class Taken:
 
 def flag(name: str) -> str:
     """The option as it is typed: `from_format` -> `--from`."""
-    return "--" + {"from_format": "from", "map_file": "map"}.get(name, name).replace("_", "-")
+    return "--" + {"from_format": "from", "map_file": "map", "lambda_": "lambda", "merge_config": "config"}.get(
+        name, name
+    ).replace("_", "-")
 
 
 def reading_from(given: Mapping[str, Any]) -> Reading:
@@ -201,6 +223,31 @@ def writing_from(given: Mapping[str, Any]) -> Writing:
     writing = _writing(taken)
     taken.settle()
     return writing
+
+
+def merging_from(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `commands.merge.merge` takes, from keywords. Raises UsageError."""
+    taken = Taken(given, MergeOptions.__annotations__)
+    take = taken.take
+    found = {
+        "method": take("method", values.one_of(METHODS), "union"),
+        "weights": take("weight", values.numbers, ()),
+        "base": take("base", values.text, None),
+        "density": take("density", values.numbers, ()),
+        "t": take("t", values.number, None),
+        "seed": take("seed", values.integer, None),
+        "epsilon": take("epsilon", values.number, None),
+        "gamma": take("gamma", values.number, None),
+        "factor": take("lambda_", values.number, None),
+        "normalize": take("normalize", bool, None),
+        "decay": take("decay", values.number, None),
+        "last": take("last", values.count, None),
+        "tokenizer": take("tokenizer", values.one_of(("base",)), None),
+        "config": take("merge_config", values.text, None),
+        "on_conflict": take("on_conflict", values.one_of(("error", "first", "last")), "error"),
+    }
+    taken.settle()
+    return found
 
 
 def both_from(given: Mapping[str, Any]) -> tuple[Reading, Writing]:

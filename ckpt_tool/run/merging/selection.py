@@ -50,7 +50,8 @@ class Cut(NamedTuple):
         if self.until <= low:
             return beyond
         if self.until >= low + magnitudes.size:
-            return np.logical_or(beyond, magnitudes == bits, out=beyond)
+            beyond |= magnitudes == bits
+            return beyond
         beyond[: self.until - low] |= magnitudes[: self.until - low] == bits
         return beyond
 

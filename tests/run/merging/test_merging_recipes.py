@@ -23,7 +23,7 @@ from ckpt_tool.run.merging.sphere import NuSlerp, Slerp
 from ckpt_tool.run.merging.task_vectors import TaskVectors, Trim
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import whole_merges as oracle  # noqa: E402
+import whole_merges as oracle
 
 KEY = TensorKey("w")
 SHAPES = [(37, 53), (1000,), (3, 5, 28), (1, 7), (64, 1)]
@@ -64,7 +64,9 @@ def made(recipe: Any, tensors: Sequence[torch.Tensor], *, threads: int = 1, step
 
 def ulps(got: np.ndarray[Any, Any], want: torch.Tensor) -> int:
     """The largest distance in units of the last place of fp32."""
-    a, b = (np.ascontiguousarray(x, np.float32).view(np.int32).astype(np.int64) for x in (got, want.numpy().reshape(-1)))
+    a, b = (
+        np.ascontiguousarray(x, np.float32).view(np.int32).astype(np.int64) for x in (got, want.numpy().reshape(-1))
+    )
     order_a, order_b = (np.where(x < 0, -(x & 0x7FFFFFFF), x) for x in (a, b))
     return int(np.abs(order_a - order_b).max(initial=0))
 
@@ -199,7 +201,11 @@ def test_draws_are_those_of_any_other_range() -> None:
     full = masks.draws(key, 0, 500)
     for low, high in [(0, 1), (7, 9), (8, 16), (13, 500), (499, 500)]:
         np.testing.assert_array_equal(masks.draws(key, low, high), full[low:high])
-    others = [masks.stream(43, 1, "model.norm.weight"), masks.stream(42, 0, "model.norm.weight"), masks.stream(42, 1, "x")]
+    others = [
+        masks.stream(43, 1, "model.norm.weight"),
+        masks.stream(42, 0, "model.norm.weight"),
+        masks.stream(42, 1, "x"),
+    ]
     assert all((masks.draws(other, 0, 500) != full).any() for other in others)
 
 

@@ -1,0 +1,291 @@
+"""A mergekit config as a Job (mergekit 0.1.5 `config.py`, docs/merge configuration).
+
+    merge_method: ties
+    base_model: ./llama
+    models:
+      - model: ./math
+        parameters: {weight: 0.5, density: [0.3, 0.7]}
+      - model: ./code
+        parameters: {weight: [{filter: mlp, value: 0.2}, {value: 0.5}]}
+    parameters: {normalize: true}
+    dtype: float32
+    out_dtype: bfloat16
+
+Paths are relative to the working directory, as mergekit has them. Every key that is not understood is an error with its place;
+what mergekit knows and this tool does not do is refused by name: `modules`, tokenizers that are built or rows that move
+(`tokenizer_source: union`, `tokens`), `chat_template`, `residual_weight`, `model+lora`.
+
+`dtype` is what mergekit computes in; here arithmetic is fp32, so it only says what is written where `out_dtype` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ckpt_tool.commands.merging.methods import Method, method_of
+from ckpt_tool.commands.merging.settings import Case, Job, Part, Setting, Slice, Value, all_faults
+from ckpt_tool.commands.merging.yaml_file import read_yaml
+from ckpt_tool.core.dtype import from_name
+from ckpt_tool.errors import UsageError, near_misses
+
+_KEYS = (
+    "merge_method",
+    "base_model",
+    "models",
+    "slices",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "tokenizer",
+)
+_REFUSED = {
+    "modules": "models of several modules are not merged by this build: merge with models or slices",
+    "chat_template": "this build copies the tokenizer's files as they are: set the template in the output's own",
+    "residual_weight": "mergekit reads it and does nothing with it",
+}
+_DTYPES = ("F32", "BF16", "F16")
+T = TypeVar("T")
+
+
+class _Faults(list[tuple[str, str]]):
+    """(place in the config, what is wrong there)."""
+
+    def add(self, place: str, message: str) -> None:
+        self.append((place, message))
+
+    def unknown(self, place: str, found: Mapping[str, Any], known: tuple[str, ...]) -> None:
+        for key in found:
+            if key in _REFUSED:
+                self.add(f"{place}/{key}", f"{key}: {_REFUSED[key]}")
+            elif key not in known:
+                near = near_misses(key, known) or f"the keys here are {', '.join(known)}"
+                self.add(f"{place}/{key}", f"unknown key {key!r}; {near}")
+
+
+def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = None) -> Job:
+    """The job that the config at `path` describes. tokenizer: as of the command line.
+
+    Raises UsageError E1443 (no YAML), E1444 with every fault of the config, StorageError.
+    """
+    data, faults = read_yaml(path), _Faults()
+    if not isinstance(data, dict):
+        raise UsageError("the config is no mapping", code="E1444", path=path, hint="it begins with merge_method: NAME")
+    faults.unknown("", data, _KEYS)
+    name = data.get("merge_method")
+    method = _tried(lambda: method_of(name), faults) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        faults.add(
+            "/merge_method", "merge_method is missing" if name is None else f"found {name!r}, want a method's name"
+        )
+    base = _model(data["base_model"], "/base_model", faults) if data.get("base_model") is not None else None
+    slices, sliced = _slices(data, base, method, faults)
+    settings = _settings(data.get("parameters"), "/parameters", method, faults)
+    dtype = _dtype(data, faults)
+    _check_tokenizer(data, base, slices, faults)
+    if method and slices and not faults:
+        job = Job(method, slices, base, settings, sliced, dtype, seed or 0, tokenizer == "base", _notes(data, settings))
+        for fault in all_faults(job):
+            faults.add("", fault)
+        if not faults:
+            return job
+    first, *rest = faults
+    raise UsageError(
+        first[1], code="E1444", path=path, place=first[0] or None, faults=[f"{place}: {text}" if place else text for place, text in rest],
+        hint="nothing of a config is ignored: mend the key, or take it out",
+    )  # fmt: skip
+
+
+def _tried(make: Callable[[], T], faults: _Faults) -> T | None:
+    try:
+        return make()
+    except UsageError as e:
+        faults.add("/merge_method", f"{e.message}; {e.hint}")
+        return None
+
+
+def _notes(data: Mapping[str, Any], settings: Mapping[str, Setting]) -> tuple[str, ...]:
+    notes = []
+    if data.get("dtype") is not None and data.get("dtype") != "float32":
+        notes.append(
+            f"dtype: {data['dtype']}: computed in fp32 and rounded once, where mergekit computes in {data['dtype']}"
+        )
+    if "int8_mask" in settings:
+        notes.append("int8_mask: has no effect here, masks are bits")
+    return tuple(notes)
+
+
+# -- models and slices ---------------------------------------------------------------------------------------------------
+
+
+def _slices(
+    data: Mapping[str, Any], base: str | None, method: Method | None, faults: _Faults
+) -> tuple[tuple[Slice, ...], bool]:
+    models, slices = data.get("models"), data.get("slices")
+    if bool(models) == bool(slices):
+        if "modules" not in data:
+            faults.add("/models", "want one of models and slices, with at least one entry")
+        return (), False
+    if models:
+        parts = [
+            _part(each, f"/models/{k}", method, faults, layers=False) for k, each in _listed(models, "/models", faults)
+        ]
+        found = [part for part in parts if part is not None]
+        if base is not None and base not in [part.model for part in found]:
+            found.append(Part(base))
+        return (Slice(tuple(found)),), False
+    out = [_slice(each, f"/slices/{k}", method, faults) for k, each in _listed(slices, "/slices", faults)]
+    return tuple(each for each in out if each is not None), True
+
+
+def _listed(value: Any, place: str, faults: _Faults) -> list[tuple[int, Any]]:
+    if not isinstance(value, list):
+        faults.add(place, f"found {value!r}, want a list")
+        return []
+    return list(enumerate(value))
+
+
+def _slice(data: Any, place: str, method: Method | None, faults: _Faults) -> Slice | None:
+    if not isinstance(data, dict) or not data.get("sources"):
+        faults.add(place, "want a mapping with sources")
+        return None
+    faults.unknown(place, data, ("sources", "base_model", "parameters"))
+    base = _model(data["base_model"], f"{place}/base_model", faults) if data.get("base_model") is not None else None
+    sources = _listed(data["sources"], f"{place}/sources", faults)
+    parts = [_part(each, f"{place}/sources/{k}", method, faults, layers=True) for k, each in sources]
+    return Slice(
+        tuple(part for part in parts if part is not None),
+        _settings(data.get("parameters"), f"{place}/parameters", method, faults),
+        base,
+    )
+
+
+def _part(data: Any, place: str, method: Method | None, faults: _Faults, *, layers: bool) -> Part | None:
+    if not isinstance(data, dict) or "model" not in data:
+        faults.add(place, "want a mapping with model")
+        return None
+    faults.unknown(place, data, ("model", "layer_range", "parameters") if layers else ("model", "parameters"))
+    model = _model(data["model"], f"{place}/model", faults)
+    settings = _settings(data.get("parameters"), f"{place}/parameters", method, faults)
+    found = None
+    if layers:
+        found = data.get("layer_range")
+        if (
+            not isinstance(found, list) or len(found) != 2 or not all(type(each) is int for each in found)
+            or not 0 <= found[0] < found[1]
+        ):  # fmt: skip
+            faults.add(f"{place}/layer_range", f"layer_range: found {found!r}, want [first, end] with first < end")
+            return None
+    return Part(model, settings, tuple(found) if found else None) if model else None
+
+
+def _model(data: Any, place: str, faults: _Faults) -> str | None:
+    if not isinstance(data, str) or not data:
+        faults.add(place, f"found {data!r}, want a path")
+        return None
+    from pathlib import Path
+
+    if Path(data).exists() or "://" in data:
+        return data
+    if "+" in data:
+        faults.add(place, f"{data}: a LoRA is folded first: ckpt merge MODEL LORA OUT --method lora")
+    elif "@" in data:
+        faults.add(
+            place,
+            f"{data}: no such path, and revisions of a hub are not read by this name; write hf://OWNER/NAME@REVISION",
+        )
+    else:
+        hub = f"; for the Hugging Face hub write hf://{data}" if data.count("/") == 1 and data[0] not in "./" else ""
+        faults.add(place, f"{data}: no such path, seen from the working directory{hub}")
+    return None
+
+
+# -- parameters ----------------------------------------------------------------------------------------------------------
+
+
+def _settings(data: Any, place: str, method: Method | None, faults: _Faults) -> dict[str, Setting]:
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        faults.add(place, f"found {data!r}, want a mapping")
+        return {}
+    out = {}
+    for name, value in data.items():
+        if method is None:
+            continue
+        if name not in method.parameters:
+            known = tuple(method.parameters)
+            near = near_misses(name, known) or f"its parameters are {', '.join(known) or 'none'}"
+            faults.add(f"{place}/{name}", f"{name}: no parameter of {method.name}; {near}")
+            continue
+        kind = method.parameters[name].kind
+        cases = value if isinstance(value, list) and any(isinstance(each, dict) for each in value) else [value]
+        out[name] = tuple(case for each in cases if (case := _case(each, f"{place}/{name}", kind, faults)) is not None)
+    return out
+
+
+def _case(data: Any, place: str, kind: str, faults: _Faults) -> Case | None:
+    filter_ = ""
+    if isinstance(data, dict):
+        faults.unknown(place, data, ("filter", "value"))
+        filter_ = data.get("filter") or ""
+        if not isinstance(filter_, str) or "value" not in data:
+            faults.add(place, "a case is {filter: PART OF A NAME, value: ...}")
+            return None
+        data = data["value"]
+    values = [_value(each, kind) for each in (data if isinstance(data, list) else [data])]
+    if not values or any(value is None for value in values):
+        faults.add(place, f"found {data!r}, want a {kind} or a list of them")
+        return None
+    return Case(tuple(value for value in values if value is not None), filter_)
+
+
+def _value(data: Any, kind: str) -> Value | None:
+    """A number or a flag. YAML reads 1e-5 as a text."""
+    if kind == "flag":
+        return data if isinstance(data, bool) else None
+    if isinstance(data, bool) or not isinstance(data, int | float | str):
+        return None
+    try:
+        found = float(data)
+    except (ValueError, OverflowError):
+        return None
+    return found if abs(found) < float("inf") else None
+
+
+# -- dtypes and tokenizers --------------------------------------------------------------------------------------------------
+
+
+def _dtype(data: Mapping[str, Any], faults: _Faults) -> str | None:
+    out = None
+    for key in ("dtype", "out_dtype"):
+        if data.get(key) is None:
+            continue
+        found = from_name(data[key]) if isinstance(data[key], str) else None
+        if found is None or found.name not in _DTYPES:
+            faults.add(f"/{key}", f"{key}: found {data[key]!r}, want float32, bfloat16 or float16")
+        else:
+            out = found.name
+    return out
+
+
+def _check_tokenizer(data: Mapping[str, Any], base: str | None, slices: tuple[Slice, ...], faults: _Faults) -> None:
+    """The tokenizer must be the one that is copied anyway, the base's or the first model's."""
+    place, source = "/tokenizer_source", data.get("tokenizer_source")
+    if isinstance(data.get("tokenizer"), dict):
+        if source is not None:
+            faults.add("/tokenizer", "tokenizer_source and tokenizer say the same thing: give one")
+        place, inside = "/tokenizer", data["tokenizer"]
+        for key in inside:
+            if key != "source":
+                faults.add(f"/tokenizer/{key}", f"tokenizer.{key}: this build moves no rows of embeddings")
+        source = inside.get("source", "union")
+    elif data.get("tokenizer") is not None:
+        faults.add("/tokenizer", f"found {data['tokenizer']!r}, want a mapping")
+    first = base or next((part.model for each in slices for part in each.parts), None)
+    if source is not None and source not in ("base", first):
+        faults.add(
+            place,
+            f"{place[1:]}: {source!r} asks for another tokenizer than {first or 'the base'}'s, which this build keeps",
+        )

@@ -1,0 +1,119 @@
+"""The models of a merge, opened: each under the hub's names, and what keeps them from being merged, all at once.
+
+A model may lie in any format and in any number of shards; where its dialect is known and is not the hub's, the families'
+equations name it (`commands.naming`), so sources of different systems meet. Optimizer states stay behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.convert import choose
+from ckpt_tool.commands.dequantized import dequantized
+from ckpt_tool.commands.merging.tokenizers import difference
+from ckpt_tool.commands.model_config import config_of
+from ckpt_tool.commands.naming import under_other_names
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.quantised import refuse_codes
+from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.formats import registry
+from ckpt_tool.plan.moves import Stored
+
+HUB = "safetensors"  # the format whose home dialect is the hub's
+ARCHITECTURES, TENSORS, TOKENIZERS = "E1446", "E1447", "E1448"
+# What makes two models of one kind another architecture; the number of layers is compared where no slices are taken.
+_SAME = (
+    "model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_embd", "n_head", "kv_lora_rank",
+    "q_lora_rank", "qk_rope_head_dim", "hidden_act", "num_experts_per_tok",
+)  # fmt: skip
+_LAYERS = "num_hidden_layers"
+_TELLING = ("rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
+_OPTIMIZER = re.compile(r"optim|param_group|scheduler|rng|scaler", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model. chosen: its tensors under the hub's names. first: its number in the output's sources is this or above."""
+
+    path: str
+    opened: Opened
+    chosen: Chosen
+    config: Mapping[str, Any] | None
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        return {row.tensor.key.name: row for row in self.chosen.stored}
+
+
+def open_models(paths: Sequence[str], reading: Reading, writing: Writing, computes: str) -> list[Model]:
+    """Every model, in order. computes: the option that computes with weights, "" for one that moves them.
+
+    Raises UsageError E1465 for quantised weights, and what opening and naming raise."""
+    bare = replace(
+        writing, states=(MODEL, "extras"), drop=(), remove_keys=(), keep_keys=(), dialect=None, aoa=None, dtypes={}
+    )
+    hub = registry.by_name(HUB)
+    out = []
+    for path in paths:
+        opened = open_source(path, reading)
+        states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
+        asked = replace(bare, states=(*states, bare.as_model) if bare.as_model else states)
+        part = dequantized(choose(opened, reading, asked), asked)
+        if computes:
+            refuse_codes([row.tensor for row in part.stored], computes, opened.path)
+        named = under_other_names(part, reading, asked, hub)
+        config = named.config or config_of(opened, reading).config
+        out.append(Model(path, opened, named, config))
+    return out
+
+
+def check_models(models: Sequence[Model], *, sliced: bool, any_tokenizer: bool) -> list[str]:
+    """What is worth a line in the report. Raises InconsistentCheckpoint E1446 (architectures), E1448 (tokenizers), with all
+    faults of both.
+
+    sliced: layers are picked, so their number may differ.
+    """
+    first, faults, notes = models[0], list[tuple[str, str]](), list[str]()
+    for other in models[1:]:
+        pair = f"{other.path} and {first.path}"
+        for key, a, b in _differences(first.config, other.config, (*_SAME, *(() if sliced else (_LAYERS,)))):
+            faults.append((ARCHITECTURES, f"{pair}: {key} is {b} and {a}"))
+        for key, a, b in _differences(first.config, other.config, _TELLING):
+            notes.append(f"{pair}: {key} is {b} and {a}; the output has that of {first.path}")
+        said = difference(first.opened.tree, other.opened.tree)
+        if said and any_tokenizer:
+            notes.append(f"{pair}: their tokenizers differ ({said}); rows of embeddings are merged by their number")
+        elif said:
+            faults.append((TOKENIZERS, f"{pair}: {said}"))
+    if faults:
+        codes = [code for code, _ in faults]
+        tokens_alone = set(codes) == {TOKENIZERS}
+        raise InconsistentCheckpoint(
+            f"the models are not alike: {faults[0][1]}", code=codes[0], path=first.path, faults=[text for _, text in faults[1:]],
+            hint="--tokenizer base takes the rows as they are numbered" if tokens_alone
+            else "merge models of one architecture, grown from one base",
+        )  # fmt: skip
+    return notes
+
+
+def _differences(
+    one: Mapping[str, Any] | None, two: Mapping[str, Any] | None, keys: Iterable[str]
+) -> Iterable[tuple[str, Any, Any]]:
+    if one is None or two is None:
+        return
+    for key in keys:
+        if key in one and key in two and one[key] != two[key]:
+            yield key, one[key], two[key]
+
+
+def without_training(extras: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(extras that still hold for merged weights, the names of those of the optimizer, which don't)."""
+    gone = [str(name) for name in extras if _OPTIMIZER.search(str(name))]
+    return {name: value for name, value in extras.items() if str(name) not in gone}, gone
