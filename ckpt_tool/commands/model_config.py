@@ -84,6 +84,19 @@ def model_arguments(opened: Opened) -> dict[str, Any]:
     return args if all(type(args.get(name)) is int for name in _NEEDED) else {}
 
 
+def centred_norms(opened: Opened) -> bool | None:
+    """Do Megatron's norms multiply by 1 + weight (`--apply-layernorm-1p`)? None where nothing tells."""
+    if "args" not in opened.catalog.extras:
+        return None
+    from ckpt_tool.formats.megatron.args import arguments
+
+    args = arguments(opened.catalog.extras)
+    for name in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):
+        if isinstance(args.get(name), bool):
+            return bool(args[name])
+    return None
+
+
 def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     """config.json with what Megatron's arguments say otherwise."""
     from ckpt_tool.families.config_facts import FACTS

@@ -31,6 +31,7 @@ from ckpt_tool.families.table import Table, table_of
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 HUB = "hf"
+SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
     "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
@@ -90,6 +91,8 @@ class Family:
     """One model architecture. axes: {axis: expression of the config}; `{axis}` in a name counts below its size.
 
     hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first asked for.
+    centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
+    --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Family:
     axes: Mapping[str, str]
     hub: str
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
+    centred: bool = False
 
     @property
     def known_dialects(self) -> tuple[str, ...]:
@@ -112,6 +116,8 @@ class Family:
 def _table(family: Family, dialect: str) -> Table:
     if dialect == HUB:
         return table_of(family.hub)
+    if dialect == SHIFTED and "megatron" in family.dialects:
+        return family.table("megatron").shifted(1 if family.centred else -1)
     if dialect not in family.dialects:
         raise UsageError(
             f"family {family.name} has no dialect {dialect!r}", code="E1231",

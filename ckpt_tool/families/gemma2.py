@@ -21,5 +21,6 @@ FAMILY = Family(
         model.layers.{i}.self_attn.o_proj.bias : h
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
+    centred=True,
     dialects={"megatron": megatron.GEMMA},
 )  # fmt: skip

@@ -29,6 +29,7 @@ FAMILY = Family(
         model.layers.{i}.self_attn.o_proj.bias : h
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
     """,
+    centred=True,
     dialects={
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
         "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),

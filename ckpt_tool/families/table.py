@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.equation import Alias, Equation, rules
 from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Pattern, pattern
@@ -138,6 +139,17 @@ class Table:
                 made.append(replace(rule, left=tuple(map(_ahead, rule.left)), condition=later, text=text))
             else:
                 made.append(rule)
+        return Table(tuple(made), self.aliases)
+
+    def shifted(self, by: int) -> Table:
+        """The same, where each norm's weight is the hub's and `by`."""
+        made = []
+        for rule in self.rules:
+            norms = [term.name is not None and term.name.form.endswith("norm.weight") for term in rule.left]
+            if any(norms):
+                left = tuple(replace(term, maps=(ElementMap("add", -by),)) for term in rule.left)
+                rule = replace(rule, left=left, text=f"{rule.text} (shifted)")
+            made.append(rule)
         return Table(tuple(made), self.aliases)
 
 
