@@ -27,7 +27,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from math import prod
+from math import frexp, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +147,8 @@ class Folded(Recipe):
             block = np.empty(((high - low) * ROWS, (last - first) * wide), np.float32)
             by_block = block.reshape(high - low, ROWS, last - first, wide).transpose(2, 0, 1, 3)
             np.matmul(left[low:high], right[first:last, None], out=by_block)
-            block *= np.float32(term.scaling)
+            if not _exact(term.scaling):
+                block *= np.float32(term.scaling)
             if strip:  # the next rows of a panel are most often asked for the same columns
                 self.kept.strips.at, self.kept.strips.block = where, block
         return np.ascontiguousarray(
@@ -164,7 +165,7 @@ class Folded(Recipe):
         tall, flat = (a.T, b.T) if term.turned else (b, a)
         wide = max(16, min(COLUMNS, PRODUCTS // (ROWS * term.rank) // 16 * 16))
         left = np.zeros((-(-tall.shape[0] // ROWS) * ROWS, term.rank), np.float32)
-        left[: tall.shape[0]] = tall
+        left[: tall.shape[0]] = tall * np.float32(term.scaling) if _exact(term.scaling) else tall
         right = np.zeros((term.rank, -(-flat.shape[1] // wide) * wide), np.float32)
         right[:, : flat.shape[1]] = flat
         blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
@@ -223,6 +224,12 @@ class Rows(Recipe):
                 at = (k - row) * width
                 out[low - start : high - start] = _floats(read(1, low + at, high + at))
         return out
+
+
+def _exact(scaling: float) -> bool:
+    """May a factor be scaled in place of the product, with the same bits? By powers of two that come near no end of fp32."""
+    mantissa, exponent = frexp(scaling)
+    return abs(mantissa) == 0.5 and abs(exponent) < 16
 
 
 def _floats(values: np.ndarray[Any, np.dtype[Any]]) -> Floats:

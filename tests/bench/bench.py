@@ -131,6 +131,11 @@ JOBS = (
         "hf -> paddle", "hf", ("convert", "{src}", "{out}", "--to", "paddle"), ("same-paddle", "{hf}", "{out}"),
         (Peer("safetensors, NumPy, pickle", ("to-paddle", "{src}", "{out}"), ("same-paddle", "{hf}", "{out}")),),
     ),
+    Job(  # rank 16 on every Linear
+        "merge a LoRA", "hf", ("merge", "{src}", "{adapter}", "{out}", "--method", "lora"),
+        ("same-folded", "{hf}", "{adapter}", "{out}"),
+        (Peer("PEFT, merge_and_unload", ("fold-by-peft", "{src}", "{adapter}", "{out}"), ("same-folded", "{hf}", "{adapter}", "{out}")),),
+    ),
 )  # fmt: skip
 
 
@@ -171,6 +176,8 @@ class Sources:
             return [[*convert, str(self.path("hf")), str(out), "--to", "dcp", "--dp", "4"]]
         if name == "hf_shards":
             return [[*peer, "build-hf-shards", str(self.path("hf")), str(out)]]
+        if name == "adapter":
+            return [[*peer, "build-adapter", str(self.path("hf")), str(out), "16"]]
         if name == "transposed":
             return [[*peer, "build-transposed", str(self.path("hf")), str(out)]]
         raise KeyError(name)
@@ -179,7 +186,7 @@ class Sources:
         """The arguments with {src}, {out}, {hf}, {training} and {shard} filled in."""
         known: dict[str, Callable[[], str]] = {
             "{src}": lambda: str(self.path(job.source)), "{out}": lambda: str(out), "{hf}": lambda: str(self.path("hf")),
-            "{training}": lambda: str(self.path("training")),
+            "{training}": lambda: str(self.path("training")), "{adapter}": lambda: str(self.path("adapter")),
             "{shard}": lambda: "500MB" if self.size != TINY else "1MB",
         }  # fmt: skip
         return [known[each]() if each in known else each for each in arguments]

@@ -44,16 +44,16 @@ def written_out(w, a, b, scaling, *, turned, magnitude=None):
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 70), st.integers(1, 600), st.sampled_from([1, 2, 5, 16, 64, 130]), st.booleans(), st.booleans(),
-    st.integers(0, 9),
+    st.integers(0, 9), st.sampled_from([0.7, 2.0, -0.5, 1.0]),
 )  # fmt: skip
-def test_any_range_has_the_same_bits(rows, columns, rank, turned, dora, seed):
+def test_any_range_has_the_same_bits(rows, columns, rank, turned, dora, seed, scaling):
     outputs, inner = (columns, rows) if turned else (rows, columns)
     w, a, b = drawn(seed, rows, columns), drawn(seed + 1, rank, inner), drawn(seed + 2, outputs, rank)
     m = np.abs(drawn(seed + 3, outputs)) + 1
-    term = Term(1, 2, rank, 0.7, turned, 3 if dora else None)
+    term = Term(1, 2, rank, scaling, turned, 3 if dora else None)
     made, read = recipe(Folded, [w, a, b, m], w.shape, (term,), 1, Kept())
     whole = made.values(read, 0, w.size)
-    want = written_out(w, a, b, 0.7, turned=turned, magnitude=m if dora else None).reshape(-1)
+    want = written_out(w, a, b, scaling, turned=turned, magnitude=m if dora else None).reshape(-1)
     np.testing.assert_array_equal(whole, want)
     rng = np.random.default_rng(seed)
     cuts = sorted({0, w.size, *rng.integers(0, w.size + 1, 12)})
