@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.quantised import held_together
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import Wanted
@@ -80,6 +81,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             cuts,
             writing.pp_split,
             chosen.all_hints.get("dialect") == "paddle",
+            held_together(wanted.tensors, chosen),
         ),
     )
 

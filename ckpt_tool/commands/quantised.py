@@ -22,9 +22,11 @@ from ckpt_tool.commands.select import matcher
 from ckpt_tool.commands.source import Opened
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.quantisation import Quantisation, quantisation
-from ckpt_tool.core.quantised import DTYPES, Found, Kind, find
+from ckpt_tool.core.quantised import DTYPES, Found, Kind, Units, find, units
+from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Format
 
 
 def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
@@ -156,6 +158,48 @@ def as_they_are(chosen: Chosen, writing: Writing) -> Chosen:
              if row.tensor.key.state == MODEL and row.tensor.key.name in names}  # fmt: skip
     note = f"--dtype leaves {len(found.weights)} quantised weights and their scales as they are; --dequantize makes floats of them"
     return replace(chosen, casts={**casts, **chosen.casts}, notes=(*chosen.notes, note))
+
+
+def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, Units]:
+    """Every tensor of a quantised weight among the wanted ones, and how it may be cut."""
+    kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    if not any(kind.dtype.name in DTYPES for kind in kinds.values()):
+        return {}
+    opened = chosen.sources[0]
+    config = chosen.config if chosen.config is not None else _config(opened, Reading())
+    _, found = found_in(kinds, config)
+    return {name: each for weight in found.weights.values() for name, each in units(weight, kinds).items()}
+
+
+def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Format) -> None:
+    """Raise UsageError E1466 where a format that lays its ranks out itself would part codes from their scales: a box of codes
+    that ends within a block, or whose scales are other ranks'."""
+    together = held_together(wanted.tensors, chosen) if fmt.holds.own_layout else {}
+    if not together:
+        return
+    names = [tensor.key.name if tensor.key.state == MODEL else "" for tensor in wanted.tensors]
+    shapes = {tensor.key.name: tensor.shape for tensor in wanted.tensors if tensor.key.state == MODEL}
+    faults: dict[str, None] = {}
+    for file in target.files:
+        cuts: dict[tuple[str, int], set[tuple[int, int]]] = {}
+        for array in file.arrays:
+            unit = together.get(names[array.tensor])
+            for dim, pieces in enumerate(unit.mine if unit is not None else ()):
+                size, low = shapes[names[array.tensor]][dim], array.box.offset[dim]
+                high = low + array.box.shape[dim]
+                if unit is None or pieces == 1 and (low, high) == (0, size):
+                    continue
+                step = size // pieces
+                if low % step or high % step or pieces == 1:
+                    faults[names[array.tensor]] = None
+                cuts.setdefault((unit.lead, dim), set()).add((low // step, high // step))
+        faults |= {lead: None for (lead, _), seen in cuts.items() if len(seen) > 1}
+    if faults:
+        first, *rest = faults
+        raise UsageError(
+            f"{first}: {fmt.name} would cut a quantised weight within a block, or away from its scales", code="E1466",
+            key=first, faults=rest, hint="make floats of it on the way with --dequantize, or leave the degrees off",
+        )  # fmt: skip
 
 
 def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:

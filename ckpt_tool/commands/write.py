@@ -19,7 +19,7 @@ from ckpt_tool.commands.config import NAME as CONFIG
 from ckpt_tool.commands.config import config_of, without_degrees
 from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
-from ckpt_tool.commands.quantised import as_they_are
+from ckpt_tool.commands.quantised import as_they_are, refuse_cut_blocks
 from ckpt_tool.commands.select import group_of, removed_rows
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque
@@ -224,6 +224,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = _without_untrue(_with_config(fmt.target(wanted, layout), chosen, fmt), chosen)
+    refuse_cut_blocks(target, wanted, chosen, fmt)
     numbers: dict[tuple[int, str], int] = {}
 
     def number_of(source: int, path: str) -> int:

@@ -90,6 +90,16 @@ class Quantised(NamedTuple):
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.codes == TURNED else self.shape
 
 
+class Units(NamedTuple):
+    """How a weight and its parts may be cut. made: the weight. whole: along each dim of the tensor that holds the codes, the
+    pieces that must stay whole, 1 where it can't be cut. mine: the same of this tensor, 1 where it is shared by all pieces."""
+
+    lead: str
+    made: str
+    whole: Shape
+    mine: Shape
+
+
 class Fault(NamedTuple):
     """What does not fit: a scale that is missing or has another shape. lacking: it is missing."""
 
@@ -135,6 +145,35 @@ def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequen
     beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
     faults += _alone(tensors, {*taken, *beside, *(fault.name for fault in faults)})
     return Found(weights, beside, tuple(faults))
+
+
+def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
+    """How each tensor of a weight may be cut: blocks stay whole, and scales go where their codes go.
+
+    >>> from ckpt_tool.core.dtype import DTYPES
+    >>> tensors = {"w": Kind(DTYPES["F8_E4M3"], (256, 640)), "w_scale_inv": Kind(DTYPES["F32"], (2, 5))}
+    >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
+    [(2, 5), (2, 5)]
+    """
+    rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (1, prod(weight.shape))
+    height, width = weight.block
+    down = rows // height if rows % height == 0 else 1
+    across = columns // width if columns % width == 0 else 1
+    if weight.codes == WORDS:
+        filled = width * weight.bits % 32 == 0 and tensors[weight.lead].shape[-1] * 32 == columns * weight.bits
+        across = across if filled else 1
+        zeros = tensors.get(weight.parts.get("zero_point", ""))
+        if zeros is not None and zeros.dtype.name == "I32":  # packed along the rows
+            down = zeros.shape[-2] if zeros.shape[-2] * 32 == rows * weight.bits and 32 % weight.bits == 0 else 1
+    whole = (*weight.shape[:-2], down, across)[-max(len(weight.shape), 1) :]
+    if weight.codes == TURNED:
+        whole = (*whole, 1)  # the 16 bytes of a block
+    out = {weight.lead: Units(weight.lead, weight.made, whole, whole)}
+    for role, name in weight.parts.items():
+        shape = tensors[name].shape if role in ("scale", "zero_point") else ()
+        mine = tuple(n if size > 1 and size % n == 0 else 1 for n, size in zip(whole, shape, strict=False))
+        out[name] = Units(weight.lead, weight.made, whole, (*mine, *(1,) * (len(tensors[name].shape) - len(mine))))
+    return out
 
 
 def _roles_among(tensors: Iterable[str]) -> Mapping[str, str]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.layout import Choice, Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh, divisors_near
+from ckpt_tool.core.quantised import Units
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
@@ -59,7 +60,7 @@ class Rule:
 class Wishes:
     """What the user asked for. zero: 0-3, how far DP shards the states. cuts: name -> tensor dim that the source's
     ranks cut. pp_split: layers of each stage, () for even stages. in_out: matrices lie as (inputs, outputs), Paddle's way
-    round, so that what cuts outputs cuts dim 1."""
+    round, so that what cuts outputs cuts dim 1. together: tensors of quantised weights, which are cut between blocks."""
 
     mesh: Mesh
     zero: int = 0
@@ -68,6 +69,7 @@ class Wishes:
     cuts: Mapping[str, int] = field(default_factory=dict)
     pp_split: tuple[int, ...] = ()
     in_out: bool = False
+    together: Mapping[str, Units] = field(default_factory=dict)
 
 
 def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, list[dict[str, Any]]]:
@@ -171,6 +173,8 @@ class _Deciding:
         return MODEL if state in _WEIGHTS or self.wishes.zero in (0, 3) else ""
 
     def _placement(self, name: str, state: str, shape: Shape) -> Placement:
+        if name in self.wishes.together and state == MODEL:
+            return self._joint(self.wishes.together[name])
         if self.wishes.rules:
             at, wish, source = _wish(name, state, shape, self.wishes, self.stages, self.experts)
         else:
@@ -181,6 +185,34 @@ class _Deciding:
             at, (wish, source) = _at(name, self.stages, self.experts), self._wishes[alike]
         self.sources[source] = None
         return self._decided(shape, wish, at)
+
+    def _joint(self, units: Units) -> Placement:
+        """Where codes or scales of a quantised weight lie: as the weight is cut, in whole blocks, shared where they serve all
+        pieces. The policies that cut unevenly fall back as the default does."""
+        lead, found = units.lead, self.names[units.lead]
+        by_rule = any(fnmatchcase(lead, rule.match) for rule in self.wishes.rules)
+        alike = (found.alike, found.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
+        if alike not in self._wishes or self.wishes.rules:
+            name = lead if by_rule else units.made
+            experts = {name: self.experts[lead]} if lead in self.experts else {}
+            cuts = {name: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
+            stages = {name: self.stages[lead]} if lead in self.stages else {}
+            wishes = replace(self.wishes, cuts=cuts)
+            at, wish, source = _wish(name, MODEL, units.whole[:3], wishes, stages, experts)
+            self._wishes[alike] = wish, source
+        else:
+            at = _at(lead, self.stages, self.experts)
+        wish, source = self._wishes[alike]
+        self.sources[source] = None
+        policy = "largest-dim" if self.wishes.policy in ("pad", "dtensor") else self.wishes.policy
+        case = (units.whole, wish, at, "in blocks")
+        if case not in self._placements:
+            self._placements[case] = place(units.whole, wish, self.wishes.mesh, at=at, policy=policy)
+        lead_placed = self._placements[case]
+        if units.mine == units.whole:
+            return lead_placed
+        shard = tuple((dim, names) for dim, names in lead_placed.shard if dim < len(units.mine) and units.mine[dim] > 1)
+        return replace(lead_placed, shard=shard, choices=())
 
     def _decided(self, shape: Shape, wish: Cuts, at: At) -> Placement:
         case = (shape, wish, at)
