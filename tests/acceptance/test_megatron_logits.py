@@ -1,0 +1,50 @@
+"""Megatron-Core itself loads what `convert` made of a Hugging Face model, and computes transformers' logits (marker `peers`).
+
+The model is random, tiny and fp32; `convert --to megatron-dist --tp 2 --pp 2` cuts it, `dist_checkpointing.load` of
+megatron-core 0.16.1 takes it strictly (no key missing, none left over) into a GPTModel of the local layer spec on the CPU, of
+one rank, of two tensor ranks, or of two tensor and expert ranks (megatron_logits.py). Seen with transformers 5.23.0 and
+torch 2.13.0: the logits, of size 2, differ by 1.2e-6 at most. Needs a Python with megatron-core 0.16.1:
+
+    CKPT_MEGATRON_PYTHON=/venv/bin/python pytest tests/acceptance/test_megatron_logits.py -m peers
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from peers import ROOT, Runner
+from safetensors.torch import load_file, save_file
+from tiny_models import logits, tiny_model, tokens
+
+PYTHON = os.environ.get("CKPT_MEGATRON_PYTHON", "")
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(not PYTHON, reason="set CKPT_MEGATRON_PYTHON (a Python with megatron-core)"),
+]
+ONE = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5"]
+TOLERANCE = 4e-6  # absolute, on logits of size 2
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "ep"),
+    [(family, 1, 1) for family in ONE] + [("llama", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 2), ("deepseek_v3", 2, 2)],
+)
+def test_its_logits_are_transformers(family: str, tp: int, ep: int, ckpt: Runner, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "hf")
+    save_file({"input_ids": tokens(model.config).contiguous()}, tmp_path / "tokens.safetensors")
+    ckpt("convert", tmp_path / "hf", tmp_path / "there", "--to", "megatron-dist", "--tp", "2", "--pp", "2")
+    where = [tmp_path / "there" / "release", tmp_path / "hf" / "config.json", tmp_path / "tokens.safetensors"]
+    command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits.py", *where]
+    ran = subprocess.run(
+        [*map(str, command), str(tmp_path / "out.safetensors"), str(tp), str(ep)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
+    found, want = load_file(tmp_path / "out.safetensors")["logits"], logits(model)
+    assert found.shape == want.shape and want.std() > 0.1
+    torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE)
