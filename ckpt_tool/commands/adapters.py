@@ -24,7 +24,7 @@ from ckpt_tool.commands.computed import refuse_saved_plan
 from ckpt_tool.commands.convert import choose
 from ckpt_tool.commands.dequantized import dequantized
 from ckpt_tool.commands.folding.changed import Adapter, changed
-from ckpt_tool.commands.folding.settings import settings_of
+from ckpt_tool.commands.folding.opened import open_adapter
 from ckpt_tool.commands.folding.targets import Matched, Tokens, match
 from ckpt_tool.commands.model_config import config_of
 from ckpt_tool.commands.naming import under_other_names
@@ -38,7 +38,7 @@ from ckpt_tool.formats import registry
 
 OPTION = "--method lora"
 USAGE, WEIGHTS, OTHER_BASE, TIED = "E1420", "E1421", "E1424", "E1425"
-HUB, FUSED = "hf", "hf-fused"
+HUB, FUSED, PADDLE = "hf", "hf-fused", "paddle"
 _TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
@@ -70,7 +70,7 @@ def fold(
             hint="--weight once for each adapter, in their order; the base has none",
         )  # fmt: skip
     base = open_source(sources[0], reading)
-    adapters = [_opened(src, reading, weight) for src, weight in
+    adapters = [open_adapter(src, reading, weight) for src, weight in
                 zip(sources[1:], weights or (1.0,) * (len(sources) - 1), strict=True)]  # fmt: skip
     to = writing.to or base.catalog.format
     inherits = to == base.catalog.format and bool(registry.by_name(to).holds.mesh)
@@ -82,24 +82,6 @@ def fold(
         kept = _named(kept, reading, writing, named.all_hints.get("dialect") if named is not everything else None)
     folded = changed(kept, adapters, matched, writing, option=OPTION)
     return write(_as_wanted(folded, everything, named, reading, writing, to), dst, writing, progress, to=to)
-
-
-def _opened(src: str, reading: Reading, weight: float) -> Adapter:
-    from ckpt_tool.storage.opening import open_tree
-
-    tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
-    kind = "peft" if tree.single is None and tree.exists("adapter_config.json") else None
-    opened = open_source(src, replace(reading, from_format=kind, family=None, config=None)).refuse_unsafe()
-    catalog = opened.catalog
-    if catalog.format != "peft":
-        raise UsageError(
-            f"{src} is no adapter but {catalog.format}", code=USAGE, path=opened.path,
-            hint="pass the folder that holds adapter_config.json, behind the base",
-        )  # fmt: skip
-    catalog.check()
-    config = catalog.hints["peft"]["config"]
-    settings = settings_of(config, opened.tree.display("adapter_config.json"), weight=weight, lenient=reading.lenient)
-    return Adapter(opened, settings, tuple(catalog.tensors.values()))
 
 
 def _model(base: Opened, reading: Reading, writing: Writing, *, inherits: bool) -> Chosen:
@@ -139,32 +121,54 @@ def _matched(
     everything: Chosen, adapters: Sequence[Adapter], reading: Reading, writing: Writing
 ) -> tuple[Chosen, list[Matched]]:
     """The base under the names that all adapters fit, and what they change. Raises InconsistentCheckpoint E1424."""
-    named = _named(everything, reading, writing, None)
-    found = _against(named, adapters, reading)
-    if any(each.faults for each in found) and any(each.missing for each in found) and writing.dialect != "keep":
-        stacked = _stacked_experts(everything, reading, writing)
-        others = _against(stacked, adapters, reading) if stacked is not None else found
-        if stacked is not None and not any(each.faults for each in others):
-            named, found = stacked, others
-    faults = [(adapter, fault) for adapter, each in zip(adapters, found, strict=True) for fault in each.faults]
-    if faults:
-        adapter, first = faults[0]
-        of = f"; it was trained on {adapter.settings.base}" if adapter.settings.base else ""
-        dialect = "" if any(each.changes for each in found) else ", or say whose names the base has with --family NAME"
-        raise InconsistentCheckpoint(
-            f"the adapter is not one of this base: {first}", code=OTHER_BASE, path=adapter.opened.path,
-            faults=[fault for _, fault in faults[1:200]], hint=f"pass the base that it was trained on{dialect}{of}",
+    tried: list[tuple[Chosen, list[Matched]]] = []
+    for dialect in _dialects(adapters, writing):
+        try:
+            named = _named(everything, reading, writing, dialect)
+        except (UsageError, InputError):
+            if not tried and dialect in (None, PADDLE):
+                raise
+            continue  # the family has no such dialect
+        tried.append((named, _against(named, adapters, reading)))
+        if not any(each.faults for each in tried[-1][1]):
+            named, found = tried[-1]
+            _refuse_tied(named, adapters, found, reading)
+            return named, found
+        if not any(each.missing for each in tried[-1][1]):
+            break  # all names are there: others would help nothing
+    raise _of_another_base(adapters, *tried[0])
+
+
+def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None, ...]:
+    """Under whose names the base may fit: the hub's, those that transformers 5 has in memory (a layer's experts in two
+    tensors); for adapters of PaddleFormers, Paddle's."""
+    paddle = {adapter.paddle for adapter in adapters}
+    if len(paddle) > 1:
+        raise UsageError(
+            "adapters of PEFT and of PaddleFormers name one base in two ways", code=USAGE,
+            hint="fold them one after another, each into the output of the last",
         )  # fmt: skip
-    _refuse_tied(named, adapters, found, reading)
-    return named, found
+    if writing.dialect == "keep":
+        return (None,)
+    return (PADDLE, "paddle-nlp", "paddle-hf") if True in paddle else (None, FUSED)
 
 
-def _stacked_experts(everything: Chosen, reading: Reading, writing: Writing) -> Chosen | None:
-    """The base as transformers 5 holds it in memory: a layer's experts in two tensors. None where the family has no such."""
-    try:
-        return _named(everything, reading, writing, FUSED)
-    except (UsageError, InputError):
-        return None
+def _of_another_base(adapters: Sequence[Adapter], named: Chosen, found: Sequence[Matched]) -> InconsistentCheckpoint:
+    faults = [(adapter, fault) for adapter, each in zip(adapters, found, strict=True) for fault in each.faults]
+    adapter, first = faults[0]
+    hint = "pass the base that it was trained on"
+    if adapter.settings.base:
+        hint += f": {adapter.settings.base}"
+    names = {row.tensor.key.name for row in named.stored}
+    missing = [name for each in found for name in each.missing]
+    if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(_TABLES) for name in names):
+        hint += "; where the base's head is its embedding, --tied-head untie writes it for the adapter"
+    if not any(each.changes for each in found):
+        hint += "; or say whose names the base has with --family NAME"
+    return InconsistentCheckpoint(
+        f"the adapter is not one of this base: {first}", code=OTHER_BASE, path=adapter.opened.path,
+        faults=[fault for _, fault in faults[1:200]], hint=hint,
+    )  # fmt: skip
 
 
 def _against(named: Chosen, adapters: Sequence[Adapter], reading: Reading) -> list[Matched]:

@@ -32,9 +32,12 @@ _SUMS = ("F32", "F16", "BF16")
 
 
 class Adapter(NamedTuple):
+    """tensors: those of its model state, shaped as PEFT shapes them. paddle: its names are Paddle's, not the hub's."""
+
     opened: Opened
     settings: Settings
     tensors: tuple[LogicalTensor, ...]
+    paddle: bool = False
 
 
 def changed(

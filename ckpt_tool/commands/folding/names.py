@@ -21,6 +21,7 @@ A, B, BIAS, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKENS, WHOLE = (
 )  # fmt: skip
 PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(A|B)(?:\.(?!weight$|bias$)[^.]+)?\.(weight|bias)")
+_PADDLE = re.compile(r"(.+)\.lora_(A|B)")  # parameters of PaddleFormers' layers, seen the other way round
 _EMBEDDING = re.compile(r"(.+)\.lora_embedding_(A|B)(?:\.[^.]+)?")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[^.]+){0,2}")
 _TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?")
@@ -42,6 +43,7 @@ def part_of(name: str) -> Part | None:
     name = name.removeprefix(PREFIX)
     for pattern, kinds in (
         (_LORA, {"A": A, "B": B}),
+        (_PADDLE, {"A": A, "B": B}),
         (_EMBEDDING, {"A": EMBEDDING_A, "B": EMBEDDING_B}),
         (_MAGNITUDE, None),
         (_TOKENS, None),

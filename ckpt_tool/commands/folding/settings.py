@@ -98,6 +98,24 @@ def settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0, le
     )  # fmt: skip
 
 
+def paddle_settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0) -> Settings:
+    """The settings of a `lora_config.json` of PaddleFormers (1.2.0 `peft/lora/lora_config.py`). Raises as `settings_of`."""
+    reasons = {
+        "enable_lora_list": "a merged layer trains parts of its outputs",
+        "do_qat": "it was trained against quantised weights",
+        "loraga": "it was trained on a base that LoRA-GA changed",
+    }
+    odd = [f"{name}: {why}" for name, why in reasons.items() if config.get(name)]
+    if odd:
+        raise UsageError(
+            f"this adapter can't be folded: {odd[0]}", code=REFUSED, path=path, faults=odd[1:],
+            hint="merge it with PaddleFormers itself",
+        )  # fmt: skip
+    plain = {"peft_type": "LORA", "r": config.get("r"), "lora_alpha": config.get("lora_alpha"), "use_rslora": config.get("rslora"),
+             "base_model_name_or_path": config.get("base_model_name_or_path")}  # fmt: skip
+    return settings_of(plain, path, weight=weight)
+
+
 def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
     faults = []
     kind = config.get("peft_type")

@@ -26,6 +26,7 @@ from ckpt_tool.errors import near_misses
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts lie (experts, in, out)
 _MOST = 4  # parameters of one module
+_NEAR = 10  # names that near misses are looked for: each is held against all of the base
 
 
 class Low(NamedTuple):
@@ -142,7 +143,7 @@ class _Matching:
         target = self.base.get(name)
         if target is None:
             self.missing.append(name)
-            near = near_misses(name, self.base, most=1)
+            near = near_misses(name, self.base, most=1) if len(self.missing) <= _NEAR else ""
             self._fault(tensor, f"the base has no {name}" + (f" ({near})" if near else ""))
         return target
 
