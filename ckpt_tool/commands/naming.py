@@ -31,7 +31,7 @@ AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of th
 NO_FAMILY = "E1372"  # of `families.registry.find`
 _NUMBER = re.compile(r"\d+")
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
-_MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
+_MATRICES = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight", ".k_proj.weight")  # seldom square
 
 
 def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: Format) -> Chosen:
@@ -59,7 +59,7 @@ def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: F
 
 def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     """Does what says nothing of itself, or says Hugging Face, look like Megatron's or Paddle's? A quick look that spares the
-    families: names that no hub model has, or a matrix of the MLP that lies (inputs, outputs). Paddle's trainers also write
+    families: names that no hub model has, or a matrix that lies (inputs, outputs). Paddle's trainers also write
     folders that are Hugging Face's in all but the fused weights."""
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name or name in _MEGATRON for name in shapes):
@@ -68,7 +68,7 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
         (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None
     )
     for name, shape in shapes.items():
-        if len(shape) == 2 and shape[0] != shape[1] and hidden in shape and name.endswith(_MLP):
+        if len(shape) == 2 and shape[0] != shape[1] and hidden in shape and name.endswith(_MATRICES):
             return (shape[0] == hidden) != name.endswith("down_proj.weight")
     return False
 

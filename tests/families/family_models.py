@@ -21,6 +21,7 @@ CLASSES = {
     "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
@@ -43,10 +44,13 @@ MOE = {
     "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
                  "use_qk_norm": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "ernie4_5_vl_moe": {"moe_num_experts": [3, 3], "moe_intermediate_size": [5, 7], "moe_num_shared_experts": 2},
 }  # fmt: skip
 PLAIN: dict[str, dict[str, Any]] = {
     "glm4": {"pad_token_id": None}, "phi3": {"pad_token_id": None}, "gpt2": {"n_positions": 12},
     "falcon": {"new_decoder_architecture": True},
+    "ernie4_5_vl_moe": {"vision_config": {"depth": 2, "hidden_size": 8, "intermediate_size": 11, "num_heads": 2, "patch_size": 2},
+                        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [0, 0, 2]}},
 }  # fmt: skip
 BIASED = {"qwen2", "qwen2_moe", "glm4_moe", "glm4", "gpt_oss"}  # q, k and v have biases in the models that people use
 LIVE = ("gpt_oss",)  # experts lie in the file as in memory
@@ -80,6 +84,17 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
     return config
 
 
+def class_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers' config class is made with: ERNIE's flat config.json is two there."""
+    told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    if "vision_config" not in told:
+        return told
+    vision, tied = told.pop("vision_config"), told["tie_word_embeddings"]
+    layers = ["dense"] + ["sparse"] * (told["num_hidden_layers"] - 1)
+    text = {**told, "moe_num_experts": told["moe_num_experts"][0], "mlp_layer_types": layers}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
 def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
     """{name: shape} as the hub has them; with `mtp`, one layer of multi-token prediction."""
     if family in OLD:
@@ -88,7 +103,9 @@ def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> 
     shapes = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
     for i in range(config["num_hidden_layers"]):
         shapes |= _layer(family, config, f"model.layers.{i}", dense=i == 0 and family not in ("mixtral", "gpt_oss"))
-    if mtp and family == "ernie4_5_moe":
+    if family == "ernie4_5_vl_moe":
+        shapes |= _eyes(config)
+    elif mtp and family == "ernie4_5_moe":
         shapes |= _layer(family, config, "model.mtp_block.0", dense=True)
         shapes |= {f"model.mtp_{kind}_norm.0.weight": (h,) for kind in ("emb", "hidden")}
         shapes["model.mtp_linear_proj.0.weight"] = (h, 2 * h)
@@ -117,6 +134,14 @@ def _layer(family: str, config: Mapping[str, Any], at: str, *, dense: bool) -> d
 
     if not experts:
         return shapes | mlp("mlp", f)
+    if family == "ernie4_5_vl_moe":
+        text, vision = config["moe_num_experts"]
+        m, n = config["moe_intermediate_size"]
+        for k in range(text + vision):
+            shapes |= mlp(f"mlp.experts.{k}", m if k < text else n)
+        shapes |= mlp("mlp.shared_experts", m * config["moe_num_shared_experts"])
+        shapes |= {f"{at}.mlp.gate.weight": (h, text), f"{at}.mlp.gate.weight_1": (h, vision)}
+        return shapes | {f"{at}.mlp.moe_statics.e_score_correction_bias": (2, text)}
     m = config.get("moe_intermediate_size", f)
     e = next(
         config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if k in config
@@ -145,6 +170,27 @@ def _layer(family: str, config: Mapping[str, Any], at: str, *, dense: bool) -> d
         shapes |= mlp("mlp.shared_experts", m * config["n_shared_experts"])
         shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (e,)
     return shapes
+
+
+def _eyes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tower of ERNIE 4.5 VL, and the resampler: windows of 2 x 2 patches, then of 2 frames."""
+    h, seen = config["hidden_size"], config["vision_config"]
+    y, z, p = seen["hidden_size"], seen["intermediate_size"], 3 * seen["patch_size"] ** 2
+    linear = {"patch_embed.proj": (y, p)}
+    for b in range(seen["depth"]):
+        linear |= {f"blocks.{b}.{name}": shape for name, shape in (
+            ("attn.qkv", (3 * y, y)), ("attn.proj", (y, y)), ("mlp.fc1", (z, y)), ("mlp.fc2", (y, z)))}  # fmt: skip
+    root = "model.vision_model."
+    shapes: dict[str, tuple[int, ...]] = {f"{root}{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{root}{name}.bias": shape[:1] for name, shape in linear.items() if name != "patch_embed.proj"}
+    norms = ["ln", *(f"blocks.{b}.norm{n}" for b in range(seen["depth"]) for n in (1, 2))]
+    shapes |= {f"{root}{name}.{leaf}": (y,) for name in norms for leaf in ("weight", "bias")}
+    root, window = "model.resampler_model.", 4 * y
+    for name, inputs in (("spatial", window), ("temporal", 2 * window)):
+        shapes |= {f"{root}{name}_linear.0.weight": (window, inputs), f"{root}{name}_linear.2.weight": (window, window),
+                   f"{root}{name}_linear.3.weight": (window,)}  # fmt: skip
+        shapes |= {f"{root}{name}_linear.{k}.bias": (window,) for k in (0, 2, 3)}
+    return shapes | {f"{root}mlp.weight": (h, window), f"{root}mlp.bias": (h,), f"{root}after_norm.weight": (h,)}
 
 
 def _attention(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

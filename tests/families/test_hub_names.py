@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_models import CLASSES, MOE, config_of, hub_shapes
+from family_models import CLASSES, MOE, class_arguments, config_of, hub_shapes
 
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.families.registry import FAMILIES, by_name, find
@@ -23,7 +23,7 @@ def real_shapes(family: str, config: dict[str, Any]) -> dict[str, tuple[int, ...
     from transformers.core_model_loading import revert_weight_conversion
 
     kind, architecture = CLASSES[family]
-    told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    told = class_arguments(config)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(kind, **told))
     return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, model.state_dict()).items()}

@@ -95,7 +95,7 @@ def test_tensors_that_lie_alike_in_both_are_no_question() -> None:
 FAULTS = {
     "no family": (lambda: find(None, ["x"], family="lama"), UsageError, "E1230", "did you mean llama"),
     "no dialect": (lambda: find(None, ["x"], family="llama:padle"), UsageError, "E1231", "did you mean paddle"),
-    "a told dialect": (lambda: find(config_of("llama"), ["x"], told="meta"), UsageError, "E1231", "it has hf"),
+    "a told dialect": (lambda: find(config_of("llama"), ["x"], told="onnx"), UsageError, "E1231", "it has hf"),
     "no such names": (lambda: find(config_of("llama"), ["x.y"]), InputError, "E1373", "right family"),
     "names of nobody": (lambda: find(None, ["x.y"]), InputError, "E1372", "--dialect keep"),
     "no names": (lambda: find(None, []), InputError, "E1372", "--dialect keep"),

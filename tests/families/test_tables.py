@@ -59,20 +59,21 @@ def test_a_dialect_speaks_of_every_hub_tensor_in_the_hub_s_shape(name: str, dial
     assert table.right.keys() <= hub.right.keys()
     named, _ = instances(hub.left, shapes)
     sizes, _ = sizes_of(family, hub, named, shapes, config)
-    there = {
-        form_of(each)[0]: shape
-        for rule in hub.rules
-        for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, config)[1].items()
-    }
+    there: dict[str, set[tuple[int, ...]]] = {}
+    for rule in hub.rules:
+        for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, config)[1].items():
+            there.setdefault(form_of(each)[0], set()).add(shape)
     for rule in table.rules:
         for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, config)[1].items():
-            assert there[form_of(each)[0]] == shape, each
+            assert shape in there[form_of(each)[0]], each
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "dialect"), PAIRS)
 def test_there_and_back(name: str, dialect: str, seed: int) -> None:
     config = random_config(name, seed)
+    if dialect == "meta":
+        config["head_dim"] *= 2  # pairs of rows
     shapes = shapes_of(name, dialect, config)
     arrays = counted(shapes)
     there = mapping(by_name(name), "hf", dialect, shapes, config)
@@ -96,6 +97,10 @@ def paddle_by_hand(name: str, config: dict[str, Any], hub: dict[str, np.ndarray]
     fused = name not in ("llama", "mixtral", "deepseek_v3", "gpt_oss")
     g, d = config["num_key_value_heads"], config["head_dim"]
     layers = config["num_hidden_layers"]
+    if name == "ernie4_5_vl_moe":  # nothing is fused, the tower has a root of its own, routers lie as in the hub
+        straight = ("mlp.gate.weight", "e_score_correction_bias", "embed_tokens.weight")
+        there = {key.replace("model.vision_model.", "vision_model."): value for key, value in hub.items()}
+        return {key: a if any(part in key for part in straight) else a.T for key, a in there.items()}
     for key, value in hub.items():
         place, _, leaf = key.rpartition("_proj.")
         if name == "glm4_moe" and key.startswith(f"model.layers.{layers}."):
@@ -179,7 +184,9 @@ def test_a_family_file_is_a_table_of_at_most_60_lines(family: Family) -> None:
     assert len(text.splitlines()) <= 60
     doc, *imported, table = ast.parse(text).body
     assert isinstance(doc, ast.Expr)
-    texts = {"from ckpt_tool.families import " + each for each in ("megatron", "meta", "megatron, meta")}
+    texts = {
+        "from ckpt_tool.families import " + each for each in ("megatron", "meta", "megatron, meta", "ernie_vision")
+    }
     said = [ast.unparse(each).split(" import ")[0] for each in imported if ast.unparse(each) not in texts]
     assert said == ["from ckpt_tool.families.base"]
     assert isinstance(table, ast.Assign) and ast.unparse(table.targets[0]) == "FAMILY"
