@@ -67,6 +67,17 @@ def with_computed(
     )
 
 
+def more_than_computed(chosen: Chosen) -> int:
+    """Bytes that are read of the files for computed tensors, less those that the plan counts for them, as if they lay in files."""
+    if all(opened.catalog.tensors for opened in chosen.sources):
+        return 0
+    from ckpt_tool.run.computed import ComputedTree
+
+    trees = [opened.tree for opened in chosen.sources]
+    return sum(tree.bytes_of_inputs(row.tensor.chunks[0].array.path) - row.tensor.nbytes for row in chosen.stored
+               if row.tensor.chunks and isinstance(tree := trees[row.source], ComputedTree))  # fmt: skip
+
+
 def _said(writing: Writing, key: TensorKey) -> bool:
     """Does `--dtype` say what the tensor is written as?"""
     return any(state in writing.dtypes for state in ("", key.state, group_of(key.state)))

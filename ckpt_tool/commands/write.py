@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_tool.commands.carry_out import execute, save_plan
 from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.computed import more_than_computed
 from ckpt_tool.commands.config import NAME as CONFIG
 from ckpt_tool.commands.config import config_of, without_degrees
 from ckpt_tool.commands.degrees import degrees_of, layout_of
@@ -335,17 +336,18 @@ def _report(
             row["bytes"] += move.numel * move.item_out
     removed = removed_rows(chosen.removed)
     first = chosen.sources[0]
+    given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
     notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]
     return {
         "schema_version": 1,
         "source": {
             "path": first.path, "format": first.catalog.format, "resolved": first.resolved,
-            **({"paths": [opened.path for opened in chosen.sources]} if len(chosen.sources) > 1 else {}),
+            **({"paths": given} if len(given) > 1 else {}),
         },
         "target": {"path": plan.destination, "format": plan.format, "mesh": layout.mesh.to_json(),
                    "files": [{"path": file.path, "bytes": file.size} for file in plan.outputs[:10_000]]},
         "plan": {
-            "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "peak_memory": peak_memory(writing, chosen.stored),
+            "bytes_read": plan.bytes_read + more_than_computed(chosen), "bytes_written": plan.bytes_written, "peak_memory": peak_memory(writing, chosen.stored),
             "files": len(plan.outputs), "copies": count_copies(plan.moves),
         },
         "states": states,

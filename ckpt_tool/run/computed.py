@@ -139,6 +139,13 @@ class ComputedTree(Tree):
                 self._readers.pop().close()
         self._of_thread = threading.local()
 
+    def bytes_of_inputs(self, path: str) -> int:
+        """Bytes that lie in files, of which the tensor at `path` is made."""
+        return sum(
+            sum(each.tree.bytes_of_inputs(file) for file in {chunk.array.path for chunk in each.tensor.chunks})
+            if isinstance(each.tree, ComputedTree) else each.tensor.nbytes for each in self._recipes[path].inputs
+        )  # fmt: skip
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
