@@ -221,7 +221,7 @@ def _as_wanted(
 
 def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
     """The dialect that the base came in, None where it was named already as the adapters name it."""
-    if named is everything or [row.tensor.key for row in named.stored] == [row.tensor.key for row in everything.stored]:
+    if named.stored == everything.stored:
         return None
     from ckpt_tool.families.registry import find
     from ckpt_tool.plan.mapping import parameter_shapes

@@ -1,0 +1,79 @@
+"""LoRA folders of PaddleFormers against its own `merge()`, on bases of either world."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ckpt_tool.commands.adapters import fold
+from ckpt_tool.commands.convert import convert
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.source import open_source
+from ckpt_tool.core.progress import Silent
+from ckpt_tool.errors import CkptError
+from ckpt_tool.run.lazy import OpenCatalog
+
+ROOT = Path(__file__).parents[2] / "fixtures/paddle-lora"
+
+
+def values(path, **reading):
+    opened = open_source(str(path), Reading(**reading))
+    model = OpenCatalog(opened.tree, opened.catalog).state("model")
+    return {name: model[name].numpy() for name in model}
+
+
+def run(base, out, adapter=ROOT / "adapter", reading=None, **writing):
+    return fold([str(base), str(adapter)], str(out), reading or Reading(), Writing(verify="full", **writing), Silent())
+
+
+def test_equals_paddleformers_own_merge(tmp_path):
+    run(ROOT / "base", tmp_path / "out")
+    ours, theirs = values(tmp_path / "out"), load_file(ROOT / "merged.safetensors")
+    before = load_file(ROOT / "base/model.safetensors")
+    assert ours.keys() == theirs.keys() and any((theirs[name] != before[name]).any() for name in theirs)
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "paddle-flex"])
+def test_on_a_base_of_another_format(to, tmp_path):
+    convert(
+        str(ROOT / "base"),
+        str(tmp_path / "base"),
+        Reading(),
+        Writing(to=to, degrees={"tp": 2} if to == "paddle-flex" else {}),
+        Silent(),
+    )
+    config = Reading(config=str(ROOT / "base/config.json"))
+    run(tmp_path / "base", tmp_path / "same", reading=config)
+    opened = open_source(str(tmp_path / "same"), Reading())
+    assert opened.catalog.format == to
+    run(tmp_path / "base", tmp_path / "paddle", reading=config, to="paddle-unified", force=True)
+    ours, theirs = values(tmp_path / "paddle"), load_file(ROOT / "merged.safetensors")
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+    if to == "safetensors":
+        down = "model.layers.1.mlp.down_proj.weight"
+        np.testing.assert_array_equal(values(tmp_path / "same")[down], theirs[down].T)
+
+
+@pytest.mark.parametrize("config", [{"do_qat": True}, {"enable_lora_list": [[True, False]]}, {"loraga": True}])
+def test_what_is_no_sum_is_refused(config, tmp_path):
+    shutil.copytree(ROOT / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter/lora_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    with pytest.raises(CkptError) as e:
+        run(ROOT / "base", tmp_path / "out", tmp_path / "adapter")
+    assert e.value.code == "E1422"
+
+
+def test_two_worlds_are_folded_one_by_one(tmp_path):
+    with pytest.raises(CkptError) as e:
+        fold([str(ROOT / "base"), str(ROOT / "adapter"), str(ROOT.parent / "peft/lora_bf16")], str(tmp_path / "out"), Reading(),
+             Writing(), Silent())  # fmt: skip
+    assert e.value.code == "E1420"
