@@ -50,8 +50,17 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
 
     if config is None:
         told = from_megatron(args, family)
-        return ModelConfig(told.config, told.notes)
+        return ModelConfig({**told.config, **_beside(args)}, told.notes)
     return _merged(config, args)
+
+
+def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments say of the tensors alone."""
+    from ckpt_tool.formats.megatron.args import torch_dtype
+
+    dtype = torch_dtype(args.get("params_dtype"))
+    rows = args.get("vocab_size") or args.get("padded_vocab_size")
+    return {key: value for key, value in (("torch_dtype", dtype), ("vocab_size", rows)) if value is not None}
 
 
 def file_config(opened: Opened) -> Mapping[str, Any] | None:

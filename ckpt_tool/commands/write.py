@@ -6,27 +6,27 @@ that can be known is raised before the first byte is written.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_tool.commands.arguments import with_arguments
 from ckpt_tool.commands.carry_out import execute, save_plan
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import more_than_computed
-from ckpt_tool.commands.config import NAME as CONFIG
-from ckpt_tool.commands.config import config_of, without_degrees
+from ckpt_tool.commands.config import config_of
 from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.quantised import as_they_are, refuse_cut_blocks
 from ckpt_tool.commands.select import group_of, removed_rows
+from ckpt_tool.commands.side_files import side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.target import Target, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
@@ -36,6 +36,8 @@ from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.storage.destination import check_destination, check_space, staging_path, sweep_leavings
 from ckpt_tool.storage.safetensors_file import gc_paused
+
+SIDE = -1  # in place of a source's number: a side file, which may lie beside the pointer file
 
 
 def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to: str) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     if writing.dry_run:
         return document
     check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
-    trees = {opened.tree.shown: opened.tree for opened in chosen.sources}
+    trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
     digests = _recorded(chosen)
     if writing.ray:
         from ckpt_tool.commands.on_ray import execute_on_ray
@@ -215,16 +217,18 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         chosen.extras,
         chosen.all_hints,
         first.catalog.format,
-        () if single else tuple((path, first.tree.size(path)) for path in first.catalog.sidefiles
-                               if path not in chosen.stale),
+        () if single else side_files(chosen),
         single,
         writing.max_shard_size,
         _options(chosen, fmt, writing) if fmt.holds.own_layout else {},
     )  # fmt: skip
+    extras, said = with_arguments(wanted, chosen, fmt)
+    wanted = replace(wanted, extras=extras)
+    chosen = replace(chosen, notes=(*chosen.notes, *said))
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
-    target = _without_untrue(_with_config(fmt.target(wanted, layout), chosen, fmt), chosen)
+    target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
     refuse_cut_blocks(target, wanted, chosen, fmt)
     numbers: dict[tuple[int, str], int] = {}
 
@@ -234,17 +238,15 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     moves, records, arrays = build_moves(chosen.stored, wanted, target, number_of)
     for file in target.files:
         if file.copy_of is not None:
-            number_of(0, file.copy_of)
+            number_of(SIDE if (0, file.copy_of) not in numbers else 0, file.copy_of)
     if chosen.first_replica:
         moves = (
             moves.first_replicas()
             if isinstance(moves, LaterMoves)
             else tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
         )
-    sources = tuple(
-        SourceFile(chosen.sources[i].tree.shown, path, tuple(chosen.sources[i].tree.identity(path)))
-        for i, path in numbers
-    )  # fmt: skip
+    trees = ((source_of(chosen, path) if i == SIDE else chosen.sources[i].tree, path) for i, path in numbers)
+    sources = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for tree, path in trees)
     plan = Plan(
         sources,
         records,
@@ -263,45 +265,6 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
     return plan, wanted
-
-
-def _with_config(target: Target, chosen: Chosen, fmt: Format) -> Target:
-    """The target with the config that belongs to it: `--config` where the source has none; for a whole model under the hub's
-    names, without the degrees of the job that saved it."""
-    if target.single is not None or fmt.holds.dialect not in ("hf", "paddle"):
-        return target
-    copied = next((file for file in target.files if file.path == CONFIG), None)
-    if copied is None and chosen.config is not None:
-        config, said = chosen.config, f"{CONFIG} is what --config said"
-    elif copied is not None and copied.copy_of and fmt.holds.dialect == "hf":
-        try:
-            config, names = without_degrees(config_of(chosen.sources[0].tree) or {})
-        except UsageError:  # a side file that only its own library reads: copied as it is
-            return target
-        said = f"{CONFIG} says one rank for {', '.join(names)}: the degrees were the job's"
-        if not names:
-            return target
-    else:
-        return target
-    data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    files = tuple(file for file in target.files if file is not copied)
-    return replace(target, files=(*files, whole_file(CONFIG, data)), notes=(*target.notes, said))
-
-
-def _without_untrue(target: Target, chosen: Chosen) -> Target:
-    """The target whose config.json does not say what is true no longer (`Chosen.untrue`)."""
-    found = next((file for file in target.files if file.path == CONFIG), None)
-    if found is None or not chosen.untrue:
-        return target
-    from ckpt_tool.core.quantisation import without
-
-    if found.copy_of is not None:
-        config = config_of(chosen.sources[0].tree) or {}
-    else:
-        config = json.loads(b"".join(data for _, data in found.literals))
-    data = (json.dumps(without(config, chosen.untrue), indent=2, ensure_ascii=False) + "\n").encode()
-    files = tuple(whole_file(CONFIG, data) if file is found else file for file in target.files)
-    return replace(target, files=files)
 
 
 def _is_file_name(destination: Path, chosen: Chosen) -> bool:

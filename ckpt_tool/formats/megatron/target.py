@@ -90,6 +90,7 @@ class _Writing:
                     files.append(composer.file(f"{self.folder}/{rank.path}/{OPTIM_FILE}", value))
         tracker = "release" if self.iteration is None else str(self.iteration)
         files.append(whole_file("latest_checkpointed_iteration.txt", tracker.encode("ascii")))
+        files += [TargetFile(path, size, copy_of=path) for path, size in self.shape.wanted.sidefiles]
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
     # -- values that all ranks share -------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Side files: what lies beside the weights and travels with them, and the config.json that belongs to the output.
+
+    hf -> safetensors --dtype bf16      tokenizer, README: byte for byte; config.json: dtype is bfloat16 now
+    hf -> megatron-dist                 all of them at the top of the folder, config.json as it was: the way back is exact
+    megatron-dist -> safetensors        config.json from Megatron's arguments (`commands.model_config`)
+    hf -> paddle                        config.json in Paddle's words (`families.config_paddle`)
+
+The one idea: a name is on the list or it is not copied: indexes, optimizers and a job's pickles of another save would only
+mislead. A config.json in which nothing is untrue is copied as it is. Files of code are copied as text, with a note; nothing here
+runs them. Cost: one small file. What it does not do: Megatron's arguments (`commands.arguments`), read tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.config import NAME, without_degrees
+from ckpt_tool.commands.model_config import file_config, tree_of
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.core.target import Target, Wanted, whole_file
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.hf.files import is_sidefile
+from ckpt_tool.storage.source import Tree
+
+CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py")
+NESTED = "huggingface/"  # where verl keeps what belongs to the model
+_TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_HEAD = "lm_head.weight"
+
+
+def side_files(chosen: Chosen) -> tuple[tuple[str, int], ...]:
+    """(path, size in bytes) of the first source's side files, those of the folder with its pointer file among them."""
+    opened = chosen.sources[0]
+    held = set(opened.catalog.files)
+    names = dict.fromkeys(opened.catalog.sidefiles)
+    for tree in (opened.tree, opened.outer):
+        if tree is not None and tree.single is None:
+            names |= dict.fromkeys(sorted(filter(_travels, tree.names())))
+    found = ((path, tree_of(opened, path)) for path in names if path not in held and path not in chosen.stale)
+    return tuple((path, tree.size(path)) for path, tree in found if tree is not None and tree.listing()[path] >= 0)
+
+
+def _travels(name: str) -> bool:
+    return is_sidefile(name) or any(fnmatchcase(name, pattern) for pattern in CODE)
+
+
+def source_of(chosen: Chosen, path: str) -> Tree:
+    """The tree that a side file is copied from."""
+    return tree_of(chosen.sources[0], path) or chosen.sources[0].tree
+
+
+def dialect_of(chosen: Chosen, fmt: Format) -> str:
+    """Whose names the output has: `hf`, `paddle`, `megatron`, ..., `keep` where nothing says."""
+    said = chosen.all_hints.get("dialect")
+    if isinstance(said, str):
+        return said
+    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
+    return fmt.holds.dialect if home == "keep" else home
+
+
+def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
+    """The target with the config that belongs to it, and what is to be said of its side files."""
+    if target.single is not None:
+        return target
+    have = {file.path for file in target.files}
+    code = [path for path in have if any(fnmatchcase(path, pattern) for pattern in CODE)]
+    notes = [f"code is copied as text, and not run: {', '.join(sorted(code))}"] if code else []
+    if fmt.holds.dialect == "keep" and not chosen.untrue:
+        return replace(target, notes=(*target.notes, *notes))
+    try:
+        before = file_config(chosen.sources[0])
+    except UsageError:  # a side file that only its own library reads: copied as it is
+        return replace(target, notes=(*target.notes, *notes))
+    told = chosen.config if chosen.config is not None else before
+    if told is None or NAME in chosen.stale:
+        return replace(target, notes=(*target.notes, *notes))
+    config, said = _belonging(told, chosen, fmt, wanted, writing)
+    copied = next((file for file in target.files if file.path == NAME), None)
+    notes += said
+    if copied is None or config != before or copied.copy_of is None:
+        data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        files = tuple(file for file in target.files if file is not copied)
+        target = replace(target, files=(*files, whole_file(NAME, data)))
+        if before is None:
+            notes.append(f"{NAME} is {_origin(chosen)}")
+    return replace(target, notes=(*target.notes, *notes))
+
+
+def _origin(chosen: Chosen) -> str:
+    if "args" in chosen.sources[0].catalog.extras and (chosen.config or {}).get("model_type"):
+        return "made from Megatron's arguments, or what --config said"
+    return "what --config said"
+
+
+def _belonging(
+    told: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
+) -> tuple[Mapping[str, Any], list[str]]:
+    """(config.json of the output, what to say of it)."""
+    from ckpt_tool.core.quantisation import without
+    from ckpt_tool.families.config_paddle import from_paddle, is_paddle, paddle_config
+
+    dialect, notes = dialect_of(chosen, fmt), list[str]()
+    config: Mapping[str, Any] = without(told, chosen.untrue) if chosen.untrue else told
+    if fmt.holds.dialect == "keep":
+        return config, notes
+    foreign = is_paddle(told) or registry.by_name(chosen.sources[0].catalog.format).holds.dialect == "paddle"
+    if dialect in ("hf", "megatron"):
+        if foreign:
+            config, more = from_paddle(config)
+            notes += more
+        config, names = without_degrees(config)
+        if names:
+            notes.append(f"{NAME} says one rank for {', '.join(names)}: the degrees were the job's")
+    elif dialect == "paddle" and not foreign:
+        config, more = paddle_config(config)
+        notes += more
+    if dialect in ("hf", "paddle"):
+        config, more = _settled(config, chosen, wanted, writing)
+        notes += more
+    return config, notes
+
+
+def _settled(
+    config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config as the tensors are that are written."""
+    from ckpt_tool.families.configs import settled
+
+    model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
+    if not model:
+        return config, ()
+    embedding = next(
+        (tensor for name, tensor in model.items() if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2), None
+    )
+    if "text_config" in config:  # of several models: which of them the tensors are is not told
+        return config, ()
+    says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
+    return settled(
+        config,
+        rows=embedding.shape[0] if embedding is not None else None,
+        dtype=torch_dtype(wanted) if says_dtype else None,
+        tied=_tied(config, model, chosen, writing),
+    )
+
+
+def _tied(config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing) -> bool | None:
+    """Is the head the embedding? None where the tensors do not contradict the config."""
+    from ckpt_tool.families.config_facts import FACTS
+    from ckpt_tool.families.configs import kind_of
+
+    kind = kind_of(config)
+    if kind is None:
+        return None
+    says = bool(config.get("tie_word_embeddings", FACTS[kind].defaults["tie_word_embeddings"]))
+    held = set(names)
+    if _HEAD in held:
+        return False if says and writing.tied_head == "untie" else None
+    gone = {tensor.key.name for tensor in chosen.removed}
+    whole = any(name.endswith(_EMBEDDINGS) for name in held) and any(
+        name.endswith("model.norm.weight") for name in held
+    )
+    return True if whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
+
+
+def torch_dtype(wanted: Wanted) -> str | None:
+    """The dtype that most elements of the model have, as torch calls it; None where that is none that a model computes in."""
+    sizes: dict[str, int] = {}
+    for tensor in wanted.tensors:
+        if tensor.key.state == MODEL and tensor.dtype.is_float:
+            sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + tensor.nbytes * 8 // max(tensor.dtype.bits, 1)
+    return _TORCH.get(max(sizes, key=lambda name: sizes[name])) if sizes else None

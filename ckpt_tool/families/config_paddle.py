@@ -1,0 +1,101 @@
+"""Paddle's configs: a config.json of PaddleFormers or PaddleNLP in the hub's words, and the other way round.
+
+    hub      {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "dtype": "bfloat16"}
+    paddle   {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": false, ..., "torch_dtype": "bfloat16"}
+
+The one idea: the keys are the same, what is taken where a key is missing is not. Paddle ties embeddings unless told otherwise,
+has 10000 for ERNIE's rope where transformers has 500000, and does not look into `rope_parameters`. So a Paddle config gets
+every value spelled out, and what a Paddle config leaves unsaid is spelled out for the hub.
+
+Sources: PaddleFormers 1.2.0 `transformers/configuration_utils.py`, `transformers/*/configuration.py`,
+`modeling_rope_utils.py` (`standardize_rope_params`); PaddleNLP 3.0.0b4 the same files. Cost: none. What it does not do: degrees
+of the job (`commands.config.without_degrees`), tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.families.config_facts import FACTS, Facts
+from ckpt_tool.families.config_forms import rope_of
+from ckpt_tool.families.config_words import OTHER_WORDS, Model, Values
+from ckpt_tool.families.configs import Told, kind_of
+
+VERSIONS = ("paddleformers_version", "paddlenlp_version")
+_SILENT: Mapping[str, Values] = {  # what PaddleFormers takes where transformers would take another
+    "ernie4_5": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+    "ernie4_5_moe": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+}
+_JOB = ("fuse_", "recompute", "use_fused_", "use_flash_attention", "sequence_parallel", "pp_seg_method", "virtual_pp")
+_ALIKE = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM", "Ernie4_5_MoEForCausalLM": "Ernie4_5_MoeForCausalLM"}
+
+
+def is_paddle(config: Mapping[str, Any]) -> bool:
+    """Does the config say that Paddle wrote it?"""
+    return any(version in config for version in VERSIONS)
+
+
+def paddle_config(config: Mapping[str, Any]) -> Told:
+    """The config as Paddle reads it, every value spelled out."""
+    kind = kind_of(config)
+    facts: Facts
+    notes: tuple[str, ...]
+    if kind is None:
+        facts, notes = (
+            Facts("", "", ()),
+            (f"{config.get('model_type')!r} is none of our classes: what Paddle takes for unsaid keys may differ",),
+        )
+    else:
+        facts, notes = FACTS[kind], ()
+    model = Model(config, facts)
+    out: Values = {}
+    for key in facts.defaults:
+        own = facts.keys.get(key, key)
+        if (value := model.get(key)) is not None:
+            out[own] = value
+    twins = {name for own in out for name in OTHER_WORDS.get(own, ()) if name not in out}
+    out |= {key: value for key, value in config.items() if key not in twins}
+    rope = rope_of(config, facts.defaults)
+    if rope["theta"] is not None:
+        out["rope_theta"] = rope["theta"]
+        scaling = {key: value for key, value in rope.items() if key not in ("theta", "part", "type")}
+        out["rope_scaling"] = (
+            {"rope_type": rope["type"], "type": rope["type"], **scaling} if rope["type"] != "default" else None
+        )
+        out.pop("rope_parameters", None)
+        if rope["part"] != 1.0:
+            out["partial_rotary_factor"] = rope["part"]
+    if "dtype" in out:
+        out["torch_dtype"] = out.pop("dtype")
+    if kind is not None:
+        out |= facts.paddle
+        out["num_key_value_heads"] = model.get("num_key_value_heads") or model.get("num_attention_heads")
+    if "ahead" in facts.forms:
+        out["num_nextn_predict_layers"] = model.get("num_nextn_predict_layers") or 0
+    return Told(out, notes)
+
+
+def from_paddle(config: Mapping[str, Any]) -> Told:
+    """The config as transformers reads it."""
+    out = dict(config)
+    classes = out.get("architectures")
+    if isinstance(classes, list):
+        plain = [str(each).removesuffix("Fleet").removesuffix("Pipe") for each in classes]
+        out["architectures"] = [_ALIKE.get(each, each) for each in plain]
+    kind = kind_of(out)
+    if kind is None:
+        return Told(out, ())
+    out["model_type"] = kind
+    out.setdefault("architectures", [FACTS[kind].architecture])
+    for key, value in _SILENT.get(kind, {}).items():
+        if key == "rope_theta" and isinstance(out.get("rope_parameters"), Mapping):
+            continue
+        out.setdefault(key, value)
+    for key in VERSIONS:
+        out.pop(key, None)
+    for key in [key for key in out if key.startswith(_JOB)]:
+        del out[key]
+    if "dpo_config" in out and out["dpo_config"] is None:
+        del out["dpo_config"]
+    return Told(out, ())
