@@ -43,7 +43,10 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_hub_from_paddle(name: str, tmp_path: Path) -> None:
-    assert_same(converted(name, "paddle", tmp_path), load_file(FIXTURES / name / "hf.safetensors"))
+    want = load_file(FIXTURES / name / "hf.safetensors")
+    if name == "ernie4_5_vl_moe":  # transformers 5 saves the tower inside the model
+        want = {key.replace("vision_model.", "model.vision_model."): tensor for key, tensor in want.items()}
+    assert_same(converted(name, "paddle", tmp_path), want)
 
 
 @pytest.mark.parametrize("name", NAMES)
