@@ -178,6 +178,30 @@ def assert_same(a, b):
     assert found["equal"], found["differences"][:3]
 
 
+@pytest.mark.parametrize("case", ["saved", "patterns", "dora"])
+@pytest.mark.parametrize(("to", "degrees"), [("megatron-dist", {"tp": 2}), ("paddle-unified", {})])
+def test_fused_bases_join_what_changed_with_what_did_not(to, degrees, case, bases, tmp_path):
+    """q_proj is folded, k_proj is not, biases come whole from the adapter: one linear_qkv, one qkv_proj."""
+    base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES[case][1])
+    config = Reading(config=str(base / "config.json"))
+    run(base, adapter, out=tmp_path / "want")
+    convert(str(base), str(tmp_path / "other"), Reading(), Writing(to=to, degrees=degrees), Silent())
+    run(tmp_path / "other", adapter, out=tmp_path / "same", reading=config)
+    convert(str(tmp_path / "same"), str(tmp_path / "back"), config, Writing(to="safetensors", dialect="hf"), Silent())
+    assert_same(tmp_path / "want", tmp_path / "back")
+
+
+def test_the_same_bytes_whatever_threads_and_memory(bases, tmp_path):
+    base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES["dora"][1])
+    for to in ("safetensors", "paddle-unified"):
+        outs = []
+        for number, options in enumerate(({"threads": 1}, {"threads": 4, "memory": 16 << 20})):
+            out = tmp_path / f"{to}_{number}"
+            run(base, adapter, out=out, to=to, **options)
+            outs.append({path.name: path.read_bytes() for path in out.iterdir()})
+        assert outs[0] == outs[1]
+
+
 def test_one_hop_to_another_system(bases, tmp_path):
     base, adapter = bases("llama"), save_adapter("llama", tmp_path / "adapter", **CASES["lora"][1])
     run(base, adapter, out=tmp_path / "hop", to="paddle-unified")

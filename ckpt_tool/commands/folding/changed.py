@@ -193,6 +193,11 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
         weight = f", weight {adapter.settings.weight}" if adapter.settings.weight != 1 else ""
         notes.append(f"{adapter.opened.path}: {', '.join(parts) or 'nothing to fold'}{weight}")
         notes += each.notes
+        own = [
+            name for name in adapter.opened.catalog.sidefiles if not name.startswith(("README", "LICENSE", "config"))
+        ]
+        if own and not adapter.paddle:
+            notes.append(f"beside the base stay the base's files; the adapter's own are not copied: {', '.join(own)}")
     if left:
         notes.append(
             f"{len(left)} tensors that the adapters change were removed by name: {', '.join(sorted(left)[:3])}"

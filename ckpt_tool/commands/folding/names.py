@@ -57,7 +57,7 @@ def part_of(name: str) -> Part | None:
         if pattern is _LORA and found[3] == "bias":
             return Part(module, BIAS, level) if found[2] == "B" else None
         return Part(module, kinds[found[2]], level)
-    if "lora_" in name.rpartition(".")[0].rpartition(".")[2] or ".token_adapter" in name:
+    if any(each.startswith("lora_") or each == "token_adapter" for each in name.split(".")):
         return None
     module, last = _SAVED.sub("", name).rpartition(".")[::2]
     return Part(f"{_unwrapped(module)[0]}.{last}" if module else last, WHOLE)
