@@ -62,9 +62,9 @@ def job_of(asked: Asked, sources: Sequence[str]) -> Job:
     if method.name == "slerp" and base is None and len(models) == 2:
         base = models[0]
     weights = _decaying(asked, len(models), faults) if asked.method == EMA else asked.weights
-    if base is not None and base not in models:
-        if method.base == "none":
-            faults.append(f"{asked.method} has no base: --base {base}")
+    if base is not None and method.base == "none":
+        faults.append(f"{asked.method} has no base: --base {base}")
+    elif base is not None and base not in models:
         models.append(base)
     tasks = [model for model in models if method.base == "none" or model != base]
     own = {"weight": _each(weights, tasks, "--weight", faults)}

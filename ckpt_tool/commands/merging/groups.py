@@ -46,7 +46,7 @@ class Grouping:
         self._job, self._models, self._names = job, models, names
         self.faults: dict[str, None] = {}
         self.wrong: dict[str, None] = {}  # faults of parameters
-        self.layers: int | None = None  # of a sliced output
+        self.layers: list[tuple[str, int]] | None = None  # of a sliced output: (first model, its layer)
 
     def groups(self) -> list[Group]:
         made = self._sliced() if self._job.sliced else self._whole()
@@ -81,7 +81,7 @@ class Grouping:
         ))  # fmt: skip
         for name in [each for each in outside if _BEFORE.search(each)]:
             yield self._group(name, first, [name] * len(first.parts), 0.0)
-        number = 0
+        origins: list[tuple[str, int]] = []
         for slice_ in self._job.slices:
             ranges = [part.layers or (0, lengths[part.model]) for part in slice_.parts]
             for part, (_, end) in zip(slice_.parts, ranges, strict=True):
@@ -93,11 +93,11 @@ class Grouping:
                 continue
             for at in range(count):
                 t = at / (count - 1) if count > 1 else 1.0
-                yield from self._layer(slice_, stack, [start + at for start, _ in ranges], number, t)
-                number += 1
+                yield from self._layer(slice_, stack, [start + at for start, _ in ranges], len(origins), t)
+                origins.append((slice_.parts[0].model, ranges[0][0] + at))
         for name in [each for each in outside if not _BEFORE.search(each)]:
             yield self._group(name, last, [name] * len(last.parts), 0.0)
-        self.layers = number
+        self.layers = origins
 
     def _length(self, path: str) -> int:
         return max((layer[1] + 1 for name in self._models[path] if (layer := layer_of(name))), default=0)

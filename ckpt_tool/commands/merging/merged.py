@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import refuse_saved_plan, with_computed
 from ckpt_tool.commands.merging.groups import Group, Grouping
-from ckpt_tool.commands.merging.models import TENSORS, Model, check_models, open_models, without_training
+from ckpt_tool.commands.merging.models import TENSORS, Model, check_models, open_models, sliced_config, without_training
 from ckpt_tool.commands.merging.recipes import moved, parameter_faults, recipe_of
 from ckpt_tool.commands.merging.settings import Job
 from ckpt_tool.commands.naming import under_other_names
@@ -93,13 +93,10 @@ def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, no
             if not moved(job, group):
                 recipes.append(recipe_of(job, group, _inputs(group, models)))
     extras, gone = without_training(donor.chosen.extras)
-    config = donor.config
-    if layers is not None and config is not None:
-        notes.append(f"the output has {layers} layers: num_hidden_layers of its config.json is {layers}")
-        config = {**config, "num_hidden_layers": layers}
+    config = sliced_config(models, layers, notes) if layers is not None else donor.chosen.config
     base = replace(
         donor.chosen, sources=tuple(sources), stored=tuple(rows), extras=extras, removed=removed, renewed=frozenset(),
-        dropped=_dropped(models, gone), casts={}, config=config if layers is not None else donor.chosen.config,
+        dropped=_dropped(models, gone), casts={}, config=config,
         notes=tuple(dict.fromkeys(note for model in models for note in model.chosen.notes)),
     )  # fmt: skip
     shown = f"{job.method.name} of {' and '.join(model.path for model in models)}"
@@ -109,8 +106,8 @@ def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, no
 
 def _groups(
     job: Job, models: Sequence[Model], writing: Writing
-) -> tuple[list[Group], tuple[LogicalTensor, ...], int | None]:
-    """(what the output is made of, what the key patterns took, the number of layers of a sliced output)."""
+) -> tuple[list[Group], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
+    """(what the output is made of, what the key patterns took, where the layers of a sliced output come from)."""
     held = {model.path: model.tensors for model in models}
     names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))
     grouping = Grouping(job, held, names if job.sliced else _kept(names, writing)[0])

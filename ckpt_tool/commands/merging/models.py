@@ -21,7 +21,7 @@ from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.quantised import refuse_codes
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.tensor import MODEL
-from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.moves import Stored
 
@@ -35,6 +35,8 @@ _SAME = (
 )  # fmt: skip
 _LAYERS = "num_hidden_layers"
 _TELLING = ("rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
+_BY_NUMBER = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "num_nextn_predict_layers",
+              "no_rope_layers", "interleave_moe_layer_step", "moe_layer_start_index")  # fmt: skip
 _OPTIMIZER = re.compile(r"optim|param_group|scheduler|rng|scaler", re.IGNORECASE)
 
 
@@ -117,3 +119,30 @@ def without_training(extras: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     """(extras that still hold for merged weights, the names of those of the optimizer, which don't)."""
     gone = [str(name) for name in extras if _OPTIMIZER.search(str(name))]
     return {name: value for name, value in extras.items() if str(name) not in gone}, gone
+
+
+def sliced_config(
+    models: Sequence[Model], origins: Sequence[tuple[str, int]], notes: list[str]
+) -> Mapping[str, Any] | None:
+    """The first model's config with the layers of the output: their number, and what a list says of each.
+
+    origins: the model and the layer that each comes from. Raises UsageError E1451 where the config tells kinds of layers by
+    their number, which they no longer have.
+    """
+    configs = {model.path: model.config for model in models}
+    config = models[0].config
+    if config is None:
+        return None
+    by_number = [key for key in _BY_NUMBER if config.get(key) not in (None, [], 0, 1)]
+    if by_number:
+        raise UsageError(
+            f"slices: the config tells kinds of layers by their number ({', '.join(by_number)}), and they get others",
+            code="E1451", path=models[0].path, hint="merge whole models; layers of such a model can't be renumbered",
+        )  # fmt: skip
+    count, out = config.get(_LAYERS), {**config, _LAYERS: len(origins)}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == count and type(count) is int:
+            lists = [(configs[path] or {}).get(key, value) for path, _ in origins]
+            out[key] = [each[layer] for each, (_, layer) in zip(lists, origins, strict=True)]
+    notes.append(f"the output has {len(origins)} layers, and its config.json says so")
+    return out

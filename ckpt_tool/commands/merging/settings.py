@@ -175,9 +175,10 @@ def contract_faults(job: Job) -> list[str]:
         elif base is not None and not held and method.base != "none":
             faults.append(f"{where}the base {base} is not among the models")
         if len(models) < method.least or method.most is not None and len(models) > method.most:
-            wanted = str(method.least) if method.most == method.least else f"at most {method.most}" if method.most else (
-                f"at least {method.least}")  # fmt: skip
-            faults.append(f"{where}{method.name} takes {wanted} models, the base counted; there are {len(models)}")
+            bound = "" if method.most == method.least else "at most " if method.most else "at least "
+            count = method.most or method.least
+            wanted = f"{bound}{count} model{'s' * (count > 1)}{', the base counted' * (method.base != 'none')}"
+            faults.append(f"{where}{method.name} takes {wanted}; there are {len(models)}")
         if method.name == "nuslerp" and tasks != 2:
             faults.append(f"{where}nuslerp takes 2 models beside the base; there are {tasks}")
         if method.of_task_vectors and not tasks:

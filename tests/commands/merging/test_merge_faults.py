@@ -1,0 +1,198 @@
+"""What can't be merged: everything that is wrong is told at once, before a byte is written, with what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_tool as ckpt
+from ckpt_tool.commands.merging import yaml_file
+from ckpt_tool.commands.merging.asked import last_of
+from ckpt_tool.commands.merging.mergekit import read_config
+from ckpt_tool.errors import CkptError, InputError, UsageError
+
+Models = Callable[..., list[str]]
+
+
+def fault(kind: type[CkptError], *sources: Any, out: Path, **options: Any) -> CkptError:
+    with pytest.raises(kind) as caught:
+        ckpt.merge(list(sources), out, **options)
+    assert not out.exists() and not list(out.parent.glob(f".{out.name}*")), "something was written"
+    return caught.value
+
+
+def said(error: CkptError) -> str:
+    return "\n".join([error.message, *error.faults, error.hint or "", error.code])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("linear", {"weight": (1, 2, 3)}, ["--weight is given 3 times for 2 models", "E1442"]),
+        ("linear", {"weight": (1, -1)}, ["the weights sum to 0", "E1441"]),
+        ("linear", {"base": "m0", "t": 0.5}, ["linear has no base", "t: no parameter of linear"]),
+        ("ties", {"density": 1.5, "weight": 1}, ["--weight is given 1 times", "needs a base", "density is 1.5, want above 0 to 1"]),
+        ("ties", {"base": "m0", "density": 0}, ["density is 0"]),
+        ("slerp", {"t": 1.5}, ["t is 1.5, want from 0 to 1"]),
+        ("slerp", {}, ["slerp needs a t"]),
+        ("slerp", {"t": 0.5, "base": "m2"}, ["slerp takes 2 models, the base counted; there are 3"]),
+        ("nuslerp", {"base": "m0"}, ["nuslerp takes 2 models beside the base; there are 1"]),
+        ("model-stock", {"base": "m0"}, ["model-stock takes at least 3 models"]),
+        ("della", {"base": "m0", "density": 0.9, "epsilon": 0.2}, ["density 0.9 +- epsilon 0.2 leaves (0, 1)"]),
+        ("della", {"base": "m0", "density": 0.5, "gamma": 0.2}, ["gamma: no parameter of della"]),
+        ("passthrough", {}, ["passthrough takes 1 model; there are 2"]),
+        ("ema", {"weight": (1, 2)}, ["ema has its weights from --decay", "ema needs --decay from 0 to below 1"]),
+        ("ema", {"decay": 1.0}, ["found 1"]),
+        ("linear", {"decay": 0.5}, ["--decay is of --method ema alone"]),
+        ("union", {"weight": (1, 2), "seed": 3}, ["--weight, --seed: no option of merge --method union", "E1442"]),
+        ("linear", {"on_conflict": "last"}, ["--on-conflict is of union alone"]),
+        ("linear", {"state": "optimizer"}, ["optimizer states of several jobs have no mean"]),
+        ("linear", {"plan": "p.json"}, ["E0264"]),
+    ],
+)  # fmt: skip
+def test_options(method: str, options: dict[str, Any], words: list[str], models: Models, tmp_path: Path) -> None:
+    paths = models(3)
+    if "base" in options:
+        options = {**options, "base": paths[int(options["base"][1])]}
+    text = said(fault(UsageError, *paths[:2], out=tmp_path / "out", method=method, **options))
+    assert all(word in text for word in words), text
+
+
+def test_a_model_is_named_twice(models: Models, tmp_path: Path) -> None:
+    (path,) = models(1)
+    assert "named twice" in said(fault(UsageError, path, path, out=tmp_path / "out", method="linear"))
+
+
+def test_architectures_and_tokenizers_at_once(models: Models, tmp_path: Path) -> None:
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}, "added_tokens": []}
+    first, second, third = models(3, tokenizer=vocabulary)
+    config = json.loads((Path(second) / "config.json").read_text())
+    (Path(second) / "config.json").write_text(
+        json.dumps({**config, "hidden_size": 32, "model_type": "qwen2", "rope_theta": 1})
+    )
+    other = {**vocabulary, "added_tokens": [{"id": 2, "content": "<pad>"}]}
+    (Path(third) / "tokenizer.json").write_text(json.dumps(other))
+    error = fault(InputError, first, second, third, out=tmp_path / "out", method="linear")
+    text = said(error)
+    assert error.code == "E1446" and "model_type is qwen2 and llama" in text and "hidden_size is 32 and 16" in text
+    assert "1 tokens have another number" in text and "'<pad>' is None here, 2 there" in text
+    error = fault(InputError, first, third, out=tmp_path / "out", method="linear")
+    assert error.code == "E1448" and "--tokenizer base" in (error.hint or "")
+    report = ckpt.merge([first, third], tmp_path / "out", method="linear", tokenizer="base")
+    assert any("merged by their number" in note for note in report["notes"])
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (Path(first) / "tokenizer.json").read_bytes()
+
+
+def test_tokenizers_that_say_the_same_are_the_same(models: Models, tmp_path: Path) -> None:
+    first, second = models(2, tokenizer={"model": {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}, "version": "1"})
+    text = json.dumps({"version": "2", "model": {"merges": ["a b"], "vocab": {"b": 1, "a": 0}}}, indent=3)
+    (Path(second) / "tokenizer.json").write_text(text)
+    ckpt.merge([first, second], tmp_path / "out", method="linear")
+
+
+def test_tensors_shapes_and_dtypes_at_once(models: Models, tmp_path: Path) -> None:
+    first, second = models(2)
+    tensors = load_file(Path(second) / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["extra.weight"] = torch.ones(3)
+    tensors["lm_head.weight"] = torch.ones(40, 16)
+    tensors["model.norm.weight"] = torch.ones(16, dtype=torch.float64)
+    save_file(tensors, Path(second) / "model.safetensors")
+    error = fault(InputError, first, second, out=tmp_path / "out", method="linear")
+    text = said(error)
+    assert error.code == "E1447" and error.exit_code == 3
+    for part in (
+        f"model.layers.1.mlp.up_proj.weight: not in {second}", f"extra.weight: not in {first}",
+        "lm_head.weight: [48, 16]", "[40, 16]", "model.norm.weight: F64 is not merged",
+    ):  # fmt: skip
+        assert part in text
+
+
+GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1}}}}\n  - {{model: {1}, parameters: {{weight: 2}}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("merge_method: lineer\nmodels: [{{model: {0}}}]", ["no method 'lineer'", "did you mean linear"]),
+        ("merge_method: sce\nmodels: [{{model: {0}}}]", ["does not merge by sce"]),
+        (GOOD + "dtyp: float32", ["unknown key 'dtyp'", "did you mean dtype"]),
+        (GOOD + "chat_template: auto\nmodules: {{}}", ["chat_template: this build copies", "modules: models of several"]),
+        (GOOD + "tokenizer_source: union", ["'union' asks for another tokenizer"]),
+        (GOOD + "tokenizer: {{source: base, pad_to_multiple_of: 8, tokens: {{}}}}", ["moves no rows", "tokenizer.pad_to_multiple_of", "tokenizer.tokens"]),
+        (GOOD + "dtype: float64\nout_dtype: 3", ["dtype: found 'float64'", "out_dtype: found 3"]),
+        (GOOD + "parameters: {{normalise: true}}", ["normalise: no parameter of linear", "did you mean normalize"]),
+        (GOOD + "parameters: {{normalize: 1}}", ["found 1, want a flag"]),
+        (GOOD + "parameters: {{weight: [1, {{filter: x}}]}}", ["a case is {filter"]),
+        (GOOD + "parameters: {{weight: [{{filter: x, value: 1, layer: 3}}]}}", ["unknown key 'layer'"]),
+        (GOOD + "parameters: {{weight: .inf}}", ["want a number"]),
+        ("merge_method: linear\nmodels: [{{model: {0}+lora}}, {{model: no/such}}, {{model: no@main}}]", ["--method lora", "hf://no/such", "revisions of a hub"]),
+        ("merge_method: linear\nmodels: [{{model: {0}, weight: 1}}]", ["unknown key 'weight'"]),
+        ("merge_method: linear\nmodels: [{0}]", ["want a mapping with model"]),
+        ("merge_method: linear\nmodels: []", ["want one of models and slices"]),
+        ("merge_method: linear\nslices: [{{sources: [{{model: {0}}}]}}]", ["layer_range: found None"]),
+        ("merge_method: linear\nslices: [{{sources: [{{model: {0}, layer_range: [2, 1]}}], residual_weight: 1}}]", ["layer_range: found [2, 1]", "residual_weight"]),
+        ("merge_method: ties\nmodels: [{{model: {0}, parameters: {{weight: 1}}}}]", ["needs a base"]),
+        ("merge_method: ties\nbase_model: {0}\nmodels: [{{model: {0}, parameters: {{weight: 1}}}}, {{model: {1}}}]", ["the base", "takes none"]),
+        ("merge_method: slerp\nbase_model: {0}\nmodels: [{{model: {1}, parameters: {{t: 1}}}}]", ["one for the whole merge, not for the model"]),
+        ("merge_method: ties\nbase_model: {0}\nslices: [{{sources: [{{model: {1}, layer_range: [0, 1]}}]}}]", ["is not among the models"]),
+        ("3", ["no mapping"]), ("", ["no mapping"]),
+        ("models: [", ["not YAML", "E1443"]),
+        ("a: 1\na: 2", ["'a' stands twice"]),
+        ("!!python/object/apply:os.system ['echo x']", ["asks for more than plain values"]),
+        ("a: !!python/name:os.system", ["asks for more than plain values"]),
+        ("? [1, 2]\n: 3", ["is no text"]),
+        ("a: &x [*x]", ["more values than any config needs"]),
+        ("a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d]\nf: [*e,*e,*e,*e,*e,*e,*e,*e,*e]", ["more values than any config needs"]),
+        ("[" * 5000, ["E1443"]),
+        ("a: 1\n---\nb: 2", ["E1443"]),
+        ("a: \x00", ["E1443"]),
+    ],
+)  # fmt: skip
+def test_configs(text: str, words: list[str], models: Models, tmp_path: Path) -> None:
+    config = tmp_path / "merge.yaml"
+    paths = models(2)
+    config.write_text(text.format(*paths) if "{{" in text or "{0}" in text else text)
+    found = said(fault(UsageError, out=tmp_path / "out", config=config))
+    assert all(word in found for word in words), found
+
+
+def test_a_config_of_any_size_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "big.yaml").write_bytes(b"#" * (yaml_file.LIMIT + 1))
+    with pytest.raises(UsageError, match="more than 1 MiB"):
+        read_config(str(tmp_path / "big.yaml"))
+
+
+def test_a_config_says_all(models: Models, tmp_path: Path) -> None:
+    paths = models(2)
+    (tmp_path / "merge.yaml").write_text(GOOD.format(*paths))
+    text = said(fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", weight=(1, 2), t=0.5))
+    assert "--weight, --t: no option of --config" in text
+    assert "--config says the method" in said(
+        fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", method="ties")
+    )
+
+
+def test_slices(models: Models, tmp_path: Path) -> None:
+    paths = models(2)
+    config = tmp_path / "merge.yaml"
+    head = "merge_method: passthrough\nslices:\n"
+    config.write_text(head + f"  - sources: [{{model: {paths[0]}, layer_range: [1, 9]}}]\n")
+    assert "layer_range ends at 9" in said(fault(InputError, out=tmp_path / "out", config=config))
+    about = json.loads((Path(paths[0]) / "config.json").read_text())
+    (Path(paths[0]) / "config.json").write_text(json.dumps({**about, "first_k_dense_replace": 2}))
+    config.write_text(head + f"  - sources: [{{model: {paths[0]}, layer_range: [1, 3]}}]\n")
+    assert "kinds of layers by their number" in said(fault(UsageError, out=tmp_path / "out", config=config))
+
+
+def test_last_of_names() -> None:
+    names = ["checkpoint-90", "checkpoint-100", "checkpoint-80", "logs", "checkpoint-x"]
+    assert last_of("run/", names, 2) == ["run/checkpoint-90", "run/checkpoint-100"]
+    with pytest.raises(UsageError, match="2 kinds"):
+        last_of("run", ["iter_0000001", "checkpoint-1"], 1)
