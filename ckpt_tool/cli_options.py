@@ -183,6 +183,7 @@ DIFF = group(
     text("rtol", "X", "Relative tolerance. Default 0: bit for bit."),
     text("atol", "X", "Absolute tolerance. Default 0."),
     text("map_file", "FILE", "Rename tensors of the first before comparing.", option="--map"),
+    text("dialect", "NAME", f"Compare both under these names: {', '.join(DIALECTS)}. Default keep.", choices=DIALECTS),
     texts("state", "S", "Only this state. Repeatable."),
 )
 VERIFICATION = group(

@@ -33,6 +33,7 @@ from ckpt_tool.cli_options import (
 )
 from ckpt_tool.commands import values
 from ckpt_tool.commands.options import (
+    DIALECTS,
     MergeOptions,
     Reading,
     ReadingOptions,
@@ -152,6 +153,7 @@ def diff(
         "rtol": taken.take("rtol", values.tolerance, 0.0),
         "atol": taken.take("atol", values.tolerance, 0.0),
         "map_file": taken.take("map_file", values.text, None),
+        "dialect": taken.take("dialect", values.one_of(DIALECTS), None),
         "states": taken.take("state", values.words, ()),
     }
     taken.settle()

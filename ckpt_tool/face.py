@@ -15,7 +15,15 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tool.commands import values
-from ckpt_tool.commands.options import CallOptions, ReadingOptions, Taken, both_from, merging_from, reading_from
+from ckpt_tool.commands.options import (
+    DIALECTS,
+    CallOptions,
+    ReadingOptions,
+    Taken,
+    both_from,
+    merging_from,
+    reading_from,
+)
 from ckpt_tool.core.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -90,21 +98,24 @@ def diff(
     atol: float = 0.0,
     map: StrPath | None = None,
     state: str | Iterable[str] = (),
+    dialect: str | None = None,
     progress: Progress = SILENT,
     **options: Unpack[ReadingOptions],
 ) -> Document:
     """Are two checkpoints equal in value? `ckpt diff A B`; look at `equal` in the result."""
     from ckpt_tool.commands.diff import diff as command
 
-    taken = Taken({"rtol": rtol, "atol": atol, "state": state or None})
+    taken = Taken({"rtol": rtol, "atol": atol, "state": state or None, "dialect": dialect})
     rtol, atol = taken.take("rtol", values.tolerance, 0.0), taken.take("atol", values.tolerance, 0.0)
     states = taken.take("state", values.words, ())
+    dialect = taken.take("dialect", values.one_of(DIALECTS), None)
     taken.settle()
     map_file = None if map is None else fspath(map)
     reading = reading_from(options)
     return command(
-        fspath(a), fspath(b), reading, rtol=rtol, atol=atol, map_file=map_file, states=states, progress=progress
-    )
+        fspath(a), fspath(b), reading, rtol=rtol, atol=atol, map_file=map_file, states=states, dialect=dialect,
+        progress=progress,
+    )  # fmt: skip
 
 
 def verify(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpt_tool.commands.options import Reading
+from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import state_filter
-from ckpt_tool.commands.source import open_source
+from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.storage.source import Tree
 
 
 def diff(
@@ -23,50 +24,85 @@ def diff(
     atol: float = 0.0,
     map_file: str | None = None,
     states: tuple[str, ...] = (),
+    dialect: str | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The document of `diff --json`. map_file: a JSON object or lines `LEFT RIGHT`: names of A as B calls them.
+    """The document of `diff --json`. map_file: a JSON object or lines `LEFT RIGHT`: names of A as B calls them. dialect: both
+    are looked at under its names and in its structure, as `convert --dialect` would write them.
 
     Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol |b|.
     """
-    from ckpt_tool.run.compare import compare
-
     left, right = open_source(a, reading).refuse_unsafe(), open_source(b, reading).refuse_unsafe()
     left.catalog.check()
     right.catalog.check()
     names = _names(map_file) if map_file else {}
     wanted = state_filter(states, (*left.catalog.states(), *right.catalog.states()))
-    here = {
-        TensorKey(names.get(key.name, key.name), key.state): key for key in left.catalog.tensors if wanted(key.state)
-    }
-    there = {key: key for key in right.catalog.tensors if wanted(key.state)}
+    here = {TensorKey(names.get(key.name, key.name), key.state): side
+            for key, side in _sides(left, reading, dialect).items() if wanted(key.state)}  # fmt: skip
+    there = {key: side for key, side in _sides(right, reading, dialect).items() if wanted(key.state)}
     found: list[dict[str, Any]] = []
-    pairs: list[tuple[LogicalTensor, LogicalTensor]] = []
+    pairs: list[tuple[_Side, _Side]] = []
+    first = reading.replica_policy == "first"
     for key in {**here, **there}:
         base = {"name": key.name, "state": key.state}
         if key not in here or key not in there:
             found.append({**base, "kind": "missing_left" if key not in here else "missing_right"})
             continue
-        mine, theirs = left.catalog.tensors[here[key]], right.catalog.tensors[there[key]]
+        (mine, tree), (theirs, other) = here[key], there[key]
         if mine.shape != theirs.shape:
             found.append({**base, "kind": "shape", "left": list(mine.shape), "right": list(theirs.shape)})
         elif mine.dtype != theirs.dtype and not (rtol or atol):
             found.append({**base, "kind": "dtype", "left": mine.dtype.name, "right": theirs.dtype.name})
         else:
-            first = reading.replica_policy == "first"
-            pairs.append((first_replica(mine), first_replica(theirs)) if first else (mine, theirs))
-    progress.start(sum(mine.nbytes + theirs.nbytes for mine, theirs in pairs), "comparing")
-    for (_, theirs), difference in zip(
-        pairs, compare(pairs, left.tree, right.tree, rtol=rtol, atol=atol, advance=progress.advance), strict=True
-    ):
-        if difference is not None:
-            found.append({"name": theirs.key.name, "state": theirs.key.state, "kind": "value", **difference})
-    progress.finish()
+            if first:
+                mine, theirs = first_replica(mine), first_replica(theirs)
+            pairs.append((_Side(mine, tree), _Side(theirs, other)))
+    found += _compared(pairs, rtol, atol, progress)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not states else []
     return {
         "schema_version": 1, "equal": not found, "compared": len(pairs), "differences": found,
         "left": left.path, "right": right.path, "extras_differ": extras,
     }  # fmt: skip
+
+
+class _Side(NamedTuple):
+    """A tensor of one of the two, and the tree that its arrays lie in."""
+
+    tensor: LogicalTensor
+    tree: Tree
+
+
+def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[TensorKey, _Side]:
+    """The tensors of a checkpoint, as they are or under the names of a dialect."""
+    if dialect in (None, "keep"):
+        return {key: _Side(tensor, opened.tree) for key, tensor in opened.catalog.tensors.items()}
+    from ckpt_tool.commands.convert import choose
+    from ckpt_tool.commands.naming import under_other_names
+
+    writing = Writing(to=opened.catalog.format, dialect=dialect)
+    chosen = under_other_names(choose(opened, reading, writing), reading, writing, opened.format)
+    return {row.tensor.key: _Side(row.tensor, chosen.sources[row.source].tree) for row in chosen.stored}
+
+
+def _compared(
+    pairs: Sequence[tuple[_Side, _Side]], rtol: float, atol: float, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    """An entry for each pair of other values."""
+    from ckpt_tool.run.compare import compare
+
+    progress.start(sum(mine.tensor.nbytes + theirs.tensor.nbytes for mine, theirs in pairs), "comparing")
+    groups: dict[tuple[int, int], list[tuple[_Side, _Side]]] = {}
+    for mine, theirs in pairs:
+        groups.setdefault((id(mine.tree), id(theirs.tree)), []).append((mine, theirs))
+    for group in groups.values():
+        tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
+        left, right = group[0][0].tree, group[0][1].tree
+        differences = compare(tensors, left, right, rtol=rtol, atol=atol, advance=progress.advance)
+        for (_, theirs), difference in zip(group, differences, strict=True):
+            if difference is not None:
+                key = theirs.tensor.key
+                yield {"name": key.name, "state": key.state, "kind": "value", **difference}
+    progress.finish()
 
 
 def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
