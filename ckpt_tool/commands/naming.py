@@ -19,6 +19,7 @@ from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.groups import renamed_groups
 from ckpt_tool.commands.model_config import centred_norms, check_config, config_of
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
+from ckpt_tool.commands.padding import without_padding
 from ckpt_tool.commands.ready import ready
 from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_copies, with_head
 from ckpt_tool.core.dtype import DType
@@ -126,6 +127,9 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         return replace(chosen, hints={**chosen.all_hints, "dialect": target})
     if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
         found = found._replace(dialect=SHIFTED)
+    if found.dialect.startswith("megatron"):
+        chosen = without_padding(chosen, config)
+        shapes = parameter_shapes(chosen.stored)
     mapped = mapping(found.family, found.dialect, target, shapes, config)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
