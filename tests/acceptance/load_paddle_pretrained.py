@@ -4,7 +4,8 @@
 
 OUT (npz): `p/NAME` every parameter of the live model; `tokens`, `logits`. CPU lacks two kinds of kernels, which are replaced by
 their formulas: the fused RMSNorm (`fixtures/make/paddle_tiny.py`) and the dispatch of tokens to experts (`plain_moe`, after
-`nn/moe/moe_allgather_layer.py` of PaddleFormers 1.2.0). Gate, bias, experts and shared experts are the real modules.
+`nn/moe/moe_allgather_layer.py` of PaddleFormers 1.2.0). Gate, bias, experts and shared experts are the real modules. ERNIE 4.5 VL
+is loaded alone, its logits are empty: its forward is GPU kernels throughout, and its module wants paddlefleet (stood in for).
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ def main(folder: str, name: str, convert: str, out: str) -> None:
     import paddle_tiny  # noqa: F401  (the norm of CPU)
     import paddleformers.transformers as classes
 
+    sees = "_VL" in name
+    if sees:
+        import paddle_families
+        import paddleformers.utils.import_utils as available
+
+        sys.meta_path.insert(0, paddle_families._Finder())
+        available.is_paddlefleet_available = lambda: True
+        import paddleformers.transformers.ernie4_5_moe_vl.modeling as classes
     how = {} if convert == "1" else {"convert_from_hf": False, "load_checkpoint_format": ""}
     model = getattr(classes, name).from_pretrained(folder, dtype="float32", **how)
     model.eval()
@@ -50,7 +59,7 @@ def main(folder: str, name: str, convert: str, out: str) -> None:
         if hasattr(layer, "fused_gate_and_dispatch"):
             type(layer).forward = plain_moe
     tokens = paddle.arange(1, 11).reshape([2, 5])
-    logits = np.asarray(model(input_ids=tokens)[0].numpy())
+    logits = np.zeros(0) if sees else np.asarray(model(input_ids=tokens)[0].numpy())
     found = {f"p/{key}": np.asarray(tensor.astype("float32").numpy()) for key, tensor in model.state_dict().items()}
     np.savez(out, tokens=np.asarray(tokens.numpy()), logits=logits, **found)
 

@@ -10,6 +10,7 @@ by its formula, with the real gate and expert modules (`load_paddle_pretrained.p
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers import ROOT, Runner
+from peers import FIXTURES, ROOT, Runner
+from safetensors.numpy import load_file
 
 PYTHON = os.environ.get("CKPT_PADDLE_PYTHON", "")
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.skipif(not PYTHON, reason="set CKPT_PADDLE_PYTHON (a Python with paddlepaddle and paddleformers)"),
 ]
+EYES = FIXTURES / "families" / "ernie4_5_vl_moe"
 SIZES = {"vocab_size": 54, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "tie_word_embeddings": False}  # fmt: skip
 EXPERTS = {"moe_num_experts": 4, "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_k": 2,
@@ -58,11 +61,7 @@ def test_the_logits_are_transformers(model: tuple[str, Path], target: str, ckpt:
 
     name, folder = model
     ckpt("convert", folder, tmp_path / "paddle", *TARGETS[target])
-    command = [PYTHON, "-W", "ignore", str(ROOT / "tests/acceptance/load_paddle_pretrained.py"), str(tmp_path / "paddle"), name,
-               "1" if target == "unified" else "0", str(tmp_path / "found.npz")]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
-    found = np.load(tmp_path / "found.npz")
+    found = loaded(tmp_path, name, target)
     with torch.no_grad():
         want = transformers.AutoModelForCausalLM.from_pretrained(folder)(
             torch.from_numpy(found["tokens"])
@@ -71,3 +70,28 @@ def test_the_logits_are_transformers(model: tuple[str, Path], target: str, ckpt:
     assert np.abs(found["logits"] - want).max() < 5e-6
     ckpt("convert", tmp_path / "paddle", tmp_path / "back", "--to", "safetensors")
     assert ckpt("diff", folder, tmp_path / "back")["equal"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_sees_is_loaded_whole(target: str, ckpt: Runner, tmp_path: Path) -> None:
+    """ERNIE 4.5 VL, tower and resampler too: every parameter is that of the model that PaddleFormers saved for Hugging Face."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    shutil.copy(EYES / "config.json", source)
+    shutil.copy(EYES / "hf.safetensors", source / "model.safetensors")
+    ckpt("convert", source, tmp_path / "paddle", *TARGETS[target])
+    found, want = (
+        loaded(tmp_path, "Ernie4_5_VLMoeForConditionalGeneration", target),
+        load_file(EYES / "paddle.safetensors"),
+    )
+    assert {key.removeprefix("p/") for key in found if key.startswith("p/")} == want.keys()
+    assert not [key for key, array in want.items() if not np.array_equal(found[f"p/{key}"], array)]
+
+
+def loaded(tmp_path: Path, name: str, target: str) -> Any:
+    """What PaddleFormers' class `name` holds of `tmp_path/paddle`."""
+    command = [PYTHON, "-W", "ignore", str(ROOT / "tests/acceptance/load_paddle_pretrained.py"), str(tmp_path / "paddle"), name,
+               "1" if target == "unified" else "0", str(tmp_path / "found.npz")]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
+    return np.load(tmp_path / "found.npz")

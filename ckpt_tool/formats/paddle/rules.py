@@ -355,6 +355,10 @@ _TRANSPOSED: dict[str, tuple[str, ...]] = {  # patterns of modules, as PaddleFor
     "qwen2_moe": (*_SEVEN, "gate", "shared_expert_gate"),
     **dict.fromkeys(("qwen3_moe",), (*_SEVEN, "gate")),
     "ernie4_5_moe": (*_SEVEN, "gate", r"mtp_linear_proj\.\d+"),
+    **dict.fromkeys(
+        ("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
+        (*_VISION, "fc1", "fc2", "mlp", r"spatial_linear\.\d+", r"temporal_linear\.\d+", "lm_head"),
+    ),
     "deepseek_v3": (
         "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj", "gate",
         "eh_proj",
