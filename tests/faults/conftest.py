@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures" / "dcp" / "tp2_dp2"
@@ -227,6 +229,26 @@ def ranked_ground(
     """Each format of Megatron's, DeepSpeed's and Paddle's as the output."""
     fixture, to = RANKED[request.param]
     return Ground(tmp_path_factory.mktemp(request.param), server, "folder", ROOT / "fixtures" / fixture, to)
+
+
+class MergeGround(Ground):
+    """`merge --method dare-ties` of two models and their base, which lie side by side in the source."""
+
+    def run(self, *extra: str, **fault: Any) -> Ran:
+        base, *models = (str(self.source / f"{name}.safetensors") for name in ("base", "a", "b"))
+        args = ["merge", *models, str(self.final), "--method", "dare-ties", "--base", base, "--density", "0.5"]
+        options = ["--seed", "3", "--threads", "2", "--json", "-q"]
+        return self.server.run([*args, *options, *extra], under=self.place, **fault)
+
+
+@pytest.fixture(scope="module")
+def merge_ground(server: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    folder, rng = tmp_path_factory.mktemp("models"), np.random.default_rng(0)
+    base = {f"w{k}": rng.normal(size=(300, 500)).astype(np.float32) for k in range(4)}
+    for name in ("base", "a", "b"):
+        grown = {key: w + (name != "base") * rng.normal(0, 0.1, w.shape).astype(np.float32) for key, w in base.items()}
+        safetensors.numpy.save_file(grown, folder / f"{name}.safetensors")
+    return MergeGround(tmp_path_factory.mktemp("merge"), server, "folder", folder)
 
 
 @pytest.fixture
