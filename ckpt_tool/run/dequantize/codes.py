@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.compute import looked_up, numpy_type
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -44,6 +44,11 @@ def two_a_byte(values: tuple[float, ...]) -> np.ndarray[Any, np.dtype[np.uint64]
     return np.ascontiguousarray(np.stack([half[every & 15], half[every >> 4]], axis=1)).view(np.uint64).reshape(256)
 
 
+def halves(values: tuple[float, ...], line: np.ndarray[Any, np.dtype[np.uint8]]) -> Floats:
+    """The floats of a line of bytes, two a byte. values: the sixteen that half a byte stands for."""
+    return looked_up(two_a_byte(values), line).view(np.float32)
+
+
 def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, count: int) -> Floats:
     """`count` codes of each row of packed words, the first one `skip` bits behind its start, less their offset.
 
@@ -53,7 +58,7 @@ def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, c
         return words[:, skip // 8 : skip // 8 + count].astype(np.float32) - np.float32(128)
     low, high = skip // 8, -(-(skip + count * bits) // 8)
     if bits == 4:
-        pairs = two_a_byte(INT4)[words[:, low:high]].view(np.float32)
+        pairs = halves(INT4, words[:, low:high].reshape(-1)).reshape(len(words), -1)
         first = skip // 4 - 2 * low
         return np.ascontiguousarray(pairs[:, first : first + count])
     each = np.unpackbits(words[:, low:high], axis=1, bitorder="little")

@@ -24,8 +24,9 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.quantised import BYTES, WORDS, Kind, Quantised
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.run.dequantize.codes import FP4, Floats, of_bytes, two_a_byte, unpacked
+from ckpt_tool.run.dequantize.codes import FP4, Floats, halves, of_bytes, unpacked
 from ckpt_tool.run.dequantize.scales import Grid, Numbers, Rectangle, as_floats, rectangles, scale
 
 SHAPE = "E1462"
@@ -68,7 +69,7 @@ class Weight(Recipe):
         rows, count, columns = where.high - where.low, where.right - where.left, self.shape[-1] if self.shape else 1
         first, last = where.low * columns + where.left, (where.high - 1) * columns + where.right
         if self.codes == BYTES:
-            return of_bytes(self.dtype)[read(0, first, last).view(np.uint8)].reshape(rows, count)
+            return looked_up(of_bytes(self.dtype), read(0, first, last).view(np.uint8)).reshape(rows, count)
         if self.codes == WORDS:
             wide = -(-columns * self.bits // 32)
             low = where.left * self.bits // 32 if rows == 1 else 0
@@ -76,7 +77,7 @@ class Weight(Recipe):
             words = read(0, where.low * wide + low, (where.high - 1) * wide + high).view(np.uint8).reshape(rows, -1)
             return unpacked(words, self.bits, where.left * self.bits - 32 * low, count)
         low = first // 2
-        pairs = two_a_byte(FP4)[read(0, low, -(-last // 2)).view(np.uint8)].view(np.float32)
+        pairs = halves(FP4, read(0, low, -(-last // 2)).view(np.uint8))
         return pairs[first - 2 * low : last - 2 * low].reshape(rows, count)
 
     def _zeros(self, read: Read, where: Rectangle, grid: Grid) -> tuple[Floats, Numbers]:
