@@ -88,6 +88,8 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
         said = wanted.options.get("vocab_size")
         out["vocab_size"] = said if isinstance(said, int) and said else rows
         out["make_vocab_size_divisible_by"] = vocabulary_multiple(rows, tp)
+        unit = out["make_vocab_size_divisible_by"] * tp
+        out["padded_vocab_size"] = -(-out["vocab_size"] // unit) * unit
     ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
     out["mtp_num_layers"] = len(ahead) or None
     te = wanted.options.get("spec") == "te"

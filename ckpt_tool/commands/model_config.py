@@ -115,6 +115,8 @@ def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     if kind is None:
         return ModelConfig(config, file=True)
     mine = megatron_args(config, kind).config
+    if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
+        mine.pop("mtp_num_layers", None)
     wrong = list(differing(args, mine))
     if not wrong:
         return ModelConfig(config, file=True)

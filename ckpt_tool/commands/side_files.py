@@ -112,9 +112,11 @@ def _belonging(
     config: Mapping[str, Any] = without(told, chosen.untrue) if chosen.untrue else told
     if fmt.holds.dialect == "keep":
         return config, notes
-    foreign = is_paddle(told) or registry.by_name(chosen.sources[0].catalog.format).holds.dialect == "paddle"
+    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
+    foreign = is_paddle(told) or home == "paddle"
+    as_it_was = home == dialect and chosen.config is None
     if dialect in ("hf", "megatron"):
-        if foreign:
+        if foreign and not as_it_was:
             config, more = from_paddle(config)
             notes += more
         config, names = without_degrees(config)
@@ -124,15 +126,15 @@ def _belonging(
         config, more = paddle_config(config)
         notes += more
     if dialect in ("hf", "paddle"):
-        config, more = _settled(config, chosen, wanted, writing)
+        config, more = _settled(config, chosen, wanted, writing, as_it_was=as_it_was)
         notes += more
     return config, notes
 
 
 def _settled(
-    config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing
+    config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing, *, as_it_was: bool
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config as the tensors are that are written."""
+    """The config as the tensors are that are written. as_it_was: a copy of the source's, in which only what it says may change."""
     from ckpt_tool.families.configs import settled
 
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
@@ -146,13 +148,15 @@ def _settled(
     says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
     return settled(
         config,
-        rows=embedding.shape[0] if embedding is not None else None,
+        rows=embedding.shape[0] if embedding is not None and ("vocab_size" in config or not as_it_was) else None,
         dtype=torch_dtype(wanted) if says_dtype else None,
-        tied=_tied(config, model, chosen, writing),
+        tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
 
 
-def _tied(config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing) -> bool | None:
+def _tied(
+    config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
+) -> bool | None:
     """Is the head the embedding? None where the tensors do not contradict the config."""
     from ckpt_tool.families.config_facts import FACTS
     from ckpt_tool.families.configs import kind_of
@@ -168,7 +172,8 @@ def _tied(config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writi
     whole = any(name.endswith(_EMBEDDINGS) for name in held) and any(
         name.endswith("model.norm.weight") for name in held
     )
-    return True if whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
+    asked = writing.tied_head == "tie" or not as_it_was
+    return True if asked and whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
 
 
 def torch_dtype(wanted: Wanted) -> str | None:
