@@ -15,7 +15,7 @@ Sources: transformers 5.23 `models/*/configuration_*.py` and `modeling_*.py`; Me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -50,6 +50,18 @@ _DEEPSEEK = {
     **_BASE, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "num_experts": 256,
     "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5,
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+_GLM = Facts(
+    "glm4", "GlmForCausalLM", (*_DENSE, "qkv_bias"), megatron={**_GATED, "rotary_interleaved": True},
+    keys={"qkv_bias": "attention_bias"},
+    defaults={**_BASE, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+              "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2},
+)  # fmt: skip
+_AFTER = {"post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # THUDM/slime's arguments
+_GEMMA = {
+    "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "swiglu": False, "add_bias_linear": False,
+    "position_embedding_type": "rope",
 }  # fmt: skip
 
 FACTS: Mapping[str, Facts] = {
@@ -123,6 +135,49 @@ FACTS: Mapping[str, Facts] = {
                   "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1536, "moe_layer_start_index": 1,
                   "moe_layer_end_index": -1, "moe_layer_interval": 1, "router_aux_loss_coef": 0.001},
     ),
+    "phi3": Facts(  # the arguments are Llama's: which of the two they are of, --family says
+        "phi3", "Phi3ForCausalLM", (*_DENSE, "window"), megatron=_GATED,
+        defaults={**_BASE, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, architecture="Glm4ForCausalLM", megatron={**_GLM.megatron, **_AFTER}),
+    "gpt2": Facts(
+        "gpt2", "GPT2LMHeadModel", ("sizes", "gelu", "tied"),
+        megatron={"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "attention_dropout": 0.0,
+                  "position_embedding_type": "learned_absolute"},
+        keys={"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+              "rms_norm_eps": "layer_norm_epsilon", "max_position_embeddings": "n_positions"},
+        defaults={"n_inner": None, "layer_norm_epsilon": 1e-5, "n_positions": 1024, "initializer_range": 0.02,
+                  "tie_word_embeddings": True, "activation_function": "gelu_new"},
+        unsayable={"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False},
+    ),
+    "gpt_oss": Facts(
+        "gpt_oss", "GptOssForCausalLM", ("sizes", "heads", "rope", "tied", "experts", "all_sparse", "clamp", "every_second"),
+        megatron={"normalization": "RMSNorm", "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "glu_linear_offset": 1.0,
+                  "softmax_type": "learnable", "position_embedding_type": "rope", "moe_router_pre_softmax": False,
+                  "attention_dropout": 0.0},
+        keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        defaults={**_BASE, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072, "head_dim": 64,
+                  "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001,
+                  "sliding_window": 128, "swiglu_limit": 7.0},
+        unsayable={"attention_bias": True, "swiglu_alpha": 1.702},
+    ),
+    "gemma2": Facts(
+        "gemma2", "Gemma2ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_second"), megatron=_GEMMA,
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.02,
+                  "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "head_dim": 256,
+                  "num_key_value_heads": 4, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+                  "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256},
+        unsayable={"attention_bias": False},
+    ),
+    "gemma3_text": Facts(
+        "gemma3", "Gemma3ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_sixth"),
+        megatron={**_GEMMA, "qk_layernorm": True},
+        defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "initializer_range": 0.02, "hidden_activation": "gelu_pytorch_tanh",
+                  "max_position_embeddings": 131072, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096,
+                  "query_pre_attn_scalar": 256},
+        unsayable={"attention_bias": False},
+    ),
 }  # fmt: skip
 
 # Megatron-LM 0.16.1 `arguments.py`: what an argument is where a checkpoint does not state it. Those that decide what a model
@@ -136,7 +191,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "window_size": None,
     "window_attn_skip_freq": None, "softmax_type": "vanilla", "attention_output_gate": False, "no_rope_freq": None,
     "apply_residual_connection_post_layernorm": False, "is_hybrid_model": False, "experimental_attention_variant": None,
-    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_path": None, "post_self_attn_layernorm": False, "post_mlp_layernorm": False,
+    "geglu": False,
 }  # fmt: skip
 ROPE_ARGUMENTS: Mapping[str, Any] = {
     "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False,

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.families.config_experts import EXPERT_FORMS
-from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same
+from ckpt_tool.families.config_gates import GATE_FORMS
+from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -102,14 +103,6 @@ def _window_back(args: Arguments, out: Values) -> None:
         out["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
         if not every and kinds == sorted(kinds):
             out["max_window_layers"] = kinds.index(True) if True in kinds else layers
-
-
-def window_pattern(freq: Any, layers: int) -> list[bool]:
-    """Which layers look through the window, as `is_layer_window_attention` reads the argument."""
-    if isinstance(freq, list):
-        return [bool(each) for each in freq]
-    layers = min(layers, LAYERS)
-    return [freq is None or bool((i + 1) % freq) for i in range(layers)] if freq != 0 else [True] * layers
 
 
 # -- rope ---------------------------------------------------------------------------------------------------------------
@@ -240,7 +233,7 @@ def _biases_back(args: Arguments, out: Values) -> None:
 
 
 FORMS: Mapping[str, Form] = {
-    **EXPERT_FORMS,
+    **EXPERT_FORMS, **GATE_FORMS,
     "sizes": _SIZES, "heads": Form(_heads_to, _heads_back), "latent": Form(_latent_to, _latent_back),
     "window": Form(_window_to, _window_back), "rope": Form(_rope_to, _rope_back), "tied": Form(_tied_to, _tied_back),
     "silu": Form(_silu_to, _silu_back), "biases": Form(_biases_to, _biases_back),

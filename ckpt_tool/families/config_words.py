@@ -100,3 +100,11 @@ def same(*pairs: tuple[str, str]) -> Form:
                 out[args.key(key)] = value
 
     return Form(to, back)
+
+
+def window_pattern(freq: Any, layers: int) -> list[bool]:
+    """Which layers look through the window, as `is_layer_window_attention` reads the argument."""
+    if isinstance(freq, list):
+        return [bool(each) for each in freq]
+    layers = min(layers, LAYERS)
+    return [freq is None or bool((i + 1) % freq) for i in range(layers)] if freq != 0 else [True] * layers

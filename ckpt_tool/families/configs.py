@@ -28,8 +28,8 @@ from ckpt_tool.families.config_facts import (
     ROPE_ARGUMENTS,
     Facts,
 )
-from ckpt_tool.families.config_forms import FORMS, window_pattern
-from ckpt_tool.families.config_words import Arguments, Model, Values
+from ckpt_tool.families.config_forms import FORMS
+from ckpt_tool.families.config_words import Arguments, Model, Values, window_pattern
 
 _SIZES = Facts("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
 

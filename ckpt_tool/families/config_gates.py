@@ -1,0 +1,88 @@
+"""Forms of models whose MLP is no SwiGLU, and of those whose layers take turns in what they see.
+
+    gelu          activation_function = "gelu_new"           Megatron's fused bias and GELU, which is its default: the tanh form
+    gated_gelu    hidden_activation = "gelu_pytorch_tanh"    geglu = True, a word of ours: Megatron-LM has no argument for it
+    clamp         swiglu_limit = 7.0                         activation_func_clamp_value = 7.0
+    every_second  sliding_window = 128, 4 layers             window_size = (127, 0), window_attn_skip_freq = [1, 0, 1, 0]
+
+Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`, `core/transformer/mlp.py`),
+transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026 (`models/gemma`, `models/gpt_oss`).
+Cost: none. What it does not do: see `families.config_forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
+
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
+
+
+def _gelu_to(model: Model, out: Values) -> None:
+    said = model.get("activation_function")
+    out["bias_gelu_fusion"] = said in _TANH
+    if said not in (*_TANH, "gelu"):
+        model.lost(f"activation_function: Megatron's arguments have no plain {said}")
+    if out.get("ffn_hidden_size") is None:
+        out["ffn_hidden_size"] = 4 * (model.count("hidden_size") or 0)
+
+
+def _gelu_back(args: Arguments, out: Values) -> None:
+    out["activation_function"] = "gelu" if args.get("bias_gelu_fusion") is False else "gelu_new"
+    if args.get("ffn_hidden_size") is None and type(args.get("hidden_size")) is int:
+        out["n_inner"] = 4 * args.get("hidden_size")
+
+
+def _gated_gelu_to(model: Model, out: Values) -> None:
+    out["geglu"] = True
+    model.lost(
+        f"hidden_act {model.get('hidden_act')}: Megatron-LM's arguments have no gated GELU; Megatron-Bridge's layer has"
+    )
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if model.get(key) is not None:
+            model.lost(f"{key} {model.get(key)}: Megatron-LM has none; Megatron-Bridge's layer has")
+    scale, width = model.get("query_pre_attn_scalar"), model.count("head_dim")
+    if scale is not None and scale != width:
+        model.lost(f"query_pre_attn_scalar {scale}: Megatron-LM scales by heads of {width}")
+    if isinstance(model.get("rope_local_base_freq"), int | float) or "sliding_attention" in _rope(model):
+        model.lost("rope_local_base_freq: Megatron-LM has one rope for all layers; Megatron-Bridge's layer has two")
+
+
+def _rope(model: Model) -> Mapping[str, object]:
+    rope = model.config.get("rope_parameters")
+    return rope if isinstance(rope, Mapping) else {}
+
+
+def _gated_gelu_back(args: Arguments, out: Values) -> None:
+    out["hidden_activation"] = "gelu_pytorch_tanh"
+
+
+def _turns(every: int) -> Form:
+    """Layers that see a window, but for each `every`-th, which sees all."""
+
+    def to(model: Model, out: Values) -> None:
+        size, layers = model.get("sliding_window"), min(model.count("num_hidden_layers") or 0, LAYERS)
+        kinds = model.config.get("layer_types")
+        turn = model.config.get("sliding_window_pattern")
+        turn = turn if type(turn) is int and turn > 0 else every
+        if not isinstance(kinds, list):
+            kinds = ["sliding_attention" if (i + 1) % turn else "full_attention" for i in range(layers)]
+        if type(size) is int:
+            out["window_size"] = (size - 1, 0)
+            out["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
+
+    def back(args: Arguments, out: Values) -> None:
+        window, layers = args.get("window_size"), args.get("num_layers") or 0
+        if isinstance(window, tuple | list) and len(window) == 2 and type(window[0]) is int:
+            seen = window_pattern(args.get("window_attn_skip_freq"), layers)
+            out["sliding_window"] = window[0] + 1
+            out["layer_types"] = ["sliding_attention" if each else "full_attention" for each in seen]
+
+    return Form(to, back)
+
+
+GATE_FORMS: Mapping[str, Form] = {
+    "gelu": Form(_gelu_to, _gelu_back), "gated_gelu": Form(_gated_gelu_to, _gated_gelu_back),
+    "clamp": same(("swiglu_limit", "activation_func_clamp_value")), "every_second": _turns(2), "every_sixth": _turns(6),
+}  # fmt: skip
