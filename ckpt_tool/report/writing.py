@@ -1,7 +1,7 @@
 """What a writer (`reshard`, `convert`, `merge`, `apply`) is about to do, and what it did, as pages.
 
 Reads the document of cli.md: `plan`, `fallbacks`, `removed`, `removed_bytes`, `dropped`, `elapsed_s`,
-`digest_checked`; and `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`, `committed`. `before` goes to stderr before the first byte moves, `after` to stdout.
+`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`, `committed`. `before` goes to stderr before the first byte moves, `after` to stdout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ def after(document: Document, *, everything: bool = False) -> Page:
         page, saved = before(document, everything=everything), document.get("plan_file")
         text = f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
         return Page("ckpt plan", (*page.blocks, Verdict(None, text)))
-    return Page("ckpt", (*_warnings(document, everything=everything, notes=False), _done(document)))
+    lossy = document.get("overflows") or {}
+    texts = [f"{name}: {plural(int(number), 'value')}" for name, number in lossy.items()]
+    lost = (
+        [_listed("beyond the range of the dtype they were cast to", texts, "tensor", everything, style=True)]
+        if lossy
+        else []
+    )
+    return Page("ckpt", (*_warnings(document, everything=everything, notes=False), *lost, _done(document)))
 
 
 def whole(document: Document) -> Page:

@@ -54,7 +54,9 @@ def test_what_overflows_is_refused_and_counted(dtype: str, source: torch.dtype, 
     error = json.loads(refused.stderr)["error"]
     assert error["code"] == "E0350" and error["message"].startswith(f"{lost} ")
     assert error["faults"] == [f"w: {lost} values"] and not (tmp_path / "out").exists()
-    done = ckpt(*line, "--json", "--allow-lossy")
+    shown = ckpt(*line, "--allow-lossy")
+    assert shown.returncode == 0 and f"w: {lost} value" in shown.stdout, shown.stdout
+    done = ckpt(*line, "--json", "--allow-lossy", "--force")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["overflows"] == {"w": lost}
     written = load_file(tmp_path / "out" / "model.safetensors")
