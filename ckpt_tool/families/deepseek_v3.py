@@ -21,7 +21,8 @@ FAMILY = Family(
         model.layers.{i}.self_attn.q_proj.weight : a h
         model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
         model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : b h, c l, l, h u
-        model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+        model.layers.{i}.self_attn.q_a_proj.bias : q
+        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
         model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
         model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
         model.layers.{i}.mlp.gate.weight : e h
@@ -30,8 +31,7 @@ FAMILY = Family(
         model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
         model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
         model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
-        model.layers.{i}.eh_proj.weight : h w
-        model.layers.{i}.eh_proj.bias : h
+        model.layers.{i}.eh_proj.<weight|bias> : h w, h
     """,
     dialects={
         "megatron": Variant(of=megatron.LATENT, ahead=True),
@@ -43,7 +43,8 @@ FAMILY = Family(
             model.layers.{i}.self_attn.q_proj.weight : h a = : a h
             model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : h q, q a, q = : q h, a q, q
             model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : h b, l c, l, u h = : b h, c l, l, h u
-            model.layers.{i}.self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+            model.layers.{i}.self_attn.q_a_proj.bias : q
+            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
             model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
             model.layers.{i}.mlp.gate.weight : h e = : e h
@@ -52,8 +53,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : h s, h s, s h = : s h, s h, h s
             model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
             model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
-            model.layers.{i}.eh_proj.weight : w h = : h w
-            model.layers.{i}.eh_proj.bias : h
+            model.layers.{i}.eh_proj.<weight|bias> : w h, h = : h w, h
         """,
         "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
     },
