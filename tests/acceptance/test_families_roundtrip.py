@@ -27,6 +27,7 @@ NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
 ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", None), ("megatron", None), ("megatron-dist", "te"), ("megatron", "te")
 ]  # fmt: skip
+NO_ARGUMENTS = ("falcon",)  # none of Megatron-LM's say all of it
 Saved = Callable[[str], tuple[Any, Path]]
 
 
@@ -44,8 +45,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return make
 
 
-def hop(source: Path, out: Path, to: str, **writing: Any) -> dict[str, Any]:
-    return convert(str(source), str(out), Reading(), Writing(to=to, fsync=False, **writing), Silent())
+def hop(source: Path, out: Path, to: str, family: str | None = None, **writing: Any) -> dict[str, Any]:
+    return convert(str(source), str(out), Reading(family=family), Writing(to=to, fsync=False, **writing), Silent())
 
 
 def assert_same(found: Path, want: Path) -> None:
@@ -79,6 +80,16 @@ def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: 
     found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     assert torch.equal(logits(found.eval()), logits(model))
+
+
+@pytest.mark.parametrize("to", ["megatron-dist", "megatron"])
+@pytest.mark.parametrize("family", [name for name in NAMES if name not in NO_ARGUMENTS])
+def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: Saved, tmp_path: Path) -> None:
+    _, source = saved(family)
+    hop(source, tmp_path / "there", to)
+    (tmp_path / "there" / "config.json").unlink()
+    hop(tmp_path / "there", tmp_path / "back", "safetensors", family=family)
+    assert_same(tmp_path / "back", source)
 
 
 def test_a_family_without_the_dialect_is_refused(saved: Saved, tmp_path: Path) -> None:
