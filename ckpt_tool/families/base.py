@@ -38,6 +38,11 @@ DECODER: Mapping[str, str] = {
     "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
     "d": "head_dim? or h // num_attention_heads",
 }  # fmt: skip
+# ERNIE's own code (PaddlePaddle/ERNIE of 2025, ernie/modeling.py, `Ernie4_5_Attention.forward`) takes qkv_proj apart as [Q | K | V]
+# where heads share keys, as its tools/paddle2torch does, and head by head where each has its own.
+SHARED_KEYS = "num_key_value_heads? and num_key_value_heads != num_attention_heads"
+CONTIGUOUS = ("(g (r + 1 + 1) d)", "(g r d + g d + g d)")
+OWN_KEYS = "not num_key_value_heads? or num_key_value_heads == num_attention_heads"
 # PaddleNLP 3.0.0b4 and ERNIE's own code: the head is a Linear unless it is the embedding itself
 NLP_HEAD = """
     lm_head.weight : h v = lm_head.weight : v h if not tie_word_embeddings?
@@ -59,6 +64,7 @@ class Variant(NamedTuple):
     holds of a layer, its `inner[2:]` lie one level down, under `inner[0]`. apart: what is fused may also lie apart, under the
     hub's names, turned.
     like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of MTP.
+    when: a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant.
     """
 
     of: str
@@ -69,6 +75,7 @@ class Variant(NamedTuple):
     apart: bool = False
     like_hub: bool = False
     ahead: bool = False
+    when: str = ""
 
     def changed(self, table: Table, hub: Table) -> Table:
         """The table of `of` as that of this dialect."""

@@ -1,12 +1,12 @@
 """ERNIE 4.5, dense. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5/modeling.py, qkv_proj grouped by KV head.
 
-Releases named `-Paddle` have the root `ernie.`, and ERNIE's export tool (tools/paddle2torch) reads their qkv_proj as
-[Q|K|V]. Nothing in the files tells which it is, so both are dialects, and the user says which. `paddle-hf` is what the
-Trainer calls a Hugging Face save: fused weights as they are in Paddle, the others transposed.
+Releases named `-Paddle` have the root `ernie.` and, where heads share keys, qkv_proj as [Q|K|V] (`base.SHARED_KEYS`). Without a
+config nothing tells which it is, and the user says it. `paddle-hf` is what the Trainer calls a Hugging Face save: fused
+weights as they are in Paddle, the others transposed.
 """
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import CONTIGUOUS, DECODER, NLP_HEAD, OWN_KEYS, SHARED_KEYS, Family, Variant
 
 FAMILY = Family(
     name="ernie4_5", model_types=("ernie4_5",),
@@ -42,7 +42,7 @@ FAMILY = Family(
             model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
-        "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
-        "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),
+        "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD, when=OWN_KEYS),
+        "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=CONTIGUOUS, when=SHARED_KEYS),
     },
 )  # fmt: skip

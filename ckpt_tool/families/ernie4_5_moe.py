@@ -1,7 +1,7 @@
 """ERNIE 4.5, experts. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5_moe; root `ernie.`: see ernie4_5."""
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import CONTIGUOUS, DECODER, FUSED_EXPERTS, NLP_HEAD, OWN_KEYS, SHARED_KEYS, Family, Variant
 
 FAMILY = Family(
     name="ernie4_5_moe", model_types=("ernie4_5_moe",), architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
@@ -54,7 +54,7 @@ FAMILY = Family(
             model.layers.{i}.mlp.shared_experts.down_proj.<weight|bias> : s h, h = : h s, h
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
-        "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD),
-        "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=("(g (r + 1 + 1) d)", "(g r d + g d + g d)")),
+        "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD, when=OWN_KEYS),
+        "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=CONTIGUOUS, when=SHARED_KEYS),
     },
 )  # fmt: skip

@@ -132,7 +132,7 @@ def _ways(dim: int, rows: int) -> Iterator[tuple[int, float | None]]:
     plain = int(2 * (4 * dim) / 3)
     multiple = next(each for each in (256, *_MULTIPLES) if rows % each == 0)
     for digits in range(1, 18) if plain else ():
-        yield multiple, round((rows - (multiple - 1) / 2) / plain, digits)
+        yield multiple, round((rows - multiple / 2 + 1) / plain, digits)  # the middle of the step
 
 
 def _rope(config: Mapping[str, Any], out: dict[str, Any]) -> list[str]:

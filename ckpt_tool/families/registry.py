@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families import (
     bloom,
@@ -37,7 +38,7 @@ from ckpt_tool.families import (
     qwen3,
     qwen3_moe,
 )
-from ckpt_tool.families.base import Config, Family, Shape
+from ckpt_tool.families.base import Config, Family, Shape, Variant
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import instances
 
@@ -159,6 +160,8 @@ def _dialect(
         fitting = [dialect for dialect in fitting if wrong[dialect] == min(wrong.values())]
     if told in fitting:
         return told
+    if len(fitting) > 1 and config:
+        fitting = [dialect for dialect in fitting if _meant(family, dialect, config)] or fitting
     if len({_wording(family, dialect, names) for dialect in fitting}) > 1:
         ways = " or ".join(f"--family {family.name}:{dialect}" for dialect in fitting)
         raise UsageError(
@@ -167,6 +170,12 @@ def _dialect(
             code="E1233", hint=f"say which with {ways}",
         )  # fmt: skip
     return fitting[0]
+
+
+def _meant(family: Family, dialect: str, config: Config) -> bool:
+    """Does the config speak for the dialect, or say nothing against it?"""
+    told = family.dialects.get(dialect)
+    return not (isinstance(told, Variant) and told.when) or bool(expression(told.when).value(config))
 
 
 def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
+
+from family_models import config_of, counted, hub_shapes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "families"
 TIED = ("gemma3",)  # whose second copy is a matter of --tied-head
@@ -27,9 +32,6 @@ def converted(name: str, kind: str, out: Path, **writing: str) -> dict[str, torc
     source.mkdir(parents=True)
     shutil.copy(FIXTURES / name / f"{kind}.safetensors", source / "model.safetensors")
     shutil.copy(FIXTURES / name / "config.json", source)
-    told = (
-        "gpt_oss:paddle" if (name, kind) == ("gpt_oss", "paddle") else None
-    )  # its names and square matrices tell nothing
     convert(str(source), str(out / "out"), Reading(), Writing(to="safetensors", fsync=False, **writing), Silent())
     assert json.loads((out / "out" / "config.json").read_text())["model_type"]
     return load_file(out / "out" / "model.safetensors")
@@ -53,3 +55,39 @@ def test_the_hub_from_paddle(name: str, tmp_path: Path) -> None:
 def test_paddle_from_the_hub(name: str, tmp_path: Path) -> None:
     got = converted(name, "hf", tmp_path, dialect="paddle")
     assert_same(got, load_file(FIXTURES / name / "paddle.safetensors"))
+
+
+def released(hub: dict[str, torch.Tensor], *, sees: bool) -> dict[str, torch.Tensor]:
+    """What ERNIE's tools/paddle2torch makes the hub of: [Q | K | V], [gate | up], matrices turned, the root `ernie.`; the tower
+    outside; of what sees, routers lie as they are."""
+    out = {}
+    for key, value in hub.items():
+        place, _, leaf = key.rpartition(".")
+        parts = {"q_proj": ("q", "k", "v"), "gate_proj": ("gate", "up")}.get(place.rpartition(".")[2])
+        if place.endswith(("k_proj", "v_proj", "up_proj")):
+            continue
+        if parts:
+            stem = place.rpartition(".")[0]
+            value = torch.cat([hub[f"{stem}.{part}_proj.{leaf}"] for part in parts])
+            key = f"{stem}.{'qkv' if parts[0] == 'q' else 'up_gate'}_proj.{leaf}"
+        straight = "embed_tokens" in key or "e_score" in key or sees and ".mlp.gate." in key
+        key = (
+            key.replace("model.vision_model.", "vision_model.")
+            if "vision_model" in key
+            else key.replace("model.", "ernie.", 1)
+        )
+        out[key] = value if straight or value.ndim < 2 else value.T.contiguous()
+    return out
+
+
+@pytest.mark.parametrize("name", ["ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe"])
+def test_ernie_s_own_releases_need_no_word(name: str, tmp_path: Path) -> None:
+    config = config_of(name, moe_k=2)
+    hub = {key: torch.from_numpy(array).float() for key, array in counted(hub_shapes(name, config)).items()}
+    source = tmp_path / "in"
+    source.mkdir()
+    save_file(released(hub, sees=name == "ernie4_5_vl_moe"), source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config))
+    done = convert(str(source), str(tmp_path / "out"), Reading(), Writing(to="safetensors", fsync=False), Silent())
+    assert any(f"the family {name}, paddle-" in note for note in done["notes"])
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), hub)

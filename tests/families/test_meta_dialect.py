@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from family_models import config_of, hub_shapes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_tool.algebra.mapped import Mapped
@@ -173,6 +173,8 @@ def test_widths_of_the_releases(name: str) -> None:
     assert width(dim, back["multiple_of"], back.get("ffn_dim_multiplier")) == rows and not notes
 
 
+@example(19, 29)
+@example(1, 1)
 @given(st.integers(1, 20000), st.integers(1, 90000))
 def test_any_width_can_be_said(dim: int, rows: int) -> None:
     back, _ = params_of(
