@@ -136,6 +136,18 @@ JOBS = (
         ("same-folded", "{hf}", "{adapter}", "{out}"),
         (Peer("PEFT, merge_and_unload", ("fold-by-peft", "{src}", "{adapter}", "{out}"), ("same-folded", "{hf}", "{adapter}", "{out}")),),
     ),
+    Job(  # 0.3 and 0.7 of two models
+        "linear merge of two", "hf",
+        ("merge", "{src}", "{grown1}", "{out}", "--method", "linear", "--weight", "0.3", "--weight", "0.7"),
+        ("same-merged", "linear", "{out}", "{hf}", "{grown1}"),
+        (Peer("mergekit", ("mergekit", "linear", "{out}", "{hf}", "{grown1}"), ("same-merged", "linear", "{out}", "{hf}", "{grown1}")),),
+    ),
+    Job(  # thresholds of whole tensors: every input is read three times
+        "ties of a base and two", "hf",
+        ("merge", "{grown1}", "{grown2}", "{out}", "--method", "ties", "--base", "{src}", "--density", "0.5"),
+        ("same-merged", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"),
+        (Peer("mergekit", ("mergekit", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"), ("same-merged", "ties", "{out}", "{hf}", "{grown1}", "{grown2}")),),
+    ),
 )  # fmt: skip
 
 
@@ -178,6 +190,8 @@ class Sources:
             return [[*peer, "build-hf-shards", str(self.path("hf")), str(out)]]
         if name == "adapter":
             return [[*peer, "build-adapter", str(self.path("hf")), str(out), "16"]]
+        if name in ("grown1", "grown2"):
+            return [[*peer, "build-grown", str(self.path("hf")), str(out), name[5:]]]
         if name == "transposed":
             return [[*peer, "build-transposed", str(self.path("hf")), str(out)]]
         raise KeyError(name)
@@ -187,6 +201,7 @@ class Sources:
         known: dict[str, Callable[[], str]] = {
             "{src}": lambda: str(self.path(job.source)), "{out}": lambda: str(out), "{hf}": lambda: str(self.path("hf")),
             "{training}": lambda: str(self.path("training")), "{adapter}": lambda: str(self.path("adapter")),
+            "{grown1}": lambda: str(self.path("grown1")), "{grown2}": lambda: str(self.path("grown2")),
             "{shard}": lambda: "500MB" if self.size != TINY else "1MB",
         }  # fmt: skip
         return [known[each]() if each in known else each for each in arguments]

@@ -17,7 +17,9 @@ and what the benchmark needs from the real libraries: a source that only they wr
     python tests/bench/peers.py same-dcp TRAINING OUT      torch.distributed.checkpoint loads OUT: the values are TRAINING's
     python tests/bench/peers.py same-torch TRAINING FILE   torch.load of FILE: the values are TRAINING's
 
-`pretrained_peers.py` has those of the jobs that change names, `adapter_peers.py` those of folding. A judge prints the bytes that it compared and ends with 1 where one differs. Nothing here imports ckpt_tool.
+`pretrained_peers.py` has those of the jobs that change names, `adapter_peers.py` those of folding, `merge_peers.py`
+those of merging models. A judge prints the bytes that it compared and ends with 1 where one differs. Nothing here imports
+ckpt_tool.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import adapter_peers
+import merge_peers
 import pretrained_peers
 
 # Megatron's cut, spelled out here a second time: columns along dim 0, rows along dim 1, the rest on every rank.
@@ -285,7 +288,7 @@ COMMANDS = {
     "cat": cat, "dcp-to-torch": dcp_to_torch, "dcp-to-dcp": dcp_to_dcp, "dcp-to-safetensors": dcp_to_safetensors,
     "consolidate": consolidate, "transformers": transformers, "build-hf-shards": build_hf_shards, "build-transposed": build_transposed, "contiguous": contiguous, "same-hf": same_hf,
     "same-tp": same_tp, "same-dcp": same_dcp, "same-torch": same_torch, **pretrained_peers.COMMANDS,
-    **adapter_peers.COMMANDS,
+    **adapter_peers.COMMANDS, **merge_peers.COMMANDS,
 }  # fmt: skip
 
 if __name__ == "__main__":

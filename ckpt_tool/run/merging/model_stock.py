@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt_tool.run.computed import Floats, Read
 from ckpt_tool.run.merging.line import Doubles, Span, Tiled, floats, tiles
-from ckpt_tool.run.merging.whole import Whole
+from ckpt_tool.run.merging.whole import Whole, same
 
 LEAST = np.float32(1e-6)  # of products of norms, and of the denominator
 
@@ -27,7 +27,7 @@ class ModelStock(Tiled):
     """inputs: the base, then two models or more."""
 
     by_row: bool = False
-    whole: Whole[Any, Any] = field(init=False)
+    whole: Whole[Any, Any, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         count = len(self.inputs) - 1
@@ -45,7 +45,7 @@ class ModelStock(Tiled):
                 sums += self._products([floats(read(k + 1, low, high)) - base for k in range(count)])
             return sums
 
-        ratio = None if self.by_row else self._ratio(self.whole.get(look))
+        ratio = None if self.by_row else self._ratio(self.whole.get(look, same))
 
         def made(low: int, high: int) -> Floats:
             base, models = floats(read(0, low, high)), [floats(read(k + 1, low, high)) for k in range(count)]

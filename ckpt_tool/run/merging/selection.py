@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt_tool.run.computed import Floats
 from ckpt_tool.run.merging.line import TILE, tiles
-from ckpt_tool.run.merging.whole import Whole
+from ckpt_tool.run.merging.whole import Whole, same
 
 Bits = np.ndarray[Any, np.dtype[np.uint32]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
@@ -61,18 +61,25 @@ def magnitudes_of(values: Floats) -> Bits:
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
+class Threshold(NamedTuple):
+    """Magnitude bits; how many elements of them are taken, and how many there are."""
+
+    bits: int
+    taken: int
+    equal: int
+
+
 class Selection:
     """What some Asks about one tensor find, found once."""
 
     def __init__(self, numel: int, asks: Sequence[Ask]) -> None:
         self._numel, self._asks = numel, tuple(asks)
         self._models = tuple(dict.fromkeys(ask.model for ask in asks))
-        empty: Counts = np.zeros((len(self._models), _TOP), np.int64)
-        self._upper: Whole[Counts, Counts] = Whole(numel, empty, np.add)
-        none: Counts = np.zeros((len(self._asks), _LOW), np.int64)
-        self._lower: Whole[Counts, Counts] = Whole(numel, none, np.add)
+        none: Counts = np.zeros((1, 1), np.int64)  # counts are added to it whatever their number
         nowhere: Counts = np.zeros((0, len(self._asks)), np.int64)
-        self._ties: Whole[Counts, Counts] = Whole(numel, nowhere, lambda a, b: np.concatenate([a[:, : b.shape[1]], b]))
+        self._upper: Whole[Counts, Counts, list[tuple[int, int]]] = Whole(numel, none, np.add)
+        self._lower: Whole[Counts, Counts, list[Threshold]] = Whole(numel, none, np.add)
+        self._ties: Whole[Counts, Counts, Counts] = Whole(numel, nowhere, _stacked)
         self._cuts: tuple[Cut, ...] | None = None
 
     def cuts(self, deltas: Deltas) -> tuple[Cut, ...]:
@@ -83,20 +90,26 @@ class Selection:
         return self._cuts
 
     def _found(self, deltas: Deltas) -> tuple[Cut, ...]:
-        upper = self._upper.get(lambda start, stop: self._count_upper(deltas, start, stop))
-        halves = [self._place(upper[self._models.index(ask.model)], self._rank(ask)) for ask in self._asks]
-        lower = self._lower.get(lambda start, stop: self._count_lower(deltas, halves, start, stop))
+        halves = self._upper.get(lambda start, stop: self._count_upper(deltas, start, stop), self._halves)
+        found = self._lower.get(
+            lambda start, stop: self._count_lower(deltas, halves, start, stop),
+            lambda counts: self._thresholds(counts, halves),
+        )
+        ends = self._ends(deltas, found)
+        return tuple(Cut(each.bits, end, ask.largest) for each, end, ask in zip(found, ends, self._asks, strict=True))
+
+    def _halves(self, counts: Counts) -> list[tuple[int, int]]:
+        """The upper half of each Ask's threshold, and how many elements have smaller ones."""
+        return [self._place(counts[self._models.index(ask.model)], self._rank(ask)) for ask in self._asks]
+
+    def _thresholds(self, lower: Counts, halves: Sequence[tuple[int, int]]) -> list[Threshold]:
         found = []
         for (half, below), counts, ask in zip(halves, lower, self._asks, strict=True):
             rest, under = self._place(counts, self._rank(ask) - below)
-            equal = int(counts[rest])
-            smaller = below + under
-            ties = ask.taken - (self._numel - smaller - equal if ask.largest else smaller)
-            found.append((half << _HALF | rest, ties, equal))
-        ends = self._ends(deltas, found)
-        return tuple(
-            Cut(bits, end, ask.largest) for (bits, _, _), end, ask in zip(found, ends, self._asks, strict=True)
-        )
+            equal, smaller = int(counts[rest]), below + under
+            taken = ask.taken - (self._numel - smaller - equal if ask.largest else smaller)
+            found.append(Threshold(half << _HALF | rest, taken, equal))
+        return found
 
     def _rank(self, ask: Ask) -> int:
         """Of the element at the threshold, from the smallest on."""
@@ -129,10 +142,10 @@ class Selection:
 
     # -- ties ---------------------------------------------------------------------------------------------------------
 
-    def _ends(self, deltas: Deltas, found: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Up to which element of the line those at each threshold are taken. found: (bits, how many are, of how many)."""
-        ends = [self._numel if ties == equal else 0 for _, ties, equal in found]
-        parted = [number for number, (_, ties, equal) in enumerate(found) if 0 < ties < equal]
+    def _ends(self, deltas: Deltas, found: Sequence[Threshold]) -> list[int]:
+        """Up to which element of the line those at each threshold are taken."""
+        ends = [self._numel if each.taken == each.equal else 0 for each in found]
+        parted = [number for number, each in enumerate(found) if 0 < each.taken < each.equal]
         if not parted:
             return ends
 
@@ -140,17 +153,22 @@ class Selection:
             rows = [self._equal(deltas, found, parted, low, high) for low, high in tiles(start, stop)]
             return np.array([[np.count_nonzero(flags) for flags in row] for row in rows], np.int64)
 
-        of_tiles = self._ties.get(count)
+        of_tiles = self._ties.get(count, same)
         for slot, number in enumerate(parted):
-            tile, before = self._place(of_tiles[:, slot], found[number][1] - 1)
+            last = found[number].taken - 1
+            tile, before = self._place(of_tiles[:, slot], last)
             low = tile * TILE
             flags = self._equal(deltas, found, parted, low, min(low + TILE, self._numel))[slot]
-            ends[number] = low + int(np.flatnonzero(flags)[found[number][1] - 1 - before]) + 1
+            ends[number] = low + int(np.flatnonzero(flags)[last - before]) + 1
         return ends
 
     def _equal(
-        self, deltas: Deltas, found: Sequence[tuple[int, int, int]], parted: Sequence[int], low: int, high: int
+        self, deltas: Deltas, found: Sequence[Threshold], parted: Sequence[int], low: int, high: int
     ) -> list[Flags]:
         """Which elements of a tile lie at the threshold, for each Ask of `parted`."""
         parts = [magnitudes_of(delta) for delta in deltas(low, high)]
-        return [parts[self._models.index(self._asks[n].model)] == np.uint32(found[n][0]) for n in parted]
+        return [parts[self._models.index(self._asks[n].model)] == np.uint32(found[n].bits) for n in parted]
+
+
+def _stacked(rows: Counts, more: Counts) -> Counts:
+    return np.concatenate([rows[:, : more.shape[1]], more])

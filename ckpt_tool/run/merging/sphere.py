@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt_tool.run.computed import Array, Floats, Read
 from ckpt_tool.run.merging.line import Doubles, Span, Tiled, floats, tiles
-from ckpt_tool.run.merging.whole import Whole
+from ckpt_tool.run.merging.whole import Whole, same
 
 PARALLEL = 0.9995  # |cos| above which slerp is a straight line
 TINY = 1e-8  # norms that slerp takes for 1
@@ -44,7 +44,7 @@ def _products(x: Array, y: Array, axis: int | None) -> Products:
     return Products((a * a).sum(axis=axis), (b * b).sum(axis=axis), (a * b).sum(axis=axis))
 
 
-def _line_products(numel: int) -> Whole[Products, Products]:
+def _line_products(numel: int) -> Whole[Products, Products, Products]:
     return Whole(numel, Products(0.0, 0.0, 0.0), _added)
 
 
@@ -63,7 +63,7 @@ class Slerp(Tiled):
     """inputs: the base, at t = 0, and the other, at t = 1."""
 
     t: float
-    whole: Whole[Products, Products] = field(init=False)
+    whole: Whole[Products, Products, Products] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", _line_products(self.numel))
@@ -75,7 +75,7 @@ class Slerp(Tiled):
         def y(low: int, high: int) -> Floats:
             return floats(read(1, low, high))
 
-        of_x, of_y = self._coefficients(self.whole.get(_of_segment(x, y)))
+        of_x, of_y = self._coefficients(self.whole.get(_of_segment(x, y), same))
 
         def made(low: int, high: int) -> Floats:
             return of_x * x(low, high) + of_y * y(low, high)
@@ -102,7 +102,7 @@ class NuSlerp(Tiled):
     t: float
     of_base: bool
     along: int | None = None
-    whole: Whole[Products, Products] = field(init=False)
+    whole: Whole[Products, Products, Products] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row", self.columns if self.along is not None else 1)
@@ -126,9 +126,9 @@ class NuSlerp(Tiled):
 
         x, y = model(0), model(1)
         if self.along is None:
-            found = self.whole.get(_of_segment(x, y))
+            found = self.whole.get(_of_segment(x, y), same)
         elif self.along == 0:
-            found = self.whole.get(self._of_columns(x, y))
+            found = self.whole.get(self._of_columns(x, y), same)
 
         def made(low: int, high: int) -> Floats:
             a, b = x(low, high), y(low, high)

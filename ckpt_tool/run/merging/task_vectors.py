@@ -23,7 +23,7 @@ from ckpt_tool.run.computed import Floats, Read
 from ckpt_tool.run.merging.line import Doubles, Span, Tiled, floats, tiles
 from ckpt_tool.run.merging.masks import Stream, draws, kept, kept_by_rank
 from ckpt_tool.run.merging.selection import Ask, Bits, Cut, Flags, Selection, magnitudes_of
-from ckpt_tool.run.merging.whole import Whole
+from ckpt_tool.run.merging.whole import Whole, same
 
 LEAST_SUM = 1e-7  # sums of magnitudes below which nothing is rescaled
 LEAST_WEIGHT = 1e-8  # sums of weights that nothing is divided by
@@ -68,7 +68,7 @@ class TaskVectors(Tiled):
     rescale: bool
     factor: float = 1.0
     selection: Selection = field(init=False)
-    sums: Whole[Doubles, Doubles] = field(init=False)
+    sums: Whole[Doubles, Doubles, Doubles] = field(init=False)
 
     def __post_init__(self) -> None:
         asks = [ask for k, trim in enumerate(self.trims) if trim for ask in trim.asks(k, self.numel)]
@@ -145,7 +145,7 @@ class TaskVectors(Tiled):
             return sums
 
         out: list[np.float32 | None] = []
-        for trim, (before, after) in zip(self.trims, self.sums.get(look).astype(np.float32), strict=True):
+        for trim, (before, after) in zip(self.trims, self.sums.get(look, same).astype(np.float32), strict=True):
             plain = trim is None or trim.density >= 1 or before < LEAST_SUM or after < LEAST_SUM
             out.append(None if plain else before / after)
         return out

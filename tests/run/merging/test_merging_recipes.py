@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -243,6 +244,18 @@ def test_a_thread_that_fails_fails_those_that_wait() -> None:
         return stop - start
 
     with ThreadPoolExecutor(4) as pool:
-        found = [pool.submit(total.get, look) for _ in range(4)]
+        found = [pool.submit(total.get, look, whole.same) for _ in range(4)]
         assert all(isinstance(each.exception(20), OSError) for each in found)
-    assert whole.Whole(10_000, 0, lambda a, b: a + b).get(lambda start, stop: stop - start) == 10_000
+    assert whole.Whole(10_000, 0, lambda a, b: a + b).get(lambda start, stop: stop - start, whole.same) == 10_000
+
+
+def test_counts_are_not_kept() -> None:
+    """A model has hundreds of tensors, and each is counted in tables of a megabyte: none outlives its walk."""
+    tensors = models((37, 53), 3)
+    recipes = [RECIPES["ties"]() for _ in range(8)]
+    tracemalloc.start()
+    for recipe in recipes:
+        made(recipe, tensors)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 500_000
