@@ -9,7 +9,7 @@ A folded tensor is a recipe of `run.computed`: the base tensor plus, for each ad
 
 seen as E matrices of R rows and C columns whatever the tensor's rank (a convolution has the columns in x kernel). Arithmetic
 is fp32 in PEFT's order: the product, times s, rounded, added, rounded; several adapters one after another; rounding to the
-output's dtype comes last, once. Every product is made in blocks of 16 rows by up to 256 columns on a grid fixed by the
+output's dtype comes last, once. Every product is made in blocks of 4 rows by up to 512 columns on a grid fixed by the
 tensor alone, so an element has the same bits whatever range it is asked for in. A block is at most 2^18 multiply-adds:
 OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2
 at r = 64 in such blocks; 1 to 15 ns in one piece). Products of NumPy's OpenBLAS and torch's MKL are one chain of fused
@@ -34,7 +34,7 @@ import numpy as np
 
 from ckpt_tool.run.computed import Floats, Read, Recipe
 
-ROWS, COLUMNS = 16, 256  # of a block
+ROWS, COLUMNS = 4, 512  # of a block: few rows, so that little is made twice where a range ends within them
 PRODUCTS = 1 << 18  # multiply-adds of a block at most: OpenBLAS's own threads begin above
 _TILE = 1 << 20  # elements of one step of a pass over a tensor
 
@@ -156,12 +156,12 @@ class Folded(Recipe):
         )
 
     def _thin(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
-        """The factors on the grid: (blocks of rows, 16, r) and (blocks of columns, r, columns of a block), padded by zeros."""
-        shapes = [self.inputs[k].tensor.shape for k in (term.a, term.b)]
-        inner, outer = prod(shapes[0][1:]), shapes[1][0]
+        """The factors on the grid: (blocks of rows, 4, r) and (blocks of columns, r, columns of a block), padded by zeros."""
+        inner = prod(self.inputs[term.a].tensor.shape[1:])
         step = term.rank * inner
         a = _floats(read(term.a, e * step, (e + 1) * step)).reshape(term.rank, inner)
-        b = _floats(read(term.b, 0, prod(shapes[1]))).reshape(outer, term.rank, self.experts)[:, :, e]
+        (outputs,) = self.kept.factors((self.key, term.b), lambda: (self._by_expert(read, term),))
+        b = outputs[e]
         tall, flat = (a.T, b.T) if term.turned else (b, a)
         wide = max(16, min(COLUMNS, PRODUCTS // (ROWS * term.rank) // 16 * 16))
         left = np.zeros((-(-tall.shape[0] // ROWS) * ROWS, term.rank), np.float32)
@@ -170,6 +170,12 @@ class Folded(Recipe):
         right[:, : flat.shape[1]] = flat
         blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
         return left.reshape(-1, ROWS, term.rank), blocks
+
+    def _by_expert(self, read: Read, term: Term) -> Floats:
+        """B (out, e r), whose experts alternate, as (e, out, r)."""
+        shape = self.inputs[term.b].tensor.shape
+        b = _floats(read(term.b, 0, prod(shape))).reshape(shape[0], term.rank, self.experts)
+        return np.ascontiguousarray(b.transpose(2, 0, 1))
 
     def _factors(self, read: Read, number: int) -> Floats:
         """DoRA's magnitude over norm, one for each output: of a row, or of a column where the weight lies (in, out)."""

@@ -61,6 +61,20 @@ def test_roots(root):
     assert bool(found.notes) == (old != new and bool(old or new))
 
 
+def test_patterns_are_held_against_the_adapters_own_names():
+    base = {"model.layers.0.q.weight": (6, 4), "model.layers.0.x.w": (3, 4, 6)}
+    adapter = {
+        **pair("layers.0.q", 4, 6, rank=3),
+        f"{P}layers.0.x.lora_A.weight": (15, 4),
+        f"{P}layers.0.x.lora_B.weight": (6, 15),
+    }
+    found = matched(
+        adapter, base, rank_pattern={"^layers.0.q": 3, "^layers.0.x.w": 5}, alpha_pattern={"^layers.0.q": 12}
+    )
+    assert not found.faults, found.faults
+    assert found.changes["model.layers.0.q.weight"][0].scaling == 4.0
+
+
 def test_orientation_of_square_weights_follows_their_namesakes():
     base = {"a.c_proj.weight": (4, 4), "b.c_proj.weight": (8, 4), "a.c_attn.weight": (4, 4)}
     adapter = {**pair("a.c_proj", 4, 4), **pair("b.c_proj", 8, 4), **pair("a.c_attn", 4, 4)}
@@ -130,3 +144,15 @@ def test_kinds_of_changes():
 def test_faults(adapter, settings, part):
     found = matched(adapter, {"e.weight": (9, 4), "q.weight": (6, 4), "x.w": (3, 8, 8)}, **settings)
     assert any(part in fault for fault in found.faults), found.faults
+
+
+def test_the_first_registered_parameter_is_the_innermost():
+    base = {"m.down_proj": (3, 8, 8), "m.gate_up_proj": (3, 8, 8)}
+    adapter = {f"{P}m.base_layer.lora_A.weight": (6, 8), f"{P}m.base_layer.lora_B.weight": (8, 6),
+               f"{P}m.lora_A.weight": (6, 8), f"{P}m.lora_B.weight": (8, 6)}  # fmt: skip
+    found = matched(adapter, base)
+    assert not found.faults, found.faults
+    assert "base_layer" in found.changes["m.gate_up_proj"][0].a.key.name
+    assert "base_layer" not in found.changes["m.down_proj"][0].a.key.name
+    unknown = {name.replace("down", "x").replace("gate_up", "y"): shape for name, shape in base.items()}
+    assert "more than one way" in matched(adapter, unknown).faults[0]

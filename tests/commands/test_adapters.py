@@ -145,6 +145,43 @@ def test_two_dora_adapters(bases, tmp_path):
     assert max(far.values(), default=0) <= 64, far  # PEFT takes the first out again and rounds on the way
 
 
+@pytest.mark.parametrize("name", ["lora_bf16", "dora_saved", "bin", "experts"])
+def test_peft_loads_what_we_write(name, tmp_path):
+    from peft import PeftConfig
+    from peft.utils.save_and_load import load_peft_weights
+
+    source = Path(__file__).parents[2] / "fixtures/peft" / name
+    convert(str(source), str(tmp_path / "out"), Reading(), Writing(to="peft", dtypes={"": "F16"}), Silent())
+    theirs, ours = load_peft_weights(str(source), "cpu"), load_peft_weights(str(tmp_path / "out"), "cpu")
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[key], value.half()) for key, value in theirs.items())
+    assert PeftConfig.from_pretrained(source) == PeftConfig.from_pretrained(tmp_path / "out")
+
+
+def test_a_quantised_base_is_dequantised_first(bases, tmp_path):
+    base, adapter = tmp_path / "fp8", save_adapter("llama", tmp_path / "adapter", **CASES["lora"][1])
+    base.mkdir()
+    config = json.loads((bases("llama") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    (base / "config.json").write_text(json.dumps(config))
+    tensors, plain = {}, {}
+    for name, value in load(bases("llama")).items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = (value * 100).to(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = torch.full((1, 1), 0.01)
+            plain[name] = tensors[name].float() * np.float32(0.01)
+        else:
+            tensors[name] = plain[name] = value
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    (tmp_path / "plain/config.json").write_text((bases("llama") / "config.json").read_text())
+    assert "--dequantize" in refused("E1427", 2, base, adapter, tmp_path=tmp_path).hint
+    run(base, adapter, out=tmp_path / "out", dequantize=True, dtypes={"": "F32"})
+    run(tmp_path / "plain", adapter, out=tmp_path / "want")
+    assert distances(load(tmp_path / "out"), load(tmp_path / "want")) == {}
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
 # -- the base in other formats and dialects -----------------------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ class _Matching:
         self.changes: dict[str, list[Change]] = {}
         self.parts: dict[tuple[str, int], dict[str, LogicalTensor]] = {}
         self.whole: dict[str, LogicalTensor] = {}
+        self.own: dict[str, str] = {}  # module of the base -> what the adapter's config calls it
         self.turned: dict[str, set[bool]] = {}  # by a module's last name, of weights that are not square
         found = [(tensor, part_of(tensor.key.name)) for tensor in tensors]
         self._rooted([(tensor, part) for tensor, part in found if part is not None])
@@ -102,6 +103,7 @@ class _Matching:
             self.notes.append(f"the adapter's modules {root.old}* are {root.new}* of the base")
         for tensor, part in found:
             module = root.of(part.module) or part.module
+            self.own[module] = part.module
             if part.kind == kinds.WHOLE:
                 known_as, row = module, self.whole
             else:
@@ -199,7 +201,7 @@ class _Matching:
             self._fault(a, f"{list(a.shape)} and {list(b.shape)} don't fit {name} of shape {list(target.shape)}")
         elif self._rank_is(module, rank, a) and self._magnitude_is(row, outputs, a):
             low = Low(
-                a, b, rank, self.settings.scaling(module, rank), embedding or (turned and (not straight or self._lies_turned(module))),
+                a, b, rank, self.settings.scaling(self._called(module), rank), embedding or (turned and (not straight or self._lies_turned(module))),
                 magnitude=row.get(kinds.MAGNITUDE),
             )  # fmt: skip
             self.changes.setdefault(name, []).append(low)
@@ -214,10 +216,15 @@ class _Matching:
         return next(iter(votes))
 
     def _rank_is(self, module: str, rank: int, a: LogicalTensor) -> bool:
-        want = self.settings.rank_of(module)
+        want = self.settings.rank_of(self._called(module))
         if want != rank:
             self._fault(a, f"rank {rank}, and the config says {want}")
         return want == rank
+
+    def _called(self, name: str) -> str:
+        """A module, or a parameter of one, as the adapter's config calls it."""
+        module, _, last = name.rpartition(".")
+        return self.own.get(name) or (f"{self.own[module]}.{last}" if module in self.own else name)
 
     def _magnitude_is(self, row: Mapping[str, LogicalTensor], outputs: int, a: LogicalTensor) -> bool:
         magnitude = row.get(kinds.MAGNITUDE)
@@ -306,7 +313,7 @@ class _Matching:
             )
             if self._rank_is(name, rank, a):
                 self.changes.setdefault(name, []).append(
-                    Low(a, b, rank, self.settings.scaling(name, rank), turned, experts)
+                    Low(a, b, rank, self.settings.scaling(self._called(name), rank), turned, experts)
                 )
 
 
