@@ -27,8 +27,9 @@ _PAIRS = {
     "lm_head.weight": (
         "model.embed_tokens.weight", "transformer.wte.weight", "transformer.word_embeddings.weight",
         "model.language_model.embed_tokens.weight", "llama.embed_tokens.weight", "qwen2.embed_tokens.weight",
-        "ernie.embed_tokens.weight",
+        "ernie.embed_tokens.weight", "wte.weight", "word_embeddings.weight",
     ),
+    "language_model.lm_head.weight": ("language_model.model.embed_tokens.weight",),
     "output_layer.weight": ("embedding.word_embeddings.weight",),
     "output.weight": ("tok_embeddings.weight",),
 }  # fmt: skip

@@ -116,6 +116,24 @@ def test_every_tensor_of_a_published_model_has_a_rule_in_its_shape(model: str) -
         assert {made.name: made.shape for made in back.made} == shapes
 
 
+@pytest.mark.parametrize("model", ["DeepSeek-V2-Lite", "Mixtral-8x7B"])
+def test_experts_fused_in_memory_are_the_published_ones(model: str) -> None:
+    """transformers 5 holds a layer's experts in two tensors; DeepSeek-V2 is of DeepSeek-V3's family."""
+    name, architecture, kind, config = MODELS[model]
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch = pytest.importorskip("torch")
+
+    few = {**config, "num_hidden_layers": 3}
+    with torch.device("meta"):
+        live = getattr(transformers, architecture)(transformers.AutoConfig.for_model(kind, **few)).state_dict()
+    shapes = {key: tuple(tensor.shape) for key, tensor in live.items()}
+    told = {**few, "model_type": kind}
+    found = find(told, shapes)
+    assert (found.family.name, found.dialect) == (name, "hf-fused")
+    made = mapping(found.family, "hf-fused", "hf", shapes, told).made
+    assert {each.name: each.shape for each in made} == saved(architecture, kind, few)
+
+
 SEES = {  # gemma-3-4b-it: what a config leaves out is the class's default
     "text_config": {
         "hidden_size": 2560,
