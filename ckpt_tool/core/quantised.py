@@ -165,9 +165,10 @@ def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
         zeros = tensors.get(weight.parts.get("zero_point", ""))
         if zeros is not None and zeros.dtype.name == "I32":  # packed along the rows
             down = zeros.shape[-2] if zeros.shape[-2] * 32 == rows * weight.bits and 32 % weight.bits == 0 else 1
-    whole = (*weight.shape[:-2], down, across)[-max(len(weight.shape), 1) :]
+    whole = (*weight.shape[:-2], down, across)[-len(weight.shape) :] if weight.shape else ()
     if weight.codes == TURNED:
         whole = (*whole, 1)  # the 16 bytes of a block
+    whole = tuple(max(n, 1) for n in whole)
     out = {weight.lead: Units(weight.lead, weight.made, whole, whole)}
     for role, name in weight.parts.items():
         shape = tensors[name].shape if role in ("scale", "zero_point") else ()
@@ -254,11 +255,11 @@ def _words(
     if f"{made}_shape" not in tensors:
         return Fault(name, f"packed codes without {made}_shape", lacking=True)
     grid = tensors[scale].shape
-    if len(kind.shape) < 2 or len(grid) < 2 or grid[:-1] != kind.shape[:-1]:
+    if len(kind.shape) < 2 or len(grid) < 2 or grid[:-1] != kind.shape[:-1] or not 0 < grid[-1] <= 32 * kind.shape[-1]:
         return _misfit(scale, tensors, (*kind.shape[:-1], -1))
     width = bits[0] if len(set(bits)) == 1 else _bits(32 * kind.shape[-1], grid[-1])
     columns = 32 * kind.shape[-1] // width
-    group = columns if grid[-1] == 1 else columns // grid[-1]
+    group = max(columns // grid[-1], 1)
     columns = group * grid[-1]
     return Quantised(made, WORDS, name, _parts(made, scale, tensors), (*kind.shape[:-1], columns), (1, group), width)
 
@@ -282,7 +283,7 @@ def _nibbles(made: str, name: str, kind: Kind, scale: str, tensors: Mapping[str,
         or shape[-1] % (2 * grid[-1])
     ):
         return _misfit(scale, tensors, shape)
-    return Quantised(made, NIBBLES, name, _parts(made, scale, tensors), shape, (1, shape[-1] // grid[-1]), 4)
+    return Quantised(made, NIBBLES, name, _parts(made, scale, tensors), shape, (1, max(shape[-1] // grid[-1], 1)), 4)
 
 
 def _is_halved(kind: Kind, scale: Kind) -> bool:
