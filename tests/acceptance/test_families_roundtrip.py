@@ -83,6 +83,18 @@ def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: 
 
 
 @pytest.mark.parametrize("to", ["megatron-dist", "megatron"])
+def test_more_ranks_than_query_groups_are_told(to: str, saved: Saved, tmp_path: Path) -> None:
+    _, source = saved("llama")
+    report = hop(source, tmp_path / "there", to, degrees={"tp": 8})
+    assert any("share the 4 query groups" in note and "0.16" in note for note in report["notes"])
+    hop(tmp_path / "there", tmp_path / "back", "safetensors")
+    assert_same(tmp_path / "back", source)
+    with pytest.raises(UsageError, match="4 query groups do not divide by 3") as caught:
+        hop(source, tmp_path / "three", to, degrees={"tp": 3})
+    assert caught.value.code == "E0273"
+
+
+@pytest.mark.parametrize("to", ["megatron-dist", "megatron"])
 @pytest.mark.parametrize("family", [name for name in NAMES if name not in NO_ARGUMENTS])
 def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: Saved, tmp_path: Path) -> None:
     _, source = saved(family)

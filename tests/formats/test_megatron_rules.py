@@ -64,7 +64,17 @@ def test_a_degree_is_judged_by_query_groups():
     units = units_of(name, rule_of(name, 2, gated=True, down_shared=True), (96, 8), Facts(groups=6, heads=12))
     with pytest.raises(UsageError, match="6 query groups do not divide by 4") as e:
         check_degree("tp", 4, [units])
-    assert e.value.hint.endswith("2, 3, 6")
+    assert e.value.hint.endswith("2, 3, 6, 12")
+
+
+def test_more_ranks_than_query_groups_share_them_since_megatron_0_16():
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    units = units_of(name, rule_of(name, 2, gated=True, down_shared=True), (96, 8), Facts(groups=6, heads=12))
+    (note,) = check_degree("tp", 12, [units])
+    assert "6 query groups" in note and "0.16" in note
+    assert check_degree("tp", 6, [units]) == []
+    with pytest.raises(UsageError):
+        check_degree("tp", 18, [units])  # 96 rows
 
 
 DEGREES = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "dp": 1, "cp": 1}

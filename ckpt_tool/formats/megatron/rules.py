@@ -8,7 +8,7 @@ a gated fc1, whose rank r keeps rows r of the gate and rows r of the up half; `a
         rows 24..48 of the tensor are rows 0..24 of the rank, rows 72..96 are rows 24..48
 
     embeddings, output_layer              rows (vocabulary, padded)
-    linear_qkv, linear_q_proj, _up_proj   rows: whole query groups, whole heads
+    linear_qkv, linear_q_proj, _up_proj   rows: whole query groups, whole heads (or more ranks than groups share each group)
     linear_proj, linear_fc2               columns; their biases on every rank
     linear_fc1                            rows, of each half where gated
     MLA's down projections                a copy each with Transformer Engine; rows with the local spec
@@ -127,11 +127,19 @@ def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int) -> list[Piece
 
 
 class Units(NamedTuple):
-    """What a degree must divide: `amount` of `what` (of tensor `name`)."""
+    """What a degree must divide: `amount` of `what` (of tensor `name`). rows: those that a degree must divide which is a
+    multiple of `amount` itself; 0: that is no way to share them."""
 
     amount: int
     what: str
     name: str
+    rows: int = 0
+
+    def shared_by(self, degree: int) -> bool:
+        """Can so many ranks share them?"""
+        if self.amount % degree == 0:
+            return True
+        return self.rows > 0 and degree % self.amount == 0 and self.rows % degree == 0
 
 
 def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units | None:
@@ -142,7 +150,7 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
     module = words[-2] if len(words) > 1 else ""
     extent = shape[rule.dim] // rule.parts
     if module == "linear_qkv" and facts.groups and extent % facts.groups == 0:
-        return Units(facts.groups, "query groups", name)
+        return Units(facts.groups, "query groups", name, shape[0])
     if module in ("linear_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_q") and facts.heads:
         if extent % facts.heads == 0:
             return Units(facts.heads, "attention heads", name)
@@ -152,14 +160,16 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
     return Units(extent, what, name)
 
 
-def check_degree(flag: str, degree: int, units: Iterable[Units]) -> None:
-    """Raise UsageError E0273 with the nearest valid degrees when `degree` does not divide everything that it must."""
+def check_degree(flag: str, degree: int, units: Iterable[Units]) -> list[str]:
+    """Notes. Raises UsageError E0273 with the nearest valid degrees when so many ranks can't share everything that they must."""
     every = list(units)
-    bad = next((one for one in every if one.amount % degree), None)
+    bad = next((one for one in every if not one.shared_by(degree)), None)
     if bad is None:
-        return
-    common = gcd(*(one.amount for one in every))
-    valid = [n for n in range(1, min(common, 65536) + 1) if common % n == 0]
+        more = next((one for one in every if one.amount % degree), None)
+        told = f"--{flag} {degree}: ranks share the {more.amount} {more.what}" if more else ""
+        return [f"{told}, which Megatron-Core takes since 0.16 and earlier ones refuse"] if more else []
+    common = gcd(*(one.rows or one.amount for one in every))
+    valid = [n for n in range(1, min(common, 65536) + 1) if all(one.shared_by(n) for one in every)]
     raise UsageError(
         f"--{flag} {degree}: {bad.amount} {bad.what} do not divide by {degree}", code=DEGREE, key=bad.name,
         hint=f"the nearest degrees that do: {nearest(degree, valid)}",

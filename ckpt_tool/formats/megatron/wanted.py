@@ -86,7 +86,7 @@ def decide(wanted: Wanted) -> Shape:
     cutting = Cutting(
         facts, degrees, _gated(wanted, model, facts), not style.te, experts // degrees["ep"] if experts else 0
     )
-    _check(wanted, model, facts, degrees, cutting)
+    notes += _check(wanted, model, facts, degrees, cutting)
     rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
     every = next((wanted.tensors[model[name]].shape[0] for name in VOCABULARY if name in model), None) if rows else None
     if args and facts.layers != stated.layers and facts.layers:
@@ -176,8 +176,8 @@ def _counts_fit(counts: Any, degrees: Any, pp: int, vpp: int, layers: int) -> bo
 
 def _check(
     wanted: Wanted, model: Mapping[str, int], facts: Facts, degrees: Mapping[str, int], cutting: Cutting
-) -> None:
-    """Raise UsageError when tensor ranks can't share a parameter."""
+) -> list[str]:
+    """Notes. Raises UsageError when tensor ranks can't share a parameter."""
     units: dict[str, list[Units]] = {"tp": [], "etp": []}
     unknown = []
     for name, number in model.items():
@@ -193,8 +193,7 @@ def _check(
             f"--tp {degrees['tp']}: no rule says how tensor ranks share {unknown[0]}", code=NO_RULE, key=unknown[0],
             faults=unknown[1:50], hint="bring the names into Megatron's (--dialect megatron), or write with --tp 1",
         )  # fmt: skip
-    check_degree("tp", degrees["tp"], units["tp"])
-    check_degree("etp", degrees["etp"], units["etp"])
+    return [*check_degree("tp", degrees["tp"], units["tp"]), *check_degree("etp", degrees["etp"], units["etp"])]
 
 
 # -- vocabulary ---------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ class DistLayout:
             if found is not None and 0 not in tensor.shape:
                 units[rule.axis].append(found)
         for axis, flag in ((TP, "tp"), (ETP, "etp")):
-            check_degree(flag, self.degrees[flag], units[axis])
+            self.notes += check_degree(flag, self.degrees[flag], units[axis])
 
     def _rule(self, tensor: WantedTensor) -> Rule:
         return rule_of(tensor.key.name, len(tensor.shape), gated=self._gated(tensor), down_shared=not self.facts.te)
