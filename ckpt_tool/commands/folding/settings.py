@@ -91,7 +91,7 @@ def settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0, le
         dora=config.get("use_dora") is True,
         fan_in_fan_out=config.get("fan_in_fan_out") is True,
         tokens={key: take.rows(value) for key, value in (tokens if isinstance(tokens, dict) else {"": tokens or []}).items()},
-        parameters=tuple(each for each in config.get("target_parameters") or () if isinstance(each, str)),
+        parameters=take.words("target_parameters"),
         tied=config.get("ensure_weight_tying") is True,
         base=str(config.get("base_model_name_or_path") or ""),
         weight=weight,
@@ -159,6 +159,12 @@ class _Taken:
         if not isinstance(value, dict):
             raise self._malformed(name, value, "an object")
         return value
+
+    def words(self, name: str) -> tuple[str, ...]:
+        value = self._config.get(name) or []
+        if not isinstance(value, list) or any(type(each) is not str for each in value):
+            raise self._malformed(name, value, "a list of names")
+        return tuple(value)
 
     def rows(self, value: Any) -> tuple[int, ...]:
         if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):

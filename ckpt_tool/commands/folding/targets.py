@@ -25,8 +25,8 @@ from ckpt_tool.errors import near_misses
 
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts lie (experts, in, out)
-_MOST = 4  # parameters of one module
-_NEAR = 10  # names that near misses are looked for: each is held against all of the base
+_MOST = 6  # parameters of one module
+_NEAR, _MANY = 10, 2000  # names that near misses are looked for in a base of less than _MANY: each is held against all
 
 
 class Low(NamedTuple):
@@ -79,6 +79,11 @@ class _Matching:
         self, tensors: Iterable[LogicalTensor], base: Mapping[str, LogicalTensor], settings: Settings, config: Mapping[str, Any]
     ) -> None:  # fmt: skip
         self.base, self.settings = base, settings
+        self.children: dict[str, dict[str, LogicalTensor]] = {}
+        for name, tensor in base.items():
+            if len(tensor.shape) in (2, 3):
+                self.children.setdefault(name.rpartition(".")[0], {})[name] = tensor
+        self.near = _NEAR if len(base) < _MANY else 1
         self.transposed = config.get("model_type") in TRANSPOSED
         self.faults: list[str] = []
         self.missing: list[str] = []
@@ -145,7 +150,7 @@ class _Matching:
         target = self.base.get(name)
         if target is None:
             self.missing.append(name)
-            near = near_misses(name, self.base, most=1) if len(self.missing) <= _NEAR else ""
+            near = near_misses(name, self.base, most=1) if len(self.missing) <= self.near else ""
             self._fault(tensor, f"the base has no {name}" + (f" ({near})" if near else ""))
         return target
 
@@ -262,11 +267,9 @@ class _Matching:
     # -- parameters of a module without a weight: stacked experts -----------------------------------------------------------
 
     def _parameters(self, module: str) -> dict[str, LogicalTensor]:
-        """The module's own parameters that the config targets, or all matrices where it names none."""
-        held = {name: tensor for name, tensor in self.base.items()
-                if name.rpartition(".")[0] == module and len(tensor.shape) in (2, 3)}  # fmt: skip
+        """The module's own matrices that the config targets, or all of them where it names none."""
         asked = self.settings.parameters
-        return {name: tensor for name, tensor in held.items()
+        return {name: tensor for name, tensor in self.children.get(module, {}).items()
                 if not asked or any(name == each or name.endswith(f".{each}") for each in asked)}  # fmt: skip
 
     def _stacked(self, module: str, levels: Mapping[int, Mapping[str, LogicalTensor]]) -> None:
