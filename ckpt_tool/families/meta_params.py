@@ -9,7 +9,7 @@ from which Meta's own rule gives just that width, and proves it.
 What params.json leaves unsaid is taken from the tensors (vocabulary, width), or is what Meta's code has as constants (the rope
 scaling behind `use_scaled_rope`: factor 8), or stays unsaid (positions of Llama 1 and 2). Sources: llama-models (July 2025)
 `models/llama3/{args,model}.py`; transformers 4.45 `convert_llama_weights_to_hf.py` and `convert_mistral_weights_to_hf.py`;
-mistral-inference 1.6 `args.py`. Cost: none. What it does not do: Llama 4, vision, experts.
+mistral-inference 1.6 `args.py`, `moe.py`. Cost: none. What it does not do: Llama 4, vision.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ UNSAYABLE = "E1413"
 LLAMA3_VOCABULARY = 128256  # with begin of text 128000, end of text 128001
 _SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192}  # fmt: skip
+_EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _MULTIPLES = (256, 1024, 4096, 512, 2048, 128, 64, 32, 16, 8, 4, 2, 1)  # the ones of Meta's releases first
 _MULTIPLIERS = (1.3, 1.0, 1.5, 1.2, 1.1, 1.4)
 
@@ -46,23 +47,26 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     params = inner if isinstance(inner, Mapping) else params
     dim, heads = params["dim"], params["n_heads"]
     mistral = any(name in params for name in ("hidden_dim", "sliding_window", "head_dim"))
-    rows = shapes.get("layers.0.feed_forward.w1.weight", (params.get("hidden_dim"),))[0]
+    moe = params.get("moe") if isinstance(params.get("moe"), Mapping) else None
+    first = f"layers.0.feed_forward.{'experts.0.' if moe else ''}w1.weight"
+    rows = shapes.get(first, (params.get("hidden_dim"),))[0]
     if rows is None:
         rows = width(dim, params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))
     vocabulary = shapes.get("tok_embeddings.weight", (params.get("vocab_size"),))[0]
     theta = params.get("rope_theta", 10000.0)
+    kind = "Mixtral" if moe else "Mistral" if mistral else "Llama"
     config: dict[str, Any] = {
-        "architectures": ["MistralForCausalLM" if mistral else "LlamaForCausalLM"],
-        "model_type": "mistral" if mistral else "llama",
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
         "hidden_size": dim, "intermediate_size": rows, "num_hidden_layers": params["n_layers"],
         "num_attention_heads": heads, "num_key_value_heads": params.get("n_kv_heads") or heads,
         "head_dim": params.get("head_dim") or dim // heads, "rms_norm_eps": params.get("norm_eps", 1e-5),
         "vocab_size": vocabulary, "rope_theta": theta, "hidden_act": "silu",
         "tie_word_embeddings": bool(shapes) and "output.weight" not in shapes,
     }  # fmt: skip
-    if mistral:
-        window = params.get("sliding_window")
-        config["sliding_window"] = int(window) if window is not None else None
+    if mistral or moe:
+        config["sliding_window"] = _window(params)
+    if moe:
+        config |= {name: moe[key] for key, name in _EXPERTS.items() if key in moe}
     if params.get("use_scaled_rope"):
         config |= {"rope_scaling": dict(_SCALING), "max_position_embeddings": 131072}
     elif isinstance(params.get("max_seq_len"), int):
@@ -72,6 +76,17 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     if vocabulary == LLAMA3_VOCABULARY:
         config |= {"bos_token_id": 128000, "eos_token_id": 128001}
     return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+
+
+def _window(params: Mapping[str, Any]) -> int | None:
+    """A number, in some releases as text. Raises UsageError E1413 for several."""
+    window = params.get("sliding_window", params.get("_sliding_window"))
+    if window is None or str(window).isdecimal():
+        return int(str(window)) if window is not None else None
+    raise UsageError(
+        f"sliding_window {str(window)[:80]}: no config of the hub that is known here says that", code=UNSAYABLE,
+        hint="give the model's config.json with --config FILE",
+    )  # fmt: skip
 
 
 def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -85,7 +100,7 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )  # fmt: skip
     dim, rows, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head = config.get("head_dim") or dim // heads
-    mistral = config.get("model_type") == "mistral"
+    mistral = config.get("model_type") in ("mistral", "mixtral")
     out: dict[str, Any] = {"dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
                            "n_kv_heads": config.get("num_key_value_heads") or heads}  # fmt: skip
     if isinstance(config.get("vocab_size"), int):
@@ -94,6 +109,8 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         out |= {"head_dim": head, "hidden_dim": rows}
         if config.get("sliding_window") is not None:
             out["sliding_window"] = config["sliding_window"]
+        if config.get("num_local_experts") is not None:
+            out["moe"] = {key: config[name] for key, name in _EXPERTS.items() if name in config}
     elif head * heads != dim:
         raise UsageError(
             f"head_dim {head} x {heads} heads is not hidden_size {dim}: Meta's code has no other heads", code=UNSAYABLE,

@@ -1,12 +1,12 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 
 FAMILY = Family(
     name="mixtral", model_types=("mixtral",), architectures=("MixtralForCausalLM", "MixtralModel"),
     axes={
-        **DECODER, "e": "num_local_experts",
+        **DECODER, "e": "num_local_experts", "c": "d // 2",
     },
     hub="""
         [model.embed_tokens|lm_head].weight : v h
@@ -28,6 +28,7 @@ FAMILY = Family(
             decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h f
                 = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
         """,
+        "meta": meta.MODEL + meta.EXPERTS,
         "hf-fused": Variant("hf", over="""
             model.layers.{i}.mlp.gate.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
             model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) f) h

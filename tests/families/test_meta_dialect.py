@@ -31,6 +31,9 @@ MISTRAL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 3, "head_dim": 
            "vocab_size": 51, "rope_theta": 1e6}  # fmt: skip
 
 
+MIXTRAL = {**MISTRAL, "hidden_dim": 32, "moe": {"num_experts": 4, "num_experts_per_tok": 2}}  # grouped_mm: no float64
+
+
 def weights(params: dict[str, Any], vocabulary: int = 51) -> dict[str, np.ndarray]:
     """Random tensors under Meta's names, shapes as `model.py` builds them."""
     rng = np.random.default_rng(7)
@@ -41,9 +44,16 @@ def weights(params: dict[str, Any], vocabulary: int = 51) -> dict[str, np.ndarra
     for i in range(params["n_layers"]):
         own = {
             "attention.wq": (heads * head, dim), "attention.wk": (kv * head, dim), "attention.wv": (kv * head, dim),
-            "attention.wo": (dim, heads * head), "feed_forward.w1": (rows, dim), "feed_forward.w2": (dim, rows),
-            "feed_forward.w3": (rows, dim), "attention_norm": (dim,), "ffn_norm": (dim,),
+            "attention.wo": (dim, heads * head), "attention_norm": (dim,), "ffn_norm": (dim,),
         }  # fmt: skip
+        experts = params.get("moe", {}).get("num_experts", 0)
+        for at in [f"experts.{e}." for e in range(experts)] or [""]:
+            own |= {
+                f"feed_forward.{at}w1": (rows, dim),
+                f"feed_forward.{at}w2": (dim, rows),
+                f"feed_forward.{at}w3": (rows, dim),
+            }
+        own |= {"feed_forward.gate": (experts, dim)} if experts else {}
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in own.items()}
     shapes |= {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
     return {name: (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype("f4") for name, shape in shapes.items()}
@@ -60,6 +70,11 @@ def frequencies(params: dict[str, Any], head: int) -> np.ndarray:
         mix = (8192 / wave - 1) / (4 - 1)
         out.append(f / 8 if wave > long else f if wave < short else (1 - mix) * f / 8 + mix * f)
     return np.array(out)
+
+
+def mlp(w: dict[str, np.ndarray], at: str, y: np.ndarray) -> np.ndarray:
+    gate, up = (y @ w[f"{at}{n}.weight"].T for n in ("w1", "w3"))
+    return (gate / (1 + np.exp(-gate)) * up) @ w[f"{at}w2.weight"].T
 
 
 def meta_logits(w: dict[str, np.ndarray], params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
@@ -90,8 +105,14 @@ def meta_logits(w: dict[str, np.ndarray], params: dict[str, Any], tokens: np.nda
         mixed = np.einsum("hst,thd->shd", scores / scores.sum(-1, keepdims=True), v).reshape(len(tokens), -1)
         x = x + mixed @ w[f"{at}attention.wo.weight"].T
         y = norm(x, f"{at}ffn_norm.weight")
-        gate, up = (y @ w[f"{at}feed_forward.{n}.weight"].T for n in ("w1", "w3"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{at}feed_forward.w2.weight"].T
+        if "moe" not in params:
+            x = x + mlp(w, f"{at}feed_forward.", y)
+            continue
+        scores, best = y @ w[f"{at}feed_forward.gate.weight"].T, params["moe"]["num_experts_per_tok"]
+        for t, row in enumerate(scores):  # softmax over the best alone
+            chosen = np.argsort(row)[-best:]
+            share = np.exp(row[chosen]) / np.exp(row[chosen]).sum()
+            x[t] += sum(s * mlp(w, f"{at}feed_forward.experts.{e}.", y[t]) for s, e in zip(share, chosen, strict=True))
     return norm(x, "norm.weight") @ w["output.weight"].T
 
 
@@ -101,21 +122,23 @@ def turned(mapped: Mapped, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
     )
 
 
-@pytest.mark.parametrize("params", [LLAMA2, LLAMA3, MISTRAL], ids=["llama2", "llama3", "mistral"])
+@pytest.mark.parametrize("params", [LLAMA2, LLAMA3, MISTRAL, MIXTRAL], ids=["llama2", "llama3", "mistral", "mixtral"])
 def test_the_same_logits_as_transformers(params: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers", minversion="5")
     w = weights(params)
     shapes = {name: value.shape for name, value in w.items()}
     config = hub_config(params, shapes)
-    assert find(config, shapes, told="meta") == (by_name("llama"), "meta")
-    hub = turned(mapping(by_name("llama"), "meta", "hf", shapes, config), w)
+    family = by_name("mixtral" if "moe" in params else "llama")
+    assert find(config, shapes, told="meta") == (family, "meta")
+    hub = turned(mapping(family, "meta", "hf", shapes, config), w)
+    if "moe" in params:  # the experts of a layer are one tensor in memory
+        hub = turned(mapping(family, "hf", "hf-fused", {n: a.shape for n, a in hub.items()}, config), hub)
     model = getattr(transformers, config["architectures"][0])(transformers.AutoConfig.for_model(**config))
-    told = model.load_state_dict({name: torch.from_numpy(value) for name, value in hub.items()}, strict=True)
-    assert not told.missing_keys and not told.unexpected_keys
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in hub.items()}, strict=True)
     tokens = np.arange(40) * 7 % 51
     with torch.no_grad():
-        theirs = model.double()(torch.from_numpy(tokens)[None]).logits[0].numpy()
+        theirs = (model if "moe" in params else model.double())(torch.from_numpy(tokens)[None]).logits[0].numpy()
     ours = meta_logits(w, params, tokens)
     assert np.abs(theirs - ours).max() < 2e-5 * np.abs(ours).max(), "transformers keeps its angles in float32"
     wrong = {**w, **{name: w[name][::-1].copy() for name in w if name.endswith("wq.weight")}}
@@ -184,7 +207,9 @@ def test_any_width_can_be_said(dim: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [LLAMA2, LLAMA3, MISTRAL, {"model": LLAMA3}], ids=["llama2", "llama3", "mistral", "nested"]
+    "params",
+    [LLAMA2, LLAMA3, MISTRAL, MIXTRAL, {"model": LLAMA3}],
+    ids=["llama2", "llama3", "mistral", "mixtral", "nested"],
 )
 def test_params_there_and_back(params: dict[str, Any]) -> None:
     own = params.get("model", params)
@@ -192,7 +217,7 @@ def test_params_there_and_back(params: dict[str, Any]) -> None:
     config = hub_config(params, shapes)
     again, _ = params_of(config)
     assert hub_config(again, shapes) == config
-    for key in ("dim", "n_layers", "n_heads", "norm_eps", "use_scaled_rope", "hidden_dim", "head_dim"):
+    for key in ("dim", "n_layers", "n_heads", "norm_eps", "use_scaled_rope", "hidden_dim", "head_dim", "moe"):
         assert again.get(key) == own.get(key), key
 
 

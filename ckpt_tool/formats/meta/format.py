@@ -35,7 +35,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats.base import Evidence, Holds
-from ckpt_tool.formats.meta.files import MetaFiles, choose
+from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose
 from ckpt_tool.storage.source import Tree
 
 
@@ -94,8 +94,10 @@ def _choose(tree: Tree) -> MetaFiles | None:
 def _safetensors(tree: Tree, options: Mapping[str, object]) -> Catalog:
     """Mistral AI's whole tensors, as the reader of Hugging Face's files gives them."""
     from ckpt_tool.formats.hf.format import FORMAT as SAFETENSORS
-    from ckpt_tool.formats.meta.params import read_params
+    from ckpt_tool.formats.meta.params import read_params, sizes_of
     from ckpt_tool.formats.meta.read import hints_of
 
-    catalog = SAFETENSORS.read(tree, options)
-    return replace(catalog, format="meta", extras={}, hints={"meta": hints_of(read_params(tree), None)})
+    catalog, params = SAFETENSORS.read(tree, options), read_params(tree)
+    if params is not None:
+        sizes_of(params, tree.display(PARAMS))
+    return replace(catalog, format="meta", extras={}, hints={"meta": hints_of(params, None)})

@@ -20,6 +20,7 @@ from ckpt_tool.storage.strict_json import parse
 
 WRONG = "E1405"
 LIMIT = 1 << 20  # bytes: real ones have some hundred
+MOST = 1 << 40  # of any size: what no model comes near
 
 
 class Sizes(NamedTuple):
@@ -51,13 +52,16 @@ def sizes_of(params: Mapping[str, Any], path: str) -> Sizes:
     inner = params.get("model")
     level = inner if isinstance(inner, Mapping) else params
     faults = [
-        f"{name} is {level.get(name)!r}, want a whole number above 0"
+        f"{name} is {_shown(level.get(name))}, want a whole number above 0"
         for name in ("dim", "n_layers", "n_heads")
         if not _count(level.get(name))
     ]
-    for name in ("n_kv_heads", "head_dim", "hidden_dim"):
+    for name in ("n_kv_heads", "head_dim", "hidden_dim", "multiple_of"):
         if level.get(name) is not None and not _count(level[name]):
-            faults.append(f"{name} is {level[name]!r}, want a whole number above 0")
+            faults.append(f"{name} is {_shown(level[name])}, want a whole number above 0")
+    for name in ("ffn_dim_multiplier", "norm_eps", "rope_theta"):
+        if level.get(name) is not None and not _number(level[name]):
+            faults.append(f"{name} is {_shown(level[name])}, want a number above 0")
     if not faults:
         dim, heads = level["dim"], level["n_heads"]
         kv = level.get("n_kv_heads") or heads
@@ -79,5 +83,13 @@ def sizes_of(params: Mapping[str, Any], path: str) -> Sizes:
     )
 
 
+def _shown(value: object) -> str:
+    return repr(value) if not isinstance(value, list | dict) and len(repr(value)) < 100 else "something else"
+
+
 def _count(value: object) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value <= MOST
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value <= MOST  # type: ignore[operator]

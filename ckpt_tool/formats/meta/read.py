@@ -9,6 +9,7 @@ are wanted. All faults of a pass come at once. Cost: a pickle a shard, then some
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
@@ -188,13 +189,14 @@ def _check_layers(tree: Tree, shards: _Shards, faults: list[CkptError]) -> None:
     """A fault where the files hold other layers than params.json counts."""
     if shards.sizes is None:
         return
-    have = {number for name in shards.held[0] if (number := layer_of(name)) is not None}
-    want = set(range(shards.sizes.layers))
-    for numbers, what in ((want - have, "missing"), (have - want, "more than n_layers")):
+    have, layers = {number for name in shards.held[0] if (number := layer_of(name)) is not None}, shards.sizes.layers
+    absent = list(islice((number for number in range(layers) if number not in have), 10)) if layers > len(have) else []
+    more = sorted(number for number in have if number >= layers)[:10]
+    for numbers, what in ((absent, "missing"), (more, "more than n_layers")):
         if numbers and have:
-            some = ", ".join(map(str, sorted(numbers)[:10]))
+            some = ", ".join(map(str, numbers))
             faults.append(Incomplete(
-                f"layers {some} of {shards.sizes.layers} are {what}", code=LAYERS, path=tree.display(shards.names[0]),
+                f"layers {some} of {layers} are {what}", code=LAYERS, path=tree.display(shards.names[0]),
                 hint=_AGAIN,
             ))  # fmt: skip
 
