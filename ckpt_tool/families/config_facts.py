@@ -162,6 +162,13 @@ FACTS: Mapping[str, Facts] = {
                   "sliding_window": 128, "swiglu_limit": 7.0},
         unsayable={"attention_bias": True, "swiglu_alpha": 1.702},
     ),
+    "gemma": Facts(
+        "gemma", "GemmaForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu"), megatron=_GEMMA,
+        keys={"hidden_activation": "hidden_act"},
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.02,
+                  "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "head_dim": 256, "num_key_value_heads": 16},
+        unsayable={"attention_bias": False},
+    ),
     "gemma2": Facts(
         "gemma2", "Gemma2ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_second"), megatron=_GEMMA,
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True, "initializer_range": 0.02,

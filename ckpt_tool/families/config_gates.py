@@ -55,7 +55,7 @@ def _rope(model: Model) -> Mapping[str, object]:
 
 
 def _gated_gelu_back(args: Arguments, out: Values) -> None:
-    out["hidden_activation"] = "gelu_pytorch_tanh"
+    out[args.key("hidden_activation")] = "gelu_pytorch_tanh"
 
 
 def _turns(every: int) -> Form:

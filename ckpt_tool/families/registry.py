@@ -24,6 +24,7 @@ from ckpt_tool.families import (
     ernie4_5_moe,
     ernie4_5_vl_moe,
     falcon,
+    gemma,
     gemma2,
     gemma3,
     glm4,
@@ -44,8 +45,8 @@ from ckpt_tool.families.table import instances
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY,
-    ernie4_5.FAMILY, ernie4_5_moe.FAMILY, ernie4_5_vl_moe.FAMILY, glm4_moe.FAMILY, glm4.FAMILY, gpt_oss.FAMILY, gemma2.FAMILY, gemma3.FAMILY,
-    phi3.FAMILY, gpt2.FAMILY, falcon.FAMILY, bloom.FAMILY,
+    ernie4_5.FAMILY, ernie4_5_moe.FAMILY, ernie4_5_vl_moe.FAMILY, glm4_moe.FAMILY, glm4.FAMILY, gpt_oss.FAMILY,
+    gemma.FAMILY, gemma2.FAMILY, gemma3.FAMILY, phi3.FAMILY, gpt2.FAMILY, falcon.FAMILY, bloom.FAMILY,
 )  # fmt: skip
 NAMES: tuple[str, ...] = tuple(family.name for family in FAMILIES)
 _KEEP = "or keep the source's names with --dialect keep"

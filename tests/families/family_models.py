@@ -25,6 +25,7 @@ CLASSES = {
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),

@@ -19,6 +19,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {**GPT2, "n_inner": 44}), ("gpt2", {**GPT2, "n_inner": 96, "activation_function": "gelu", "tie_word_embeddings": False}),
     ("gpt_oss", {**BASE, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": TURNS,
                  "rope_theta": 150000.0, "rope_scaling": {"rope_type": "default"}, "swiglu_limit": 6.0}),
+    ("gemma", {**BASE, "rope_theta": 10000.0}),
     ("gemma2", {**BASE, "sliding_window": 8, "layer_types": TURNS, "query_pre_attn_scalar": 8, "rope_theta": 10000.0}),
     ("gemma3_text", {**BASE, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 4,
                      "rope_theta": 1e6}),

@@ -230,7 +230,7 @@ def test_masks_of_old_gpt2_files_are_dropped_and_the_bare_names_read() -> None:
     assert mapped.aliases == (("output_layer.weight", "embedding.word_embeddings.weight"),)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "falcon", "bloom"])
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "gpt2", "falcon", "bloom"])
 @pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": True}])
 def test_these_heads_are_tied_unless_the_config_says_otherwise(name: str, said: dict[str, Any]) -> None:
     config = {key: value for key, value in config_of(name).items() if key != "tie_word_embeddings"} | said

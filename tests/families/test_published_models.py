@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "glm-4-9b-chat-hf": ("glm4", "GlmForCausalLM", "glm", decoder(4096, 13696, 40, 32, 2, 151552, **GLM)),
     "gpt-oss-20b": ("gpt_oss", "GptOssForCausalLM", "gpt_oss", decoder(
         2880, 2880, 24, 64, 8, 201088, head_dim=64, num_local_experts=32, attention_bias=True)),
+    "gemma-2b": ("gemma", "GemmaForCausalLM", "gemma", decoder(2048, 16384, 18, 8, 1, 256000, head_dim=256)),
     "gemma-2-2b": ("gemma2", "Gemma2ForCausalLM", "gemma2", decoder(2304, 9216, 26, 8, 4, 256000, head_dim=256)),
     "gemma-2-27b": ("gemma2", "Gemma2ForCausalLM", "gemma2", decoder(4608, 36864, 46, 32, 16, 256000, head_dim=128)),
     "gemma-3-1b-it": ("gemma3", "Gemma3ForCausalLM", "gemma3_text", decoder(1152, 6912, 26, 4, 1, 262144, head_dim=256)),
