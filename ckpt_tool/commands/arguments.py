@@ -70,7 +70,10 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
     flags = flags_beside(args)
     if flags:
         notes = (*notes, f"Megatron-LM wants these beside --use-checkpoint-args: {' '.join(flags)}")
-    return {**extras, "args": Opaque("argparse.Namespace", (), args)}, notes
+    made: dict[str, Any] = {"args": Opaque("argparse.Namespace", (), args)}
+    if fmt.name == "megatron-dist":  # `load_args_from_checkpoint` asks for the iteration; weights without one have 0
+        made |= {"checkpoint_version": 3.0, "iteration": 0}
+    return {**made, **extras}, notes
 
 
 def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:

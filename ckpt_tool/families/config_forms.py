@@ -61,6 +61,10 @@ def _latent_to(model: Model, out: Values) -> None:
     pairs = (("q_lora_rank", "q_lora_rank"), ("kv_lora_rank", "kv_lora_rank"), ("qk_nope_head_dim", "qk_head_dim"),
              ("qk_rope_head_dim", "qk_pos_emb_head_dim"), ("v_head_dim", "v_head_dim"), ("v_head_dim", "kv_channels"))  # fmt: skip
     out |= {name: model.get(key) for key, name in pairs}
+    if model.get("rms_norm_eps") != 1e-6:  # transformers gives the norms of the low ranks none of its own
+        model.lost(
+            f"rms_norm_eps {model.get('rms_norm_eps')}: Megatron has it at the norms of the low ranks too, transformers 1e-6"
+        )
 
 
 def _latent_back(args: Arguments, out: Values) -> None:

@@ -132,6 +132,7 @@ def test_what_megatron_cannot_say_is_told() -> None:
     assert "low_freq_factor" in notes("llama", rope_scaling={**LLAMA3, "low_freq_factor": 2.0})
     assert "best 4" in notes("deepseek_v3", **{**LATENT, "topk_group": 1})
     assert "gelu" in notes("llama", hidden_act="gelu")
+    assert "low ranks" in notes("deepseek_v3", **LATENT, rms_norm_eps=1e-5)
     assert "none of ours" in notes("nobody")
 
 
