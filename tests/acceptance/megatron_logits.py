@@ -1,10 +1,10 @@
-"""Megatron-Core loads a torch_dist checkpoint and computes logits on the CPU (run as a program, on gloo ranks).
+"""Megatron-Core loads a checkpoint and computes logits on the CPU (run as a program, on gloo ranks).
 
     python megatron_logits.py CHECKPOINT CONFIG.json TOKENS.safetensors OUT.safetensors TP EP
 
 A GPTModel of the local layer spec is built from transformers' config.json, by a reading of it that is this program's own;
 `megatron.core.dist_checkpointing.load` fills it (strict: every key that the model asks for and none other), and the
-logits of TOKENS (`input_ids`, batch x sequence) go to OUT. Only two things are not Megatron's: CUDA (`cuda_on_cpu`), and the
+logits of TOKENS (`input_ids`, batch x sequence) go to OUT. Rank folders (`mp_rank_TT`) are loaded by torch. Only two things are not Megatron's: CUDA (`cuda_on_cpu`), and the
 attention core of latent attention, which its local spec has none of (torch's scaled dot product).
 """
 
@@ -121,6 +121,19 @@ def model_of(c: dict[str, Any], tp: int, ep: int, rows: int) -> GPTModel:
     ).eval()  # fmt: skip
 
 
+def load(model: GPTModel, checkpoint: Path) -> None:
+    """A torch_dist folder by Megatron's own library; of rank folders this rank's file. Strict both ways."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    legacy = checkpoint / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    if legacy.exists():
+        model.load_state_dict(torch.load(legacy, weights_only=False)["model"], strict=True)
+        return
+    wanted = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(str(checkpoint)))
+    names = list(wanted)
+    state = dist_checkpointing.load(wanted, str(checkpoint), strict="raise_all")
+    model.load_state_dict({name: state[name] for name in names}, strict=True)  # beside it the common state: args, ...
+
+
 def body(rank: int, world: int, checkpoint: str, config: str, tokens: str, out: str, tp: int, ep: int) -> None:
     parallel_state.initialize_model_parallel(tp, 1, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -133,11 +146,7 @@ def body(rank: int, world: int, checkpoint: str, config: str, tokens: str, out: 
     model = model_of(c, tp, ep, c["vocab_size"])
     for parameter in model.parameters():
         parameter.data.fill_(7)
-    metadata = dist_checkpointing.load_content_metadata(checkpoint)
-    wanted = model.sharded_state_dict(metadata=metadata)
-    names = list(wanted)
-    state = dist_checkpointing.load(wanted, checkpoint, strict="raise_all")
-    model.load_state_dict({name: state[name] for name in names}, strict=True)  # beside it the common state: args, ...
+    load(model, Path(checkpoint))
     ids = load_file(tokens)["input_ids"]
     s = ids.shape[1]
     mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)

@@ -27,14 +27,15 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="set CKPT_MEGATRON_PYTHON (a Python with megatron-core)"),
 ]
 ONE = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5"]
+DIST = ("--to", "megatron-dist", "--tp", "2", "--pp", "2")
 TOLERANCE = 4e-6  # absolute, on logits of size 2
 
 
-def judged(family: str, model: Any, tp: int, ep: int, cut: int, ckpt: Runner, tmp_path: Path) -> None:
-    """cut: tensor ranks of our checkpoint. tp, ep: those of the job that loads it."""
+def judged(model: Any, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options: object) -> None:
+    """options: of `convert`. tp, ep: ranks of the job that loads it."""
     model.save_pretrained(tmp_path / "hf")
     save_file({"input_ids": tokens(model.config).contiguous()}, tmp_path / "tokens.safetensors")
-    ckpt("convert", tmp_path / "hf", tmp_path / "there", "--to", "megatron-dist", "--tp", cut, "--pp", "2")
+    ckpt("convert", tmp_path / "hf", tmp_path / "there", *(options or DIST))
     where = [tmp_path / "there" / "release", tmp_path / "hf" / "config.json", tmp_path / "tokens.safetensors"]
     command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits.py", *where]
     ran = subprocess.run(
@@ -52,9 +53,17 @@ def judged(family: str, model: Any, tp: int, ep: int, cut: int, ckpt: Runner, tm
     [(family, 1, 1) for family in ONE] + [("llama", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 2), ("deepseek_v3", 2, 2)],
 )
 def test_its_logits_are_transformers(family: str, tp: int, ep: int, ckpt: Runner, tmp_path: Path) -> None:
-    judged(family, tiny_model(family), tp, ep, 2, ckpt, tmp_path)
+    judged(tiny_model(family), tp, ep, ckpt, tmp_path)
 
 
 def test_more_ranks_than_query_groups(ckpt: Runner, tmp_path: Path) -> None:
     """Four ranks share two groups: each gathers what it needs (Megatron-Core since 0.16)."""
-    judged("llama", tiny_model("llama", num_key_value_heads=2), 4, 1, 4, ckpt, tmp_path)
+    judged(tiny_model("llama", num_key_value_heads=2), 4, 1, ckpt, tmp_path, *DIST[:2], "--tp", 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"), [("llama", 1), ("qwen3", 2), ("mixtral", 1), ("deepseek_v3", 1), ("ernie4_5", 2)]
+)
+def test_rank_folders_are_those_of_the_model(family: str, tp: int, ckpt: Runner, tmp_path: Path) -> None:
+    """`--to megatron`: names and shapes of each rank's own parameters."""
+    judged(tiny_model(family), tp, 1, ckpt, tmp_path, "--to", "megatron", "--tp", tp)
