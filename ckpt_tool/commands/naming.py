@@ -97,6 +97,8 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     config = model.config if chosen.config is None else chosen.config
     if config is not None and writing.tied_head in ("tie", "untie"):
         config = {**config, TIED: writing.tied_head == "tie"}
+    if config is not None and writing.vocab_size is not None:
+        config = _with_vocabulary(config, writing.vocab_size)
     shapes = parameter_shapes(chosen.stored)
     told = None if source == "hf" else source
     try:
@@ -112,11 +114,14 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         model = config_of(opened, reading, found.family.name)
         config = model.config if chosen.config is None else chosen.config
     check_config(model)
-    chosen = replace(chosen, config=config, notes=(*chosen.notes, *model.notes))
+    origin = chosen.config_from if chosen.config is not None else model.origin
+    chosen = replace(chosen, config=config, config_from=origin, notes=(*chosen.notes, *model.notes))
     hints: dict[str, Any] = {"dialect": target}
     if target == "paddle" and config is not None:
         plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
         hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
+    if found.dialect == "meta" != target:
+        chosen = replace(chosen, stale=frozenset(chosen.stale) | {"params.json"})  # of names that are gone
     if target == "meta" and config is not None and found.dialect != target:
         from ckpt_tool.families.meta_params import params_of
 
@@ -141,6 +146,13 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
         said.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
     return replace(out, notes=(*out.notes, *said))
+
+
+def _with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The config of the model with the rows that `--vocab-size` asked for."""
+    changed = {**config, "vocab_size": size} if "vocab_size" in config else dict(config)
+    text = config.get("text_config")
+    return {**changed, "text_config": {**text, "vocab_size": size}} if isinstance(text, Mapping) else changed
 
 
 def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -31,16 +31,16 @@ from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.storage.source import Tree
 
 CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py")
-NESTED = "huggingface/"  # where verl keeps what belongs to the model
+_OWN = ("params.json",)  # Meta's config, told in the target's words elsewhere
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _HEAD = "lm_head.weight"
 
 
-def side_files(chosen: Chosen) -> tuple[tuple[str, int], ...]:
+def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
     """(path, size in bytes) of the first source's side files, those of the folder with its pointer file among them."""
     opened = chosen.sources[0]
-    held = set(opened.catalog.files)
+    held = set(opened.catalog.files) | (set(_OWN) if fmt.name != "meta" else set())
     names = dict.fromkeys(opened.catalog.sidefiles)
     for tree in (opened.tree, opened.outer):
         if tree is not None and tree.single is None:
@@ -91,14 +91,8 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
         files = tuple(file for file in target.files if file is not copied)
         target = replace(target, files=(*files, whole_file(NAME, data)))
         if before is None:
-            notes.append(f"{NAME} is {_origin(chosen)}")
+            notes.append(f"{NAME} is told by {chosen.config_from}")
     return replace(target, notes=(*target.notes, *notes))
-
-
-def _origin(chosen: Chosen) -> str:
-    if "args" in chosen.sources[0].catalog.extras and (chosen.config or {}).get("model_type"):
-        return "made from Megatron's arguments, or what --config said"
-    return "what --config said"
 
 
 def _belonging(

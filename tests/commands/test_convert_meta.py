@@ -71,6 +71,15 @@ def test_there_and_back_to_the_bit(model: Path, tp: int, tmp_path: Path) -> None
     torch.testing.assert_close(logits(tmp_path / "back"), logits(model), rtol=0, atol=0)
 
 
+def test_another_vocabulary_is_told_everywhere(model: Path, tmp_path: Path) -> None:
+    to(model, tmp_path / "meta", "meta", degrees={"tp": 2}, vocab_size=80)
+    assert json.loads((tmp_path / "meta" / "params.json").read_text())["vocab_size"] == 80
+    to(tmp_path / "meta", tmp_path / "back", "safetensors", vocab_size=64)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 64
+    assert not (tmp_path / "back" / "params.json").exists()
+    assert logits(tmp_path / "back").shape[-1] == 64
+
+
 def test_one_hop_to_megatron_and_to_paddle(model: Path, tmp_path: Path) -> None:
     to(model, tmp_path / "meta", "meta", degrees={"tp": 2})
     (tmp_path / "meta" / "config.json").unlink()
