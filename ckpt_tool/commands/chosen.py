@@ -33,6 +33,7 @@ class Chosen:
     unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
     config: Mapping[str, Any] | None = None  # what `--config` says
+    config_from: str = "--config"  # what told it, in words
     hints: Mapping[str, Any] | None = None  # where they are not the first source's: its names are others now
     untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
     stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied

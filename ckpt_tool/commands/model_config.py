@@ -26,12 +26,13 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments with
 
 class ModelConfig(NamedTuple):
     """config: in the hub's words, None where nothing tells it. notes: for the report. file: does config.json lie there?
-    asked: is it what --config says?"""
+    asked: is it what --config says? origin: what told it, in words."""
 
     config: Mapping[str, Any] | None
     notes: tuple[str, ...] = ()
     file: bool = False
     asked: bool = False
+    origin: str = NAME
 
 
 def config_of(opened: Opened, reading: Reading | None = None, family: str | None = None) -> ModelConfig:
@@ -39,18 +40,20 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
 
     Raises UsageError E0239 for a config that can't be read, StorageError."""
     if reading is not None and reading.config:
-        return ModelConfig(read_config(reading.config), asked=True)
+        return ModelConfig(read_config(reading.config), asked=True, origin="--config")
     config = file_config(opened)
     args = model_arguments(opened)
     if not args:
-        return ModelConfig(config or meta_config(opened), file=config is not None)
+        if config is None and (found := meta_config(opened)) is not None:
+            return ModelConfig(found, origin="params.json")
+        return ModelConfig(config, file=config is not None)
     if family is None and reading is not None and reading.family:
         family = reading.family.partition(":")[0]
     from ckpt_tool.families.configs import from_megatron
 
     if config is None:
         told = from_megatron(args, family)
-        return ModelConfig({**told.config, **_beside(args)}, told.notes)
+        return ModelConfig({**told.config, **_beside(args)}, told.notes, origin="Megatron's arguments")
     return _merged(config, args)
 
 

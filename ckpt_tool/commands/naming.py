@@ -121,7 +121,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
         hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
     if found.dialect == "meta" != target:
-        chosen = replace(chosen, stale=frozenset(chosen.stale) | {"params.json"})  # of names that are gone
+        chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
     if target == "meta" and config is not None and found.dialect != target:
         from ckpt_tool.families.meta_params import params_of
 

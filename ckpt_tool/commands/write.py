@@ -217,7 +217,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         chosen.extras,
         chosen.all_hints,
         first.catalog.format,
-        () if single else side_files(chosen),
+        () if single else side_files(chosen, fmt),
         single,
         writing.max_shard_size,
         _options(chosen, fmt, writing) if fmt.holds.own_layout else {},
