@@ -94,11 +94,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     asked = writing.dialect is not None or reading.family is not None
     opened = chosen.sources[0]
     model = config_of(opened, reading)
-    config = model.config if chosen.config is None else chosen.config
-    if config is not None and writing.tied_head in ("tie", "untie"):
-        config = {**config, TIED: writing.tied_head == "tie"}
-    if config is not None and writing.vocab_size is not None:
-        config = _with_vocabulary(config, writing.vocab_size)
+    config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
     shapes = parameter_shapes(chosen.stored)
     told = None if source == "hf" else source
     try:
@@ -112,22 +108,14 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         return replace(chosen, notes=(*chosen.notes, f"names and structure are kept as they are: {e.message}"))
     if config is not None and "model_type" not in config and not model.file:
         model = config_of(opened, reading, found.family.name)
-        config = model.config if chosen.config is None else chosen.config
+        config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
     check_config(model)
     origin = chosen.config_from if chosen.config is not None else model.origin
     chosen = replace(chosen, config=config, config_from=origin, notes=(*chosen.notes, *model.notes))
-    hints: dict[str, Any] = {"dialect": target}
-    if target == "paddle" and config is not None:
-        plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
-        hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
     if found.dialect == "meta" != target:
         chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
-    if target == "meta" and config is not None and found.dialect != target:
-        from ckpt_tool.families.meta_params import params_of
-
-        params, lost = params_of(config)
-        hints["meta"] = {"params": params}
-        chosen = replace(chosen, notes=(*chosen.notes, *lost))
+    hints, lost = _hints(target, config, renamed=found.dialect != target)
+    chosen = replace(chosen, notes=(*chosen.notes, *lost))
     if found.dialect == target:
         return replace(chosen, hints={**chosen.all_hints, "dialect": target})
     if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
@@ -148,11 +136,33 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     return replace(out, notes=(*out.notes, *said))
 
 
-def _with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The config of the model with the rows that `--vocab-size` asked for."""
-    changed = {**config, "vocab_size": size} if "vocab_size" in config else dict(config)
-    text = config.get("text_config")
-    return {**changed, "text_config": {**text, "vocab_size": size}} if isinstance(text, Mapping) else changed
+def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[dict[str, Any], list[str]]:
+    """(what the target's format is told of the model, lines about what it can't say)."""
+    hints: dict[str, Any] = {"dialect": target}
+    if target == "paddle" and config is not None:
+        plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
+        hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
+    if target == "meta" and config is not None and renamed:
+        from ckpt_tool.families.meta_params import params_of
+
+        params, lost = params_of(config)
+        return {**hints, "meta": {"params": params}}, lost
+    return hints, []
+
+
+def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str, Any] | None:
+    """The config of the model as the options change it: `--tied-head`, and the rows that `--vocab-size` asks for."""
+    if config is None:
+        return None
+    changed = dict(config)
+    if writing.tied_head in ("tie", "untie"):
+        changed[TIED] = writing.tied_head == "tie"
+    if writing.vocab_size is not None:
+        if "vocab_size" in changed:
+            changed["vocab_size"] = writing.vocab_size
+        if isinstance(text := changed.get("text_config"), Mapping):
+            changed["text_config"] = {**text, "vocab_size": writing.vocab_size}
+    return changed
 
 
 def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
