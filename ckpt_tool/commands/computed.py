@@ -73,9 +73,17 @@ def more_than_computed(chosen: Chosen) -> int:
         return 0
     from ckpt_tool.run.computed import ComputedTree
 
-    trees = [opened.tree for opened in chosen.sources]
-    return sum(tree.bytes_of_inputs(row.tensor.chunks[0].array.path) - row.tensor.nbytes for row in chosen.stored
-               if row.tensor.chunks and isinstance(tree := trees[row.source], ComputedTree))  # fmt: skip
+    used: dict[tuple[int, str], None] = {}
+    counted = 0
+    for source, tensor in chosen.stored:
+        if isinstance(chosen.sources[source].tree, ComputedTree):
+            used.update(((source, chunk.array.path), None) for chunk in tensor.chunks)
+            counted += tensor.nbytes
+    read = 0
+    for source, path in used:
+        tree = chosen.sources[source].tree
+        read += tree.bytes_of_inputs(path) if isinstance(tree, ComputedTree) else 0
+    return read - counted
 
 
 def _said(writing: Writing, key: TensorKey) -> bool:

@@ -90,6 +90,7 @@ class ComputedTree(Tree):
             raise InternalError("a computed source without a recipe, or a recipe without an input")
         self.shown, self.bytes_read = shown, 0
         self.root, self.single = first.inputs[0].tree.root, None
+        self._first_sight: dict[tuple[str, str], str] = {}
         self._of_thread = threading.local()
         self._readers: list[Reader] = []
         self._guard = threading.Lock()
@@ -111,17 +112,24 @@ class ComputedTree(Tree):
         return 4 * self._recipes[path].numel
 
     def identity(self, path: str) -> Identity:
-        return self._identity(path, Tree.identity.__name__)
+        """Of the inputs' files as they were at first sight: thousands of tensors lie in a few files."""
+
+        def seen(tree: Tree, file: str) -> str:
+            if (known := self._first_sight.get((tree.shown, file))) is None:
+                known = self._first_sight[tree.shown, file] = _told(tree, file, tree.identity(file))
+            return known
+
+        return self._identity(path, seen)
 
     def identity_by_name(self, path: str) -> Identity:
-        return self._identity(path, Tree.identity_by_name.__name__)
+        return self._identity(path, lambda tree, file: _told(tree, file, tree.identity_by_name(file)))
 
-    def _identity(self, path: str, how: str) -> Identity:
+    def _identity(self, path: str, of: Callable[[Tree, str], str]) -> Identity:
         recipe = self._recipes[path]
         found = blake2b(recipe.text.encode(), digest_size=24)
         for each in recipe.inputs:
             for file in dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks):
-                found.update(repr((each.tree.shown, file, tuple(getattr(each.tree, how)(file)))).encode())
+                found.update(of(each.tree, file).encode())
             found.update(b";")
         a, b, c = (int.from_bytes(found.digest()[k : k + 7], "big") for k in (0, 8, 16))
         return Identity(0, a, 4 * recipe.numel, b, c)
@@ -197,3 +205,7 @@ class ComputedTree(Tree):
             with self._guard:
                 if reader in self._readers:
                     self._readers.remove(reader)
+
+
+def _told(tree: Tree, file: str, identity: Identity) -> str:
+    return repr((tree.shown, file, tuple(identity)))
