@@ -10,6 +10,7 @@ numbers of the whole tensor, never on where the tile begins.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,24 @@ def tiles(start: int, stop: int, row: int = 1) -> Iterator[tuple[int, int]]:
         low += step
 
 
+class _Rooms(threading.local):
+    """Working memory of a thread, kept: the pages of fresh arrays cost more than the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self.wide: Doubles = np.empty(0, np.float64)
+        self.narrow: Floats = np.empty(0, np.float32)
+
+
+_ROOMS = _Rooms()
+
+
+def rooms(numel: int) -> tuple[Doubles, Floats]:
+    """This thread's working memory, fp64 and fp32, of `numel` elements; good until it asks again."""
+    if _ROOMS.wide.size < numel:
+        _ROOMS.wide, _ROOMS.narrow = np.empty(numel, np.float64), np.empty(numel, np.float32)
+    return _ROOMS.wide[:numel], _ROOMS.narrow[:numel]
+
+
 def floats(values: Array) -> Floats:
     """The values as fp32; the array itself where it is."""
     return values.astype(np.float32, copy=False)
@@ -54,4 +73,5 @@ class Tiled(Recipe):
 
     @abstractmethod
     def tile(self, read: Read) -> Span:
-        """What makes elements [low, high), one tile; numbers of the whole tensor are found here, before the first."""
+        """What makes elements [low, high), one tile; numbers of the whole tensor are found here, before the first. What it
+        gives is good until the next."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_tool.run.computed import Floats, Read
-from ckpt_tool.run.merging.line import Doubles, Span, Tiled
+from ckpt_tool.run.merging.line import TILE, Span, Tiled, rooms
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +30,11 @@ class Linear(Tiled):
         for weight in self.weights:
             total = total + np.float32(weight)
 
+        room, place = rooms(TILE)
+
         def made(low: int, high: int) -> Floats:
-            sums: Floats = np.zeros(high - low, np.float32)
-            wide: Doubles = np.empty(high - low, np.float64)
+            wide, sums = room[: high - low], place[: high - low]
+            sums[...] = 0
             for number, weight in enumerate(weights):
                 np.copyto(wide, read(number, low, high))
                 np.multiply(wide, weight, out=wide)

@@ -208,8 +208,12 @@ def test_the_same_bits_whatever_the_machine_does(method: str, models: Models, tm
     other = [paths[0], str(tmp_path / "tp4"), str(tmp_path / "megatron")]
     ckpt.convert(paths[1], other[1], to="sharded", tp=4, pp=3)
     ckpt.convert(paths[2], other[2], to="megatron-dist", tp=2)
+    shards = [f"{path}.shards" for path in paths]
+    for path, parts in zip(paths, shards, strict=True):
+        ckpt.convert(path, parts, to="safetensors", max_shard_size="4kB")
     for number, (sources, options) in enumerate([
         (paths, {"threads": 4}), (paths, {"memory": "16MiB", "threads": 2}), (other, {"to": "safetensors"}),
+        (shards, {"max_shard_size": "8kB"}),
     ]):  # fmt: skip
         if method == "slerp" and sources is other:
             options["base"] = 1
