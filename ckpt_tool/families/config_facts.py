@@ -151,6 +151,16 @@ FACTS: Mapping[str, Facts] = {
                   "tie_word_embeddings": True, "activation_function": "gelu_new"},
         unsayable={"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False},
     ),
+    "falcon": Facts(
+        "falcon", "FalconForCausalLM", ("sizes", "rope", "tied", "falcon"),
+        megatron={"normalization": "LayerNorm", "swiglu": False, "position_embedding_type": "rope", "bias_gelu_fusion": False,
+                  "attention_dropout": 0.0},
+        keys={"intermediate_size": "ffn_hidden_size", "rms_norm_eps": "layer_norm_epsilon"},
+        defaults={"layer_norm_epsilon": 1e-5, "rope_theta": 10000.0, "initializer_range": 0.02, "tie_word_embeddings": True,
+                  "max_position_embeddings": 2048, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False,
+                  "new_decoder_architecture": False},
+        unsayable={"activation": "gelu"},
+    ),
     "gpt_oss": Facts(
         "gpt_oss", "GptOssForCausalLM", ("sizes", "heads", "rope", "tied", "experts", "all_sparse", "clamp", "every_second"),
         megatron={"normalization": "RMSNorm", "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "glu_linear_offset": 1.0,
@@ -199,7 +209,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "window_attn_skip_freq": None, "softmax_type": "vanilla", "attention_output_gate": False, "no_rope_freq": None,
     "apply_residual_connection_post_layernorm": False, "is_hybrid_model": False, "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None, "post_self_attn_layernorm": False, "post_mlp_layernorm": False,
-    "geglu": False,
+    "geglu": False, "parallel_attention": False, "new_decoder_architecture": False,
 }  # fmt: skip
 ROPE_ARGUMENTS: Mapping[str, Any] = {
     "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False,

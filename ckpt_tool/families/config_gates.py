@@ -1,12 +1,14 @@
-"""Forms of models whose MLP is no SwiGLU, and of those whose layers take turns in what they see.
+"""Forms of models whose MLP is no SwiGLU, of those whose layers take turns in what they see, and Falcon's.
 
     gelu          activation_function = "gelu_new"           Megatron's fused bias and GELU, which is its default: the tanh form
     gated_gelu    hidden_activation = "gelu_pytorch_tanh"    geglu = True, a word of ours: Megatron-LM has no argument for it
     clamp         swiglu_limit = 7.0                         activation_func_clamp_value = 7.0
+    falcon        multi_query = True                         num_query_groups = 1, parallel_attention = True (NeMo's word)
     every_second  sliding_window = 128, 4 layers             window_size = (127, 0), window_attn_skip_freq = [1, 0, 1, 0]
 
 Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`, `core/transformer/mlp.py`),
-transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026 (`models/gemma`, `models/gpt_oss`).
+transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026 (`models/gemma`, `models/gpt_oss`), NeMo 1
+`scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`.
 Cost: none. What it does not do: see `families.config_forms`.
 """
 
@@ -82,7 +84,38 @@ def _turns(every: int) -> Form:
     return Form(to, back)
 
 
+def _falcon_to(model: Model, out: Values) -> None:
+    heads, hidden = model.count("num_attention_heads"), model.count("hidden_size") or 0
+    new = bool(model.get("new_decoder_architecture"))
+    groups = (model.count("num_kv_heads") or heads) if new else 1 if model.get("multi_query") else heads
+    out["group_query_attention"] = groups != heads
+    out["num_query_groups"] = groups if groups != heads else 1
+    out["kv_channels"] = hidden // (heads or 1)
+    out["add_bias_linear"] = bool(model.get("bias"))
+    out |= {"new_decoder_architecture": new, "parallel_attention": new or bool(model.get("parallel_attn"))}
+    if (norms := model.count("num_ln_in_parallel_attn")) is not None:
+        out["num_ln_in_parallel_attn"] = norms
+    if out.get("ffn_hidden_size") is None:
+        out["ffn_hidden_size"] = 4 * hidden
+    if out["parallel_attention"]:
+        model.lost(
+            "parallel_attn: Megatron-Core has no layer whose attention and MLP run side by side; NeMo's Falcon has"
+        )
+    if model.get("alibi"):
+        model.lost("alibi: Megatron-Core has no such positions")
+
+
+def _falcon_back(args: Arguments, out: Values) -> None:
+    heads, new = args.get("num_attention_heads"), bool(args.get("new_decoder_architecture"))
+    groups = args.args.get("num_query_groups") if args.get("group_query_attention") else heads
+    out |= {"new_decoder_architecture": new, "parallel_attn": bool(args.get("parallel_attention"))}
+    if type(norms := args.args.get("num_ln_in_parallel_attn")) is int:
+        out["num_ln_in_parallel_attn"] = norms
+    out |= {"num_kv_heads": groups} if new else {"multi_query": groups == 1 and heads != 1}
+    out |= {"bias": bool(args.get("add_bias_linear")), "alibi": False, "activation": "gelu"}
+
+
 GATE_FORMS: Mapping[str, Form] = {
     "gelu": Form(_gelu_to, _gelu_back), "gated_gelu": Form(_gated_gelu_to, _gated_gelu_back),
-    "clamp": same(("swiglu_limit", "activation_func_clamp_value")), "every_second": _turns(2), "every_sixth": _turns(6),
+    "clamp": same(("swiglu_limit", "activation_func_clamp_value")), "falcon": Form(_falcon_to, _falcon_back), "every_second": _turns(2), "every_sixth": _turns(6),
 }  # fmt: skip
