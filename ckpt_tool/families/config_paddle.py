@@ -60,9 +60,10 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
     if rope["theta"] is not None:
         out["rope_theta"] = rope["theta"]
         scaling = {key: value for key, value in rope.items() if key not in ("theta", "part", "type")}
-        out["rope_scaling"] = (
-            {"rope_type": rope["type"], "type": rope["type"], **scaling} if rope["type"] != "default" else None
-        )
+        told = {"rope_type": rope["type"], "type": rope["type"], **scaling}
+        if "latent" in facts.forms:  # whose attention asks for the factor whatever the type is
+            told.setdefault("factor", 1.0)
+        out["rope_scaling"] = told if rope["type"] != "default" or "factor" in told else None
         out.pop("rope_parameters", None)
         if rope["part"] != 1.0:
             out["partial_rotary_factor"] = rope["part"]
@@ -92,6 +93,9 @@ def from_paddle(config: Mapping[str, Any]) -> Told:
         if key == "rope_theta" and isinstance(out.get("rope_parameters"), Mapping):
             continue
         out.setdefault(key, value)
+    scaling = out.get("rope_scaling")
+    if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
+        del out["rope_scaling"]
     for key in VERSIONS:
         out.pop(key, None)
     for key in [key for key in out if key.startswith(_JOB)]:
