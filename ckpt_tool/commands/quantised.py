@@ -167,8 +167,17 @@ def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, 
         return {}
     opened = chosen.sources[0]
     config = chosen.config if chosen.config is not None else _config(opened, Reading())
-    _, found = found_in(kinds, config)
+    scheme, found = found_in(kinds, config)
+    if scheme is not None and not scheme.known:  # codes in an order that nothing here knows are cut nowhere
+        modules = {_module(name) for name, kind in kinds.items() if kind.dtype.name in DTYPES}
+        whole = {name: (1,) * len(kind.shape) for name, kind in kinds.items() if _module(name) in modules}
+        return {name: Units(name, name, pieces, pieces) for name, pieces in whole.items()}
     return {name: each for weight in found.weights.values() for name, each in units(weight, kinds).items()}
+
+
+def _module(name: str) -> str:
+    """`m.q_proj.qweight`, `m.q_proj.weight.absmax` -> `m.q_proj`."""
+    return name.partition(".weight")[0] if ".weight" in name else name.rpartition(".")[0]
 
 
 def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Format) -> None:

@@ -173,6 +173,44 @@ def test_other_schemes_pass_through_and_are_named_when_floats_are_asked_for(
     }
 
 
+def test_experts_fused_as_transformers_holds_them(tmp_path: Path) -> None:
+    """`gate_up_proj` and `gate_up_proj_scale_inv` of all experts (transformers 5, `save_original_format=False`)."""
+    tensors = load_file(FIXTURES / "fp8_experts" / "model.safetensors")
+    base = "model.layers.1.mlp.experts"
+    each = [{end: tensors.pop(f"{base}.{e}.{end}") for end in
+             (f"{kind}_proj.weight{scale}" for kind in ("gate", "up", "down") for scale in ("", "_scale_inv"))} for e in range(4)]  # fmt: skip
+    for scale in ("", "_scale_inv"):
+        joined = [
+            torch.cat([one[f"{kind}_proj.weight{scale}"].view(torch.uint8) for kind in ("gate", "up")]) for one in each
+        ]
+        kind = each[0][f"down_proj.weight{scale}"].dtype
+        tensors[f"{base}.gate_up_proj{scale}"] = torch.stack(joined).view(kind)
+        tensors[f"{base}.down_proj{scale}"] = torch.stack([one[f"down_proj.weight{scale}"] for one in each])
+    (tmp_path / "src").mkdir()
+    save_file(tensors, tmp_path / "src" / "model.safetensors")
+    shutil.copy(FIXTURES / "fp8_experts" / "config.json", tmp_path / "src")
+    run(tmp_path / "src", tmp_path / "out", dequantize=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    want = load_file(FIXTURES / "fp8_experts.truth.safetensors")
+    assert {f"model/{name}" for name in found} == want.keys()
+    assert all(bits(found[name]) == bits(want[f"model/{name}"]) for name in found)
+
+
+@pytest.mark.parametrize("ending", ["scale", "qscale_weight"])
+def test_scales_under_other_names(ending: str, tmp_path: Path) -> None:
+    """DeepSeek's own files and V4 (`X.scale`), Mistral's (`X.qscale_weight`)."""
+    tensors = load_file(FIXTURES / "fp8_block" / "model.safetensors")
+    named = {name.replace("weight_scale_inv", ending): tensor for name, tensor in tensors.items()}
+    (tmp_path / "src").mkdir()
+    save_file(named, tmp_path / "src" / "model.safetensors")
+    shutil.copy(FIXTURES / "fp8_block" / "config.json", tmp_path / "src")
+    run(tmp_path / "src", tmp_path / "out", dequantize=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    want = load_file(FIXTURES / "fp8_block.truth.safetensors")
+    assert {f"model/{name}" for name in found} == want.keys()
+    assert all(bits(found[name]) == bits(want[f"model/{name}"]) for name in found)
+
+
 def test_nothing_quantised_is_said(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="none here"):

@@ -131,3 +131,16 @@ def test_boxes_that_do_not_fit_their_scales_are_refused(tmp_path: Path) -> None:
         cut(source, tmp_path / "out", "paddle-flex", degrees={"tp": 2})
     assert found.value.code == "E1466" and "--dequantize" in (found.value.hint or "")
     cut(source, tmp_path / "whole", "paddle-flex")
+
+
+def test_codes_of_unknown_order_are_cut_nowhere(tmp_path: Path) -> None:
+    kinds = {"qweight": torch.arange(64, dtype=torch.int32).reshape(8, 8), "qzeros": torch.ones(2, 8, dtype=torch.int32),
+             "scales": torch.ones(2, 64, dtype=torch.float16), "g_idx": torch.arange(64, dtype=torch.int32)}  # fmt: skip
+    tensors = {f"model.layers.0.mlp.up_proj.{name}": tensor for name, tensor in kinds.items()}
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(64, 64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    report = cut(tmp_path / "model.safetensors", tmp_path / "out", degrees={"tp": 2})
+    here = ranks(tmp_path / "out")[1]
+    assert here.pop("model.layers.0.mlp.down_proj.weight").shape == (64, 32)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in here.items()) and len(here) == 4
+    assert any("up_proj" in entry["example"] for entry in report["fallbacks"])
