@@ -13,8 +13,8 @@ output's dtype comes last, once. Every product is made in blocks of 4 rows by up
 tensor alone, so an element has the same bits whatever range it is asked for in. A block is at most 2^18 multiply-adds:
 OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2
 at r = 64 in such blocks; 1 to 15 ns in one piece). Products of NumPy's OpenBLAS and torch's MKL are one chain of fused
-multiply-adds along r, so LoRA equals PEFT bit for bit (tests/commands/test_adapters.py); DoRA's norms are summed in fp64 here
-and in fp32 there.
+multiply-adds along r, and DoRA's norms are summed in torch's order (eight lanes along a row, one row after another where the
+weight lies turned), so all of them equal PEFT's merge bit for bit (tests/commands/test_adapters.py).
 
 Cost: 2 to 4 ns an element; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads its base twice.
 Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
@@ -36,6 +36,7 @@ from ckpt_tool.run.computed import Floats, Read, Recipe
 
 ROWS, COLUMNS = 4, 512  # of a block: few rows, so that little is made twice where a range ends within them
 PRODUCTS = 1 << 18  # multiply-adds of a block at most: OpenBLAS's own threads begin above
+LANES = 8  # of torch's vectors of fp32, whatever the machine
 _TILE = 1 << 20  # elements of one step of a pass over a tensor
 
 
@@ -183,23 +184,36 @@ class Folded(Recipe):
 
     def _norm(self, read: Read, number: int) -> Floats:
         term, (height, width) = self.terms[number], self.matrix
-        squares = np.zeros(width if term.turned else height, np.float64)
+        squares = np.zeros(width if term.turned else height, np.float32)
         step = max(1, _TILE // max(width, 1) // ROWS) * ROWS
         for low in range(0, height, step):
             high = min(height, low + step)
             tile = _floats(read(0, low * width, high * width)).reshape(high - low, width)
             tile += self._product(read, number, 0, (low, high), (0, width))
-            wide = tile.astype(np.float64)
-            wide *= wide
+            tile *= tile
             if term.turned:
-                squares += wide.sum(axis=0)
+                tall = np.vstack((squares, tile))  # (one column alone NumPy would sum pairwise)
+                squares = np.add.accumulate(tall, axis=0)[-1] if width == 1 else np.add.reduce(tall, axis=0)
             else:
-                squares[low:high] = wide.sum(axis=1)
-        outputs = len(squares)
-        magnitude = _floats(read(term.magnitude or 0, 0, outputs))
+                squares[low:high] = _by_lanes(tile)
+        magnitude = _floats(read(term.magnitude or 0, 0, len(squares)))
         with np.errstate(divide="ignore", invalid="ignore"):
-            magnitude /= np.sqrt(squares).astype(np.float32)
+            magnitude /= np.sqrt(squares)
         return magnitude
+
+
+def _by_lanes(tile: Floats) -> Floats:
+    """The sum of each row in the order of torch's norm of a contiguous last dim (2.13 ReduceOpsKernel.cpp): eight lanes, one
+    after the other, then what is left of the row."""
+    rows, width = tile.shape
+    whole = width // LANES * LANES
+    lanes = np.add.reduce(tile[:, :whole].reshape(rows, -1, LANES), axis=1)
+    sums: Floats = lanes[:, 0].copy()
+    for lane in range(1, LANES):
+        sums += lanes[:, lane]
+    for column in range(whole, width):
+        sums += tile[:, column]
+    return sums
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """`merge --method lora` against PEFT's own `merge_and_unload`, and what it refuses.
 
-PEFT 0.21.2, torch 2.13.0 CPU. LoRA and its kin without norms come out bit for bit in fp32 and bf16; DoRA within the bound
-stated in each case, since torch sums its norms in fp32 lanes and we in fp64.
+PEFT 0.21.2, torch 2.13.0 CPU: everything comes out bit for bit in fp32 and bf16, DoRA too; two DoRA adapters within 8 ulps (4 seen), for
+PEFT takes the first one out of the weight again before it measures the second's norm.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CASES = {
     "bias_lora_only": ("llama", {"r": 2, "target_modules": ["q_proj"], "bias": "lora_only", "lora_bias": True}, 0),
     "embedding": ("llama", {"r": 3, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head"]}, 0),
     "tokens": ("llama", {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [50, 3, 7]}}, 0),
-    "dora": ("llama", {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "k_proj", "up_proj", "down_proj"]}, 8),
-    "dora_embedding": ("llama", {"r": 4, "use_dora": True, "target_modules": ["embed_tokens"]}, 8),
+    "dora": ("llama", {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "k_proj", "up_proj", "down_proj"]}, 0),
+    "dora_embedding": ("llama", {"r": 4, "use_dora": True, "target_modules": ["embed_tokens"]}, 0),
     "gpt2": ("gpt2", {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"], "lora_bias": True}, 0),
-    "gpt2_dora": ("gpt2", {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"], "use_dora": True}, 8),
+    "gpt2_dora": ("gpt2", {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"], "use_dora": True}, 0),
     "experts": ("moe", {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": EXPERTS}, 0),
     "one_of_the_experts": ("moe", {"r": 2, "lora_alpha": 6, "target_modules": [], "target_parameters": EXPERTS[1:],
                                    "rank_pattern": {"experts.down_proj": 3}}, 0),
@@ -142,7 +142,7 @@ def test_two_dora_adapters(bases, tmp_path):
     one, two = (save_adapter("llama", tmp_path / f"d{seed}", seed=seed, **wanted) for seed in (6, 7))
     run(base, one, two, out=tmp_path / "out")
     far = distances(load(tmp_path / "out"), merged(base, one, two))
-    assert max(far.values(), default=0) <= 64, far  # PEFT takes the first out again and rounds on the way
+    assert max(far.values(), default=0) <= 8, far
 
 
 @pytest.mark.parametrize("name", ["lora_bf16", "dora_saved", "bin", "experts"])
