@@ -4,7 +4,8 @@
 
 A GPTModel of the local layer spec is built from transformers' config.json, by a reading of it that is this program's own;
 `megatron.core.dist_checkpointing.load` fills it (strict: every key that the model asks for and none other), and the
-logits of TOKENS (`input_ids`, batch x sequence) go to OUT. Rank folders (`mp_rank_TT`) are loaded by torch. Only two things are not Megatron's: CUDA (`cuda_on_cpu`), and the
+logits of TOKENS (`input_ids`, batch x sequence) go to OUT. Rank folders (`mp_rank_TT`) are loaded by torch.
+Of a model with layers of multi-token prediction OUT has what those hold instead. Only two things are not Megatron's: CUDA (`cuda_on_cpu`), and the
 attention core of latent attention, which its local spec has none of (torch's scaled dot product).
 """
 
@@ -64,7 +65,7 @@ def sizes(c: dict[str, Any], tp: int, ep: int) -> dict[str, Any]:
         "gradient_accumulation_fusion": False, "use_cpu_initialization": True, "params_dtype": torch.float32,
         "tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1,
         "rotary_interleaved": kind in PAIRS,
-        "pipeline_dtype": torch.float32,
+        "pipeline_dtype": torch.float32, "mtp_num_layers": c.get("num_nextn_predict_layers") or None,
     }  # fmt: skip
     if experts_of(c) is not None:
         out |= routed(c)
@@ -113,11 +114,16 @@ def model_of(c: dict[str, Any], tp: int, ep: int, rows: int) -> GPTModel:
     for layer in spec.layer_specs:
         if latent:
             layer.submodules.self_attention.submodules.core_attention = Core
+    ahead = {}
+    if config.mtp_num_layers:
+        inner = spec.layer_specs[-1]
+        ahead["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False)
     return GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=rows, max_sequence_length=64,
         parallel_output=False, share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings")),
         position_embedding_type="rope", rotary_base=rope(c)["rope_theta"],
         rotary_percent=float(rope(c).get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0),
+        **ahead,
     ).eval()  # fmt: skip
 
 
@@ -147,6 +153,12 @@ def body(rank: int, world: int, checkpoint: str, config: str, tokens: str, out: 
     for parameter in model.parameters():
         parameter.data.fill_(7)
     load(model, Path(checkpoint))
+    if c.get("num_nextn_predict_layers"):  # Megatron runs these in training alone: what they hold is told
+        held = {
+            name: tensor.contiguous() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)
+        }
+        save_file({name: tensor for name, tensor in held.items() if name.startswith("mtp.")}, out)
+        return
     ids = load_file(tokens)["input_ids"]
     s = ids.shape[1]
     mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)

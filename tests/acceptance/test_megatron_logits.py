@@ -10,6 +10,7 @@ torch 2.13.0: the logits, of size 2, differ by 1.2e-6 at most. Needs a Python wi
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 from peers import ROOT, Runner
 from safetensors.torch import load_file, save_file
-from tiny_models import logits, tiny_model, tokens
+from tiny_models import hub_shapes, logits, tiny_model, tokens
 
 PYTHON = os.environ.get("CKPT_MEGATRON_PYTHON", "")
 pytestmark = [
@@ -31,19 +32,23 @@ DIST = ("--to", "megatron-dist", "--tp", "2", "--pp", "2")
 TOLERANCE = 4e-6  # absolute, on logits of size 2
 
 
-def judged(model: Any, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options: object) -> None:
-    """options: of `convert`. tp, ep: ranks of the job that loads it."""
-    model.save_pretrained(tmp_path / "hf")
-    save_file({"input_ids": tokens(model.config).contiguous()}, tmp_path / "tokens.safetensors")
-    ckpt("convert", tmp_path / "hf", tmp_path / "there", *(options or DIST))
-    where = [tmp_path / "there" / "release", tmp_path / "hf" / "config.json", tmp_path / "tokens.safetensors"]
+def computed(hub: Path, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options: object) -> dict[str, torch.Tensor]:
+    """What the judge writes of the model in `hub`. options: of `convert`. tp, ep: ranks of the job that loads it."""
+    ckpt("convert", hub, tmp_path / "there", *(options or DIST))
+    where = [tmp_path / "there" / "release", hub / "config.json", tmp_path / "tokens.safetensors"]
     command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits.py", *where]
     ran = subprocess.run(
         [*map(str, command), str(tmp_path / "out.safetensors"), str(tp), str(ep)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
-    found, want = load_file(tmp_path / "out.safetensors")["logits"], logits(model)
+    return load_file(tmp_path / "out.safetensors")
+
+
+def judged(model: Any, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options: object) -> None:
+    model.save_pretrained(tmp_path / "hf")
+    save_file({"input_ids": tokens(model.config).contiguous()}, tmp_path / "tokens.safetensors")
+    found, want = computed(tmp_path / "hf", tp, ep, ckpt, tmp_path, *options)["logits"], logits(model)
     assert found.shape == want.shape and want.std() > 0.1
     torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE)
 
@@ -67,3 +72,37 @@ def test_more_ranks_than_query_groups(ckpt: Runner, tmp_path: Path) -> None:
 def test_rank_folders_are_those_of_the_model(family: str, tp: int, ckpt: Runner, tmp_path: Path) -> None:
     """`--to megatron`: names and shapes of each rank's own parameters."""
     judged(tiny_model(family), tp, 1, ckpt, tmp_path, "--to", "megatron", "--tp", tp)
+
+
+def test_layers_of_multi_token_prediction_are_taken(ckpt: Runner, tmp_path: Path) -> None:
+    """transformers leaves them out, so they are put beside what it saved: layer 4 of 4, as DeepSeek releases it."""
+    hub = tmp_path / "hf"
+    tiny_model("deepseek_v3").save_pretrained(hub)
+    config = {**json.loads((hub / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    (hub / "config.json").write_text(json.dumps(config))
+    have = load_file(hub / "model.safetensors")
+    shapes = {
+        name: n for name, n in hub_shapes("deepseek_v3", config, mtp=True).items() if name.startswith("model.layers.4.")
+    }
+    copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    more = {name: torch.randn(n, generator=torch.Generator().manual_seed(len(name))) for name, n in shapes.items()}
+    more |= {f"model.layers.4.{name}.weight": have[of].clone() for name, of in copies.items()}
+    save_file({**have, **more}, hub / "model.safetensors", {"format": "pt"})
+    found = computed(hub, 1, 1, ckpt, tmp_path)
+    at, inner = "model.layers.4.", "mtp.layers.0.transformer_layer."
+    same = {
+        "mtp.layers.0.enorm.weight": "enorm.weight", "mtp.layers.0.hnorm.weight": "hnorm.weight",
+        "mtp.layers.0.eh_proj.weight": "eh_proj.weight", "mtp.layers.0.final_layernorm.weight": "shared_head.norm.weight",
+        f"{inner}input_layernorm.weight": "input_layernorm.weight", f"{inner}mlp.router.weight": "mlp.gate.weight",
+        f"{inner}mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        f"{inner}self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+        f"{inner}mlp.experts.local_experts.3.linear_fc2.weight": "mlp.experts.3.down_proj.weight",
+    }  # fmt: skip
+    for name, source in same.items():
+        assert torch.equal(found[name], more[at + source]), name
+    back = tmp_path / "back"
+    ckpt("convert", tmp_path / "there", back, "--to", "safetensors")
+    came = load_file(back / "model.safetensors")
+    left_out = {f"{at}{name}.weight" for name in copies}
+    assert {**have, **more}.keys() - came.keys() == left_out
+    assert all(torch.equal(tensor, came[name]) for name, tensor in {**have, **more}.items() if name not in left_out)

@@ -11,8 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 
-from family_models import CLASSES, MOE, config_of
+from family_models import CLASSES, MOE, config_of, hub_shapes
 
+__all__ = ["CLASSES", "MOE", "hub_shapes", "logits", "tiny_config", "tiny_model", "tokens"]
 EVEN = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32, "head_dim": 8,
     "intermediate_size": 24, "vocab_size": 128,
