@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.convert import choose
+from ckpt_tool.commands.dequantized import dequantized
 from ckpt_tool.commands.groups import without_removed
 from ckpt_tool.commands.merging.asked import Asked, job_of, last_of
 from ckpt_tool.commands.merging.merged import merge_models
@@ -60,7 +61,13 @@ def merge(
     to = writing.to or opened[0].catalog.format
     if len(opened) == 1:
         inherits = to == opened[0].catalog.format and bool(registry.by_name(to).holds.mesh)
-        return write(choose(opened[0], reading, writing, inherits=inherits), dst, writing, progress, to=to)
+        chosen = dequantized(choose(opened[0], reading, writing, inherits=inherits), writing)
+        return write(chosen, dst, writing, progress, to=to)
+    if writing.dequantize:
+        raise UsageError(
+            "--dequantize takes one source: codes and scales of several are joined first", code="E1467",
+            hint="merge them as they are, then convert the result with --dequantize",
+        )  # fmt: skip
     return write(_union(opened, reading, writing, on_conflict), dst, writing, progress, to=to)
 
 

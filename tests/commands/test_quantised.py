@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.inspect import inspect
+from ckpt_tool.commands.merge import merge
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.quantised import refuse_codes
 from ckpt_tool.commands.source import open_source
@@ -141,3 +142,25 @@ def test_there_and_back_every_byte(case: str, to: str, tmp_path: Path) -> None:
         assert tensor.dtype == after[name].dtype and torch.equal(
             tensor.view(torch.uint8), after[name].view(torch.uint8)
         ), name
+
+
+def test_merge_joins_shards_and_makes_floats_of_one_source(tmp_path: Path) -> None:
+    tensors = load_file(FIXTURES / "fp8_block" / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale_inv")}
+    save_file(scales, tmp_path / "scales.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in scales}, tmp_path / "codes.safetensors")
+    parts = [str(tmp_path / f"{kind}.safetensors") for kind in ("codes", "scales")]
+    merge(parts, str(tmp_path / "joined"), Reading(), Writing(fsync=False), Silent())
+    joined = load_file(tmp_path / "joined" / "model.safetensors")
+    assert joined.keys() == tensors.keys() and f"{Q}_scale_inv" in joined
+    merge(
+        [str(FIXTURES / "fp8_block")],
+        str(tmp_path / "floats"),
+        Reading(),
+        Writing(fsync=False, dequantize=True),
+        Silent(),
+    )
+    assert load_file(tmp_path / "floats" / "model.safetensors")[Q].dtype == torch.bfloat16
+    with pytest.raises(UsageError) as found:
+        merge(parts, str(tmp_path / "no"), Reading(), Writing(fsync=False, dequantize=True), Silent())
+    assert found.value.code == "E1467"
