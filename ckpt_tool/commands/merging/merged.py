@@ -87,7 +87,8 @@ def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, no
     for group, kind in zip(groups, kinds, strict=True):
         part, row = group.rows[0]
         key = TensorKey(group.name)
-        rows.append(Stored(offsets[part.model] + row.source, replace(row.tensor, key=key)))
+        path = row.tensor.path if key == row.tensor.key else ()
+        rows.append(Stored(offsets[part.model] + row.source, replace(row.tensor, key=key, path=path)))
         if kind is not None:
             dtypes[key] = kind
             if not moved(job, group):
@@ -95,7 +96,7 @@ def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, no
     extras, gone = without_training(donor.chosen.extras)
     config = sliced_config(models, layers, notes) if layers is not None else donor.chosen.config
     base = replace(
-        donor.chosen, sources=tuple(sources), stored=tuple(rows), extras=extras, removed=removed, renewed=frozenset(),
+        donor.chosen, sources=tuple(sources), stored=tuple(rows), extras=extras, removed=removed, renewed=frozenset(row.tensor.key for row in rows),
         dropped=_dropped(models, gone), casts={}, config=config,
         notes=tuple(dict.fromkeys(note for model in models for note in model.chosen.notes)),
     )  # fmt: skip
@@ -117,7 +118,8 @@ def _groups(
     if faults:
         raise InconsistentCheckpoint(
             f"the merge can't be made: {faults[0]}", code=TENSORS, faults=[*faults[1:500], *wrong[:100]],
-            hint="models must have the same tensors of the same shapes; --remove-keys leaves out what one of them lacks",
+            hint="--tied-head untie (or tie) makes heads alike" if "lm_head.weight: not in" in faults[0]
+            else "models must have the same tensors of the same shapes; --remove-keys leaves out what one of them lacks",
         )  # fmt: skip
     if wrong:
         raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method.name}")

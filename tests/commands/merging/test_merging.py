@@ -160,6 +160,18 @@ def test_layers_laid_end_to_end(models: Models, tmp_path: Path) -> None:
     assert "44 tensors" not in said["notes"][-1] and said["states"]["model"]["tensors"] == len(got)
 
 
+def test_layers_of_a_source_that_records_its_digests(models: Models, tmp_path: Path) -> None:
+    """What is recorded of layer 1 is not held against the layer 1 of the output, which was layer 2."""
+    (path,) = models(1)
+    ckpt.convert(path, tmp_path / "in", to="sharded", tp=2)
+    (tmp_path / "merge.yaml").write_text(
+        f"merge_method: passthrough\nslices: [{{sources: [{{model: {tmp_path / 'in'}, layer_range: [1, 3]}}]}}]\n"
+    )
+    ckpt.merge([], tmp_path / "out", config=tmp_path / "merge.yaml", to="safetensors")
+    name = "model.layers.{}.mlp.up_proj.weight"
+    assert torch.equal(tensors_of(tmp_path / "out")[name.format(0)], tensors_of(path)[name.format(1)])
+
+
 def test_keys_that_are_removed_are_left_out_and_counted(models: Models, tmp_path: Path) -> None:
     paths = models(3)
     said = merged("ties", paths, tmp_path / "out", remove_keys=["lm_head.*"])
