@@ -104,6 +104,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     except (UsageError, InputError) as e:
         nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
         if asked or source not in (None, target) and not nobody_knows:
+            e.faults = (*e.faults, *model.notes)
             raise
         return replace(chosen, notes=(*chosen.notes, f"names and structure are kept as they are: {e.message}"))
     if config is not None and "model_type" not in config and not model.file:

@@ -148,9 +148,12 @@ def _shared_back(args: Arguments, out: Values) -> None:
     if not args.get("num_experts"):
         return
     count = (whole or 0) // width if width else 0
-    out[args.key("n_shared_experts")] = count
     if width and count * width != (whole or 0):
-        args.lost(f"moe_shared_expert_intermediate_size {whole} is no multiple of moe_ffn_hidden_size {width}")
+        args.lost(
+            f"no class has shared experts of {whole} beside experts of {width}: {args.key('n_shared_experts')} is left out"
+        )
+    else:
+        out[args.key("n_shared_experts")] = count
 
 
 def _shared_expert_to(model: Model, out: Values) -> None:

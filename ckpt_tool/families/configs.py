@@ -153,6 +153,8 @@ def _decisive(args: Mapping[str, Any]) -> Values:
         out["moe_layer_freq"] = sparse_pattern(out["moe_layer_freq"], layers)
         if out["moe_ffn_hidden_size"] is None:
             out["moe_ffn_hidden_size"] = out["ffn_hidden_size"]
+        if all(out["moe_layer_freq"]):  # no layer is dense
+            del out["ffn_hidden_size"]
         if out["moe_router_score_function"] == "sigmoid":
             del out["moe_router_pre_softmax"]
     if out["window_size"]:

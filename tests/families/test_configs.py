@@ -145,11 +145,20 @@ def test_arguments_of_no_class_name_none() -> None:
     assert forced.config["model_type"] == "qwen3" and any("qk_l2_norm" in note for note in forced.notes)
 
 
+def test_shared_experts_that_no_class_has_are_told() -> None:
+    args, _ = megatron_args(
+        config_of("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
+    )
+    told = from_megatron({**args, "moe_shared_expert_intermediate_size": 12}, "glm4_moe")
+    assert "n_shared_experts" not in told.config and "shared experts of 12 beside experts of 8" in "".join(told.notes)
+
+
 def test_differing_looks_through_spellings() -> None:
     args, _ = megatron_args(config_of("mixtral", {"num_local_experts": 3}))
     same = {**args, "moe_layer_freq": [1, 1, 1, 1], "rotary_base": 1e6, "bf16": True, "lr": 3.0}
     del same["layernorm_epsilon"]  # core <= 0.15 calls it norm_epsilon
     assert list(differing(args, same)) == []
+    assert list(differing({**args, "ffn_hidden_size": 99}, args)) == []  # no layer is dense
     assert list(differing(args, {**same, "num_query_groups": 3})) == ["num_query_groups 2, not 3"]
 
 
