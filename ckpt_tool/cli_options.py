@@ -116,7 +116,7 @@ TRAVEL = group(
     texts("drop", "S,S,...", "What may stay behind though it was asked for."),
     text("as_model", "ema|master", "Write this state as the model.", choices=("ema", "master")),
     texts("dtype", "[STATE=]DTYPE", "Cast: bf16, or optimizer=bf16. Repeatable."),
-    flag("dequantize", "Undo block quantisation."),
+    flag("dequantize", "Write quantised weights and states as floats."),
     text("vocab_size", "N", "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it."),
     text(
         "tied_head", "keep|tie|untie", "An output layer that is the embedding: written once or twice.", choices=TIED_HEAD

@@ -10,14 +10,16 @@ infinity (there infinities become it too, and count as lost); NaN in the FNUZ ty
 fp32 -> FP8 goes through 16 bits: the lower half of an fp32 leaves one bit that says whether there was anything (rounding to odd),
 which no later rounding to fewer bits can mistake for a tie.
 
-    block of 4 MiB, ns an element    NumPy and ml_dtypes   torch   here        (tests/bench/casts.py measures them)
-    F32 -> BF16                      0.6                   0.3     0.8
-    BF16 -> F32                      0.3                   0.3     0.3
-    F32 -> F16                       2.0                   0.3     2.2
-    F16 -> BF16                      7.6                   4.7     0.8
-    F32 -> F8_E4M3                   6.5                   0.7     1.7
-    F8_E4M3 -> F32                   8                     3.5     0.7
-torch is faster where it is in two casts, by what a disk takes for a byte or less, and costs 3 s and 200 MB to import: it is not used.
+    block of 4 MiB, ns an element    NumPy, ml_dtypes   torch 2.13   here       (a shared machine of two cores; the copy of an
+    F32 -> BF16                      0.6                0.3          0.8         fp32 takes 0.3; tests/bench/casts.py measures)
+    BF16 -> F32                      0.2                0.3          0.2
+    F32 -> F16                       2.0                0.3          2.2
+    F16 -> F32                       1.0                0.3          1.0
+    BF16 -> F16                      2.7                0.6          0.9
+    F16 -> BF16                      3.5                1.0          0.9
+    F32 -> F8_E4M3                   6.5                0.7          1.9
+    F8_E4M3 -> F32                   11                 5.4          1.4
+What torch does faster is less than a disk takes for a byte, and it costs 3 s and 200 MB to import: it is not used.
 """
 
 from __future__ import annotations
