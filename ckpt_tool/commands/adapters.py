@@ -30,6 +30,7 @@ from ckpt_tool.commands.model_config import config_of
 from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.commands.tied_head import TIED as TIE
 from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
@@ -184,7 +185,7 @@ def _config(chosen: Chosen, reading: Reading) -> Mapping[str, Any]:
 def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
     """Raise UsageError E1425 for an adapter that changes an embedding which is the head too, unless it was trained so."""
     names = {row.tensor.key.name for row in named.stored}
-    if _config(named, reading).get("tie_word_embeddings") is not True or any(name.endswith(_HEADS) for name in names):
+    if any(name.endswith(_HEADS) for name in names) or not _ties(_config(named, reading)):
         return
     for adapter, each in zip(adapters, found, strict=True):
         touched = [name for name, changes in each.changes.items()
@@ -195,6 +196,13 @@ def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Mat
                 code=TIED, path=adapter.opened.path, key=touched[0],
                 hint="--tied-head untie writes them apart, as they were trained; --lenient changes both, as PEFT's merge does",
             )  # fmt: skip
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    """Is the head the embedding, where the base has no head of its own? A config that says nothing means so of language models."""
+    said, classes = config.get(TIE), config.get("architectures")
+    words = classes if isinstance(classes, list) else []
+    return said is True or said is None and any("CausalLM" in str(each) or "LMHead" in str(each) for each in words)
 
 
 def _as_wanted(

@@ -14,7 +14,8 @@ tensor alone, so an element has the same bits whatever range it is asked for in.
 OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2
 at r = 64 in such blocks; 1 to 15 ns in one piece). Products of NumPy's OpenBLAS and torch's MKL are one chain of fused
 multiply-adds along r, and DoRA's norms are summed in torch's order (eight lanes along a row, one row after another where the
-weight lies turned), so all of them equal PEFT's merge bit for bit (tests/commands/test_adapters.py).
+weight lies turned), so all of them equal PEFT's merge bit for bit up to r = 384
+(tests/commands/test_adapters.py); beyond it each library parts the chain at a place of its own.
 
 Cost: 2 to 4 ns an element; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads its base twice.
 Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
