@@ -83,6 +83,28 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
         )  # fmt: skip
 
 
+def with_copies_of_mtp(chosen: Chosen) -> Chosen:
+    """`chosen`, in the hub's names, with the embedding and the output layer that its MTP layers hold once more: as DeepSeek
+    and GLM publish their weights. Megatron, where they come from, has one of each for all layers."""
+    model = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
+    fronts = [name.removesuffix(".enorm.weight") for name in model if name.endswith(".enorm.weight")]
+    wanted = [
+        (front + end, of) for front in fronts for end, of in _OF_MTP.items() if of in model and front + end not in model
+    ]
+    copies = [model[of]._replace(tensor=replace(model[of].tensor, key=TensorKey(name), path=())) for name, of in wanted]
+    if not copies:
+        return chosen
+    casts = {TensorKey(name): chosen.casts[TensorKey(of)] for name, of in wanted if TensorKey(of) in chosen.casts}
+    said = ", ".join(f"{name} of {of}" for name, of in wanted[:4])
+    return replace(
+        chosen,
+        stored=(*chosen.stored, *copies),
+        renewed=chosen.renewed | {TensorKey(name) for name, _ in wanted},
+        casts={**chosen.casts, **casts},
+        notes=(*chosen.notes, f"MTP layers hold copies, as their authors publish them: {said}"),
+    )
+
+
 def _pair(names: Collection[str]) -> tuple[str, str] | None:
     """(output layer, embedding): the first pair whose embedding is there."""
     return next(((head, each) for head, embeddings in _PAIRS.items() for each in embeddings if each in names), None)

@@ -6,6 +6,8 @@ judges are safetensors and transformers; the model's values are random, so that 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from tiny_models import MOE, logits, tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_models import MOE, hub_shapes, logits, tiny_model
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.families.registry import FAMILIES
 
 pytest.importorskip("transformers", minversion="5")
@@ -28,6 +30,10 @@ ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", None), ("megatron", None), ("megatron-dist", "te"), ("megatron", "te")
 ]  # fmt: skip
 NO_ARGUMENTS = ("falcon",)  # none of Megatron-LM's say all of it
+CHAINS = [
+    (family, chain) for family in ("llama", "qwen2", "ernie4_5_moe", "glm4_moe")
+    for chain in (("paddle-flex", "megatron-dist"), ("megatron", "paddle-unified"))
+] + [("llama", ("megatron-dist", "meta"))]  # fmt: skip
 Saved = Callable[[str], tuple[Any, Path]]
 
 
@@ -102,6 +108,47 @@ def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: 
     (tmp_path / "there" / "config.json").unlink()
     hop(tmp_path / "there", tmp_path / "back", "safetensors", family=family)
     assert_same(tmp_path / "back", source)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_come_back(family: str, saved: Saved, tmp_path: Path) -> None:
+    """transformers leaves them out; they are put beside what it saved, with the copies that their authors publish."""
+    _, source = saved(family)
+    hub = tmp_path / "hub"
+    shutil.copytree(source, hub)
+    config = {**json.loads((hub / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    (hub / "config.json").write_text(json.dumps(config))
+    have, at = load_file(hub / "model.safetensors"), "model.layers.4."
+    copies = {f"{at}embed_tokens.weight": "model.embed_tokens.weight", f"{at}shared_head.head.weight": "lm_head.weight"}
+    shapes = {name: shape for name, shape in hub_shapes(family, config, mtp=True).items() if name.startswith(at)}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        have[name] = have[copies[name]].clone() if name in copies else drawn
+    save_file(have, hub / "model.safetensors", {"format": "pt"})
+    there = hop(hub, tmp_path / "there", "megatron-dist", degrees={"tp": 2, "pp": 2, "ep": 2})
+    assert {name for entry in there["dropped"] for name in entry["names"]} == copies.keys()
+    assert any("hold copies" in note for note in hop(tmp_path / "there", tmp_path / "back", "safetensors")["notes"])
+    assert_same(tmp_path / "back", hub)
+    have[f"{at}embed_tokens.weight"][3, 3] += 1
+    save_file(have, hub / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InconsistentCheckpoint, match="copies") as caught:  # Megatron would lose what differs
+        hop(hub, tmp_path / "unlike", "megatron-dist")
+    assert caught.value.code == "E1481"
+
+
+@pytest.mark.parametrize(("family", "chain"), CHAINS)
+def test_systems_meet_without_the_hub(family: str, chain: tuple[str, str], saved: Saved, tmp_path: Path) -> None:
+    """hub -> one system -> another -> hub."""
+    _, source = saved(family)
+    if "meta" in chain:
+        tiny_model(family, head_dim=4).save_pretrained(tmp_path / "narrow")  # Meta's heads are as wide as the model
+        source = tmp_path / "narrow"
+    at = source
+    for number, to in enumerate((*chain, "safetensors")):
+        ranks = {"tp": 2} if to in ("megatron", "megatron-dist", "paddle-flex") else {}
+        hop(at, tmp_path / f"{number}", to, degrees=ranks)
+        at = tmp_path / f"{number}"
+    assert_same(at, source)
 
 
 def test_a_family_without_the_dialect_is_refused(saved: Saved, tmp_path: Path) -> None:
