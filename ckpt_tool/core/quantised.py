@@ -214,7 +214,12 @@ def _plain(
         if there is None:
             return Fault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
         scale = there
-    if kind.dtype.name == "F4" or kind.dtype.name == "I8" and _is_halved(kind, tensors[scale]):
+    if (
+        kind.dtype.name == "F4"
+        or kind.dtype.name == "I8"
+        and scale != f"{name}_scale"
+        and _is_halved(kind, tensors[scale])
+    ):
         return _nibbles(name, name, kind, scale, tensors)
     shape = _over(kind.shape)
     width = block_of(shape, tensors[scale].shape, block)

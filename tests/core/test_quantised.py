@@ -108,6 +108,13 @@ def test_blocks(shape: tuple[int, ...], grid: tuple[int, ...], told: tuple[int, 
     assert block_of(shape, grid, told) == block
 
 
+@pytest.mark.parametrize(("ending", "codes"), [("_scale_inv", 4), ("_scale", 8)])
+def test_bytes_with_a_scale_for_sixteen(ending: str, codes: int) -> None:
+    """Two codes a byte in groups of 32 (DeepSeek V4), or INT8 in groups of 16 (compressed-tensors): the name tells."""
+    tensors = {"w": Kind(DTYPES["I8"], (8, 64)), f"w{ending}": Kind(DTYPES["F32"], (8, 4))}
+    assert find(tensors).weights["w"].bits == codes
+
+
 def test_stems() -> None:
     assert part_of("a.weight_scale_inv") == part_of("a.weight_scale") == part_of("a.scale") == "a.weight"
     assert (
