@@ -137,6 +137,28 @@ def _groups_back(args: Arguments, out: Values) -> None:
     out["norm_topk_prob"] = True
 
 
+def _limited_to(model: Model, out: Values) -> None:
+    """DeepSeek-V2's: a softmax over all, groups rated by their best expert, `topk_method` says whether at all."""
+    if not out.get("num_experts"):
+        return
+    groups, best, top = (model.count(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
+    scale = model.get("routed_scaling_factor")
+    out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
+    if model.get("topk_method") == "group_limited_greedy" and groups > 1:
+        out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+        if top // best != 1:
+            model.lost(f"n_group: Megatron rates a group by its best {top // best} experts (moe_router_topk over"
+                       " moe_router_group_topk), the model by its best one")  # fmt: skip
+
+
+def _limited_back(args: Arguments, out: Values) -> None:
+    out["n_group"] = args.get("moe_router_num_groups") or 1
+    out["topk_group"] = args.get("moe_router_group_topk") or 1
+    out["topk_method"] = "group_limited_greedy" if out["n_group"] > 1 else "greedy"
+    out["routed_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
+    out["norm_topk_prob"] = False
+
+
 def _shared_to(model: Model, out: Values) -> None:
     count, width = model.count("n_shared_experts"), model.count("moe_intermediate_size")
     if out.get("num_experts") and count and width:
@@ -188,6 +210,6 @@ EXPERT_FORMS: Mapping[str, Form] = {
     "experts": Form(_experts_to, _experts_back), "all_sparse": Form(_all_sparse_to, _nothing_back),
     "sparse_layers": Form(_sparse_layers_to, _sparse_layers_back), "first_dense": Form(_first_dense_to, _first_dense_back),
     "interval": Form(_interval_to, _interval_back), "softmax": Form(_softmax_to, _softmax_back),
-    "groups": Form(_groups_to, _groups_back), "shared_experts": Form(_shared_to, _shared_back),
+    "groups": Form(_groups_to, _groups_back), "limited": Form(_limited_to, _limited_back), "shared_experts": Form(_shared_to, _shared_back),
     "shared_expert": Form(_shared_expert_to, _shared_expert_back), "ahead": Form(_ahead_to, _ahead_back),
 }  # fmt: skip

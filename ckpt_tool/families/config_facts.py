@@ -110,6 +110,15 @@ FACTS: Mapping[str, Facts] = {
         paddle={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "norm_topk_prob": True},
         unsayable={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
     ),
+    "deepseek_v2": Facts(
+        "deepseek_v3", "DeepseekV2ForCausalLM",
+        ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "limited", "shared_experts"),
+        megatron={**_GATED, "qk_layernorm": True, "moe_router_pre_softmax": True}, keys={"num_experts": "n_routed_experts"},
+        defaults={**_BASE, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "num_experts": 64, "n_shared_experts": 2,
+                  "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "topk_method": "greedy", "norm_topk_prob": False,
+                  "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        unsayable={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+    ),
     "glm4_moe": Facts(
         "glm4_moe", "Glm4MoeForCausalLM",
         (*_DENSE, "qkv_bias", "qk_norm", "experts", "first_dense", "groups", "shared_experts", "ahead"),

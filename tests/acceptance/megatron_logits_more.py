@@ -1,4 +1,5 @@
-"""The same as megatron_logits.py for GPT-2, gpt-oss, Phi-3 and GLM-4 (`glm`): learned positions, biases, sinks, a clamped GLU.
+"""The same as megatron_logits.py for GPT-2, gpt-oss, Phi-3, GLM-4 (`glm`) and DeepSeek-V2: learned positions, biases, sinks, a
+clamped GLU, latent attention with a softmax router.
 
 python megatron_logits_more.py CHECKPOINT CONFIG.json TOKENS.safetensors OUT.safetensors TP EP
 """
@@ -28,9 +29,17 @@ def of_gpt2(c: Config) -> Config:
     }  # fmt: skip
 
 
+sizes_of, model_of = plain.sizes, plain.model_of
+
+
 def sizes(c: Config, tp: int, ep: int) -> Config:
     kind = c["model_type"]
-    out = plain.sizes(c, tp, ep)
+    out = sizes_of({**c, "model_type": "deepseek_v3"} if kind == "deepseek_v2" else c, tp, ep)
+    if kind == "deepseek_v2":
+        out |= {
+            "moe_router_score_function": "softmax", "moe_router_pre_softmax": True, "moe_router_enable_expert_bias": False,
+            "moe_router_topk_scaling_factor": c["routed_scaling_factor"],
+        }  # fmt: skip
     if kind == "glm":
         out |= {"rotary_interleaved": True}
     if kind == "gpt2":
@@ -46,23 +55,23 @@ def sizes(c: Config, tp: int, ep: int) -> Config:
     return out
 
 
-def model_of(c: Config, tp: int, ep: int, rows: int) -> GPTModel:
-    old = c["model_type"] == "gpt2"
-    c = of_gpt2(c) if old else c
+def any_model_of(c: Config, tp: int, ep: int, rows: int) -> GPTModel:
+    if c["model_type"] != "gpt2":
+        return model_of(c, tp, ep, rows)
+    c = of_gpt2(c)
     told = sizes(c, tp, ep)
-    norm = str(told["normalization"])
-    spec = specs.get_gpt_decoder_block_spec(TransformerConfig(**told), use_transformer_engine=False, normalization=norm)
-    rope = plain.rope(c)
+    spec = specs.get_gpt_decoder_block_spec(
+        TransformerConfig(**told), use_transformer_engine=False, normalization="LayerNorm"
+    )
     return GPTModel(
         config=TransformerConfig(**told), transformer_layer_spec=spec, vocab_size=rows, parallel_output=False,
-        max_sequence_length=c["max_position_embeddings"], position_embedding_type="learned_absolute" if old else "rope",
-        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings")), rotary_base=rope["rope_theta"] or 10000,
-        rotary_percent=float(rope.get("partial_rotary_factor") or 1.0),
+        max_sequence_length=c["max_position_embeddings"], position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings")),
     ).eval()  # fmt: skip
 
 
 if __name__ == "__main__":
-    plain.model_of = model_of
+    plain.sizes, plain.model_of = sizes, any_model_of
     folder, config, tokens, out, *degrees = sys.argv[1:]
     tp, ep = map(int, degrees)
     plain.on_ranks(max(tp, ep), plain.body, folder, config, tokens, out, tp, ep)

@@ -1,4 +1,4 @@
-"""Megatron-Core's logits of GPT-2, gpt-oss, Phi-3 and GLM-4 are transformers' (marker `peers`): see test_megatron_logits.py.
+"""Megatron-Core's logits of GPT-2, gpt-oss, Phi-3, GLM-4 and DeepSeek-V2 are transformers' (marker `peers`): see test_megatron_logits.py.
 
 Not here: Gemma 2 and 3, GLM-4-0414 and Falcon, whose layers are Megatron-Bridge's, slime's and NeMo's own; plain Megatron-Core
 has no norm after a module and no parallel attention. gpt-oss without its YaRN and within one window of its attention.
@@ -29,17 +29,22 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+OTHERS = {"glm": ("glm4", "Glm"), "deepseek_v2": ("deepseek_v3", "DeepseekV2")}  # classes beside the families' own
+
+
 def model_of(kind: str) -> Any:
-    if kind != "glm":
+    if kind not in OTHERS:
         model = tiny_model(kind, **CHANGES[kind])
         for name, value in model.state_dict().items():
             value.add_(1.0) if ".ln_" in name and name.endswith("weight") else None
         return model
     import transformers
 
-    told = {key: value for key, value in tiny_config("glm4").items() if key not in ("model_type", "architectures")}
+    family, name = OTHERS[kind]
+    told = {key: value for key, value in tiny_config(family).items() if key not in ("model_type", "architectures")}
     torch.manual_seed(0)
-    model = transformers.GlmForCausalLM(transformers.GlmConfig(**told)).eval()
+    config = getattr(transformers, f"{name}Config")(**told)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for name, value in model.state_dict().items():
         value.copy_(torch.rand_like(value) + 0.5 if "norm" in name else torch.randn_like(value) / 10)
     return model
@@ -53,6 +58,7 @@ def model_of(kind: str) -> Any:
         ("phi3", 1, 1),
         ("phi3", 2, 1),
         ("glm", 2, 1),
+        ("deepseek_v2", 2, 2),
         ("gpt_oss", 1, 1),
         ("gpt_oss", 2, 2),
     ],

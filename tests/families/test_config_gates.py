@@ -15,6 +15,10 @@ TURNS = ["sliding_attention", "full_attention"] * 2
 GPT2 = {"n_layer": 4, "n_embd": 24, "n_head": 6, "n_positions": 32, "vocab_size": 22}
 FALCON = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "vocab_size": 22, "rope_theta": 10000.0,
           "ffn_hidden_size": 96}  # fmt: skip
+LATENT = {"num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 10,
+          "vocab_size": 22, "q_lora_rank": None, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+          "n_routed_experts": 8, "moe_intermediate_size": 5, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+          "rope_theta": 10000.0}  # fmt: skip
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {**BASE, "sliding_window": 16, "rope_theta": 10000.0, "partial_rotary_factor": 0.75}),
     ("glm", {**BASE, "rope_theta": 10000.0}), ("glm4", {**BASE, "rope_theta": 10000.0, "attention_bias": False}),
@@ -24,6 +28,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}), ("falcon", FALCON),
     ("falcon", {**FALCON, "num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 44}),
+    ("deepseek_v2", {**LATENT, "n_group": 1, "topk_group": 1}),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": 7, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                     "routed_scaling_factor": 16.0}),
     ("gemma", {**BASE, "rope_theta": 10000.0}),
     ("gemma2", {**BASE, "sliding_window": 8, "layer_types": TURNS, "query_pre_attn_scalar": 8, "rope_theta": 10000.0}),
     ("gemma3_text", {**BASE, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 4,
