@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.families import ernie_vision_config
 from ckpt_tool.families.config_facts import FACTS, Facts
 from ckpt_tool.families.config_forms import rope_of
 from ckpt_tool.families.config_words import OTHER_WORDS, Model, Values
@@ -38,6 +39,8 @@ def is_paddle(config: Mapping[str, Any]) -> bool:
 
 def paddle_config(config: Mapping[str, Any]) -> Told:
     """The config as Paddle reads it, every value spelled out."""
+    if ernie_vision_config.is_nested(config):
+        return Told(*ernie_vision_config.flat(config))
     kind = kind_of(config)
     facts: Facts
     notes: tuple[str, ...]
@@ -79,6 +82,8 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
 
 def from_paddle(config: Mapping[str, Any]) -> Told:
     """The config as transformers reads it."""
+    if ernie_vision_config.is_flat(config):
+        return Told(ernie_vision_config.nested(config), ())
     out = dict(config)
     classes = out.get("architectures")
     if isinstance(classes, list):

@@ -88,6 +88,27 @@ def test_what_sees_is_loaded_whole(target: str, ckpt: Runner, tmp_path: Path) ->
     assert not [key for key, array in want.items() if not np.array_equal(found[f"p/{key}"], array)]
 
 
+def test_what_transformers_saved_of_what_sees_has_paddle_s_config(ckpt: Runner, tmp_path: Path) -> None:
+    """One nested config becomes Paddle's flat one: PaddleFormers builds the model by it, and finds every parameter."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    rope = {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [1, 1, 1]}
+    text = {**SIZES, "moe_num_experts": 3, "moe_intermediate_size": [8, 4], "moe_num_shared_experts": 2, "moe_k": 2,
+            "mlp_layer_types": ["dense", "sparse"], "rope_parameters": rope}  # fmt: skip
+    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 2}
+    torch.manual_seed(0)
+    config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=seen, tie_word_embeddings=False)
+    transformers.Ernie4_5_VLMoeForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
+    ckpt("convert", tmp_path / "hf", tmp_path / "paddle", "--to", "paddle-unified")
+    found = loaded(tmp_path, "Ernie4_5_VLMoeForConditionalGeneration", "unified")
+    straight = ("mlp.gate.weight", "e_score_correction_bias", "embed_tokens.weight")
+    hub = load_file(tmp_path / "hf" / "model.safetensors")
+    want = {key.replace("model.vision_model.", "vision_model."): array for key, array in hub.items()}
+    assert {key.removeprefix("p/") for key in found if key.startswith("p/")} == want.keys()
+    for key, array in want.items():
+        there = array if any(part in key for part in straight) else array.T
+        np.testing.assert_array_equal(found[f"p/{key}"], there, err_msg=key)
+
+
 def loaded(tmp_path: Path, name: str, target: str) -> Any:
     """What PaddleFormers' class `name` holds of `tmp_path/paddle`."""
     command = [PYTHON, "-W", "ignore", str(ROOT / "tests/acceptance/load_paddle_pretrained.py"), str(tmp_path / "paddle"), name,
