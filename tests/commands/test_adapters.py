@@ -91,6 +91,31 @@ def test_equals_pefts_own_merge(case, bases, tmp_path):
     assert max(far.values(), default=0) <= bound, far
 
 
+def test_the_adapter_that_came_with_the_task(tmp_path, capsys):
+    """By the command line: a bf16 base in fp32, as PEFT merged it."""
+    from ckpt_tool.cli import run as command
+
+    fixtures = Path(__file__).parents[2] / "fixtures"
+    base, adapter = fixtures / "safetensors/hf_llama_sharded", fixtures / "peft/given"
+    arguments = [
+        "merge",
+        str(base),
+        str(adapter),
+        str(tmp_path / "out"),
+        "--method",
+        "lora",
+        "--dtype",
+        "fp32",
+        "--json",
+    ]
+    assert command(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["states"]["model"]["tensors"] == 21 and said["digest_checked"]
+    assert distances(load(tmp_path / "out"), load_file(fixtures / "peft/given.truth.merged.safetensors")) == {}
+    assert command([*arguments, "--force", "--weight", "0.5", "--weight", "2"]) == 2
+    assert json.loads(capsys.readouterr().err)["error"]["code"] == "E1421"
+
+
 @pytest.mark.parametrize("case", ["lora", "patterns", "saved", "dora"])
 def test_bf16_bases_are_rounded_once(case, bases, tmp_path):
     """PEFT keeps the adapter in fp32 beside a bf16 base, adds in fp32 and rounds once: so do we, bit for bit (DoRA: 1 ulp)."""
