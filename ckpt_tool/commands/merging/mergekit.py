@@ -11,7 +11,7 @@
     dtype: float32
     out_dtype: bfloat16
 
-Paths are relative to the working directory, as mergekit has them. Every key that is not understood is an error with its place;
+Paths are relative to the working directory, as mergekit has them. Every key that is not understood is an error with its place, and what can have no effect is told;
 what mergekit knows and this tool does not do is refused by name: `modules`, tokenizers that are built or rows that move
 (`tokenizer_source: union`, `tokens`), `chat_template`, `residual_weight`, `model+lora`.
 
@@ -21,6 +21,7 @@ what mergekit knows and this tool does not do is refused by name: `modules`, tok
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckpt_tool.commands.merging.methods import Method, method_of
@@ -85,7 +86,9 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
     dtype = _dtype(data, faults)
     _check_tokenizer(data, base, slices, faults)
     if method and slices and not faults:
-        job = Job(method, slices, base, settings, sliced, dtype, seed or 0, tokenizer == "base", _notes(data, settings))
+        slices, idle = _without_idle(slices, base, method)
+        notes = (*_notes(data, settings), *idle)
+        job = Job(method, slices, base, settings, sliced, dtype, seed or 0, tokenizer == "base", notes)
         for fault in all_faults(job):
             faults.add("", fault)
         if not faults:
@@ -95,6 +98,26 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
         first[1], code="E1444", path=path, place=first[0] or None, faults=[f"{place}: {text}" if place else text for place, text in rest],
         hint="nothing of a config is ignored: mend the key, or take it out",
     )  # fmt: skip
+
+
+def _without_idle(
+    slices: tuple[Slice, ...], base: str | None, method: Method
+) -> tuple[tuple[Slice, ...], list[str]]:  # fmt: skip
+    """The slices without what configs like to say of the base and mergekit passes over, and a line for each."""
+    notes, out = dict[str, None](), []
+    for slice_ in slices:
+        parts = []
+        for part in slice_.parts:
+            own = dict(part.settings)
+            if part.model == (slice_.base or base):
+                for name in [each for each in own if method.parameters[each].scope == "task"]:
+                    del own[name]
+                    notes[
+                        f"{name} of the base {part.model}: has no effect, {method.name} takes what others differ by"
+                    ] = None
+            parts.append(replace(part, settings=own))
+        out.append(replace(slice_, parts=tuple(parts)))
+    return tuple(out), list(notes)
 
 
 def _tried(make: Callable[[], T], faults: _Faults) -> T | None:
