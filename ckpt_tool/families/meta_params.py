@@ -53,7 +53,9 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     if rows is None:
         rows = width(dim, params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))
     vocabulary = shapes.get("tok_embeddings.weight", (params.get("vocab_size"),))[0]
-    theta = params.get("rope_theta", 10000.0)
+    theta = params.get("rope_theta")
+    if theta is None:  # what Mistral AI's code takes where the file is silent; Meta's Llama 1 and 2 know no other
+        theta = 1000000.0 if (mistral or moe) and params.get("sliding_window") is None else 10000.0
     kind = "Mixtral" if moe else "Mistral" if mistral else "Llama"
     config: dict[str, Any] = {
         "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
@@ -158,7 +160,8 @@ def _rope(config: Mapping[str, Any], out: dict[str, Any]) -> list[str]:
     own: Mapping[str, Any] = new if isinstance(new, Mapping) else {}
     scaling = config.get("rope_scaling") or own
     theta = config.get("rope_theta", own.get("rope_theta", 10000.0))
-    out["rope_theta"] = theta
+    if theta != 10000.0 or "hidden_dim" in out:
+        out["rope_theta"] = theta  # the loader of Llama 1 and 2 knows no such key
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else "default"
     if kind in (None, "default"):
         return []

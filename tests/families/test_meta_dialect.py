@@ -221,6 +221,17 @@ def test_params_there_and_back(params: dict[str, Any]) -> None:
         assert again.get(key) == own.get(key), key
 
 
+@pytest.mark.parametrize(
+    ("params", "theta"), [(LLAMA2, 1e4), (MISTRAL, 1e6), ({**MISTRAL, "sliding_window": "4096"}, 1e4)]
+)
+def test_a_rope_that_is_not_stated(params: dict[str, Any], theta: float) -> None:
+    """Meta's Llama 2 has 10,000 as a constant (and no such argument); mistral-inference goes by the sliding window."""
+    silent = {key: value for key, value in params.items() if key != "rope_theta"}
+    config = hub_config(silent, {})
+    assert config["rope_theta"] == theta
+    assert ("rope_theta" in params_of(config)[0]) == ("hidden_dim" in params)
+
+
 def test_what_meta_s_code_can_t_build_is_said() -> None:
     plain = config_of("llama", hidden_size=24, num_attention_heads=6, head_dim=4)
     scaled = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
