@@ -196,6 +196,46 @@ def test_experts_fused_as_transformers_holds_them(tmp_path: Path) -> None:
     assert all(bits(found[name]) == bits(want[f"model/{name}"]) for name in found)
 
 
+def test_groups_of_another_scheme_each(tmp_path: Path) -> None:
+    """compressed-tensors' mixed-precision: attention in int4, the MLP in FP8, as Kimi's checkpoints are."""
+    cases = {"int4_group": "self_attn", "fp8_channel": "mlp"}
+    tensors, want = {}, {}
+    for case, module in cases.items():
+        found = load_file(FIXTURES / case / "model.safetensors")
+        tensors |= {name: tensor for name, tensor in found.items() if module in name or "_proj" not in name}
+        truth = load_file(FIXTURES / f"{case}.truth.safetensors")
+        want |= {name: tensor for name, tensor in truth.items() if module in name or "_proj" not in name}
+    told = [json.loads((FIXTURES / case / "config.json").read_text())["quantization_config"] for case in cases]
+    groups = {
+        f"group_{k}": {**each["config_groups"]["group_0"], "format": each["format"]} for k, each in enumerate(told)
+    }
+    (tmp_path / "src").mkdir()
+    save_file(tensors, tmp_path / "src" / "model.safetensors")
+    config = {
+        "dtype": "bfloat16",
+        "quantization_config": {**told[0], "format": "mixed-precision", "config_groups": groups},
+    }
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    run(tmp_path / "src", tmp_path / "out", dequantize=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {f"model/{name}" for name in found} == want.keys()
+    assert all(bits(found[name]) == bits(want[f"model/{name}"]) for name in found)
+
+
+@pytest.mark.parametrize("case", ["fp8_block", "int4_group_asym", "mxfp4_gpt_oss"])
+@pytest.mark.parametrize("to", ["dcp", "torch", "sharded"])
+def test_sources_of_other_formats(case: str, to: str, tmp_path: Path) -> None:
+    """Codes that lie in ranks' boxes, or in a pickle; the config is the one that travelled along, or --config's."""
+    run(FIXTURES / case, tmp_path / "src", to, degrees={} if to == "torch" else {"tp": 2})
+    reading = Reading(config=str(FIXTURES / case / "config.json"))
+    writing = Writing(to="safetensors", fsync=False, dequantize=True, dialect="keep")
+    convert(str(tmp_path / "src"), str(tmp_path / "out"), reading, writing, Silent())
+    run(FIXTURES / case, tmp_path / "want", dequantize=True)
+    found, want = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "want"))
+    assert found.keys() == want.keys() and all(bits(found[name]) == bits(want[name]) for name in want)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 @pytest.mark.parametrize("ending", ["scale", "qscale_weight"])
 def test_scales_under_other_names(ending: str, tmp_path: Path) -> None:
     """DeepSeek's own files and V4 (`X.scale`), Mistral's (`X.qscale_weight`)."""
