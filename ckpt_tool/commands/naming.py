@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.commands.chosen import Chosen
@@ -24,9 +24,12 @@ from ckpt_tool.commands.ready import ready
 from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_copies, with_copies_of_mtp, with_head
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import InputError, UsageError, wrap_os_error
+from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tool.families.registry import Found
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 NO_FAMILY = "E1372"  # of `families.registry.find`
@@ -124,6 +127,8 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     if found.dialect.startswith("megatron"):
         chosen = without_padding(chosen, config)
         shapes = parameter_shapes(chosen.stored)
+    if not reading.lenient:
+        _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
     mapped = mapping(found.family, found.dialect, target, shapes, config)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
@@ -136,6 +141,31 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         said.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
     out = replace(out, notes=(*out.notes, *said))
     return with_copies_of_mtp(out) if target == "hf" and found.dialect.startswith("megatron") else out
+
+
+def _refuse_odd_models(
+    found: Found, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None, *, whole: bool
+) -> None:
+    """Raise InputError for what another system would not load: E1485 names in the layers that the family does not know,
+    Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns."""
+    from ckpt_tool.families.complete import missing, strange
+
+    family, dialect = found
+    odd = strange(family, dialect, shapes)
+    if odd:
+        near = near_misses(odd[0], [name for name in _one_of_each(shapes) if name not in odd])
+        raise InputError(
+            f"{len(odd)} tensors in the layers are in no rule of {family.name}, {dialect}: {odd[0]}", code="E1485",
+            key=odd[0], faults=odd[1:],
+            hint=f"{near} leave them behind with --remove-keys, say whose names they are with --family NAME[:DIALECT],"
+            " or --lenient keeps them as they are".strip(),
+        )  # fmt: skip
+    lost = missing(family, dialect, shapes, config) if whole else []
+    if lost:
+        raise Incomplete(
+            f"{len(lost)} tensors of a {family.name} model are not there: {lost[0]}", code="E1484", key=lost[0],
+            faults=lost[1:], hint="fetch the checkpoint again; --lenient converts the part that is there",
+        )  # fmt: skip
 
 
 def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[dict[str, Any], list[str]]:

@@ -1,0 +1,113 @@
+"""Complete: does a checkpoint hold what a model of the family has, and nothing in its layers that the family does not know?
+
+    layers 0, 1 and 3 have an o_proj, layer 2 has none          layer 2 lacks it
+    the config says 4 layers, tensors name 0, 1 and 3           layer 2 is missing
+    256 experts, of layer 5 one lacks its up_proj               that expert lacks it
+    model.layers.0.self_attn.q_projj.weight                     no rule, and it lies in a layer
+
+A table alone can't tell: biases and norms are there or not, a model's first layers may be dense. So each module of a layer is
+held against the same module of the others: one that has some of what as many others have lacks the rest. Names outside the
+layers that no rule knows (a vision tower, a value head) are the caller's. Cost: 3 us a tensor. What it does not do: look at
+shapes, or find what the only layer of its kind lacks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from ckpt_tool.core.quantised import part_of
+from ckpt_tool.families.base import Config, Family
+from ckpt_tool.families.table import Table, form_of, instances
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
+    """The names that lie in a layer of the model and that no rule knows, but for the scales and codes of quantised weights."""
+    table = family.table(dialect)
+    fronts = {form[: form.index("%d.") + 3] for form in table.left if "%d." in form}
+    return [name for name in instances(table.left, names)[1]
+            if any(map(form_of(name)[0].startswith, fronts)) and part_of(name) is None]  # fmt: skip
+
+
+def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
+    """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
+    table = family.table(dialect)
+    layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for group in instances(table.left, names)[0]:
+        front, found, _ = group.form.partition("%d.")
+        if not found:
+            continue
+        for numbers in group.values:
+            layers[front][numbers[0]].add(group.form)
+            if len(numbers) == 2:
+                experts[group.form, numbers[0]][0].add(numbers[1])
+    lost = list(_whole_model(family, table, names, config))
+    count = _layer_count(config)
+    for front, found_layers in layers.items():
+        if count and front in _decoders(table):
+            lost += [f"{front}{number}.*" for number in range(count) if number not in found_layers]
+        lost += _thinner(found_layers, count)
+    return lost + list(_lone_experts(experts))
+
+
+def _layer_count(config: Config | None) -> int | None:
+    for part in (config, (config or {}).get("text_config")):
+        if isinstance(part, Mapping):
+            for key in _LAYERS:
+                if type(part.get(key)) is int:
+                    return int(part[key])
+    return None
+
+
+def _decoders(table: Table) -> set[str]:
+    """What stands before the number of a decoder's layer; the layers of MTP are not counted."""
+    fronts = {form.partition("%d.")[0] for form in table.left if "%d." in form}
+    return {front for front in fronts if front.endswith(("layers.", ".h.")) and not front.startswith("mtp")}
+
+
+def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]:
+    """What modules of a layer lack that are like the same modules of others but for it."""
+    modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, forms in layers.items():
+        parts: dict[str, set[str]] = {"": set()}  # "": what lies in the layer itself, its norms
+        for form in forms:
+            inside = form.partition("%d.")[2].split(".")
+            parts.setdefault(inside[0] if len(inside) > 2 else "", set()).add(form)
+        for module, own in parts.items():
+            modules[module][frozenset(own)].append(number)
+    for kinds in modules.values():
+        for kind, numbers in kinds.items():
+            fuller = [other for other, rows in kinds.items() if kind < other and len(rows) >= len(numbers)
+                      and (count is None or min(rows) < count)]  # fmt: skip
+            if fuller:
+                lost = sorted(min(fuller, key=len) - kind)
+                for number in sorted(numbers):
+                    yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in lost)
+
+
+def _lone_experts(experts: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Iterator[str]:
+    """Experts that have some of their tensors, or whose number is left out."""
+    by_layer: dict[tuple[str, int], dict[str, set[int]]] = defaultdict(dict)
+    for (form, layer), found in experts.items():
+        front = form[: form.rindex("%d") + 2]
+        by_layer[front, layer][form] = found[0]
+    for (_, layer), forms in by_layer.items():
+        every = set(range(max(max(numbers) for numbers in forms.values()) + 1))
+        for form, numbers in forms.items():
+            yield from (form % (layer, expert) for expert in sorted(every - numbers))
+
+
+def _whole_model(family: Family, table: Table, names: Iterable[str], config: Config | None) -> Iterator[str]:
+    """The embedding, the last norm and an output layer that is not tied, where there is any layer at all."""
+    have = set(names)
+    kinds = (config or {}).get("architectures")
+    causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+    tied = (config or {}).get("tie_word_embeddings")
+    for ends, wanted in ((("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight"), True),
+                         (("lm_head.weight", "output_layer.weight"), causal and tied is False)):  # fmt: skip
+        known = [form for form in table.left if form.endswith(ends) and "%d" not in form]
+        if wanted and known and not have & set(known):
+            yield known[0]

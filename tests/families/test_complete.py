@@ -1,0 +1,58 @@
+"""Whole models of every family lack nothing in any dialect; one tensor taken away, anywhere, is named."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from family_models import config_of, hub_shapes
+
+from ckpt_tool.families.complete import missing, strange
+from ckpt_tool.families.registry import FAMILIES
+from ckpt_tool.families.rewrite import mapping
+
+CASES = [(family, dialect) for family in FAMILIES for dialect in family.known_dialects]
+
+
+def names_in(family, dialect, config):  # type: ignore[no-untyped-def]
+    shapes = hub_shapes(family.name, config)
+    return [made.name for made in mapping(family, "hf", dialect, shapes, config).made]
+
+
+@pytest.mark.parametrize(("family", "dialect"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-def]
+    config = {**config_of(family.name), "num_hidden_layers": 4}
+    config = {**config, **({"n_layer": 4} if "n_layer" in config else {})}
+    names = names_in(family, dialect, config)
+    assert missing(family, dialect, names, config) == [] and strange(family, dialect, names) == []
+    assert missing(family, dialect, names, None) == []
+    draw = random.Random(7)
+    inside = [name for name in names if any(part.isdigit() for part in name.split("."))]
+    inside = [
+        name for name in inside if not any(alone in name for alone in (".0.mlp.", ".shared_expert"))
+    ]  # nothing like it
+    for gone in draw.sample(inside, 12):
+        left = [name for name in names if name != gone]
+        found = missing(family, dialect, left, config)
+        pattern = [each for each in found if each == gone or _fits(each, gone)]
+        assert pattern, (gone, found)
+
+
+def _fits(told: str, gone: str) -> bool:
+    """`layers.2.experts.*.up` names `layers.2.experts.0.up`."""
+    return len(told.split(".")) == len(gone.split(".")) and all(
+        a in ("*", b) for a, b in zip(told.split("."), gone.split("."), strict=True)
+    )
+
+
+def test_a_layer_that_is_not_there_and_what_no_rule_knows() -> None:
+    llama = next(family for family in FAMILIES if family.name == "llama")
+    config = {**config_of("llama"), "num_hidden_layers": 3}
+    names = names_in(llama, "hf", config)
+    left = [name for name in names if ".layers.1." not in name]
+    assert missing(llama, "hf", left, config) == ["model.layers.1.*"]
+    assert missing(llama, "hf", [name for name in names if "embed_tokens" not in name], config) == [
+        "model.embed_tokens.weight"
+    ]
+    more = [*names, "model.layers.0.self_attn.q_projj.weight", "vision_tower.blocks.0.w", "model.layers.norm.weight"]
+    assert strange(llama, "hf", more) == ["model.layers.0.self_attn.q_projj.weight"]
