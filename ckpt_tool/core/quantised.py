@@ -234,6 +234,8 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
         made, scales = name.removesuffix("_blocks"), f"{name.removesuffix('_blocks')}_scales"
         if scales not in tensors:
             return Fault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
+        if made in tensors:
+            return Fault(name, f"MXFP4 blocks beside {made} itself", lacking=False)
         if len(kind.shape) < 3 or kind.shape[-1] != 16 or tensors[scales].shape != kind.shape[:-1]:
             return Fault(
                 scales, f"scales {list(tensors[scales].shape)} for blocks {list(kind.shape)}, want {list(kind.shape[:-1])}",
@@ -247,6 +249,8 @@ def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[i
     scale = f"{made}_scale"
     if scale not in tensors:
         return Fault(name, f"packed codes without {scale}", lacking=True)
+    if made in tensors:
+        return Fault(name, f"packed codes beside {made} itself", lacking=False)
     if kind.dtype.name == "U8":
         return _nibbles(made, name, kind, scale, tensors)
     return _words(made, name, kind, scale, tensors, bits)
