@@ -34,7 +34,7 @@ from ckpt_tool.commands.tied_head import TIED as TIE
 from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
-from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats import registry
 
 OPTION = "--method lora"
@@ -123,13 +123,15 @@ def _matched(
 ) -> tuple[Chosen, list[Matched]]:
     """The base under the names that all adapters fit, and what they change. Raises InconsistentCheckpoint E1424."""
     tried: list[tuple[Chosen, list[Matched]]] = []
+    unnamed: CkptError | None = None
     for dialect in _dialects(adapters, writing):
         try:
             named = _named(everything, reading, writing, dialect)
-        except (UsageError, InputError):
+        except (UsageError, InputError) as e:
             if not tried and dialect in (None, PADDLE):
                 raise
-            continue  # the family has no such dialect
+            unnamed = e  # most often the family has no such dialect
+            continue
         tried.append((named, _against(named, adapters, reading)))
         if not any(each.faults for each in tried[-1][1]):
             named, found = tried[-1]
@@ -137,12 +139,12 @@ def _matched(
             return named, found
         if not any(each.missing for each in tried[-1][1]):
             break  # all names are there: others would help nothing
-    raise _of_another_base(adapters, *tried[0])
+    raise _of_another_base(adapters, *tried[0], unnamed)
 
 
 def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None, ...]:
-    """Under whose names the base may fit: the hub's, those that transformers 5 has in memory (a layer's experts in two
-    tensors); for adapters of PaddleFormers, Paddle's."""
+    """Under whose names the base may fit: its own where it does not say that they are foreign, those that transformers 5 has in
+    memory (a layer's experts in two tensors), the hub's; for adapters of PaddleFormers, Paddle's."""
     paddle = {adapter.paddle for adapter in adapters}
     if len(paddle) > 1:
         raise UsageError(
@@ -151,10 +153,13 @@ def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None
         )  # fmt: skip
     if writing.dialect == "keep":
         return (None,)
-    return (PADDLE, "paddle-nlp", "paddle-hf") if True in paddle else (None, FUSED)
+    return (PADDLE, "paddle-nlp", "paddle-hf") if True in paddle else (None, FUSED, HUB)
 
 
-def _of_another_base(adapters: Sequence[Adapter], named: Chosen, found: Sequence[Matched]) -> InconsistentCheckpoint:
+def _of_another_base(
+    adapters: Sequence[Adapter], named: Chosen, found: Sequence[Matched], unnamed: CkptError | None
+) -> InconsistentCheckpoint:
+    """What speaks against it. unnamed: why the base could not be given other names."""
     faults = [(adapter, fault) for adapter, each in zip(adapters, found, strict=True) for fault in each.faults]
     adapter, first = faults[0]
     hint = "pass the base that it was trained on"
@@ -165,7 +170,8 @@ def _of_another_base(adapters: Sequence[Adapter], named: Chosen, found: Sequence
     if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(_TABLES) for name in names):
         hint += "; where the base's head is its embedding, --tied-head untie writes it for the adapter"
     if not any(each.changes for each in found):
-        hint += "; or say whose names the base has with --family NAME"
+        hint += "; or say whose names the base has with --family NAME, with the model's config.json beside it"
+        hint += f" (as the hub's they could not be read: {unnamed.message})" if unnamed is not None else ""
     return InconsistentCheckpoint(
         f"the adapter is not one of this base: {first}", code=OTHER_BASE, path=adapter.opened.path,
         faults=[fault for _, fault in faults[1:200]], hint=hint,

@@ -257,6 +257,25 @@ def test_a_base_in_another_format_folds_to_the_same(to, options, bases, tmp_path
     assert found["equal"], found["differences"][:3]
 
 
+@pytest.mark.parametrize(("to", "dialect"), [("torch", "hf-fused"), ("dcp", "megatron"), ("sharded", "paddle")])
+def test_a_base_that_says_nothing_of_its_names(to, dialect, bases, tmp_path):
+    """An adapter of single experts (transformers 4) on a base that training saved with its own names."""
+    base, adapter = bases("moe"), tmp_path / "adapter"
+    adapter.mkdir()
+    tensors = {}
+    for e, name, inner, outer in ((0, "gate_proj", 24, 20), (3, "down_proj", 20, 24)):
+        module = f"base_model.model.model.layers.1.mlp.experts.{e}.{name}"
+        tensors |= {f"{module}.lora_A.weight": torch.randn(2, inner), f"{module}.lora_B.weight": torch.randn(outer, 2)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    run(base, adapter, out=tmp_path / "want")
+    convert(str(base), str(tmp_path / "other"), Reading(), Writing(to=to, dialect=dialect), Silent())
+    config = Reading(config=str(base / "config.json"))
+    run(tmp_path / "other", adapter, out=tmp_path / "same", reading=config)
+    convert(str(tmp_path / "want"), str(tmp_path / "wanted"), Reading(), Writing(to=to, dialect=dialect), Silent())
+    assert_same(tmp_path / "wanted", tmp_path / "same")
+
+
 def assert_same(a, b):
     found = diff(str(a), str(b), Reading(), progress=Silent())
     assert found["equal"], found["differences"][:3]
