@@ -134,6 +134,10 @@ def _notes(data: Mapping[str, Any], settings: Mapping[str, Setting]) -> tuple[st
         notes.append(
             f"dtype: {data['dtype']}: computed in fp32 and rounded once, where mergekit computes in {data['dtype']}"
         )
+    if data.get("tokenizer_source") or data.get("tokenizer"):
+        notes.append(
+            "the tokenizer's files are copied and embeddings keep their rows, where mergekit sets them up by token"
+        )
     if "int8_mask" in settings:
         notes.append("int8_mask: has no effect here, masks are bits")
     return tuple(notes)

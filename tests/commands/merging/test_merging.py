@@ -172,9 +172,10 @@ def test_layers_of_a_source_that_records_its_digests(models: Models, tmp_path: P
     assert torch.equal(tensors_of(tmp_path / "out")[name.format(0)], tensors_of(path)[name.format(1)])
 
 
-def test_keys_that_are_removed_are_left_out_and_counted(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", OPTIONS)
+def test_keys_that_are_removed_are_left_out_and_counted(method: str, models: Models, tmp_path: Path) -> None:
     paths = models(3)
-    said = merged("ties", paths, tmp_path / "out", remove_keys=["lm_head.*"])
+    said = merged(method, paths, tmp_path / "out", remove_keys=["lm_head.*"])
     assert "lm_head.weight" not in tensors_of(tmp_path / "out")
     assert said["removed_bytes"] == 48 * 16 * 4 and [row["name"] for row in said["removed"]] == ["lm_head.weight"]
     index = said["states"]["model"]["bytes"]
