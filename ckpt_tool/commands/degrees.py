@@ -81,7 +81,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             cuts,
             writing.pp_split,
             chosen.all_hints.get("dialect") == "paddle",
-            held_together(wanted.tensors, chosen),
+            held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
         ),
     )
 
