@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_tool.errors import CkptError, UsageError, wrap_os_error
 
 LIMIT = 1 << 20  # bytes
-NODES = 100_000  # of the tree, aliases taken apart
+NODES = 20_000  # of the tree, aliases taken apart
 DEPTH = 32
 CODE = "E1443"
 
