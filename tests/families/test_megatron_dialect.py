@@ -125,6 +125,20 @@ def test_megatron_equals_what_numpy_makes_of_the_hub(name: str, layers: int) -> 
     assert find(config, shapes_of(got), told="megatron").dialect == "megatron"
 
 
+@pytest.mark.parametrize("between", ["hf-fused", "paddle"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_other_dialects_lead_to_the_same_tensors(name: str, between: str) -> None:
+    """Experts in one tensor, as transformers 5 has them in memory; transposed and fused as Paddle has them."""
+    config, family = config_of(name), by_name(name)
+    hub = counted(hub_shapes(name, config))
+    there = moved(mapping(family, "hf", between, shapes_of(hub), config), hub)
+    got = moved(mapping(family, between, "megatron", shapes_of(there), config), there)
+    want = by_hand(config, hub)
+    assert got.keys() == want.keys()
+    for key, array in want.items():
+        np.testing.assert_array_equal(got[key], array, err_msg=key)
+
+
 def test_a_query_without_a_latent_projection_is_one_matrix() -> None:
     """DeepSeek V2 Lite: q_lora_rank is null."""
     config = config_of("deepseek_v3", q_lora_rank=7)
