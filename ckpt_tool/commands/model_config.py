@@ -21,6 +21,7 @@ from ckpt_tool.commands.source import Opened
 from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.storage.source import Tree
 
+NESTED = "huggingface/"  # where verl keeps what belongs to the model
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments without these are not a model's
 
 
@@ -69,8 +70,9 @@ def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
 def file_config(opened: Opened) -> Mapping[str, Any] | None:
     """The source's config.json, None where it has none. Raises UsageError E0239."""
     for tree in (opened.tree, opened.outer):
-        if tree is not None and tree.single is None and tree.exists(NAME):
-            return parsed(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
+        for name in (NAME, NESTED + NAME) if tree is not None and tree.single is None else ():
+            if tree is not None and tree.exists(name):
+                return parsed(tree.read_whole(name, limit=LIMIT), tree.display(name))
     return None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.config import NAME, without_degrees
-from ckpt_tool.commands.model_config import file_config, tree_of
+from ckpt_tool.commands.model_config import NESTED, file_config, tree_of
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
@@ -71,6 +71,7 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
     """The target with the config that belongs to it, and what is to be said of its side files."""
     if target.single is not None:
         return target
+    target = _unnested(target) if fmt.holds.dialect == "hf" else target
     have = {file.path for file in target.files}
     code = [path for path in have if any(fnmatchcase(path, pattern) for pattern in CODE)]
     notes = [f"code is copied as text, and not run: {', '.join(sorted(code))}"] if code else []
@@ -86,6 +87,8 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
     config, said = _belonging(told, chosen, fmt, wanted, writing)
     copied = next((file for file in target.files if file.path == NAME), None)
     notes += said
+    if copied is None and not _makes_one(chosen, fmt):
+        return replace(target, notes=(*target.notes, *notes))
     if copied is None or config != before or copied.copy_of is None:
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         files = tuple(file for file in target.files if file is not copied)
@@ -93,6 +96,26 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
         if before is None:
             notes.append(f"{NAME} is told by {chosen.config_from}")
     return replace(target, notes=(*target.notes, *notes))
+
+
+def _makes_one(chosen: Chosen, fmt: Format) -> bool:
+    """Does a config.json belong to the output, where the source has none? To models of Hugging Face and Paddle, and beside
+    Megatron's for the way back from another's; Meta has its own."""
+    dialect = dialect_of(chosen, fmt)
+    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
+    return dialect in ("hf", "paddle") or dialect == "megatron" != home
+
+
+def _unnested(target: Target) -> Target:
+    """The target with the side files of verl's `huggingface/` at its top, where a model's loader looks."""
+    have = {file.path for file in target.files}
+    files = [
+        replace(file, path=top)
+        if file.copy_of and (top := file.path.removeprefix(NESTED)) not in have and file.path.startswith(NESTED)
+        else file
+        for file in target.files
+    ]
+    return replace(target, files=tuple(files))
 
 
 def _belonging(

@@ -155,3 +155,19 @@ def test_a_paddle_config_spells_out_what_paddle_takes_otherwise(tmp_path: Path) 
     assert config["tie_word_embeddings"] is False  # Paddle's default is True
     assert config["rope_theta"] == 1e6 and "rope_parameters" not in config  # Paddle does not look into it
     assert config["rms_norm_eps"] == 1e-6 and config["torch_dtype"] == "float32" and "dtype" not in config
+
+
+def test_what_lies_one_folder_down_comes_to_the_top_of_a_model(tmp_path: Path) -> None:
+    """verl keeps the model's config and tokenizer in `huggingface/`, beside the files of its ranks."""
+    ranks = tmp_path / "ranks"
+    (ranks / "huggingface").mkdir(parents=True)
+    state = {"model.embed_tokens.weight": torch.arange(80.0).reshape(10, 8), "model.norm.weight": torch.ones(8)}
+    torch.save(state, ranks / "model_world_size_1_rank_0.pt")
+    (ranks / "huggingface" / "config.json").write_text(json.dumps(CONFIG))
+    (ranks / "huggingface" / "tokenizer.json").write_text("{}")
+    run(ranks, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
