@@ -174,7 +174,7 @@ class _Deciding:
 
     def _placement(self, name: str, state: str, shape: Shape) -> Placement:
         if name in self.wishes.together and state == MODEL:
-            return self._joint(self.wishes.together[name])
+            return self._joint(name, self.wishes.together[name])
         if self.wishes.rules:
             at, wish, source = _wish(name, state, shape, self.wishes, self.stages, self.experts)
         else:
@@ -186,19 +186,19 @@ class _Deciding:
         self.sources[source] = None
         return self._decided(shape, wish, at)
 
-    def _joint(self, units: Units) -> Placement:
+    def _joint(self, name: str, units: Units) -> Placement:
         """Where codes or scales of a quantised weight lie: as the weight is cut, in whole blocks, shared where they serve all
         pieces. The policies that cut unevenly fall back as the default does."""
         lead, found = units.lead, self.names[units.lead]
         by_rule = any(fnmatchcase(lead, rule.match) for rule in self.wishes.rules)
         alike = (found.alike, found.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
         if alike not in self._wishes or self.wishes.rules:
-            name = lead if by_rule else units.made
-            experts = {name: self.experts[lead]} if lead in self.experts else {}
-            cuts = {name: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
-            stages = {name: self.stages[lead]} if lead in self.stages else {}
+            known = lead if by_rule else units.made
+            experts = {known: self.experts[lead]} if lead in self.experts else {}
+            cuts = {known: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
+            stages = {known: self.stages[lead]} if lead in self.stages else {}
             wishes = replace(self.wishes, cuts=cuts)
-            at, wish, source = _wish(name, MODEL, units.whole[:3], wishes, stages, experts)
+            at, wish, source = _wish(known, MODEL, units.whole[:3], wishes, stages, experts)
             self._wishes[alike] = wish, source
         else:
             at = _at(lead, self.stages, self.experts)
@@ -209,7 +209,7 @@ class _Deciding:
         if case not in self._placements:
             self._placements[case] = place(units.whole, wish, self.wishes.mesh, at=at, policy=policy)
         lead_placed = self._placements[case]
-        if units.mine == units.whole:
+        if name == lead:
             return lead_placed
         shard = tuple((dim, names) for dim, names in lead_placed.shard if dim < len(units.mine) and units.mine[dim] > 1)
         return replace(lead_placed, shard=shard, choices=())
