@@ -91,6 +91,19 @@ def test_equals_pefts_own_merge(case, bases, tmp_path):
     assert max(far.values(), default=0) <= bound, far
 
 
+@pytest.mark.parametrize("case", ["embedding", "experts"])
+def test_bf16_where_peft_rounds_twice(case, bases, tmp_path):
+    """Of embeddings and stacked experts PEFT rounds the product to bf16 before it is added: 1 ulp apart at most, of the sum's
+    or, where the sum cancels, of the product's size. We round once."""
+    kind, settings, _ = CASES[case]
+    base, adapter = bases(kind, torch.bfloat16), save_adapter(kind, tmp_path / "adapter", **settings)
+    run(base, adapter, out=tmp_path / "out")
+    theirs = load(saved(merged(base, adapter), kind, tmp_path / "theirs"))
+    for name, ours in load(tmp_path / "out").items():
+        a, b = ours.float(), theirs[name].float()
+        assert ((a - b).abs() <= 2**-7 * torch.maximum(a.abs(), b.abs()) + 2**-8).all(), name
+
+
 def test_the_adapter_that_came_with_the_task(tmp_path, capsys):
     """By the command line: a bf16 base in fp32, as PEFT merged it."""
     from ckpt_tool.cli import run as command
