@@ -22,7 +22,8 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.families.registry import FAMILIES
 
 pytest.importorskip("transformers", minversion="5")
-NAMES = [family.name for family in FAMILIES if "paddle" in family.dialects]
+SEES = "ernie4_5_vl_moe"  # its config is two, see test_paddle_pretrained.py
+NAMES = [family.name for family in FAMILIES if "paddle" in family.dialects and family.name != SEES]
 ROUTES = [("paddle-unified", 1), ("paddle", 2), ("paddle-flex", 2)]
 
 
