@@ -32,6 +32,7 @@ def pair(module, inner, outer, rank=2, prefix=P):
         (f"{P}model.q.lora_A.weight", Part("model.q", "lora_A")),
         (f"{P}model.q.lora_A.default.weight", Part("model.q", "lora_A")),
         ("model.q.lora_B.weight", Part("model.q", "lora_B")),
+        (f"{P}_orig_mod.model.layers.0._fsdp_wrapped_module.q.lora_A.weight", Part("model.layers.0.q", "lora_A")),
         (f"{P}q.lora_B.bias", Part("q", "lora_B.bias")),
         (f"{P}experts.base_layer.base_layer.lora_B.weight", Part("experts", "lora_B", 2)),
         (f"{P}e.lora_embedding_A", Part("e", "lora_embedding_A")),

@@ -4,7 +4,8 @@
     base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight   model.layers.0.mlp.experts, B, level 1
     base_model.model.lm_head.weight                                    lm_head.weight, whole
 
-Names that were saved with the adapter's own name in them (`lora_A.default.weight`) mean the same. Modules are those of the
+Names that were saved with the adapter's own name in them (`lora_A.default.weight`), or with those of wrappers (FSDP,
+torch.compile), mean the same. Modules are those of the
 model that was wrapped: a causal LM's are the base's; a bare model's lack its `model.`, and newer transformers moved some
 (`Root`). Source: PEFT 0.21.2 `utils/save_and_load.py`; see `formats.peft.format`.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
+
+from ckpt_tool.formats.state_dict.paths import clean
 
 A, B, BIAS, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKENS, WHOLE = (
     "lora_A", "lora_B", "lora_B.bias", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "trainable tokens",
@@ -40,7 +43,7 @@ class Part(NamedTuple):
 
 def part_of(name: str) -> Part | None:
     """What the tensor is, None for a name that PEFT's LoRA does not write."""
-    name = name.removeprefix(PREFIX)
+    name = clean(name).removeprefix(PREFIX)
     for pattern, kinds in (
         (_LORA, {"A": A, "B": B}),
         (_PADDLE, {"A": A, "B": B}),
