@@ -1,7 +1,7 @@
 """A YAML file as plain values: mappings with text keys, lists, texts, numbers, flags, nothing.
 
 What could do more than say values is refused: tags (`!!python/...`), merge keys are plain keys, aliases beyond a number that
-no config needs (a few kilobytes of them can mean gigabytes), nesting beyond 32 levels, one key twice, files beyond 1 MiB.
+no config needs (a few kilobytes of them can mean gigabytes), nesting beyond 32 levels, one key twice, files beyond 256 KiB.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_tool.errors import CkptError, UsageError, wrap_os_error
 
-LIMIT = 1 << 20  # bytes
+LIMIT = 256 << 10  # bytes; those of real merges have some hundred
 NODES = 20_000  # of the tree, aliases taken apart
 DEPTH = 32
 CODE = "E1443"
@@ -21,7 +21,7 @@ def read_yaml(path: str) -> Any:
     """The one document of the file. Raises UsageError E1443 with the line, StorageError."""
     try:
         if Path(path).stat().st_size > LIMIT:
-            raise UsageError(f"a config of more than {LIMIT >> 20} MiB", code=CODE, path=path)
+            raise UsageError(f"a config of more than {LIMIT >> 10} KiB", code=CODE, path=path)
         data = Path(path).read_bytes()
     except OSError as e:
         raise wrap_os_error(e, path, "reading the config") from e

@@ -164,7 +164,7 @@ def test_configs(text: str, words: list[str], models: Models, tmp_path: Path) ->
 
 def test_a_config_of_any_size_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "big.yaml").write_bytes(b"#" * (yaml_file.LIMIT + 1))
-    with pytest.raises(UsageError, match="more than 1 MiB"):
+    with pytest.raises(UsageError, match="more than 256 KiB"):
         read_config(str(tmp_path / "big.yaml"))
 
 
