@@ -58,9 +58,9 @@ class Weight(Recipe):
         if self.factor is not None:
             number, dtype, divides = self.factor
             factor = as_floats(read(number, 0, 1), dtype, self.key.name)[0]
-            with np.errstate(divide="ignore"):
+            with np.errstate(all="ignore"):
                 scales = scales / factor if divides else scales * factor
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):  # what overflows is infinite, as it is for the peers
             scale(values, scales, taken)
         return values
 
@@ -156,10 +156,10 @@ def _zero(
     """(zero points as a grid like that of the scales, words a column where they are packed along the rows)."""
     packed = -(-scales.rows * bits // 32)
     name = tensor.key.name
-    if tensor.dtype.name == "I32" and tensor.shape[-2:] == (packed, scales.columns) and scales.block[0] == 1:
+    if tensor.dtype.name == "I32" and tensor.shape == (*shape[:-2], packed, scales.columns) and scales.block[0] == 1:
         return replace(scales, input=number, dtype=tensor.dtype, name=name), packed
-    if prod(tensor.shape) != prod(tensor.shape[:-1]) * scales.columns and tensor.numel != 1 or tensor.dtype.bits < 8:
-        raise _fault(name, f"zero points of shape {list(tensor.shape)} for {weight.lead}")
+    if tensor.dtype.bits < 8:
+        raise _fault(name, f"zero points of {tensor.dtype.name}")
     return _grid(number, tensor, shape, scales.block, weight), 0
 
 
@@ -172,10 +172,10 @@ def _grid(
         raise _fault(tensor.key.name, f"{tensor.numel} scales for a vector")
     matrices = prod(shape[:-2])
     across, down = -(-columns // block[1]), -(-rows // block[0])
-    step = down if tensor.numel == matrices * down * across else 0
-    if tensor.numel != (matrices if step else 1) * down * across:
+    own = tensor.numel == matrices * down * across  # each matrix has scales of its own, or one serves all
+    if not own and not tensor.numel == down * across == 1:
         raise _fault(tensor.key.name, f"scales of shape {list(tensor.shape)} for {weight.lead} of {list(shape)}")
-    return Grid(number, tensor.dtype, rows, step, across, block, tensor.key.name)
+    return Grid(number, tensor.dtype, rows, down if own else 0, across, block, tensor.key.name)
 
 
 def turned(made: LogicalTensor) -> LogicalTensor:
