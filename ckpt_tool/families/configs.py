@@ -54,9 +54,14 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
     """Megatron-LM's arguments of the model: what decides what it computes, and the job's own that would spoil it (dropout).
 
-    kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why.
+    kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why. A model that
+    sees is told by its `text_config`, where that is of one of our classes.
     """
     kind = kind or kind_of(config)
+    inner = config.get("text_config")
+    if kind is None and isinstance(inner, Mapping) and inner.get("model_type") in FACTS:
+        tied = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
+        config, kind = {**tied, **inner}, str(inner["model_type"])
     if kind is None:
         return Told(
             {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)

@@ -86,3 +86,10 @@ def test_plain_arguments_are_no_gemma() -> None:
     del args["geglu"]
     back, notes = from_megatron(args)
     assert "model_type" not in back and "no class" in notes[0]
+
+
+def test_a_model_that_sees_is_told_by_its_language_part() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    args, _ = megatron_args({"model_type": "gemma3", "text_config": text, "tie_word_embeddings": True})
+    want = {"num_layers": 34, "hidden_size": 2560, "num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 256}
+    assert want.items() <= args.items() and args["untie_embeddings_and_output_weights"] is False
