@@ -309,7 +309,7 @@ class Reader:
         if tree is None:
             self._pread_local(self._fds[file], file, offset, view)
         else:
-            view[:] = tree.read(self._files.path(file), offset, len(view))
+            view[:] = tree.view(self._files.path(file), offset, len(view))
         if count and (starts := self._starts.get(file)) is not None:
             if file not in self.pieces:
                 self.pieces[file] = Pieces()

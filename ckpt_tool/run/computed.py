@@ -158,16 +158,20 @@ class ComputedTree(Tree):
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Bytes of the made tensor's row-major line of little-endian fp32."""
+        return bytes(self.view(path, offset, nbytes))
+
+    def view(self, path: str, offset: int, nbytes: int) -> memoryview:
+        """The same, without a copy of what the recipe gave."""
         recipe = self._recipes[path]
         if offset < 0 or nbytes < 0 or offset + nbytes > 4 * recipe.numel:
             raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {4 * recipe.numel}")
         if not nbytes:
-            return b""
+            return memoryview(b"")
         start, stop = offset // 4, -(-(offset + nbytes) // 4)
         values = recipe.values(self._reader(path, recipe), start, stop)
         if values.dtype != np.float32 or values.shape != (stop - start,):
             raise InternalError(f"{path}: {values.dtype} {values.shape} for {stop - start} elements")
-        line = values.astype("<f4", copy=False).tobytes()
+        line = np.ascontiguousarray(values, "<f4").view(np.uint8).data
         return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
 
     def _reader(self, path: str, recipe: Recipe) -> Read:

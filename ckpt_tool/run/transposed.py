@@ -393,7 +393,7 @@ def _read_far(tree: Tree, path: str, offsets: Sequence[int], slots: Sequence[mem
             and offsets[end] + length - offsets[i] <= FAR_READ
         ):
             end += 1
-        data = memoryview(tree.read(path, offsets[i], offsets[end - 1] + length - offsets[i]))
+        data = memoryview(tree.view(path, offsets[i], offsets[end - 1] + length - offsets[i]))
         for offset, slot in zip(offsets[i:end], slots[i:end], strict=True):
             slot[:] = data[offset - offsets[i] : offset - offsets[i] + length]
         i = end

@@ -326,6 +326,10 @@ class Tree:
         """Size in bytes."""
         return os.fstat(self.fd(path)).st_size
 
+    def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
+        """What `read` gives, for those who copy it at once; without a copy where a tree has it at hand."""
+        return self.read(path, offset, nbytes)
+
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before; checks first, so
         a lying length costs no memory."""
