@@ -128,6 +128,11 @@ def test_one_shard_needs_no_params(tmp_path: Path) -> None:
     )
 
 
+def test_one_shard_alone_is_told_to_be_one() -> None:
+    opened = open_source(str(FIXTURES / "llama2_tp2" / "consolidated.00.pth"), Reading())
+    assert opened.catalog.format == "torch" and any("pass the folder" in note.message for note in opened.catalog.notes)
+
+
 def test_a_folder_of_both_worlds_is_told(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "mistral", tmp_path / "in")
     shutil.copy(tmp_path / "in" / "consolidated.safetensors", tmp_path / "in" / "model.safetensors")

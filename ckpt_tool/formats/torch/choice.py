@@ -36,6 +36,7 @@ _BESIDE = re.compile(
     r"(training_args\.bin|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|scaler\.pt|sampler(_\d+)?\.bin|"
     r"rng_state.*\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl)"
 )
+_OF_META = re.compile(r"consolidated\.\d+\.pth")
 _RANKED = re.compile(
     r"consolidated\.\d+\.pth|mp_rank_\d|zero_pp_rank_|.*_rank_\d+.*\.pt|.*_optim_states\.pt|layer_\d+-model"
 )
@@ -120,13 +121,23 @@ def _one(tree: Tree, name: str) -> Chosen | None:
     if looks_like_header(head, size):
         return None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
-        return Chosen("a zip archive" if head[:2] == b"PK" else "torch's stream before 1.6", (name,))
+        return Chosen(
+            "a zip archive" if head[:2] == b"PK" else "torch's stream before 1.6", (name,), notes=_shard(name)
+        )
     if is_tar(head) and name.endswith(_TORCH_NAMES):
         return Chosen("a tar archive", (name,))
     end = tree.read(name, max(0, size - _END), min(size, _END))
     if b"PK\x05\x06" in end and b"data.pkl" in end:
         return Chosen("a zip's end behind something else", (name,))
     return None
+
+
+def _shard(name: str) -> tuple[Note, ...]:
+    """A note where the file is one of Meta's shards, by its name."""
+    if not _OF_META.fullmatch(name):
+        return ()
+    message = "one shard of Meta's, by its name: pass the folder to read the whole model"
+    return (Note("W-one-of-many", message, name),)
 
 
 def _looks(tree: Tree, name: str) -> bool:
