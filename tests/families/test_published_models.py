@@ -41,8 +41,8 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "Qwen2.5-7B": ("qwen2", "Qwen2ForCausalLM", "qwen2", decoder(3584, 18944, 28, 28, 4, 152064)),
     "Qwen3-0.6B": ("qwen3", "Qwen3ForCausalLM", "qwen3", decoder(1024, 3072, 28, 16, 8, 151936, head_dim=128, **TIED)),
     "Mixtral-8x7B": ("mixtral", "MixtralForCausalLM", "mixtral", decoder(4096, 14336, 32, 32, 8, 32000, num_local_experts=8)),
-    "DeepSeek-V2-Lite": ("deepseek_v3", "DeepseekV2ForCausalLM", "deepseek_v2", decoder(
-        2048, 10944, 27, 16, 16, 102400, **LATENT, q_lora_rank=None, n_routed_experts=64, moe_intermediate_size=1408)),
+    "DeepSeek-V2-Lite": ("deepseek_v3", "DeepseekV2ForCausalLM", "deepseek_v2", decoder(  # 27 layers
+        2048, 10944, 4, 16, 16, 102400, **LATENT, q_lora_rank=None, n_routed_experts=64, moe_intermediate_size=1408)),
     "DeepSeek-V2": ("deepseek_v3", "DeepseekV2ForCausalLM", "deepseek_v2", decoder(  # 60 layers
         5120, 12288, 3, 128, 128, 102400, **LATENT, q_lora_rank=1536, n_routed_experts=160, moe_intermediate_size=1536)),
     "GLM-4-9B-0414": ("glm4", "Glm4ForCausalLM", "glm4", decoder(4096, 13696, 40, 32, 2, 151552, **GLM)),
