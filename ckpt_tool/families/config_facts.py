@@ -178,7 +178,9 @@ FACTS: Mapping[str, Facts] = {
         keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
         defaults={**_BASE, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072, "head_dim": 64,
                   "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001,
-                  "sliding_window": 128, "swiglu_limit": 7.0},
+                  "sliding_window": 128, "swiglu_limit": 7.0, "rope_scaling": {
+                      "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                      "original_max_position_embeddings": 4096}},
         unsayable={"attention_bias": True, "swiglu_alpha": 1.702},
     ),
     "gemma": Facts(

@@ -118,6 +118,8 @@ def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), Mapping):
             told |= config[name]
+    if not told and "rope_parameters" not in config:  # a class may have a rope of its own
+        told |= defaults.get("rope_scaling", {})
     kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
     told.pop("type", None)
     theta = told.pop("rope_theta", None) or config.get("rope_theta") or defaults.get("rope_theta")
@@ -202,6 +204,8 @@ def _rope_back(args: Arguments, out: Values) -> None:
         scaling = {"rope_type": "linear", "factor": float(args.get("rotary_seq_len_interpolation_factor"))}
     if scaling:
         out["rope_scaling"] = scaling
+    elif "rope_scaling" in args.facts.defaults:  # said in words, or the class takes its own
+        out["rope_parameters"] = {"rope_type": "default", "rope_theta": out["rope_theta"]}
 
 
 # -- switches -----------------------------------------------------------------------------------------------------------

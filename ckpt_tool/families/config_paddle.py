@@ -101,6 +101,11 @@ def from_paddle(config: Mapping[str, Any]) -> Told:
     scaling = out.get("rope_scaling")
     if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
         del out["rope_scaling"]
+    if "rope_scaling" in FACTS[kind].defaults and not out.get("rope_scaling") and "rope_parameters" not in out:
+        out["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": out.get("rope_theta"),
+        }  # or the class takes its own
     for key in VERSIONS:
         out.pop(key, None)
     for key in [key for key in out if key.startswith(_JOB)]:

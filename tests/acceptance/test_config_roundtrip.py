@@ -15,6 +15,7 @@ import transformers
 from peers import Runner
 from test_use_checkpoint_args import CASES, KINDS, saved
 
+SAME = {"phi3": "llama"}  # the same with matrices apart (other sums), and stands first
 QUICK = ("qwen3_moe", "deepseek_v3", "llama_tied_rope3")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, "ernie4_5_moe")]
 
@@ -29,10 +30,11 @@ def test_the_way_back_needs_no_config(name: str, ckpt: Runner, tmp_path: Path) -
     made = ckpt.run("convert", tmp_path / "there", tmp_path / "back", "--to", "safetensors")
     assert made.code == 0, made.err
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config["model_type"] == KINDS.get(name, name)
+    assert config["model_type"] == SAME.get(name, KINDS.get(name, name))
     model, said = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", output_loading_info=True, experts_implementation="eager"
     )
     assert not any(said.values())
     with torch.no_grad():
-        assert torch.equal(model.eval()(torch.arange(1, 17).reshape(1, 16)).logits, want)
+        have = model.eval()(torch.arange(1, 17).reshape(1, 16)).logits
+    assert torch.allclose(have, want, rtol=1e-5, atol=1e-5) if name in SAME else torch.equal(have, want)

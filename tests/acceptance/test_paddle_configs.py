@@ -70,11 +70,15 @@ def test_paddle_holds_what_transformers_holds(kind: str, read: dict[str, dict[st
         assert have["partial_rotary_factor"] == rope["partial_rotary_factor"]
 
 
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("kind", THERE)
-def test_and_back(kind: str) -> None:
-    config = {"architectures": [FACTS[kind].architecture], "model_type": kind, **SMALL}
+def test_and_back(kind: str, plain: bool) -> None:
+    config: dict[str, Any] = {"architectures": [FACTS[kind].architecture], "model_type": kind, **SMALL}
+    if plain:
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 7e5}
     back = from_paddle({**paddle_config(config).config, "paddleformers_version": "1.2.0"}).config
     want, have = (transformers.AutoConfig.for_model(**each).to_dict() for each in (config, back))
+    want["rope_parameters"].pop("type", None), have["rope_parameters"].pop("type", None)  # the old word for `rope_type`
     silent = {"num_nextn_predict_layers", *FACTS[kind].paddle}  # MTP layers: true to the tensors
     differing = {key: (want[key], have.get(key)) for key in want if key not in silent and want[key] != have.get(key)}
     assert not differing

@@ -42,6 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "n_group": 1, "topk_group": 1},
     "deepseek_v3_groups": {**LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
     "ernie4_5": {},
+    "phi3": {"pad_token_id": 0},
+    "gpt2": {"n_positions": 64, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_inner": 16, "activation_function": "gelu",
+             "layer_norm_epsilon": 1e-5},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 5, "rope_scaling": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 50000.0}},
     "glm4_moe": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
                  "head_dim": 8},
 }  # fmt: skip
