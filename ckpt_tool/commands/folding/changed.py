@@ -187,9 +187,10 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
     for adapter, each in zip(adapters, found, strict=True):
         counts = {kind: sum(isinstance(change, kind) for changes in each.changes.values() for change in changes)
                   for kind in (Low, Bias, Tokens, Whole)}  # fmt: skip
-        parts = [f"{counts[kind]} {words}" for kind, words in
-                 ((Low, "weights folded"), (Bias, "biases folded"), (Tokens, "embeddings with rows replaced"),
-                  (Whole, "tensors replaced")) if counts[kind]]  # fmt: skip
+        parts = [f"{counts[kind]} {word if counts[kind] == 1 else words}" for kind, word, words in
+                 ((Low, "weight folded", "weights folded"), (Bias, "bias folded", "biases folded"),
+                  (Tokens, "embedding with rows replaced", "embeddings with rows replaced"),
+                  (Whole, "tensor replaced", "tensors replaced")) if counts[kind]]  # fmt: skip
         weight = f", weight {adapter.settings.weight}" if adapter.settings.weight != 1 else ""
         notes.append(f"{adapter.opened.path}: {', '.join(parts) or 'nothing to fold'}{weight}")
         notes += each.notes
@@ -200,6 +201,6 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
             notes.append(f"beside the base stay the base's files; the adapter's own are not copied: {', '.join(own)}")
     if left:
         notes.append(
-            f"{len(left)} tensors that the adapters change were removed by name: {', '.join(sorted(left)[:3])}"
+            f"removed by name, though an adapter changes it: {', '.join(sorted(left)[:3])}{', ...' if len(left) > 3 else ''}"
         )
     return notes
