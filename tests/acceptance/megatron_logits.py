@@ -34,7 +34,8 @@ from ranks import on_ranks  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 SIGMOID = ("deepseek_v3", "glm4_moe")
-PAIRS = ("ernie4_5", "glm4")  # rotary turns neighbours
+LATENT = ("deepseek_v2", "deepseek_v3")
+PAIRS = ("ernie4_5", "ernie4_5_moe", "glm4")  # rotary turns neighbours
 
 
 class Core(torch.nn.Module):
@@ -59,7 +60,7 @@ def sizes(c: dict[str, Any], tp: int, ep: int) -> dict[str, Any]:
         "kv_channels": c.get("head_dim") or c["hidden_size"] // heads, "normalization": "RMSNorm",
         "layernorm_epsilon": c["rms_norm_eps"], "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False, "add_qkv_bias": kind in ("qwen2", "qwen2_moe") or bool(c.get("attention_bias")),
-        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "deepseek_v3") or bool(c.get("use_qk_norm")),
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe", *LATENT) or bool(c.get("use_qk_norm")),
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False, "persist_layer_norm": False,
         "bias_activation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False, "use_cpu_initialization": True, "params_dtype": torch.float32,
@@ -69,7 +70,7 @@ def sizes(c: dict[str, Any], tp: int, ep: int) -> dict[str, Any]:
     }  # fmt: skip
     if experts_of(c) is not None:
         out |= routed(c)
-    if kind == "deepseek_v3":
+    if kind in LATENT:
         out |= {
             "multi_latent_attention": True, "q_lora_rank": c["q_lora_rank"], "kv_lora_rank": c["kv_lora_rank"],
             "qk_head_dim": c["qk_nope_head_dim"], "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
@@ -80,23 +81,28 @@ def sizes(c: dict[str, Any], tp: int, ep: int) -> dict[str, Any]:
 
 
 def experts_of(c: dict[str, Any]) -> int | None:
-    return next((c[k] for k in ("n_routed_experts", "num_experts", "num_local_experts") if c.get(k)), None)
+    return next(
+        (c[k] for k in ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts") if c.get(k)), None
+    )
 
 
 def routed(c: dict[str, Any]) -> dict[str, Any]:
     """What MoE layers need."""
     kind, layers, sigmoid = c["model_type"], c["num_hidden_layers"], c["model_type"] in SIGMOID
-    dense = set(c.get("mlp_only_layers") or range(c.get("first_k_dense_replace") or 0))
+    dense = set(
+        c.get("mlp_only_layers") or range(c.get("first_k_dense_replace") or c.get("moe_layer_start_index") or 0)
+    )
+    shared = c.get("n_shared_experts") or c.get("moe_num_shared_experts")
     m = c.get("moe_intermediate_size") or c["intermediate_size"]
     out = {
-        "num_moe_experts": experts_of(c), "moe_router_topk": c["num_experts_per_tok"], "moe_ffn_hidden_size": m,
+        "num_moe_experts": experts_of(c), "moe_router_topk": c.get("moe_k") or c["num_experts_per_tok"], "moe_ffn_hidden_size": m,
         "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather",
         "moe_layer_freq": [int(i not in dense) for i in range(layers)] if dense else 1,
-        "moe_router_pre_softmax": not sigmoid and kind != "mixtral" and not c.get("norm_topk_prob"),
+        "moe_router_pre_softmax": not sigmoid and kind not in ("mixtral", "ernie4_5_moe") and not c.get("norm_topk_prob"),
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax", "moe_router_enable_expert_bias": sigmoid,
-        "moe_router_topk_scaling_factor": c.get("routed_scaling_factor") if sigmoid else None,
+        "moe_router_topk_scaling_factor": c.get("routed_scaling_factor") if sigmoid or kind in LATENT else None,
         "moe_shared_expert_intermediate_size": c.get("shared_expert_intermediate_size")
-        or (m * c["n_shared_experts"] if c.get("n_shared_experts") else None),
+        or (m * shared if shared else None),
         "moe_shared_expert_gate": kind == "qwen2_moe",
     }  # fmt: skip
     return out
@@ -127,6 +133,13 @@ def model_of(c: dict[str, Any], tp: int, ep: int, rows: int) -> GPTModel:
     ).eval()  # fmt: skip
 
 
+def with_mtp(checkpoint: Path) -> bool:
+    """Has a torch_dist folder layers of multi-token prediction?"""
+    if not (checkpoint / ".metadata").exists():
+        return False
+    return any(name.startswith("mtp.") for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+
+
 def load(model: GPTModel, checkpoint: Path) -> None:
     """A torch_dist folder by Megatron's own library; of rank folders this rank's file. Strict both ways."""
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -149,6 +162,8 @@ def body(rank: int, world: int, checkpoint: str, config: str, tokens: str, out: 
         mla.TELinear = mla.TEColumnParallelLinear = cuda_on_cpu.Nothing
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16.1 has no name for it without TE
     c = json.loads(Path(config).read_text())
+    if not with_mtp(Path(checkpoint)):  # GLM's configs state such layers, transformers leaves them out
+        c["num_nextn_predict_layers"] = None
     model = model_of(c, tp, ep, c["vocab_size"])
     for parameter in model.parameters():
         parameter.data.fill_(7)

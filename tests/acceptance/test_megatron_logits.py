@@ -61,6 +61,26 @@ def test_its_logits_are_transformers(family: str, tp: int, ep: int, ckpt: Runner
     judged(tiny_model(family), tp, ep, ckpt, tmp_path)
 
 
+@pytest.mark.parametrize("rank", [14, None])
+def test_deepseek_v2_with_and_without_a_rank_of_queries(rank: int | None, ckpt: Runner, tmp_path: Path) -> None:
+    """It turns pairs of rows where V3 turns halves: the same weights, the same logits."""
+    classes = ("deepseek_v2", "DeepseekV2ForCausalLM")
+    model = tiny_model(
+        "deepseek_v3", classes=classes, q_lora_rank=rank, routed_scaling_factor=1.5, topk_method="greedy"
+    )
+    judged(model, 1, 1, ckpt, tmp_path)
+
+
+def test_ernie_s_experts_where_nothing_shifts_the_choice(ckpt: Runner, tmp_path: Path) -> None:
+    """Megatron 0.16.1 shifts the choice of experts for sigmoid scores alone; ERNIE takes softmax: its shift is zero here, and
+    stays behind."""
+    model = tiny_model("ernie4_5_moe")
+    for name, buffer in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    judged(model, 1, 1, ckpt, tmp_path, *DIST, "--remove-keys", "*e_score_correction_bias")
+
+
 def test_more_ranks_than_query_groups(ckpt: Runner, tmp_path: Path) -> None:
     """Four ranks share two groups: each gathers what it needs (Megatron-Core since 0.16)."""
     judged(tiny_model("llama", num_key_value_heads=2), 4, 1, ckpt, tmp_path, *DIST[:2], "--tp", 4)

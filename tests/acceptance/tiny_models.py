@@ -35,14 +35,14 @@ def tiny_config(family: str, **change: Any) -> dict[str, Any]:
     return config_of(family, **{**EVEN, **own, **QUIET, **change})
 
 
-def tiny_model(family: str, seed: int = 0, **change: Any) -> Any:
-    """The model, of a fixed seed; buffers are random too, and norms are near one, so that nothing is alike by chance."""
+def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = None, **change: Any) -> Any:
+    """The model, of a fixed seed (classes: another (model_type, architecture) of the family); buffers are random too, and norms are near one, so that nothing is alike by chance."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    kind, architecture = CLASSES[family]
+    kind, architecture = classes or CLASSES[family]
     config = tiny_config(family, **change)
     told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(kind, **told)).eval()
