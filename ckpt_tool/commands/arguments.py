@@ -20,6 +20,7 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -61,8 +62,11 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
             config = None
     if config is None:
         return extras, ()
+    from ckpt_tool.families.config_paddle import from_paddle, is_paddle
     from ckpt_tool.families.configs import megatron_args
 
+    if is_paddle(config) or registry.by_name(opened.catalog.format).holds.dialect == "paddle":
+        config = from_paddle(config).config
     args, notes = megatron_args(config)
     if not args:
         return extras, notes

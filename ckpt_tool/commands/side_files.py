@@ -27,10 +27,9 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
-from ckpt_tool.formats.hf.files import is_sidefile
+from ckpt_tool.formats.hf.files import CODE, is_sidefile
 from ckpt_tool.storage.source import Tree
 
-CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py")
 _OWN = ("params.json",)  # Meta's config, told in the target's words elsewhere
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -44,13 +43,9 @@ def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
     names = dict.fromkeys(opened.catalog.sidefiles)
     for tree in (opened.tree, opened.outer):
         if tree is not None and tree.single is None:
-            names |= dict.fromkeys(sorted(filter(_travels, tree.names())))
+            names |= dict.fromkeys(sorted(filter(is_sidefile, tree.names())))
     found = ((path, tree_of(opened, path)) for path in names if path not in held and path not in chosen.stale)
     return tuple((path, tree.size(path)) for path, tree in found if tree is not None and tree.listing()[path] >= 0)
-
-
-def _travels(name: str) -> bool:
-    return is_sidefile(name) or any(fnmatchcase(name, pattern) for pattern in CODE)
 
 
 def source_of(chosen: Chosen, path: str) -> Tree:

@@ -38,3 +38,21 @@ def test_the_way_back_needs_no_config(name: str, ckpt: Runner, tmp_path: Path) -
     with torch.no_grad():
         have = model.eval()(torch.arange(1, 17).reshape(1, 16)).logits
     assert torch.allclose(have, want, rtol=1e-5, atol=1e-5) if name in SAME else torch.equal(have, want)
+
+
+@pytest.mark.parametrize("name", ["ernie4_5", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+def test_round_by_paddle_and_megatron(name: str, ckpt: Runner, tmp_path: Path) -> None:
+    """hub -> Paddle -> Megatron, its arguments alone -> Paddle -> hub: each config is made of the last one."""
+    want = saved(name, tmp_path / "hub")
+    for there, back, to in (("hub", "a", "paddle-unified"), ("a", "b", "megatron-dist"), ("b", "c", "paddle-flex")):
+        made = ckpt.run("convert", tmp_path / there, tmp_path / back, "--to", to)
+        assert made.code == 0, made.err
+        if to == "megatron-dist":
+            (tmp_path / back / "config.json").unlink()
+    assert ckpt.run("convert", tmp_path / "c", tmp_path / "d", "--to", "safetensors").code == 0
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "d", output_loading_info=True, experts_implementation="eager"
+    )
+    assert not any(said.values())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(torch.arange(1, 17).reshape(1, 16)).logits, want)

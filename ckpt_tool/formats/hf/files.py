@@ -29,7 +29,10 @@ DCP_NOTE = "W-sharded-folder"
 MISSING, MIXED = "E0380", "E0384"
 SHOWN = 20  # names that one message lists
 
+# Code that a model brings along: text for us
+CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py")
 SIDEFILES = (
+    *CODE,
     "config.json", "generation_config.json", "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template*", "*preprocessor_config.json",
     "processor_config.json", "params.json", "README.md", "LICENSE*",
