@@ -76,6 +76,17 @@ def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tm
     assert_same(tmp_path / "back", source)
 
 
+@pytest.mark.parametrize(("to", "spec"), ROUTES)
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2"])
+def test_tied_heads_stay_tied(family: str, to: str, spec: str | None, tmp_path: Path) -> None:
+    """One matrix in the hub; in rank folders of two stages the last one has a copy, as Megatron has it."""
+    tiny_model(family, tie_word_embeddings=True).save_pretrained(tmp_path / "hub")
+    assert "lm_head.weight" not in load_file(tmp_path / "hub" / "model.safetensors")
+    hop(tmp_path / "hub", tmp_path / "there", to, degrees={"tp": 2, "pp": 2}, spec=spec)
+    hop(tmp_path / "there", tmp_path / "back", "safetensors")
+    assert_same(tmp_path / "back", tmp_path / "hub")
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

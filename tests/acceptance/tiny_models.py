@@ -36,7 +36,9 @@ def tiny_config(family: str, **change: Any) -> dict[str, Any]:
 
 
 def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = None, **change: Any) -> Any:
-    """The model, of a fixed seed (classes: another (model_type, architecture) of the family); buffers are random too, and norms are near one, so that nothing is alike by chance."""
+    """The model, of a fixed seed; buffers are random too, and norms are near one, so that nothing is alike by chance.
+
+    classes: another (model_type, architecture) of the family."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
