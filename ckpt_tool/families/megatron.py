@@ -33,7 +33,9 @@ MODEL = (
     decoder.final_layernorm.weight : h = model.norm.weight : h
 """
 )
-TIED = MODEL.replace("if not tie_word_embeddings?", "if tie_word_embeddings? == false")  # unless the config says otherwise
+TIED = MODEL.replace(
+    "if not tie_word_embeddings?", "if tie_word_embeddings? == false"
+)  # unless the config says otherwise
 NORMS = """
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.post_attention_layernorm.weight : h
