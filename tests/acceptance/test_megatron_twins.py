@@ -7,6 +7,7 @@ must lead to the other's own tensors.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def test_our_checkpoint_holds_what_megatron_s_holds(name: str, made: str, tmp_pa
     hop(TWINS / name / made, tmp_path / "theirs", "sharded")
     assert_same(tmp_path / "mine" / "model.safetensors", tmp_path / "theirs" / "model.safetensors")
     assert_same(tmp_path / "mine" / "model.safetensors", TWINS / name / "megatron.safetensors")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_transformer_engine_s_names_are_those_of_its_layers(name: str, tmp_path: Path) -> None:
+    """`mapping.json`: what a tensor of the local spec is called by Transformer Engine's."""
+    told = json.loads((TWINS / name / "mapping.json").read_text())
+    want = load_file(TWINS / name / "megatron.safetensors")
+    hop(TWINS / name / "hf", tmp_path / "out", "megatron", spec="te")
+    file = tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    found = {key: t for key, t in torch.load(file, weights_only=False)["model"].items() if isinstance(t, torch.Tensor)}
+    assert found.keys() == {each["te"] for each in told.values()}
+    assert all(torch.equal(found[each["te"]], want[key]) for key, each in told.items())
 
 
 def test_what_can_t_be_told_is_an_error_that_says_what_to_pass(tmp_path: Path) -> None:
