@@ -5,6 +5,7 @@ The block that runs the tests is run with the selection narrowed (`PYTEST_ADDOPT
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.families import registry as families
+from ckpt_tool.families import rewrite
 from ckpt_tool.formats import capabilities, registry
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +56,34 @@ def test_the_table_of_formats_is_the_registry(name):
     assert len(want[2:]) == len(registry.NAMES)
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_the_table_of_families_is_the_registry(name):
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    missing = [row for row in families.markdown().splitlines()[1:] if row not in lines]
+    assert not missing, "put this into the README:\n" + families.markdown()
+
+
+def test_the_family_that_is_added_is_the_real_one(tmp_path):
+    """OLMo 2's table, as the READMEs show it: transformers' names and shapes, and back from Megatron's."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers", minversion="5")
+    (body,) = [body for _, body in blocks("README.md", "python") if "OLMo 2" in body]
+    assert len(body.splitlines()) <= 60
+    (tmp_path / "olmo2.py").write_text(body)
+    spec = importlib.util.spec_from_file_location("olmo2", tmp_path / "olmo2.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = transformers.Olmo2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1)
+    with torch.device("meta"):
+        model = transformers.Olmo2ForCausalLM(config)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    made = rewrite.mapping(module.FAMILY, "hf", "megatron", shapes, config.to_dict())
+    there = {tensor.name: tensor.shape for tensor in made.made}
+    back = rewrite.mapping(module.FAMILY, "megatron", "hf", there, config.to_dict())
+    assert {tensor.name: tensor.shape for tensor in back.made} == shapes and not made.dropped + back.dropped
+    assert there["decoder.layers.1.self_attention.linear_qkv.weight"] == (32, 16)
+
+
 def test_the_first_blocks_install_and_then_test():
     first, second = blocks("README.md", "bash")[:2]
     assert "pip install ." in first[1] and "ckpt reshard" in first[1]
@@ -62,7 +93,8 @@ def test_the_first_blocks_install_and_then_test():
 @pytest.mark.parametrize("name", BOTH)
 def test_outputs_that_are_shown_are_real(name):
     """Each `$ ckpt ...` of a text block prints what stands below it, in a terminal of 100 columns."""
-    Path("/tmp/ckpt-paddle").mkdir(exist_ok=True)
+    for folder in ("/tmp/ckpt-paddle", "/tmp/ckpt-pretrained"):
+        Path(folder).mkdir(exist_ok=True)
     for _, body in blocks(name, "text"):
         for shown in re.split(r"^\$ ", body, flags=re.M)[1:]:
             line, _, output = shown.partition("\n")
