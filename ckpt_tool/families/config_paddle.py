@@ -20,7 +20,7 @@ from typing import Any
 from ckpt_tool.families import ernie_vision_config
 from ckpt_tool.families.config_facts import FACTS, Facts
 from ckpt_tool.families.config_forms import rope_of
-from ckpt_tool.families.config_words import OTHER_WORDS, Model, Values
+from ckpt_tool.families.config_words import OTHER_WORDS, Model, Values, sound
 from ckpt_tool.families.configs import Told, kind_of
 
 VERSIONS = ("paddleformers_version", "paddlenlp_version")
@@ -51,6 +51,7 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
         )
     else:
         facts, notes = FACTS[kind], ()
+    config = sound(config)
     model = Model(config, facts)
     out: Values = {}
     for key in facts.defaults:

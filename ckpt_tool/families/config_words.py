@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.families.config_facts import (
     ARGUMENTS,
     EXPERT_ARGUMENTS,
+    FACTS,
     LATENT_ARGUMENTS,
     OLD_NAMES,
     ROPE_ARGUMENTS,
@@ -31,7 +32,77 @@ OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
     "num_local_experts": ("num_experts",), "moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",),
     "num_nextn_predict_layers": ("num_mtp_layers",), "hidden_act": ("hidden_activation",),
 }  # fmt: skip
+_COUNTS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
+    "n_layer", "n_head", "n_embd", "n_inner", "num_layers", "ffn_hidden_size", "kv_channels", "num_query_groups", "mtp_num_layers",
+    "moe_ffn_hidden_size", "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size", "q_lora_rank",
+    "num_kv_heads", "num_ln_in_parallel_attn", "window_attn_skip_freq", "window_size", "padded_vocab_size", "n_shared_experts", "max_position_embeddings",
+)  # fmt: skip
+_NUMBERS = ("moe_router_topk_scaling_factor", "rotary_base", "rotary_seq_len_interpolation_factor", "partial_rotary_factor",
+            "activation_func_clamp_value", "rope_theta", "beta_fast", "beta_slow", "rotary_scaling_factor")  # fmt: skip
+_ROPE_NUMBERS = frozenset({
+    "factor", "rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "attention_factor",
+})  # fmt: skip
+_LISTS = ("layer_types", "mlp_only_layers", "no_rope_freq")
 _DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMENTS}
+
+
+def _kinds() -> dict[str, type]:
+    """What a value must be, by key or argument: what its default is, or as listed above."""
+    found: dict[str, type] = {}
+    for facts in FACTS.values():
+        for key, value in facts.defaults.items():
+            found[facts.keys.get(key, key)] = found[key] = type(value)
+    found |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
+    found |= dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_LISTS, list)
+    return {**found, "rope_scaling": dict, "rope_parameters": dict}
+
+
+_SEVERAL = (
+    "moe_layer_freq",
+    "window_attn_skip_freq",
+    "window_size",
+    "moe_num_experts",
+    "moe_intermediate_size",
+)  # or a list
+_KINDS = _kinds()
+LARGEST = 1 << 40  # of a count
+
+
+def fits(key: str, value: Any) -> bool:
+    """Is the value of the type that a key or an argument has? True for those that nobody here reads."""
+    kind = _KINDS.get(key)
+    if value is None or kind is None or kind is type(None):
+        return True
+    if key in _SEVERAL and isinstance(value, list | tuple):
+        return len(value) <= LAYERS and all(type(each) in (int, bool) for each in value)
+    if kind is int:
+        return type(value) is int and -1 <= value < LARGEST
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e30  # false for NaN
+    if kind is dict:
+        return isinstance(value, Mapping) and all(_fits_rope(name, each) for name, each in value.items())
+    if kind is list:
+        return isinstance(value, list) and all(type(each) in (int, str, bool) for each in value)
+    return isinstance(value, kind)
+
+
+def _fits_rope(name: Any, value: Any) -> bool:
+    """An entry of a rope's record, which may hold a record for each kind of layer."""
+    if isinstance(value, Mapping):
+        return all(_fits_rope(inner, each) for inner, each in value.items() if not isinstance(each, Mapping))
+    if value is None or name in ("rope_type", "type"):
+        return value is None or isinstance(value, str)
+    return name not in _ROPE_NUMBERS or type(value) in (int, float) and abs(value) < 1e30
+
+
+def sound(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values without those that are of another type than their keys have."""
+    if all(fits(key, value) for key, value in values.items()):
+        return values
+    return {key: value for key, value in values.items() if fits(key, value)}
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from ckpt_tool.families.config_facts import (
     Facts,
 )
 from ckpt_tool.families.config_forms import FORMS
-from ckpt_tool.families.config_words import Arguments, Model, Values, window_pattern
+from ckpt_tool.families.config_words import Arguments, Model, Values, fits, sound, window_pattern
 
 _SIZES = Facts("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
 
@@ -44,8 +44,8 @@ class Told(NamedTuple):
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """The class (`model_type`) that a config names, None where it is none of ours."""
     kind = config.get("model_type")
-    if kind in FACTS:
-        return str(kind)
+    if isinstance(kind, str) and kind in FACTS:
+        return kind
     classes = config.get("architectures")
     names = [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
     return next((each for each, facts in FACTS.items() if kind is None and facts.architecture in names), None)
@@ -67,7 +67,7 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
             {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
         )
     facts = FACTS[kind]
-    model, out = Model(config, facts), dict(facts.megatron)
+    model, out = Model(sound(config), facts), dict(facts.megatron)
     for form in facts.forms:
         FORMS[form].to(model, out)
     for key, value in facts.unsayable.items():
@@ -93,6 +93,7 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Told:
     family: of `families.registry`, where the user says so: then its class is taken that fits best, with what does not fit in
     the notes. Without it, a config without `model_type` where no class fits.
     """
+    args = sound(args)
     kinds = [kind for kind, facts in FACTS.items() if family in (None, facts.family)]
     best: tuple[int, str, list[str], Told] | None = None
     for kind in kinds:
@@ -127,7 +128,7 @@ def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[st
 
 def _decisive(args: Mapping[str, Any]) -> Values:
     """The arguments that decide what the model computes, in one spelling each."""
-    facts = Arguments(args, _SIZES)
+    facts = Arguments(sound(args), _SIZES)
     latent, experts = bool(facts.get("multi_latent_attention")), bool(facts.get("num_experts"))
     names = [*ARGUMENTS, *(LATENT_ARGUMENTS if latent else ()), *(EXPERT_ARGUMENTS if experts else ())]
     if facts.get("position_embedding_type") in ("rope", "yarn"):
@@ -162,7 +163,7 @@ def _decisive(args: Mapping[str, Any]) -> Values:
             del out["ffn_hidden_size"]
         if out["moe_router_score_function"] == "sigmoid":
             del out["moe_router_pre_softmax"]
-    if out["window_size"]:
+    if isinstance(out["window_size"], list | tuple) and out["window_size"]:
         out["window_size"] = list(out["window_size"])
         out["window_attn_skip_freq"] = window_pattern(out["window_attn_skip_freq"], layers)
     else:
@@ -193,6 +194,7 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         value = config.get(own)
         if own in config and value is not None and not (type(value) is int and value >= (key != "num_hidden_layers")):
             yield f"{own} is {value!r}"
+    yield from (f"{key} is {value!r}" for key, value in config.items() if key not in counted and not fits(key, value))
     heads, groups, hidden = (model.count(key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads and groups and heads % groups:
         yield f"{heads} attention heads do not divide over {groups} key-value heads"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ckpt_tool.families.config_facts import FACTS
+from ckpt_tool.families.config_paddle import from_paddle, paddle_config
 from ckpt_tool.families.config_words import OTHER_WORDS
-from ckpt_tool.families.configs import contradictions, differing, from_megatron, kind_of, megatron_args
+from ckpt_tool.families.configs import contradictions, differing, from_megatron, kind_of, megatron_args, settled
 from ckpt_tool.families.registry import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -180,3 +181,47 @@ def test_contradictions_are_told_all_at_once() -> None:
 def test_kind_of_a_config() -> None:
     assert kind_of({"architectures": ["Qwen3ForCausalLMPipe"]}) == "qwen3"
     assert kind_of({"model_type": "unheard_of", "architectures": ["Qwen3ForCausalLM"]}) is None
+
+
+JUNK: list[Any] = [
+    None,
+    "x",
+    "",
+    [],
+    {},
+    -1,
+    0,
+    10**30,
+    1.5,
+    float("nan"),
+    True,
+    [1],
+    ["x"],
+    {"a": 1},
+    {"rope_type": []},
+    {"factor": "x"},
+]
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "qwen2_moe", "deepseek_v3", "ernie4_5_moe", "gpt2", "gpt_oss", "gemma2"]
+)
+def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
+    """Values of any type: told, left out or called a contradiction, never a crash. (Wrong sizes are found by the shapes.)"""
+    config = config_of(kind, {"num_nextn_predict_layers": 1})
+    keys = {*config, *(FACTS[kind].keys.get(key, key) for key in FACTS[kind].defaults)}
+    for key in (*keys, "rope_parameters", "rope_scaling", "layer_types", "partial_rotary_factor", "mlp_only_layers"):
+        for junk in JUNK:
+            wrong = {**config, key: junk}
+            list(contradictions(wrong))
+            told = megatron_args(wrong)
+            settled(from_paddle(paddle_config(wrong).config).config, rows=5, dtype="bfloat16", tied=True)
+            from_megatron(told.config, FACTS[kind].family)
+
+
+def test_junk_in_arguments_is_no_bug_of_ours() -> None:
+    for kind in ("glm4_moe", "deepseek_v3", "mistral", "gpt2"):
+        args, _ = megatron_args(config_of(kind, {"sliding_window": 4}))
+        for name in args:
+            for junk in JUNK:
+                from_megatron({**args, name: junk}, FACTS[kind].family)
