@@ -31,6 +31,7 @@ from ckpt_tool.families.table import Table, table_of
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 HUB = "hf"
+BARE = "hf-bare"  # the hub's files of a model without a head (`Qwen3Model`): every name without its root
 SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
@@ -112,7 +113,8 @@ class Family:
 
     @property
     def known_dialects(self) -> tuple[str, ...]:
-        return (HUB, *self.dialects)
+        bare = (BARE,) if BARE not in self.dialects and "model." in self.hub else ()
+        return (HUB, *self.dialects, *bare)
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""
@@ -125,6 +127,8 @@ def _table(family: Family, dialect: str) -> Table:
         return table_of(family.hub)
     if dialect == SHIFTED and "megatron" in family.dialects:
         return family.table("megatron").shifted(1 if family.centred else -1)
+    if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
+        return Variant(HUB, root="").changed(table_of(family.hub), family.table(HUB))
     if dialect not in family.dialects:
         raise UsageError(
             f"family {family.name} has no dialect {dialect!r}", code="E1231",
