@@ -106,8 +106,8 @@ FACTS: Mapping[str, Facts] = {
         "deepseek_v3", "DeepseekV3ForCausalLM",
         ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "groups", "shared_experts", "ahead"),
         megatron={**_GATED, **_SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True},
-        keys={"num_experts": "n_routed_experts"}, defaults=_DEEPSEEK,
-        paddle={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "norm_topk_prob": True},
+        keys={"num_experts": "n_routed_experts"}, defaults={**_DEEPSEEK, "norm_topk_prob": True},
+        paddle={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
         unsayable={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
     ),
     "deepseek_v2": Facts(

@@ -69,7 +69,7 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
             told.setdefault("factor", 1.0)
         out["rope_scaling"] = told if rope["type"] != "default" or "factor" in told else None
         out.pop("rope_parameters", None)
-        if rope["part"] != 1.0:
+        if rope["part"] != 1.0 or "partial_rotary_factor" in facts.defaults:
             out["partial_rotary_factor"] = rope["part"]
     if "dtype" in out:
         out["torch_dtype"] = out.pop("dtype")

@@ -225,3 +225,20 @@ def test_junk_in_arguments_is_no_bug_of_ours() -> None:
         for name in args:
             for junk in JUNK:
                 from_megatron({**args, name: junk}, FACTS[kind].family)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("deepseek_v3", "norm_topk_prob", False),
+        ("glm4_moe", "partial_rotary_factor", 1.0),
+        ("glm4_moe", "norm_topk_prob", False),
+    ],
+)
+def test_paddle_is_told_what_is_not_the_class_s_own(kind: str, key: str, value: object) -> None:
+    """PaddleFormers 1.2.0 takes both as config.json says."""
+    config = {"model_type": kind, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, key: value}
+    if key == "partial_rotary_factor":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, key: config.pop(key)}
+    told = paddle_config(config).config
+    assert told[key] == value and from_paddle(told).config[key] == value
