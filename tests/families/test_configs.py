@@ -178,6 +178,13 @@ def test_contradictions_are_told_all_at_once() -> None:
         assert list(contradictions(config_of(kind, change))) == []
 
 
+@pytest.mark.parametrize("kind", FACTS)
+def test_no_class_of_transformers_contradicts_itself(kind: str) -> None:
+    assert list(contradictions(transformers.AutoConfig.for_model(kind).to_dict())) == []
+    both = {"model_type": "ernie4_5_moe", "moe_num_experts": [4, 4], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [3, 3]}
+    assert list(contradictions(both)) == []  # text and vision
+
+
 def test_kind_of_a_config() -> None:
     assert kind_of({"architectures": ["Qwen3ForCausalLMPipe"]}) == "qwen3"
     assert kind_of({"model_type": "unheard_of", "architectures": ["Qwen3ForCausalLM"]}) is None
