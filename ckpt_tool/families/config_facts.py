@@ -201,7 +201,7 @@ FACTS: Mapping[str, Facts] = {
     "gemma3_text": Facts(
         "gemma3", "Gemma3ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_sixth"),
         megatron={**_GEMMA, "qk_layernorm": True},
-        defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "initializer_range": 0.02, "hidden_activation": "gelu_pytorch_tanh",
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "initializer_range": 0.02, "hidden_activation": "gelu_pytorch_tanh",
                   "max_position_embeddings": 131072, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                   "sliding_window": 4096, "query_pre_attn_scalar": 256},
         unsayable={"attention_bias": False},

@@ -118,6 +118,10 @@ def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), Mapping):
             told |= config[name]
+    if isinstance(
+        every := told.get("full_attention"), Mapping
+    ):  # Gemma 3 by transformers 5: windowed layers have their own
+        told = {key: value for key, value in told.items() if not isinstance(value, Mapping)} | dict(every)
     if not told and "rope_parameters" not in config:  # a class may have a rope of its own
         told |= defaults.get("rope_scaling", {})
     kind = told.pop("rope_type", None) or told.pop("type", None) or "default"

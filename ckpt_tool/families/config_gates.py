@@ -39,7 +39,7 @@ def _gelu_back(args: Arguments, out: Values) -> None:
 def _gated_gelu_to(model: Model, out: Values) -> None:
     out["geglu"] = True
     model.lost(
-        f"hidden_act {model.get('hidden_act')}: Megatron-LM's arguments have no gated GELU; Megatron-Bridge's layer has"
+        f"hidden_activation {model.get('hidden_activation')}: Megatron-LM's arguments have no gated GELU; Megatron-Bridge's layer has"
     )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if model.get(key) is not None:

@@ -68,6 +68,7 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
         if "latent" in facts.forms:  # whose attention asks for the factor whatever the type is
             told.setdefault("factor", 1.0)
         out["rope_scaling"] = told if rope["type"] != "default" or "factor" in told else None
+        notes += _windowed_rope(config, out)
         out.pop("rope_parameters", None)
         if rope["part"] != 1.0 or "partial_rotary_factor" in facts.defaults:
             out["partial_rotary_factor"] = rope["part"]
@@ -79,6 +80,17 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
     if "ahead" in facts.forms:
         out["num_nextn_predict_layers"] = model.get("num_nextn_predict_layers") or 0
     return Told(out, notes)
+
+
+def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
+    """Writes the base of a rope that windowed layers have for themselves (Gemma 3) under its older name."""
+    rope = config.get("rope_parameters")
+    local = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
+    base = local.get("rope_theta") if isinstance(local, Mapping) else config.get("rope_local_base_freq")
+    if base is None:
+        return ()
+    out["rope_local_base_freq"] = base
+    return (f"rope_local_base_freq {base}: PaddleFormers 1.2.0 has one rope for all layers",)
 
 
 def from_paddle(config: Mapping[str, Any]) -> Told:

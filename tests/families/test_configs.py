@@ -88,6 +88,7 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
     facts = FACTS[kind]
     loaded = transformers.AutoConfig.for_model(kind).to_dict()
     rope = loaded.pop("rope_parameters", {})
+    rope = rope.get("full_attention", rope)
     for key, value in facts.defaults.items():
         own = facts.keys.get(key, key)
         own = next((name for name in (own, *OTHER_WORDS.get(own, ())) if name in loaded), own)
@@ -255,3 +256,22 @@ def test_paddle_is_told_what_is_not_the_class_s_own(kind: str, key: str, value: 
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, key: config.pop(key)}
     told = paddle_config(config).config
     assert told[key] == value and from_paddle(told).config[key] == value
+
+
+def test_a_rope_for_each_kind_of_layers() -> None:
+    """Gemma 3 as transformers 5 saves it: the base and the scaling of the layers that see all are Megatron's and Paddle's."""
+    ropes = {"full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
+             "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"}}  # fmt: skip
+    config = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": ropes}
+    args = megatron_args(config).config
+    assert (args["rotary_base"], args["rotary_seq_len_interpolation_factor"]) == (500000, 8.0)
+    back = from_megatron({**args, "num_attention_heads": 4, "hidden_size": 32}).config
+    assert (back["rope_theta"], back["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 8.0})
+    told = paddle_config(config)
+    assert any("one rope" in note for note in told.notes) and "rope_parameters" not in told.config
+    found = transformers.Gemma3TextConfig(**from_paddle(told.config).config)
+    rope = {
+        kind: {key: value for key, value in said.items() if key != "type"}
+        for kind, said in found.rope_parameters.items()
+    }
+    assert rope == ropes
