@@ -1,8 +1,8 @@
 """The config of the model that a source holds, in the hub's words: from `--config`, config.json, or Megatron's arguments.
 
     config.json beside the weights                 as it is
-    Meta's params.json, nothing beside             what it says (`families.meta_params`)
-    Megatron's arguments, nothing beside           what they say (`families.configs`)
+    Meta's params.json, nothing beside             what it says (`families.config.meta`)
+    Megatron's arguments, nothing beside           what they say (`families.config.translation`)
     both                                           config.json, with what the arguments say otherwise, each told in a note
 
 A Megatron job may have trained on with another context or rope, and then its arguments are right and the file that was copied
@@ -50,7 +50,7 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
         return ModelConfig(config, file=config is not None)
     if family is None and reading is not None and reading.family:
         family = reading.family.partition(":")[0]
-    from ckpt_tool.families.configs import from_megatron
+    from ckpt_tool.families.config.translation import from_megatron
 
     if config is None:
         told = from_megatron(args, family)
@@ -82,7 +82,7 @@ def meta_config(opened: Opened) -> Mapping[str, Any] | None:
     params = own.get("params") if isinstance(own, Mapping) else None
     if not isinstance(params, Mapping):
         return None
-    from ckpt_tool.families.meta_params import hub_config
+    from ckpt_tool.families.config.meta import hub_config
 
     return hub_config(params, {row.name: row.shape for row in opened.catalog.rows()})
 
@@ -113,8 +113,8 @@ def centred_norms(opened: Opened) -> bool | None:
 
 def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     """config.json with what Megatron's arguments say otherwise."""
-    from ckpt_tool.families.config_facts import FACTS
-    from ckpt_tool.families.configs import differing, from_megatron, kind_of, megatron_args
+    from ckpt_tool.families.config.facts import FACTS
+    from ckpt_tool.families.config.translation import differing, from_megatron, kind_of, megatron_args
 
     kind = kind_of(config)
     if kind is None:
@@ -154,7 +154,7 @@ def check_config(model: ModelConfig) -> None:
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    from ckpt_tool.families.configs import contradictions
+    from ckpt_tool.families.config.translation import contradictions
 
     yield from contradictions(config)
 

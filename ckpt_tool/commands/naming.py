@@ -175,7 +175,7 @@ def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> t
         plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
         hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
     if target == "meta" and config is not None and renamed:
-        from ckpt_tool.families.meta_params import params_of
+        from ckpt_tool.families.config.meta import params_of
 
         params, lost = params_of(config)
         return {**hints, "meta": {"params": params}}, lost

@@ -3,7 +3,7 @@
     hf -> safetensors --dtype bf16      tokenizer, README: byte for byte; config.json: dtype is bfloat16 now
     hf -> megatron-dist                 all of them at the top of the folder, config.json as it was: the way back is exact
     megatron-dist -> safetensors        config.json from Megatron's arguments (`commands.model_config`)
-    hf -> paddle                        config.json in Paddle's words (`families.config_paddle`)
+    hf -> paddle                        config.json in Paddle's words (`families.config.paddle`)
 
 The one idea: a name is on the list or it is not copied: indexes, optimizers and a job's pickles of another save would only
 mislead. A config.json in which nothing is untrue is copied as it is. Files of code are copied as text, with a note; nothing here
@@ -118,7 +118,7 @@ def _belonging(
 ) -> tuple[Mapping[str, Any], list[str]]:
     """(config.json of the output, what to say of it)."""
     from ckpt_tool.core.quantisation import without
-    from ckpt_tool.families.config_paddle import from_paddle, is_paddle, paddle_config
+    from ckpt_tool.families.config.paddle import from_paddle, is_paddle, paddle_config
 
     dialect, notes = dialect_of(chosen, fmt), list[str]()
     config: Mapping[str, Any] = without(told, chosen.untrue) if chosen.untrue else told
@@ -147,7 +147,7 @@ def _settled(
     config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing, *, as_it_was: bool
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config as the tensors are that are written. as_it_was: a copy of the source's, in which only what it says may change."""
-    from ckpt_tool.families.configs import settled
+    from ckpt_tool.families.config.translation import settled
 
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
     if not model:
@@ -170,8 +170,8 @@ def _tied(
     config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
 ) -> bool | None:
     """Is the head the embedding? None where the tensors do not contradict the config."""
-    from ckpt_tool.families.config_facts import FACTS
-    from ckpt_tool.families.configs import kind_of
+    from ckpt_tool.families.config.facts import FACTS
+    from ckpt_tool.families.config.translation import kind_of
 
     kind = kind_of(config)
     if kind is None:

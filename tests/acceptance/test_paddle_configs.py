@@ -16,9 +16,9 @@ import pytest
 import transformers
 from test_paddle_loads import program, pytestmark
 
-from ckpt_tool.families.config_facts import FACTS
-from ckpt_tool.families.config_paddle import from_paddle, paddle_config
-from ckpt_tool.families.config_words import OTHER_WORDS
+from ckpt_tool.families.config.facts import FACTS
+from ckpt_tool.families.config.paddle import from_paddle, paddle_config
+from ckpt_tool.families.config.words import OTHER_WORDS
 
 __all__ = ["pytestmark"]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,

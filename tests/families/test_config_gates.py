@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.families.configs import from_megatron, megatron_args
+from ckpt_tool.families.config.translation import from_megatron, megatron_args
 
 transformers = pytest.importorskip("transformers", minversion="5")
 BASE = {"num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 10,

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.families.config_facts import FACTS
-from ckpt_tool.families.config_paddle import from_paddle, paddle_config
-from ckpt_tool.families.config_words import OTHER_WORDS
-from ckpt_tool.families.configs import contradictions, differing, from_megatron, kind_of, megatron_args, settled
+from ckpt_tool.families.config.facts import FACTS
+from ckpt_tool.families.config.paddle import from_paddle, paddle_config
+from ckpt_tool.families.config.translation import (
+    contradictions,
+    differing,
+    from_megatron,
+    kind_of,
+    megatron_args,
+    settled,
+)
+from ckpt_tool.families.config.words import OTHER_WORDS
 from ckpt_tool.families.registry import FAMILIES
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.families.meta_params import hub_config, params_of, width
+from ckpt_tool.families.config.meta import hub_config, params_of, width
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
 

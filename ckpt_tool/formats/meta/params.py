@@ -5,7 +5,7 @@
 
 Sources: llama-models (July 2025) `models/llama3/args.py`; mistral-inference 1.6 `args.py` (head_dim, hidden_dim); a `model`
 level around it, as some releases have, is stepped into (transformers 4.45, `convert_llama_weights_to_hf.py`). What it does
-not do: the width of the MLP from `multiple_of` and `ffn_dim_multiplier` (`families.meta_params`).
+not do: the width of the MLP from `multiple_of` and `ffn_dim_multiplier` (`families.config.meta`).
 """
 
 from __future__ import annotations

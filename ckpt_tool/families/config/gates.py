@@ -9,14 +9,14 @@
 Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`, `core/transformer/mlp.py`),
 transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026 (`models/gemma`, `models/gpt_oss`), NeMo 1
 `scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`.
-Cost: none. What it does not do: see `families.config_forms`.
+Cost: none. What it does not do: see `families.config.forms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
+from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
 
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 

@@ -1,7 +1,7 @@
 """Forms: what a config and Megatron's arguments say in other shapes, each as a pair of functions that undo each other.
 
 The one idea: `to(model, out)` writes arguments from a config, `back(arguments, out)` the config from arguments; a class lists its
-forms (`families.config_facts`). What the other side has no word for is a line in `notes`, never a guess.
+forms (`families.config.facts`). What the other side has no word for is a line in `notes`, never a guess.
 
     heads   num_key_value_heads = 2, head_dim = 8          group_query_attention = True, num_query_groups = 2, kv_channels = 8
     rope    rope_scaling = {rope_type: llama3, factor: 8}  use_rope_scaling = True, rope_scaling_factor = 8.0
@@ -10,7 +10,7 @@ forms (`families.config_facts`). What the other side has no word for is a line i
 Sources: Megatron-LM core 0.16.1 (`training/arguments.py`, `core/transformer/moe/moe_utils.py`, `core/transformer/utils.py`
 `is_layer_window_attention`, `core/models/common/embeddings/rotary_pos_embedding.py`), transformers 5.23 (`modeling_*.py`,
 `modeling_rope_utils.py`), Megatron-Bridge of August 2026 (`conversion/model_bridge.py`). Cost: none.
-What it does not do: choose the class, check shapes (`families.configs`).
+What it does not do: choose the class, check shapes (`families.config.translation`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.families.config_experts import EXPERT_FORMS
-from ckpt_tool.families.config_gates import GATE_FORMS
-from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
+from ckpt_tool.families.config.experts import EXPERT_FORMS
+from ckpt_tool.families.config.gates import GATE_FORMS
+from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.families import ernie_vision_config
-from ckpt_tool.families.config_facts import FACTS, Facts
-from ckpt_tool.families.config_forms import rope_of
-from ckpt_tool.families.config_words import OTHER_WORDS, Model, Values, sound
-from ckpt_tool.families.configs import Told, kind_of
+from ckpt_tool.families.config import ernie_vision
+from ckpt_tool.families.config.facts import FACTS, Facts
+from ckpt_tool.families.config.forms import rope_of
+from ckpt_tool.families.config.translation import Told, kind_of
+from ckpt_tool.families.config.words import OTHER_WORDS, Model, Values, sound
 
 VERSIONS = ("paddleformers_version", "paddlenlp_version")
 _SILENT: Mapping[str, Values] = {  # what PaddleFormers takes where transformers would take another
@@ -39,8 +39,8 @@ def is_paddle(config: Mapping[str, Any]) -> bool:
 
 def paddle_config(config: Mapping[str, Any]) -> Told:
     """The config as Paddle reads it, every value spelled out."""
-    if ernie_vision_config.is_nested(config):
-        return Told(*ernie_vision_config.flat(config))
+    if ernie_vision.is_nested(config):
+        return Told(*ernie_vision.flat(config))
     kind = kind_of(config)
     facts: Facts
     notes: tuple[str, ...]
@@ -95,8 +95,8 @@ def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
 
 def from_paddle(config: Mapping[str, Any]) -> Told:
     """The config as transformers reads it."""
-    if ernie_vision_config.is_flat(config):
-        return Told(ernie_vision_config.nested(config), ())
+    if ernie_vision.is_flat(config):
+        return Told(ernie_vision.nested(config), ())
     out = dict(config)
     classes = out.get("architectures")
     if isinstance(classes, list):

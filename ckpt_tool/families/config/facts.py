@@ -2,7 +2,7 @@
 
 The one idea: a class of transformers is a point among Megatron's arguments. `megatron` are the coordinates that the class fixes
 (a Qwen2 always has biases at q, k and v), `forms` those that its config tells, `defaults` what it takes where config.json is
-silent. So arguments name a class when the class, told back, gives the same arguments (`families.configs`).
+silent. So arguments name a class when the class, told back, gives the same arguments (`families.config.translation`).
 
     qk_layernorm, RMSNorm, swiglu, rope, no biases, no experts      -> qwen3
     the same without qk_layernorm                                   -> llama
@@ -25,7 +25,7 @@ class Facts:
 
     family: of `families.registry`. architecture: the class in transformers. keys: its own word for a key (`num_experts` ->
     `num_local_experts`). defaults: what transformers takes where config.json is silent. forms: names in
-    `families.config_forms`, in order. megatron, paddle: what the class fixes in Megatron's arguments, in a Paddle config.
+    `families.config.forms`, in order. megatron, paddle: what the class fixes in Megatron's arguments, in a Paddle config.
     unsayable: {key: value that Megatron can say}; another is told as lost.
     """
 

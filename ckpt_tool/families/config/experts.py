@@ -8,7 +8,7 @@
 A softmax over the chosen experts alone (`pre_softmax` off) is a softmax over all, divided by the sum of the chosen: what
 `norm_topk_prob` says. Sources: Megatron-LM core 0.16.1 `core/transformer/moe/moe_utils.py` (`topk_routing_with_score_function`,
 `group_limited_topk`), `core/models/gpt/gpt_layer_specs.py`; transformers 5.23 `modeling_*.py`. Cost: none. What it does not do:
-see `families.config_forms`.
+see `families.config.forms`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.families.config_words import LAYERS, Arguments, Form, Model, Values, same
+from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
 
 _EXPERTS = same(
     ("num_experts_per_tok", "moe_router_topk"), ("moe_intermediate_size", "moe_ffn_hidden_size"),

@@ -10,7 +10,7 @@ one whose arguments are the same, in all that decides what a model computes, is 
 `notes` say what is in the way of the nearest. What the other side has no word for is in `notes` too.
 
 The config that comes out is spelt so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`, `torch_dtype`).
-Cost: some 50 us a class. What it does not do: files (`commands.config`), Paddle's words (`families.config_paddle`).
+Cost: some 50 us a class. What it does not do: files (`commands.config`), Paddle's words (`families.config.paddle`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckpt_tool.families.config_experts import sparse_pattern
-from ckpt_tool.families.config_facts import (
+from ckpt_tool.families.config.experts import sparse_pattern
+from ckpt_tool.families.config.facts import (
     ARGUMENTS,
     EXPERT_ARGUMENTS,
     FACTS,
@@ -28,8 +28,8 @@ from ckpt_tool.families.config_facts import (
     ROPE_ARGUMENTS,
     Facts,
 )
-from ckpt_tool.families.config_forms import FORMS
-from ckpt_tool.families.config_words import Arguments, Model, Values, fits, sound, window_pattern
+from ckpt_tool.families.config.forms import FORMS
+from ckpt_tool.families.config.words import Arguments, Model, Values, fits, sound, window_pattern
 
 _SIZES = Facts("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
 

@@ -4,8 +4,8 @@
     Arguments(args, facts).get("rotary_percent")   1.0 where the arguments are silent, as in Megatron
     same(("num_hidden_layers", "num_layers"))      a form of one pair
 
-Source of the defaults: `families.config_facts`. Cost: none. What it does not do: forms of another shape (`families.config_forms`,
-`families.config_experts`).
+Source of the defaults: `families.config.facts`. Cost: none. What it does not do: forms of another shape (`families.config.forms`,
+`families.config.experts`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tool.families.config_facts import (
+from ckpt_tool.families.config.facts import (
     ARGUMENTS,
     EXPERT_ARGUMENTS,
     FACTS,
