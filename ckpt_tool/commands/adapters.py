@@ -226,6 +226,8 @@ def _as_wanted(
         and fmt.holds.dialect not in ("keep", home)
         and to != everything.sources[0].catalog.format
     ):
+        if not asked and named.all_hints.get("dialect") == FUSED:  # those in memory are no home of a format
+            writing = replace(writing, dialect=fmt.holds.dialect)
         return under_other_names(folded, reading, writing, fmt)
     if home is None:  # its names were the adapters' already
         return folded

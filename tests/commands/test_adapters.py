@@ -265,6 +265,8 @@ def test_a_base_in_another_format_folds_to_the_same(to, options, bases, tmp_path
     run(other, adapter, out=tmp_path / "same", reading=Reading(config=config))
     run(other, adapter, out=tmp_path / "hub", reading=Reading(config=config), to="safetensors", dialect="hf")
     assert_same(tmp_path / "want", tmp_path / "hub")
+    run(other, adapter, out=tmp_path / "unasked", reading=Reading(config=config), to="safetensors")
+    assert_same(tmp_path / "want", tmp_path / "unasked")
     convert(str(tmp_path / "want"), str(tmp_path / "wanted"), Reading(), Writing(to=to, **options), Silent())
     found = diff(str(tmp_path / "wanted"), str(tmp_path / "same"), Reading(), progress=Silent())
     assert found["equal"], found["differences"][:3]
