@@ -63,6 +63,22 @@ def test_no_pattern_hangs(pattern):
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.parametrize("pattern", ["((" + "^|" * 480 + "){1000}){1000}", "((" + "|" * 480 + "){1000}){1000}"])
+def test_no_step_is_free(pattern):
+    began = time.monotonic()
+    with pytest.raises(UsageError, match="too many steps"):
+        matches(pattern, "model.layers.1.self_attn.q_proj")
+    assert time.monotonic() - began < 1
+
+
+def test_many_patterns_share_their_steps():
+    began = time.monotonic()
+    with pytest.raises(UsageError, match="too many steps"):
+        first_match([f"(.*a){{{n}}}b" for n in range(10, 400)], "a" * 400 + "!")
+    assert time.monotonic() - began < 1
+    assert first_match([f"layers.{n}.q_proj" for n in range(20_000)], "model.layers.19999.q_proj")
+
+
 @pytest.mark.parametrize(
     "pattern", ["(?=a)", r"(a)\1", "(?i)a", "(", "a)", "[a", "*a", "a++", "a" * 2000, "(" * 40 + ")" * 40]
 )

@@ -11,7 +11,8 @@ where it may begin to the set of places where it may end, so nothing is tried tw
 
 Understood: literals, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}` (lazy ones too: only
 whether it matches is asked for), `^` and `$`. Look-around, back-references, flags and possessive repeats are an error.
-Source: PEFT 0.21.2 `utils/other.py` get_pattern_key. Cost: some microseconds a plain name, at most `STEPS` steps.
+Source: PEFT 0.21.2 `utils/other.py` get_pattern_key. Cost: some microseconds a plain name, at most
+`STEPS` steps a module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import lru_cache
 
 from ckpt_tool.errors import UsageError
 
-LENGTH, DEPTH, COUNT, STEPS = 1024, 16, 1000, 200_000
+LENGTH, DEPTH, COUNT, STEPS, STEPS_EACH = 1024, 16, 1000, 200_000, 64
 REFUSED = "E1426"
 Places = frozenset[int]
 Step = Callable[["_Run", Places], Places]
@@ -32,28 +33,33 @@ _REPEAT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
 
 
 class _Run:
-    """One name being matched, and what it may still cost."""
+    """One name being matched, and what it may still cost: `STEPS`, and `STEPS_EACH` for each pattern."""
 
-    def __init__(self, pattern: str, name: str) -> None:
-        self.name, self._pattern, self._left = name, pattern, STEPS
+    def __init__(self, name: str, patterns: int = 1) -> None:
+        self.name, self.pattern, self._left = name, "", STEPS + patterns * STEPS_EACH
+        self.begins = frozenset((0, *(i + 1 for i, char in enumerate(name) if char == ".")))
 
     def spend(self, steps: int) -> None:
         self._left -= steps
         if self._left < 0:
-            raise _refused(self._pattern, "it takes too many steps to match")
+            raise _refused(self.pattern, "it takes too many steps to match, alone or with those before it")
 
 
 def first_match(patterns: Iterable[str], module: str) -> str | None:
     """The first of `patterns` that fits the module, as PEFT picks it. Raises UsageError E1426 for one that is not understood."""
-    return next((pattern for pattern in patterns if matches(pattern, module)), None)
+    patterns = tuple(patterns)
+    run = _Run(module, len(patterns))
+    return next((pattern for pattern in patterns if _matches(pattern, run)), None)
 
 
 def matches(pattern: str, module: str) -> bool:
     """Does `module`, or what of it stands behind a dot, match the whole pattern? Raises UsageError E1426."""
-    step = _compiled(pattern)
-    run = _Run(pattern, module)
-    begins = frozenset((0, *(i + 1 for i, char in enumerate(module) if char == ".")))
-    return len(module) in step(run, begins)
+    return _matches(pattern, _Run(module))
+
+
+def _matches(pattern: str, run: _Run) -> bool:
+    run.pattern = pattern
+    return len(run.name) in _compiled(pattern)(run, run.begins)
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +97,11 @@ def _char(fits: Callable[[str], bool]) -> Step:
 
 
 def _at(fits: Callable[[int, str], bool]) -> Step:
-    return lambda run, begins: frozenset(i for i in begins if fits(i, run.name))
+    def step(run: _Run, begins: Places) -> Places:
+        run.spend(len(begins) + 1)
+        return frozenset(i for i in begins if fits(i, run.name))
+
+    return step
 
 
 def _all(steps: list[Step]) -> Step:
@@ -108,7 +118,12 @@ def _all(steps: list[Step]) -> Step:
 def _any(steps: list[Step]) -> Step:
     if len(steps) == 1:
         return steps[0]
-    return lambda run, begins: frozenset().union(*(each(run, begins) for each in steps))
+
+    def step(run: _Run, begins: Places) -> Places:
+        run.spend(len(steps) * (len(begins) + 1))
+        return frozenset().union(*(each(run, begins) for each in steps))
+
+    return step
 
 
 def _times(inner: Step, least: int, most: int | None) -> Step:
