@@ -42,6 +42,10 @@ def merge(
     Raises UsageError E1440-E1445, InputError E1446-E1449, and what reading and writing raise.
     """
     asked = Asked(method or "union", **options)
+    if on_conflict != "error" and (config is not None or asked.method != "union"):
+        raise UsageError(
+            "--on-conflict is of union alone", code="E1442", place="ckpt merge", hint="adapters and arithmetic have no conflicts"
+        )  # fmt: skip
     if config is not None:
         return merge_models(_configured(config, asked), dst, reading, writing, progress)
     sources = [src for path in sources for src in _checkpoints(path, asked, reading)]
@@ -51,10 +55,6 @@ def merge(
         _refuse(asked, but=("--weight",))
         return fold(sources, dst, reading, writing, progress, weights=asked.weights)
     if asked.method != "union":
-        if on_conflict != "error":
-            raise UsageError(
-                "--on-conflict is of union alone", code="E1442", hint="arithmetic merges have no conflicts"
-            )
         return merge_models(job_of(asked, sources), dst, reading, writing, progress)
     _refuse(asked, but=("--last",))
     opened = [open_source(src, reading) for src in sources]

@@ -67,8 +67,11 @@ def job_of(asked: Asked, sources: Sequence[str]) -> Job:
     elif base is not None and base not in models:
         models.append(base)
     tasks = [model for model in models if method.base == "none" or model != base]
-    own = {"weight": _each(weights, tasks, "--weight", faults)}
-    own["density"] = _each(asked.density, tasks, "--density", faults)
+    own = {
+        name: _each(values, tasks, f"--{name}", faults) if name in method.parameters else [setting(*values[:1])] * len(tasks)
+        for name, values in (("weight", weights), ("density", asked.density)) if values
+    }  # fmt: skip
+    faults += _idle(asked, method)
     parts = [
         Part(model, {name: values[tasks.index(model)] for name, values in own.items() if values and model in tasks})
         for model in models
@@ -118,14 +121,23 @@ def _decaying(asked: Asked, count: int, faults: list[str]) -> tuple[float, ...]:
     return tuple(asked.decay ** (count - 1 - k) * (rest if k else 1) for k in range(count))
 
 
+def _idle(asked: Asked, method: Method) -> list[str]:
+    """Options that the method has and that change nothing here, one line each."""
+    faults = (
+        [f"--seed: {asked.method} leaves nothing to chance"] if asked.seed is not None and not method.by_chance else []
+    )
+    if method.trim and not any(density < 1 for density in asked.density):
+        faults += [f"{option}: nothing is trimmed without a --density below 1" for option, value in
+                   (("--gamma", asked.gamma), ("--epsilon", asked.epsilon)) if value is not None]  # fmt: skip
+    return faults
+
+
 def _notes(asked: Asked, method: Method) -> tuple[str, ...]:
     notes = []
     if method.trim and not asked.density:
         notes.append(f"{method.name} without --density keeps task vectors whole")
     if asked.decay is not None and asked.method != EMA:
         raise UsageError("--decay is of --method ema alone", code="E1442", place="ckpt merge")
-    if asked.seed is not None and method.trim not in ("chance", "ranks"):
-        notes.append(f"--seed: {method.name} leaves nothing to chance")
     return tuple(notes)
 
 

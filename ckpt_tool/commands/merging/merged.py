@@ -18,7 +18,7 @@ from ckpt_tool.commands.computed import refuse_saved_plan, with_computed
 from ckpt_tool.commands.merging.groups import Group, Grouping
 from ckpt_tool.commands.merging.models import TENSORS, Model, check_models, open_models, sliced_config, without_training
 from ckpt_tool.commands.merging.recipes import moved, parameter_faults, recipe_of
-from ckpt_tool.commands.merging.settings import Job
+from ckpt_tool.commands.merging.settings import Job, idle_filters
 from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys
@@ -115,6 +115,7 @@ def _groups(
     groups = grouping.groups()
     faults = [*grouping.faults, *dict.fromkeys(fault for group in groups if (fault := _dtype_fault(group)))]
     wrong = [*grouping.wrong, *dict.fromkeys(fault for group in groups for fault in parameter_faults(job, group))]
+    wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
     if faults:
         raise InconsistentCheckpoint(
             f"the merge can't be made: {faults[0]}", code=TENSORS, faults=[*faults[1:500], *wrong[:100]],

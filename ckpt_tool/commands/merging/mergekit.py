@@ -85,6 +85,8 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
     settings = _settings(data.get("parameters"), "/parameters", method, faults)
     dtype = _dtype(data, faults)
     _check_tokenizer(data, base, slices, faults)
+    if method and seed is not None and not method.by_chance:
+        faults.add("", f"--seed: {method.name} leaves nothing to chance")
     if method and slices and not faults:
         slices, idle = _without_idle(slices, base, method)
         notes = (*_notes(data, settings), *idle)

@@ -42,6 +42,10 @@ class Method(NamedTuple):
     def of_task_vectors(self) -> bool:
         return "lambda" in self.parameters
 
+    @property
+    def by_chance(self) -> bool:
+        return self.trim in ("chance", "ranks")
+
 
 def _flag(default: bool) -> Parameter:
     return Parameter("shared", default, "flag")

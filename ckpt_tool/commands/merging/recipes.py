@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
+from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.commands.merging.groups import Group
@@ -20,8 +22,9 @@ def parameter_faults(job: Job, group: Group) -> list[str]:
     """What is wrong with a group's parameters taken together, one line each."""
     faults = []
     weights = _given(group.own.get("weight", ()))
-    if group.shared.get("normalize") and sum(weights) == 0 and not job.method.consensus:
-        faults.append(f"{group.name}: the weights sum to 0, so they can't be normalized")
+    if group.shared.get("normalize") and not job.method.consensus and (total := _single_sum(weights)) in (0, inf):
+        what = "0 in fp32" if total == 0 and sum(weights) != 0 else "0" if total == 0 else "more than fp32 has"
+        faults.append(f"{group.name}: the weights sum to {what}, so they can't be normalized")
     for density, epsilon in zip(
         _given(group.own.get("density", ())), _given(group.own.get("epsilon", ())), strict=False
     ):
@@ -95,6 +98,17 @@ def _trim(job: Job, group: Group, number: int) -> Trim | None:
         kind, density[number], gamma[number] if gamma else 0.0, epsilon[number] if epsilon else 0.0,
         stream(job.seed, number, group.name),
     )  # fmt: skip
+
+
+def _single_sum(weights: Sequence[float]) -> float:
+    """The size of their sum as fp32 has it, inf beyond."""
+    total = 0.0
+    try:
+        for weight in weights:
+            (total,) = unpack("f", pack("f", total + unpack("f", pack("f", weight))[0]))
+    except OverflowError:
+        return inf
+    return abs(total)
 
 
 def _share(weights: Sequence[float]) -> float:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tool.commands.merging.methods import Method, Parameter
+from ckpt_tool.errors import near_misses
 
+LARGEST = 3.4028234663852886e38  # of fp32
 Value = float | bool
 Gradient = tuple[Value, ...]
 
@@ -110,7 +112,7 @@ def value_of(job: Job, slice_: Slice, part: Part | None, name: str, place: Place
 
 def _evaluated(setting: Setting, place: Place) -> Value | None:
     for case in setting:
-        if case.filter in ("", "*") or case.filter in place.name:
+        if _for_all(case) or case.filter in place.name:
             return _along(case.values, place.t)
     return None
 
@@ -129,6 +131,8 @@ def _along(values: Gradient, t: float) -> Value:
 def _checked(name: str, parameter: Parameter, value: Value) -> Value:
     if parameter.kind == "flag":
         return value
+    if abs(value) > LARGEST:
+        raise ValueError(f"{name} is {value:g}, beyond fp32, which merges compute in")
     if value < parameter.low or value > parameter.high or parameter.above and value <= parameter.low:
         bounds = f"{'above' if parameter.above else 'from'} {parameter.low:g} to {parameter.high:g}"
         raise ValueError(f"{name} is {value:g}, want {bounds}")
@@ -149,7 +153,28 @@ def misplaced(job: Job, slice_: Slice, settings: Settings, part: Part | None) ->
             faults.append(f"{name}: the base {part.model} takes none")
         else:
             faults += _out_of_bounds(name, parameter, settings[name])
+            if any(_for_all(case) for case in settings[name][:-1]):
+                faults.append(f"{name}: a case without a filter is for all names, those behind it are never reached")
     return faults
+
+
+def idle_filters(job: Job, names: Sequence[str]) -> list[str]:
+    """Filters that are in none of the `names`, one line each: most often a slip, and the value is never used."""
+    scopes = [
+        job.settings,
+        *(each.settings for each in job.slices),
+        *(p.settings for each in job.slices for p in each.parts),
+    ]
+    cases = [
+        (name, case.filter) for scope in scopes for name, cases in scope.items() for case in cases if not _for_all(case)
+    ]
+    parts = {part for each in names for part in each.split(".")}
+    return [f"{name}: no tensor's name has the filter {text!r} in it{f'; {near}' if (near := near_misses(text, parts)) else ''}"
+            for name, text in dict.fromkeys(cases) if not any(text in each for each in names)]  # fmt: skip
+
+
+def _for_all(case: Case) -> bool:
+    return case.filter in ("", "*")
 
 
 def _out_of_bounds(name: str, parameter: Parameter, setting: Setting) -> Iterator[str]:

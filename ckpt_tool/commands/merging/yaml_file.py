@@ -14,6 +14,7 @@ from ckpt_tool.errors import CkptError, UsageError, wrap_os_error
 LIMIT = 256 << 10  # bytes; those of real merges have some hundred
 NODES = 20_000  # of the tree, aliases taken apart
 DEPTH = 32
+DIGITS = 400  # of a number; sexagesimal ones grow without bounds
 CODE = "E1443"
 
 
@@ -84,10 +85,12 @@ class _Values:
             if kind == "null":
                 return None
             try:
-                if kind in ("bool", "int", "float"):
+                if kind in ("bool", "int", "float") and len(node.value) <= DIGITS:
                     return self._scalars.construct_object(node)
-            except (ValueError, OverflowError) as e:
+            except (ValueError, OverflowError, LookupError) as e:
                 raise self._fault(node, f"{node.value[:40]!r} is no {kind}") from e
+            if kind in ("bool", "int", "float"):
+                raise self._fault(node, f"{node.value[:40]!r}... is no {kind} of at most {DIGITS} characters")
         raise self._fault(node, f"the tag {node.tag[:80]} asks for more than plain values")
 
     def _plain(self, node: Any, kind: str) -> None:

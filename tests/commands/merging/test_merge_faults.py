@@ -52,6 +52,15 @@ def said(error: CkptError) -> str:
         ("linear", {"decay": 0.5}, ["--decay is of --method ema alone"]),
         ("union", {"weight": (1, 2), "seed": 3}, ["--weight, --seed: no option of merge --method union", "E1442"]),
         ("linear", {"on_conflict": "last"}, ["--on-conflict is of union alone"]),
+        ("lora", {"on_conflict": "first"}, ["--on-conflict is of union alone"]),
+        ("slerp", {"t": 0.5, "weight": (1, 1)}, ["weight: no parameter of slerp"]),
+        ("linear", {"weight": (1e39, 1)}, ["weight is 1e+39, beyond fp32"]),
+        ("linear", {"weight": (3e38, 3e38)}, ["the weights sum to more than fp32 has"]),
+        ("linear", {"weight": (1e-50, 1e-50)}, ["the weights sum to 0 in fp32"]),
+        ("linear", {"weight": (1, -1.00000000001)}, ["the weights sum to 0 in fp32"]),
+        ("linear", {"seed": 3}, ["--seed: linear leaves nothing to chance"]),
+        ("breadcrumbs", {"base": "m0", "gamma": 0.1}, ["--gamma: nothing is trimmed without a --density below 1"]),
+        ("della", {"base": "m0", "density": 1, "epsilon": 0.1}, ["--epsilon: nothing is trimmed"]),
         ("linear", {"state": "optimizer"}, ["optimizer states of several jobs have no mean"]),
         ("linear", {"plan": "p.json"}, ["E0264"]),
     ],
@@ -141,6 +150,10 @@ GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1
         ("merge_method: ties\nmodels: [{{model: {0}, parameters: {{weight: 1}}}}]", ["needs a base"]),
         ("merge_method: slerp\nbase_model: {0}\nmodels: [{{model: {1}, parameters: {{t: 1}}}}]", ["one for the whole merge, not for the model"]),
         ("merge_method: ties\nbase_model: {0}\nslices: [{{sources: [{{model: {1}, layer_range: [0, 1]}}]}}]", ["is not among the models"]),
+        (GOOD + "parameters: {{weight: [{{filter: mpl, value: 1}}, {{value: 2}}]}}", ["weight: no tensor's name has the filter 'mpl' in it; did you mean mlp"]),
+        (GOOD + "parameters: {{weight: [{{value: 2}}, {{filter: mlp, value: 1}}]}}", ["those behind it are never reached"]),
+        ("merge_method: !!bool abc", ["'abc' is no bool"]),
+        ("merge_method: " + ":".join(["59"] * 20000), ["is no int of at most 400 characters"]),
         ("3", ["no mapping"]), ("", ["no mapping"]),
         ("models: [", ["not YAML", "E1443"]),
         ("a: 1\na: 2", ["'a' stands twice"]),
@@ -173,6 +186,12 @@ def test_a_config_says_all(models: Models, tmp_path: Path) -> None:
     (tmp_path / "merge.yaml").write_text(GOOD.format(*paths))
     text = said(fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", weight=(1, 2), t=0.5))
     assert "--weight, --t: no option of --config" in text
+    assert "--seed: linear leaves nothing to chance" in said(
+        fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", seed=3)
+    )
+    assert "--on-conflict is of union alone" in said(
+        fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", on_conflict="last")
+    )
     assert "--config says the method" in said(
         fault(UsageError, out=tmp_path / "out", config=tmp_path / "merge.yaml", method="ties")
     )

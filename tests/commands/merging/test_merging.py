@@ -234,10 +234,9 @@ def test_the_same_bits_whatever_the_machine_does(method: str, models: Models, tm
         got = tensors_of(tmp_path / f"out{number}")
         assert got.keys() == want.keys()
         assert all(torch.equal(got[name], want[name]) for name in want), options
-    merged(method, paths, tmp_path / "again", seed=6)
-    assert all(torch.equal(want[k], v) for k, v in tensors_of(tmp_path / "again").items()) != (
-        method in ("della", "dare-linear")
-    )
+    if method in ("della", "dare-linear"):
+        merged(method, paths, tmp_path / "again", seed=6)
+        assert any(not torch.equal(want[k], v) for k, v in tensors_of(tmp_path / "again").items())
 
 
 def test_models_of_megatron_come_back_as_megatrons(models: Models, tmp_path: Path) -> None:
