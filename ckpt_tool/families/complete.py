@@ -20,6 +20,7 @@ from ckpt_tool.core.quantised import part_of
 from ckpt_tool.families.base import Config, Family
 from ckpt_tool.families.table import Table, form_of, instances
 
+_LAST_NORMS = (".norm.weight", ".ln_f.weight", ".final_layernorm.weight")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -107,7 +108,8 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
     causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     tied = (config or {}).get("tie_word_embeddings")
     for ends, wanted in ((("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight"), True),
+                         (_LAST_NORMS, True),
                          (("lm_head.weight", "output_layer.weight"), causal and tied is False)):  # fmt: skip
-        known = [form for form in table.left if form.endswith(ends) and "%d" not in form]
+        known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
         if wanted and known and not have & set(known):
             yield known[0]

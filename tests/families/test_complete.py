@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from family_models import config_of, hub_shapes
@@ -26,6 +27,13 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     names = names_in(family, dialect, config)
     assert missing(family, dialect, names, config) == [] and strange(family, dialect, names) == []
     assert missing(family, dialect, names, None) == []
+    (norm,) = (
+        name
+        for name in names
+        if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|final_layernorm)\.weight", name)
+        and not re.search(r"\.\d+\.", name)
+    )
+    assert missing(family, dialect, [name for name in names if name != norm], config) == [norm]
     draw = random.Random(7)
     inside = [name for name in names if any(part.isdigit() for part in name.split("."))]
     inside = [

@@ -187,6 +187,8 @@ def test_hugging_face_transposes():
     assert rules.transposed_in_hf("model.layers.0.mlp.experts.3.down_proj.weight", 2, qwen)
     assert rules.transposed_in_hf("model.layers.0.mlp.gate.weight", 2, LLAMA) is False
     assert rules.transposed_in_hf("model.embed_tokens.weight", 2, qwen) is False
+    for kind in ("gemma3_text", "gemma3"):
+        assert rules.transposed_in_hf("lm_head.weight", 2, {"model_type": kind})
     assert rules.transposed_in_hf("lm_head.weight", 2, qwen) is False
     assert rules.transposed_in_hf("model.layers.0.self_attn.qkv_proj.weight", 2, qwen) is False
     assert rules.transposed_in_hf("model.layers.0.self_attn.q_proj.bias", 1, qwen) is False

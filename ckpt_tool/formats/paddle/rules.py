@@ -364,7 +364,7 @@ _TRANSPOSED: dict[str, tuple[str, ...]] = {  # patterns of modules, as PaddleFor
         "eh_proj",
     ),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    "gemma3_text": (*_SEVEN, "lm_head"),
+    **dict.fromkeys(("gemma3_text", "gemma3"), (*_SEVEN, "lm_head")),
     "kimi_k2": (*_SEVEN, "proj", "up_gate_proj", "qkv_proj"),
     "qwen2_5_vl": (*_VISION, r"merger.mlp\.\d+"),
     "qwen3_vl": (*_VISION, r"linear_fc\d+"),
