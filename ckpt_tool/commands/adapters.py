@@ -25,6 +25,7 @@ from ckpt_tool.commands.convert import choose
 from ckpt_tool.commands.dequantized import dequantized
 from ckpt_tool.commands.folding.changed import Adapter, changed
 from ckpt_tool.commands.folding.opened import open_adapter
+from ckpt_tool.commands.folding.settings import LARGEST
 from ckpt_tool.commands.folding.targets import Matched, Tokens, match
 from ckpt_tool.commands.model_config import config_of
 from ckpt_tool.commands.naming import under_other_names
@@ -34,11 +35,11 @@ from ckpt_tool.commands.tied_head import TIED as TIE
 from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats import registry
 
 OPTION = "--method lora"
-USAGE, WEIGHTS, OTHER_BASE, TIED = "E1420", "E1421", "E1424", "E1425"
+USAGE, WEIGHTS, OTHER_BASE, TIED, PARTS = "E1420", "E1421", "E1424", "E1425", "E1434"
 HUB, FUSED, PADDLE = "hf", "hf-fused", "paddle"
 _TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -65,6 +66,8 @@ def fold(
             hint="ckpt merge BASE ADAPTER... OUT --method lora",
         )  # fmt: skip
     refuse_saved_plan(writing, OPTION)
+    if beyond := [weight for weight in weights if abs(weight) > LARGEST]:
+        raise UsageError(f"--weight {beyond[0]:g} is beyond fp32", code=WEIGHTS, hint="adapters are folded in fp32")
     if weights and len(weights) != len(sources) - 1:
         raise UsageError(
             f"{len(weights)} weights for {len(sources) - 1} adapters", code=WEIGHTS,
@@ -135,6 +138,7 @@ def _matched(
         tried.append((named, _against(named, adapters, reading)))
         if not any(each.faults for each in tried[-1][1]):
             named, found = tried[-1]
+            _refuse_parts(adapters, found, reading)
             _refuse_tied(named, adapters, found, reading)
             return named, found
         if not any(each.missing for each in tried[-1][1]):
@@ -176,6 +180,18 @@ def _of_another_base(
         f"the adapter is not one of this base: {first}", code=OTHER_BASE, path=adapter.opened.path,
         faults=[fault for _, fault in faults[1:200]], hint=hint,
     )  # fmt: skip
+
+
+def _refuse_parts(adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
+    """Raise Incomplete E1434 for an adapter that lacks what its config speaks of, or that holds nothing at all."""
+    for adapter, each in zip(adapters, found, strict=True):
+        lacks = () if reading.lenient else each.absent
+        if not lacks and each.changes:
+            continue
+        raise Incomplete(
+            f"the adapter is not whole: {lacks[0] if lacks else 'it holds no tensor'}", code=PARTS, path=adapter.opened.path,
+            faults=lacks[1:200], hint="fetch or save it again" + ("; --lenient folds the part that is there" if lacks else ""),
+        )  # fmt: skip
 
 
 def _against(named: Chosen, adapters: Sequence[Adapter], reading: Reading) -> list[Matched]:

@@ -129,6 +129,7 @@ def test_kinds_of_changes():
     [
         ({f"{P}q.lora_A.weight": (2, 4)}, {}, "the other half"),
         ({f"{P}q.lora_A.weight": (8,), f"{P}q.lora_B.weight": (6, 2)}, {}, "no pair"),
+        ({f"{P}q.lora_A.weight": (), f"{P}q.lora_B.weight": ()}, {}, "no pair"),
         (pair("q", 4, 6, rank=3), {}, "rank 3, and the config says 2"),
         (pair("q", 5, 6), {}, "don't fit q.weight of shape [6, 4]"),
         (pair("q", 4, 6), {"use_dora": True}, "there is no lora_magnitude_vector"),

@@ -420,8 +420,12 @@ def test_what_is_no_sum_is_refused_by_name(config, bases, plain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [{"r": "8"}, {"lora_alpha": None}, {"rank_pattern": ["q"]}, {"trainable_token_indices": 7}]
-)
+    "config",
+    [
+        {"r": "8"}, {"lora_alpha": None}, {"rank_pattern": ["q"]}, {"trainable_token_indices": 7}, {"lora_alpha": 10**400},
+        {"lora_alpha": 1e39}, {"use_rslora": "true"}, {"use_dora": 1}, {"fan_in_fan_out": "no"},
+    ],
+)  # fmt: skip
 def test_a_config_that_makes_no_sense(config, bases, plain, tmp_path):
     refused("E1423", 3, bases("llama"), edited(plain, tmp_path / "x", **config), tmp_path=tmp_path)
 
@@ -431,11 +435,43 @@ def test_a_pattern_that_would_hang(bases, plain, tmp_path):
     refused("E1426", 2, bases("llama"), adapter, tmp_path=tmp_path)
 
 
+def test_an_adapter_that_was_cut_short_is_told(bases, tmp_path):
+    """PEFT warns of it and goes on; half a fold looks like a whole one."""
+    base = bases("llama")
+    whole = save_adapter(
+        "llama", tmp_path / "whole", r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+    )
+    tensors = load(whole)
+
+    def cut(name, *gone, **config):
+        edited(whole, tmp_path / name, **config)
+        kept = {key: value for key, value in tensors.items() if not any(part in key for part in gone)}
+        save_file(kept, tmp_path / name / "adapter_model.safetensors")
+        return tmp_path / name
+
+    told = refused("E1434", 3, base, cut("layer", "layers.1"), tmp_path=tmp_path)
+    assert (
+        "model.layers.1.self_attn.q_proj" in f"{told.message} {told.faults}"
+        and "--lenient" in told.hint
+        and len(told.faults) == 1
+    )
+    assert "lm_head.weight" in refused("E1434", 3, base, cut("head", "lm_head"), tmp_path=tmp_path).message
+    assert (
+        "no tensor"
+        in refused("E1434", 3, base, cut("none", "."), reading=Reading(lenient=True), tmp_path=tmp_path).message
+    )
+    tokens = cut("tokens", trainable_token_indices=[1])
+    assert "trainable_tokens_delta" in refused("E1434", 3, base, tokens, tmp_path=tmp_path).message
+    run(base, cut("one", "layers.1", layers_to_transform=[0]), out=tmp_path / "out_one")
+    run(base, cut("part", "layers.1"), out=tmp_path / "out", reading=Reading(lenient=True))
+
+
 def test_usage(bases, plain, tmp_path):
     base = bases("llama")
     refused("E1420", 2, base, tmp_path=tmp_path)
     refused("E1420", 2, base, base, tmp_path=tmp_path)
     refused("E1421", 2, base, plain, weights=(1.0, 2.0), tmp_path=tmp_path)
+    refused("E1421", 2, base, plain, weights=(1e39,), tmp_path=tmp_path)
     refused("E0264", 2, base, plain, plan_file=str(tmp_path / "p"), tmp_path=tmp_path)
     dora = save_adapter("llama", tmp_path / "dora", r=2, use_dora=True, target_modules=["q_proj"])
     refused("E1421", 2, base, dora, weights=(0.5,), tmp_path=tmp_path)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any
 
 from ckpt_tool.commands.folding.pattern import first_match
 from ckpt_tool.errors import CorruptFile, UsageError
 
 REFUSED, MALFORMED = "E1422", "E1423"
+LARGEST = 3.4028234663852886e38  # of fp32
 # settings -> why an adapter that has them is no sum with its base
 _VARIANTS = {
     "layer_replication": "its model repeats layers of the base, which has to be built first",
@@ -34,6 +35,11 @@ _VARIANTS = {
     "use_qalora": "QALoRA pools its inputs",
 }
 _OWN_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_PARTIAL = (
+    "layers_to_transform",
+    "layers_pattern",
+    "exclude_modules",
+)  # with these not every module of a name is a target
 _KNOWN = frozenset((
     *_VARIANTS, "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora", "use_dora",
@@ -46,7 +52,8 @@ _KNOWN = frozenset((
 @dataclass(frozen=True, slots=True)
 class Settings:
     """rank_pattern, alpha_pattern: module pattern -> value, in the file's order. tokens: rows of an embedding, by the module's
-    ending, "" for the model's own. parameters: `target_parameters`. weight: what the user multiplies the adapter by."""
+    ending, "" for the model's own. parameters: `target_parameters`. weight: what the user multiplies the adapter by. targets, saved: module endings of which nothing may be
+    absent (`folding.absent`)."""
 
     path: str
     rank: int
@@ -61,6 +68,8 @@ class Settings:
     tied: bool
     base: str
     weight: float = 1.0
+    targets: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
         found = first_match(self.rank_pattern, module)
@@ -87,15 +96,22 @@ def settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0, le
         alpha=take.number("lora_alpha", config.get("lora_alpha", 8)),
         rank_pattern={key: take.whole(f"rank_pattern/{key}", value) for key, value in take.table("rank_pattern").items()},
         alpha_pattern={key: take.number(f"alpha_pattern/{key}", v) for key, v in take.table("alpha_pattern").items()},
-        rslora=config.get("use_rslora") is True,
-        dora=config.get("use_dora") is True,
-        fan_in_fan_out=config.get("fan_in_fan_out") is True,
+        rslora=take.flag("use_rslora"),
+        dora=take.flag("use_dora"),
+        fan_in_fan_out=take.flag("fan_in_fan_out"),
         tokens={key: take.rows(value) for key, value in (tokens if isinstance(tokens, dict) else {"": tokens or []}).items()},
         parameters=take.words("target_parameters"),
-        tied=config.get("ensure_weight_tying") is True,
+        tied=take.flag("ensure_weight_tying"),
         base=str(config.get("base_model_name_or_path") or ""),
         weight=weight,
+        targets=() if lenient or any(config.get(name) for name in _PARTIAL) else _endings(config.get("target_modules")),
+        saved=() if lenient else _endings(config.get("modules_to_save")),
     )  # fmt: skip
+
+
+def _endings(value: Any) -> tuple[str, ...]:
+    """A list of module endings; nothing for a pattern, which is not looked into."""
+    return tuple(each for each in value if type(each) is str) if isinstance(value, list) else ()
 
 
 def paddle_settings_of(config: Mapping[str, Any], path: str, *, weight: float = 1.0) -> Settings:
@@ -150,9 +166,15 @@ class _Taken:
         return value
 
     def number(self, place: str, value: Any) -> float:
-        if type(value) not in (int, float) or not isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:
             raise self._malformed(place, value, "a number")
         return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._config.get(name)
+        if value is not None and type(value) is not bool:
+            raise self._malformed(name, value, "true or false")
+        return value is True
 
     def table(self, name: str) -> dict[str, Any]:
         value = self._config.get(name) or {}

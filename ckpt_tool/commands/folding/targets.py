@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.commands.folding import names as kinds
+from ckpt_tool.commands.folding.absent import absent
 from ckpt_tool.commands.folding.names import Part, part_of, root_for
 from ckpt_tool.commands.folding.settings import Settings
 from ckpt_tool.core.tensor import LogicalTensor
@@ -59,12 +60,14 @@ Change = Low | Bias | Tokens | Whole
 
 
 class Matched(NamedTuple):
-    """changes: base tensor -> what the adapter does to it. faults: one line each; missing: base tensors that it asks for."""
+    """changes: base tensor -> what the adapter does to it. faults: one line each; missing: base tensors that it asks for;
+    absent: what its config speaks of and it lacks."""
 
     changes: Mapping[str, list[Change]]
     faults: tuple[str, ...]
     missing: tuple[str, ...]
     notes: tuple[str, ...]
+    absent: tuple[str, ...] = ()
 
 
 def match(
@@ -133,7 +136,11 @@ class _Matching:
             self._plain(module, row)
         for module, levels in stacked.items():
             self._stacked(module, levels)
-        return Matched(self.changes, tuple(self.faults), tuple(self.missing), tuple(self.notes))
+        adapted = {module for module, _ in self.parts}
+        lacks = absent(self.base, adapted, self.whole, self.settings)
+        if any(self.settings.tokens.values()) and not any(kinds.TOKENS in row for row in self.parts.values()):
+            lacks.append("trainable_tokens_delta: the config names rows of an embedding")
+        return Matched(self.changes, tuple(self.faults), tuple(self.missing), tuple(self.notes), tuple(lacks))
 
     # -- whole tensors --------------------------------------------------------------------------------------------------
 
@@ -166,6 +173,8 @@ class _Matching:
             and a is not None
             and b is not None
             and len(target.shape) == 2
+            and a.shape
+            and b.shape
             and b.shape[0] != prod(a.shape[1:])
         ):
             self.turned.setdefault(module.rpartition(".")[2], set()).add(
