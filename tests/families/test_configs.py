@@ -221,6 +221,8 @@ JUNK: list[Any] = [
     {"a": 1},
     {"rope_type": []},
     {"factor": "x"},
+    {"partial_rotary_factor": {"a": 1}},
+    {"full_attention": {"factor": {"a": 1}}},
 ]
 
 

@@ -92,7 +92,8 @@ def fits(key: str, value: Any) -> bool:
 def _fits_rope(name: Any, value: Any) -> bool:
     """An entry of a rope's record, which may hold a record for each kind of layer."""
     if isinstance(value, Mapping):
-        return all(_fits_rope(inner, each) for inner, each in value.items() if not isinstance(each, Mapping))
+        plain = name in _ROPE_NUMBERS or name in ("rope_type", "type")
+        return not plain and all(_fits_rope(inner, each) for inner, each in value.items())
     if value is None or name in ("rope_type", "type"):
         return value is None or isinstance(value, str)
     return name not in _ROPE_NUMBERS or type(value) in (int, float) and abs(value) < 1e30
