@@ -60,7 +60,7 @@ def merge(
     sources: Sequence[StrPath],
     dst: StrPath,
     *,
-    method: str = "union",
+    method: str | None = None,
     weight: float | Iterable[float] = (),
     base: StrPath | None = None,
     density: float | Iterable[float] = (),

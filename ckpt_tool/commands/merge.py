@@ -59,6 +59,12 @@ def merge(
     _refuse(asked, but=("--last",))
     opened = [open_source(src, reading) for src in sources]
     to = writing.to or opened[0].catalog.format
+    adapters = [one.path for one in opened if one.catalog.format == "peft"]
+    if method is None and adapters and len(adapters) < len(opened):
+        raise UsageError(
+            f"{adapters[0]} is an adapter: is it to be folded into the model, or to lie beside it?", code="E1442",
+            place="ckpt merge", hint="--method lora folds it, --method union joins the tensors as they are",
+        )  # fmt: skip
     if len(opened) == 1:
         inherits = to == opened[0].catalog.format and bool(registry.by_name(to).holds.mesh)
         chosen = dequantized(choose(opened[0], reading, writing, inherits=inherits), writing)

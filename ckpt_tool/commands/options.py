@@ -230,7 +230,7 @@ def merging_from(given: Mapping[str, Any]) -> dict[str, Any]:
     taken = Taken(given, MergeOptions.__annotations__)
     take = taken.take
     found = {
-        "method": take("method", values.one_of(METHODS), "union"),
+        "method": take("method", values.one_of(METHODS), None),
         "weights": take("weight", values.numbers, ()),
         "base": take("base", values.text, None),
         "density": take("density", values.numbers, ()),

@@ -17,6 +17,8 @@ from ckpt_tool.commands.merging.asked import last_of
 from ckpt_tool.commands.merging.mergekit import read_config
 from ckpt_tool.errors import CkptError, InputError, UsageError
 
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+
 Models = Callable[..., list[str]]
 
 
@@ -225,3 +227,13 @@ def test_last_of_names() -> None:
     assert last_of("run/", names, 2) == ["run/checkpoint-90", "run/checkpoint-100"]
     with pytest.raises(UsageError, match="2 kinds"):
         last_of("run", ["iter_0000001", "checkpoint-1"], 1)
+
+
+def test_an_adapter_beside_a_model_is_asked_about(tmp_path: Path) -> None:
+    """Joined without a word it would be a model that nobody loads right."""
+    sources = [str(FIXTURES / "convert" / "llama" / "hf"), str(FIXTURES / "peft" / "on_llama")]
+    with pytest.raises(UsageError, match="is an adapter") as caught:
+        ckpt.merge(sources, str(tmp_path / "out"))
+    assert "--method lora" in (caught.value.hint or "") and not (tmp_path / "out").exists()
+    ckpt.merge(sources, str(tmp_path / "out"), method="union")
+    assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in ckpt.open(str(tmp_path / "out"))
