@@ -21,7 +21,7 @@ from ckpt_tool.commands.model_config import centred_norms, check_config, config_
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
 from ckpt_tool.commands.padding import without_padding
 from ckpt_tool.commands.ready import ready
-from ckpt_tool.commands.tied_head import TIED, refuse_to_lose_copies, with_copies_of_mtp, with_head
+from ckpt_tool.commands.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies, with_head
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
@@ -140,7 +140,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
         said.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
     out = replace(out, notes=(*out.notes, *said))
-    return with_copies_of_mtp(out) if target == "hf" and found.dialect.startswith("megatron") else out
+    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head) if target == "hf" else out
 
 
 def _refuse_odd_models(

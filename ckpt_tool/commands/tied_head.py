@@ -5,13 +5,15 @@
     keep     as the source has it (default)
 
 Where a config says that the two are tied and the source holds both, a target that keeps one of them would lose the other:
-they are compared before a byte moves, and two that differ are an error that says what to pass.
+they are compared before a byte moves, and two that differ are an error that says what to pass. What Paddle's ranks write beside a
+tied embedding is left out again on the way to the hub, if it is a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
@@ -81,6 +83,20 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
             key=copies[0][0], faults=unlike[1:],
             hint="--tied-head untie keeps an output layer, --remove-keys leaves out what may go",
         )  # fmt: skip
+
+
+def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | None, policy: str | None) -> Chosen:
+    """`chosen`, in the hub's names, with the copies that the hub's files have. Megatron has one of each where MTP layers hold
+    more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy stays."""
+    if dialect.startswith("megatron"):
+        return with_copies_of_mtp(chosen)
+    pair = _pair({row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL})
+    if policy is not None or pair is None or (config or {}).get(TIED) is not True or not dialect.startswith("paddle"):
+        return chosen
+    head, embedding = pair
+    if all(row.tensor.key.name != head for row in chosen.stored) or _difference(chosen, head, embedding):
+        return chosen
+    return _without(chosen, head, f"equal to {embedding}, with which it is tied")
 
 
 def with_copies_of_mtp(chosen: Chosen) -> Chosen:

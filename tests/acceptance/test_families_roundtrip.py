@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MOE, hub_shapes, logits, tiny_model
 
 from ckpt_tool.commands.convert import convert
+from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
@@ -85,6 +86,20 @@ def test_tied_heads_stay_tied(family: str, to: str, spec: str | None, tmp_path: 
     hop(tmp_path / "hub", tmp_path / "there", to, degrees={"tp": 2, "pp": 2}, spec=spec)
     hop(tmp_path / "there", tmp_path / "back", "safetensors")
     assert_same(tmp_path / "back", tmp_path / "hub")
+
+
+@pytest.mark.parametrize("to", ["paddle", "paddle-flex"])
+def test_a_tied_head_comes_back_from_paddle_s_ranks(to: str, tmp_path: Path) -> None:
+    """They hold it beside the embedding; the hub has one of the two, unless the user wants both."""
+    tiny_model("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path / "hub")
+    hop(tmp_path / "hub", tmp_path / "there", to, degrees={"tp": 2})
+    left_out = hop(tmp_path / "there", tmp_path / "back", "safetensors")["dropped"]
+    assert [name for entry in left_out for name in entry["names"]] == ["lm_head.weight"]
+    assert_same(tmp_path / "back", tmp_path / "hub")
+    pair = str(tmp_path / "hub"), str(tmp_path / "there")
+    assert diff(*pair, Reading(), dialect="hf", progress=Silent())["equal"]
+    hop(tmp_path / "there", tmp_path / "both", "safetensors", tied_head="keep")
+    assert "lm_head.weight" in load_file(tmp_path / "both" / "model.safetensors")
 
 
 @pytest.mark.parametrize("family", NAMES)

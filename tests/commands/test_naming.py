@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (teaches NumPy, and so safetensors, the word bfloat16)
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
