@@ -87,14 +87,15 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
 
 def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | None, policy: str | None) -> Chosen:
     """`chosen`, in the hub's names, with the copies that the hub's files have. Megatron has one of each where MTP layers hold
-    more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy stays."""
+    more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy, or has states of its own, stays."""
     if dialect.startswith("megatron"):
         return with_copies_of_mtp(chosen)
     pair = _pair({row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL})
     if policy is not None or pair is None or (config or {}).get(TIED) is not True or not dialect.startswith("paddle"):
         return chosen
     head, embedding = pair
-    if all(row.tensor.key.name != head for row in chosen.stored) or _difference(chosen, head, embedding):
+    held = [row.tensor.key.state for row in chosen.stored if row.tensor.key.name == head]
+    if held != [MODEL] or _difference(chosen, head, embedding):
         return chosen
     return _without(chosen, head, f"equal to {embedding}, with which it is tied")
 
