@@ -178,6 +178,11 @@ def dtypes(value: Any) -> dict[str, str]:
                 f"found the dtype {name!r}, want one of {', '.join(sorted(DTYPES))}",
                 hint=near_misses(name.upper(), DTYPES) or "the usual spellings (bf16, float32, half) work too",
             )
+        if not dtype.is_float:
+            raise BadValue(
+                f"found {name!r}, want a dtype of floats: they alone are cast, and integers would lose all behind the point",
+                hint="bf16, fp16, fp32, fp64, float8_e4m3fn, ...",
+            )
         if found.get(state, dtype.name) != dtype.name:
             raise BadValue(f"two dtypes for {state or 'all states'}: {found[state]} and {dtype.name}", hint="give one")
         found[state] = dtype.name

@@ -114,6 +114,12 @@ def test_words_and_numbers() -> None:
             values.words(bad)
 
 
+@pytest.mark.parametrize("name", ["int8", "I64", "optimizer=uint8", "bool"])
+def test_floats_are_not_cast_to_integers(name: str) -> None:
+    with pytest.raises(values.BadValue, match="want a dtype of floats"):
+        values.dtypes(name)
+
+
 def test_two_dtypes_for_one_state_are_a_fault() -> None:
     assert values.dtypes({"": "bf16", "master": "fp32"}) == {"": "BF16", "master": "F32"}
     assert values.dtypes("bf16,torch.bfloat16") == {"": "BF16"}
