@@ -66,6 +66,10 @@ def fold(
             hint="ckpt merge BASE ADAPTER... OUT --method lora",
         )  # fmt: skip
     refuse_saved_plan(writing, OPTION)
+    if writing.states and not {MODEL, "all"} & set(writing.states):
+        raise UsageError(
+            f"--state {','.join(writing.states)}: an adapter is folded into the model", code=USAGE, hint="leave --state off"
+        )  # fmt: skip
     if beyond := [weight for weight in weights if abs(weight) > LARGEST]:
         raise UsageError(f"--weight {beyond[0]:g} is beyond fp32", code=WEIGHTS, hint="adapters are folded in fp32")
     if weights and len(weights) != len(sources) - 1:

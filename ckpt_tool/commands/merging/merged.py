@@ -113,7 +113,10 @@ def _groups(
     names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))
     grouping = Grouping(job, held, names if job.sliced else _kept(names, writing)[0])
     groups = grouping.groups()
-    faults = [*grouping.faults, *dict.fromkeys(fault for group in groups if (fault := _dtype_fault(group)))]
+    faults = [
+        *grouping.faults,
+        *dict.fromkeys(fault for group in groups if not moved(job, group) and (fault := _dtype_fault(group))),
+    ]
     wrong = [*grouping.wrong, *dict.fromkeys(fault for group in groups for fault in parameter_faults(job, group))]
     wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
     if faults:
@@ -196,9 +199,10 @@ def _check_numbers(groups: Sequence[Group], models: Sequence[Model]) -> None:
 
 def _dropped(models: Sequence[Model], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """What of the models stays behind, by model, for the report."""
+    other = {"not asked for": "a merge has no optimizer"}
     entries = [
-        {**entry, "reason": f"{model.path}: a merge has no optimizer"}
-        if entry.get("reason") == "not asked for" else entry for model in models for entry in model.chosen.dropped
+        {**entry, "reason": f"{model.path}: {other.get(entry['reason'], entry['reason'])}"} if "reason" in entry else entry
+        for model in models for entry in model.chosen.dropped
     ]  # fmt: skip
     if gone:
         entries.append({"state": "extras", "tensors": 0, "bytes": 0, "names": list(gone), "reason": "of the optimizer"})

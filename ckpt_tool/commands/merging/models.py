@@ -33,6 +33,16 @@ _SAME = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_embd", "n_head", "kv_lora_rank",
     "q_lora_rank", "qk_rope_head_dim", "hidden_act", "num_experts_per_tok",
 )  # fmt: skip
+_SCALING = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+)  # of adapters
 _LAYERS = "num_hidden_layers"
 _TELLING = ("rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
 _BY_NUMBER = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "num_nextn_predict_layers",
@@ -89,6 +99,10 @@ def check_models(models: Sequence[Model], *, sliced: bool, any_tokenizer: bool) 
             faults.append((ARCHITECTURES, f"{pair}: {key} is {b} and {a}"))
         for key, a, b in _differences(first.config, other.config, _TELLING):
             notes.append(f"{pair}: {key} is {b} and {a}; the output has that of {first.path}")
+        one, two = (each.opened.catalog.hints.get("peft", {}).get("config", {}) for each in (first, other))
+        for key in sorted({*one, *two} & set(_SCALING)):
+            if (one.get(key) or None) != (two.get(key) or None):
+                faults.append((ARCHITECTURES, f"{pair}: the adapters' {key} is {two.get(key)} and {one.get(key)}"))
         said = difference(first.opened.tree, other.opened.tree)
         if said and any_tokenizer:
             notes.append(f"{pair}: their tokenizers differ ({said}); rows of embeddings are merged by their number")

@@ -100,6 +100,21 @@ def test_architectures_and_tokenizers_at_once(models: Models, tmp_path: Path) ->
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (Path(first) / "tokenizer.json").read_bytes()
 
 
+def test_adapters_of_two_scalings(tmp_path: Path) -> None:
+    """Their products are scaled by one config, which can't be that of both."""
+    for k in range(2):
+        (tmp_path / f"a{k}").mkdir()
+        save_file(
+            {"m.lora_A.weight": torch.ones(2, 3), "m.lora_B.weight": torch.ones(3, 2)},
+            tmp_path / f"a{k}" / "adapter_model.safetensors",
+        )
+        about = {"peft_type": "LORA", "r": 2, "lora_alpha": 2 + k, "rank_pattern": None if k else {}}
+        (tmp_path / f"a{k}" / "adapter_config.json").write_text(json.dumps(about))
+    error = fault(InputError, tmp_path / "a0", tmp_path / "a1", out=tmp_path / "out", method="linear")
+    assert "the adapters' lora_alpha is 3 and 2" in error.message and not error.faults
+    ckpt.merge([tmp_path / "a0", f"{tmp_path}/./a0/"], tmp_path / "out", method="linear")
+
+
 def test_tokenizers_that_say_the_same_are_the_same(models: Models, tmp_path: Path) -> None:
     first, second = models(2, tokenizer={"model": {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}, "version": "1"})
     text = json.dumps({"version": "2", "model": {"merges": ["a b"], "vocab": {"b": 1, "a": 0}}}, indent=3)

@@ -306,3 +306,23 @@ def test_by_the_command_line(models: Models, tmp_path: Path, capsys: pytest.Capt
     assert run(["merge", b, c, str(tmp_path / "o2"), "--method", "ties", "--json", "-q"]) == 2
     fault = json.loads(capsys.readouterr().err)["error"]
     assert fault["code"] == "E1442" and "needs a base" in fault["message"]
+
+
+def test_passthrough_moves_what_no_merge_computes(tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.arange(4, dtype=torch.float64),
+        "q": torch.ones(3).to(torch.float8_e4m3fn),
+        "i": torch.arange(3),
+    }
+    (tmp_path / "m").mkdir()
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    ckpt.merge([tmp_path / "m"], tmp_path / "out", method="passthrough")
+    got = tensors_of(tmp_path / "out")
+    assert all(got[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert torch.equal(got["w"], tensors["w"]) and torch.equal(got["q"].float(), tensors["q"].float())
+
+
+def test_what_stays_behind_is_told_by_model(models: Models, tmp_path: Path) -> None:
+    said = ckpt.merge(models(2), tmp_path / "out", method="linear", vocab_size=40)
+    reasons = [entry["reason"] for entry in said["dropped"]]
+    assert len(reasons) == len(set(reasons)) == 2 and all("rows beyond --vocab-size 40" in reason for reason in reasons)
