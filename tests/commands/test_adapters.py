@@ -177,6 +177,15 @@ def test_two_adapters_are_folded_one_after_another(bases, tmp_path):
     assert any("2 weights folded" in note or "weight 0.3" in note for note in said["notes"])
 
 
+def test_two_adapters_of_one_head(bases, tmp_path):
+    """PEFT saves the base's head and embedding beside their adapters: the same in both, so nothing is at odds."""
+    base, wanted = bases("llama"), {"r": 3, "target_modules": ["lm_head", "embed_tokens"]}
+    one, two = (save_adapter("llama", tmp_path / f"a{seed}", seed=seed, **wanted) for seed in (4, 5))
+    assert any("base_layer.weight" in name or name.endswith("lm_head.weight") for name in load(one))
+    run(base, one, two, out=tmp_path / "out")
+    assert distances(load(tmp_path / "out"), merged(base, one, two)) == {}
+
+
 def test_weights_are_pefts_concatenation(bases, tmp_path):
     """`add_weighted_adapter(combination_type="cat")` gives the same sum in another order: relative 1e-6."""
     from peft import PeftModel
@@ -477,7 +486,10 @@ def test_usage(bases, plain, tmp_path):
     dora = save_adapter("llama", tmp_path / "dora", r=2, use_dora=True, target_modules=["q_proj"])
     refused("E1421", 2, base, dora, weights=(0.5,), tmp_path=tmp_path)
     saved_head = save_adapter("llama", tmp_path / "head", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    refused("E1429", 3, base, saved_head, saved_head, tmp_path=tmp_path)
+    other = save_adapter(
+        "llama", tmp_path / "other", seed=9, r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    refused("E1429", 3, base, saved_head, other, tmp_path=tmp_path)
 
 
 def test_tied_heads_want_a_word(bases, tmp_path):

@@ -18,6 +18,7 @@ from ckpt_tool.commands.folding.settings import Settings
 from ckpt_tool.commands.folding.targets import Bias, Change, Low, Matched, Tokens, Whole
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.source import Opened
+from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
@@ -160,7 +161,7 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
     faults = []
     for name, found in changes.items():
         kinds = [type(change) for _, change in found]
-        if kinds.count(Whole) > 1 or kinds.count(Tokens) > 1:
+        if kinds.count(Tokens) > 1 or kinds.count(Whole) > 1 and not _all_the_same(found):
             faults.append(f"{name}: two adapters replace it")
         elif Tokens in kinds and len(set(kinds)) > 1:
             faults.append(f"{name}: rows of it are replaced and it is changed as a whole")
@@ -180,6 +181,16 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
                     f"--weight {adapter.settings.weight}: {name} has {what}, which no weight can be put on", code=WEIGHTS,
                     key=name, path=adapter.opened.path, hint="leave the weight of this adapter off",
                 )  # fmt: skip
+
+
+def _all_the_same(found: Sequence[tuple[Adapter, Change]]) -> bool:
+    """Do all adapters that bring the tensor whole bring the same? PEFT saves the base's own weight of a targeted embedding or
+    head in each. Reads them."""
+    from ckpt_tool.run.scan import digests_of
+
+    wholes = [(adapter.opened.tree, change.tensor) for adapter, change in found if isinstance(change, Whole)]
+    made = (digests_of(Catalog("peft", {each.key: each}), tree)[each.key] for tree, each in wholes)
+    return len(set(made)) == 1
 
 
 def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str]) -> list[str]:
