@@ -23,11 +23,12 @@ from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.source import Opened
+from ckpt_tool.commands.vocabulary import is_vocabulary
 from ckpt_tool.commands.write import write
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.moves import Stored
@@ -52,12 +53,24 @@ def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progres
     if job.dtype and not writing.dtypes:
         writing = replace(writing, dtypes={"": job.dtype})
     models = open_models(job.models(), reading, writing, "" if job.method.name == "passthrough" else option)
+    if job.method.trim in ("largest", "crumbs") and any(_grows(model, writing.vocab_size or 0) for model in models):
+        raise UsageError(
+            f"--vocab-size {writing.vocab_size}: rows of zeros would count among those that {job.method.name} leaves out",
+            code="E1440", hint="merge first, then ckpt convert the output with --vocab-size",
+        )  # fmt: skip
     notes = [*job.notes, *check_models(models, sliced=job.sliced, any_tokenizer=job.any_tokenizer)]
     chosen = _chosen(job, models, writing, option, notes)
     to = writing.to or models[0].opened.catalog.format
     inherits = to == models[0].opened.catalog.format and bool(registry.by_name(to).holds.mesh)
     named = _as_wanted(replace(chosen, inherits=inherits), models[0], reading, writing, to)
     return write(named, dst, writing, progress, to=to)
+
+
+def _grows(model: Model, size: int) -> bool:
+    return any(
+        key.state == MODEL and is_vocabulary(key.name) and 0 < len(tensor.shape) and tensor.shape[0] < size
+        for key, tensor in model.opened.catalog.tensors.items()
+    )
 
 
 def _as_wanted(chosen: Chosen, donor: Model, reading: Reading, writing: Writing, to: str) -> Chosen:

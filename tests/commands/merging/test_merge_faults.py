@@ -63,6 +63,7 @@ def said(error: CkptError) -> str:
         ("linear", {"seed": 3}, ["--seed: linear leaves nothing to chance"]),
         ("breadcrumbs", {"base": "m0", "gamma": 0.1}, ["--gamma: nothing is trimmed without a --density below 1"]),
         ("della", {"base": "m0", "density": 1, "epsilon": 0.1}, ["--epsilon: nothing is trimmed"]),
+        ("ties", {"base": "m0", "density": 0.5, "vocab_size": 64}, ["rows of zeros would count among those that ties leaves out"]),
         ("linear", {"state": "optimizer"}, ["optimizer states of several jobs have no mean"]),
         ("linear", {"plan": "p.json"}, ["E0264"]),
     ],
