@@ -35,7 +35,11 @@ AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of th
 NO_FAMILY = "E1372"  # of `families.registry.find`
 _NUMBER = re.compile(r"\d+")
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
-_MATRICES = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight", ".k_proj.weight")  # seldom square
+_INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
+_MATRICES = (
+    *_INWARD,
+    *(f".{each}_proj.weight" for each in ("gate", "up", "k", "v", "q")),
+)  # seldom square, all of them
 
 
 def under_other_names(chosen: Chosen, reading: Reading, writing: Writing, fmt: Format) -> Chosen:
@@ -73,7 +77,7 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     )
     for name, shape in shapes.items():
         if len(shape) == 2 and shape[0] != shape[1] and hidden in shape and name.endswith(_MATRICES):
-            return (shape[0] == hidden) != name.endswith("down_proj.weight")
+            return (shape[0] == hidden) != name.endswith(_INWARD)
     return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,15 @@ def test_a_config_that_is_not_strict_json_is_copied_as_it_is(tmp_path: Path) -> 
     (tmp_path / "hub" / "config.json").write_text('{"limit": Infinity}')
     run(tmp_path / "hub", tmp_path / "out", to="safetensors")
     assert (tmp_path / "out" / "config.json").read_text() == '{"limit": Infinity}'
+
+
+def test_one_matrix_that_is_not_square_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q and o alone tell that all of them lie Paddle's way."""
+    square = {name: (8, 8) for name, shape in SHAPES.items() if len(shape) == 2}
+    longer = {"self_attn.q_proj.weight": (16, 8), "self_attn.o_proj.weight": (8, 16)}
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", {**SHAPES, **square, **longer})
+    config = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 8}
+    hub_model(tmp_path / "hub", config)
+    run(tmp_path / "hub", tmp_path / "mine", to="dcp", dialect="paddle")
+    run(tmp_path / "mine", tmp_path / "back", to="safetensors")
+    assert diff(str(tmp_path / "hub"), str(tmp_path / "back"), Reading(), progress=Silent())["equal"]
