@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckpt_tool.core.quantised import part_of
 from ckpt_tool.families.base import Config, Family
+from ckpt_tool.families.config.translation import megatron_args
+from ckpt_tool.families.config.words import LAYERS
 from ckpt_tool.families.table import Table, form_of, instances
 
 _LAST_NORMS = (".norm.weight", ".ln_f.weight", ".final_layernorm.weight")
@@ -51,6 +53,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         if count and front in _decoders(table):
             lost += [f"{front}{number}.*" for number in range(count) if number not in found_layers]
         lost += _thinner(found_layers, count)
+        lost += _no_experts(front, found_layers, config) if front in _decoders(table) else []
     return lost + list(_lone_experts(experts))
 
 
@@ -87,6 +90,16 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
                 lost = sorted(min(fuller, key=len) - kind)
                 for number in sorted(numbers):
                     yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in lost)
+
+
+def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config | None) -> Iterator[str]:
+    """Layers of the sparse ones that the config tells, where there are no experts."""
+    told = megatron_args(config).config if config else {}
+    pattern, count = told.get("moe_layer_freq"), _layer_count(config) or 0
+    sparse = pattern if isinstance(pattern, list) else [told.get("num_experts") and pattern == 1] * min(count, LAYERS)
+    for number in sorted(layers):
+        if number < len(sparse) and sparse[number] and not any("expert" in form for form in layers[number]):
+            yield f"{front}{number}.*experts*"
 
 
 def _lone_experts(experts: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Iterator[str]:

@@ -159,6 +159,8 @@ def _dialect(
     if len(fitting) > 1 and shapes is not None:
         wrong = {dialect: misfits(family, dialect, shapes, config) for dialect in fitting}
         fitting = [dialect for dialect in fitting if wrong[dialect] == min(wrong.values())]
+        if min(wrong.values()) and len(fitting) > 1:  # none of them: the shapes that do not fit are what is to be told
+            fitting = fitting[:1]
     if told in fitting:
         return told
     if len(fitting) > 1 and config:

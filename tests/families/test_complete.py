@@ -64,3 +64,24 @@ def test_a_layer_that_is_not_there_and_what_no_rule_knows() -> None:
     ]
     more = [*names, "model.layers.0.self_attn.q_projj.weight", "vision_tower.blocks.0.w", "model.layers.norm.weight"]
     assert strange(llama, "hf", more) == ["model.layers.0.self_attn.q_projj.weight"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "ernie4_5_moe"])
+def test_layers_that_the_config_calls_sparse_have_experts(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    config = {**config_of(name), "num_hidden_layers": 3}
+    for dialect in ("hf", "megatron"):
+        names = [
+            each for each in names_in(family, dialect, config) if "expert" not in each and "moe_statics" not in each
+        ]
+        found = missing(family, dialect, names, config)
+        assert {each for each in found if each.endswith(".*experts*")} >= {
+            f"{front}.{layer}.*experts*" for layer in (1, 2) for front in [found[-1].split("layers.")[0] + "layers"]
+        }
+
+
+def test_a_config_of_experts_beside_a_dense_model_is_told() -> None:
+    moe = next(family for family in FAMILIES if family.name == "qwen3_moe")
+    dense = hub_shapes("qwen3", {**config_of("qwen3"), "num_hidden_layers": 3})
+    told = missing(moe, "hf", dense, {**config_of("qwen3_moe"), "num_hidden_layers": 3})
+    assert told == ["model.layers.1.*experts*", "model.layers.2.*experts*"]

@@ -93,6 +93,12 @@ def test_square_shapes_do_not_tell_either_unless_told() -> None:
     assert find(square, shapes, family="llama:paddle").dialect == "paddle"
 
 
+def test_shapes_of_another_config_are_no_question_of_dialects() -> None:
+    """Neither way round fits: the mapping tells which shapes are wrong, better than a choice between two."""
+    shapes = hub_shapes("llama", config_of("llama"))
+    assert find({**config_of("llama"), "hidden_size": 999}, shapes).dialect == "hf"
+
+
 def test_tensors_that_lie_alike_in_both_are_no_question() -> None:
     assert find(config_of("llama"), {"model.norm.weight": (18,), "model.embed_tokens.weight": (22, 18)}).dialect == "hf"
 
