@@ -34,6 +34,7 @@ _OWN = ("params.json",)  # Meta's config, told in the target's words elsewhere
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _HEAD = "lm_head.weight"
+_BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of a layer
 
 
 def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
@@ -157,13 +158,28 @@ def _settled(
     )
     if "text_config" in config:  # of several models: which of them the tensors are is not told
         return config, ()
+    config, notes = (config, ()) if as_it_was else _biased(config, model)
     says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
-    return settled(
+    told = settled(
         config,
         rows=embedding.shape[0] if embedding is not None and ("vocab_size" in config or not as_it_was) else None,
         dtype=torch_dtype(wanted) if says_dtype else None,
         tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
+    return told.config, (*notes, *told.notes)
+
+
+def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config with the biases that the tensors have: Megatron's arguments have no words for some of them."""
+    from ckpt_tool.families.config.facts import FACTS
+    from ckpt_tool.families.config.translation import kind_of
+
+    kind = kind_of(config)
+    silent = FACTS[kind].unsayable if kind is not None else {}  # what a class takes that Megatron has no word for
+    held = {".".join(name.split(".")[-3:-2]) for name in names if name.endswith("_proj.bias")}
+    wrong = [key for key, module in _BIASES.items() if config.get(key, silent.get(key)) is False and module in held]
+    notes = tuple(f"{key} becomes True: the tensors have biases there" for key in wrong)
+    return {**config, **dict.fromkeys(wrong, True)}, notes
 
 
 def _tied(

@@ -136,6 +136,28 @@ def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: 
     assert_same(tmp_path / "back", source)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("qwen3", "attention_bias"),
+        ("llama", "attention_bias"),
+        ("llama", "mlp_bias"),
+        ("deepseek_v3", "attention_bias"),
+    ],
+)
+def test_biases_that_megatron_has_no_word_for_are_told_by_the_tensors(family: str, key: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model(family, **{key: True})
+    model.save_pretrained(tmp_path / "hub")
+    hop(tmp_path / "hub", tmp_path / "there", "megatron-dist")
+    (tmp_path / "there" / "config.json").unlink()
+    notes = hop(tmp_path / "there", tmp_path / "back", "safetensors", family=family)["notes"]
+    assert any(f"{key} becomes True" in note for note in notes)
+    assert_same(tmp_path / "back", tmp_path / "hub")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()), logits(model))
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_of_multi_token_prediction_come_back(family: str, saved: Saved, tmp_path: Path) -> None:
     """transformers leaves them out; they are put beside what it saved, with the copies that their authors publish."""
