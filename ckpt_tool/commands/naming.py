@@ -35,6 +35,9 @@ AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of th
 NO_FAMILY = "E1372"  # of `families.registry.find`
 _NUMBER = re.compile(r"\d+")
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
+_NLP = frozenset(
+    f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
+)
 _INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
 _MATRICES = (
     *_INWARD,
@@ -70,7 +73,9 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     families: names that no hub model has, or a matrix that lies (inputs, outputs). Paddle's trainers also write
     folders that are Hugging Face's in all but the fused weights."""
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
-    if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name or name in _MEGATRON for name in shapes):
+    if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
+        return True
+    if any(name in _MEGATRON or name in _NLP for name in shapes):
         return True
     hidden = next(
         (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None

@@ -211,3 +211,17 @@ def test_one_matrix_that_is_not_square_is_enough(tmp_path: Path, monkeypatch: py
     run(tmp_path / "hub", tmp_path / "mine", to="dcp", dialect="paddle")
     run(tmp_path / "mine", tmp_path / "back", to="safetensors")
     assert diff(str(tmp_path / "hub"), str(tmp_path / "back"), Reading(), progress=Silent())["equal"]
+
+
+def test_paddlenlp_s_root_is_noticed_where_all_is_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", {k: (8,) * len(shape) for k, shape in SHAPES.items()})
+    arrays = hub_model(tmp_path / "hub", {**LLAMA, "num_key_value_heads": 4, "intermediate_size": 8})
+    nlp = {
+        name.replace("model.", "llama."): array.T.copy() if "_proj." in name else array
+        for name, array in arrays.items()
+    }
+    nlp["lm_head.weight"] = arrays["lm_head.weight"].T.copy()
+    (tmp_path / "nlp").mkdir()
+    save_file(nlp, tmp_path / "nlp" / "model.safetensors")
+    run(tmp_path / "nlp", tmp_path / "back", Reading(config=str(tmp_path / "hub")), to="safetensors")
+    assert diff(str(tmp_path / "hub"), str(tmp_path / "back"), Reading(), progress=Silent())["equal"]
