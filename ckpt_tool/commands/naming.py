@@ -138,7 +138,8 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         shapes = parameter_shapes(chosen.stored)
     if not reading.lenient:
         _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
-    mapped = mapping(found.family, found.dialect, target, shapes, config)
+    both = {**config, TIED: False} if target == "meta" and config is not None else config  # as `with_head` wrote them
+    mapped = mapping(found.family, found.dialect, target, shapes, both)
     refuse_to_lose_copies(chosen, mapped.dropped)
     by = f"the family {found.family.name}, {found.dialect} to {target}"
     out = _renamed(chosen, mapped, writing, by, hints)

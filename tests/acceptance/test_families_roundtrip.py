@@ -88,6 +88,15 @@ def test_tied_heads_stay_tied(family: str, to: str, spec: str | None, tmp_path: 
     assert_same(tmp_path / "back", tmp_path / "hub")
 
 
+def test_a_tied_head_of_megatron_is_written_for_meta(tmp_path: Path) -> None:
+    """Whose `output.weight` is always there."""
+    tiny_model("llama", head_dim=4, tie_word_embeddings=True).save_pretrained(tmp_path / "hub")
+    hop(tmp_path / "hub", tmp_path / "there", "megatron", degrees={"pp": 2})
+    hop(tmp_path / "there", tmp_path / "meta", "meta", degrees={"tp": 2})
+    hop(tmp_path / "meta", tmp_path / "back", "safetensors", tied_head="tie")
+    assert_same(tmp_path / "back", tmp_path / "hub")
+
+
 @pytest.mark.parametrize("to", ["paddle", "paddle-flex"])
 def test_a_tied_head_comes_back_from_paddle_s_ranks(to: str, tmp_path: Path) -> None:
     """They hold it beside the embedding; the hub has one of the two, unless the user wants both."""
