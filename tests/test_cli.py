@@ -137,7 +137,15 @@ def test_merge_arrives(stub: dict[str, Stub]) -> None:
     }  # fmt: skip
     assert run("merge", "a", "out", "--method", "ema", "--lambda", "2", "--no-normalize", "--last", "3", "--decay", "0.9",
                "--epsilon", "0.1", "--gamma", "0.2", "--tokenizer", "base", "--density", "1", "--density", "0.5") == 0  # fmt: skip
-    given = {"factor": 2.0, "normalize": False, "last": 3, "decay": 0.9, "epsilon": 0.1, "gamma": 0.2, "tokenizer": "base"}
+    given = {
+        "factor": 2.0,
+        "normalize": False,
+        "last": 3,
+        "decay": 0.9,
+        "epsilon": 0.1,
+        "gamma": 0.2,
+        "tokenizer": "base",
+    }
     assert {**stub["merge"].kwargs, **given, "density": (1.0, 0.5)} == stub["merge"].kwargs
 
 
