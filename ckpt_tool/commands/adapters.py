@@ -32,6 +32,7 @@ from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.tied_head import TIED as TIE
+from ckpt_tool.commands.vocabulary import EMBEDDINGS
 from ckpt_tool.commands.write import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
@@ -41,7 +42,6 @@ from ckpt_tool.formats import registry
 OPTION = "--method lora"
 USAGE, WEIGHTS, OTHER_BASE, TIED, PARTS = "E1420", "E1421", "E1424", "E1425", "E1434"
 HUB, FUSED, PADDLE = "hf", "hf-fused", "paddle"
-_TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -175,7 +175,7 @@ def _of_another_base(
         hint += f": {adapter.settings.base}"
     names = {row.tensor.key.name for row in named.stored}
     missing = [name for each in found for name in each.missing]
-    if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(_TABLES) for name in names):
+    if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(EMBEDDINGS) for name in names):
         hint += "; where the base's head is its embedding, --tied-head untie writes it for the adapter"
     if not any(each.changes for each in found):
         hint += "; or say whose names the base has with --family NAME, with the model's config.json beside it"
@@ -215,7 +215,7 @@ def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Mat
         return
     for adapter, each in zip(adapters, found, strict=True):
         touched = [name for name, changes in each.changes.items()
-                   if name.endswith(_TABLES) and not all(isinstance(change, Tokens) for change in changes)]  # fmt: skip
+                   if name.endswith(EMBEDDINGS) and not all(isinstance(change, Tokens) for change in changes)]  # fmt: skip
         if touched and not adapter.settings.tied and not reading.lenient:
             raise UsageError(
                 f"the adapter changes {touched[0]}, which is the base's head too, and it was trained with the head as it was",

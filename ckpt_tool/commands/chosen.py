@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.commands.source import Opened
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.formats import registry
 from ckpt_tool.plan.moves import Stored
 
 
@@ -39,6 +40,23 @@ class Chosen:
     stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied
 
     @property
+    def home(self) -> str:
+        """The dialect at home in the first source's format, `keep` where it has none."""
+        return registry.by_name(self.sources[0].catalog.format).holds.dialect
+
+    @property
     def all_hints(self) -> Mapping[str, Any]:
         """What formats remember of the source."""
         return self.sources[0].catalog.hints if self.hints is None else self.hints
+
+
+def left_behind(tensors: Iterable[LogicalTensor], reason: str) -> list[dict[str, Any]]:
+    """Entries of the report for tensors that are not written, one a state."""
+    rows: dict[str, list[LogicalTensor]] = {}
+    for tensor in tensors:
+        rows.setdefault(tensor.key.state, []).append(tensor)
+    return [
+        {"state": state, "tensors": len(found), "bytes": sum(tensor.nbytes for tensor in found),
+         "names": [tensor.key.name for tensor in found[:50]], "reason": reason}
+        for state, found in rows.items()
+    ]  # fmt: skip

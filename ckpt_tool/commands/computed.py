@@ -73,17 +73,10 @@ def more_than_computed(chosen: Chosen) -> int:
         return 0
     from ckpt_tool.run.computed import ComputedTree
 
-    used: dict[tuple[int, str], None] = {}
-    counted = 0
-    for source, tensor in chosen.stored:
-        if isinstance(chosen.sources[source].tree, ComputedTree):
-            used.update(((source, chunk.array.path), None) for chunk in tensor.chunks)
-            counted += tensor.nbytes
-    read = 0
-    for source, path in used:
-        tree = chosen.sources[source].tree
-        read += tree.bytes_of_inputs(path) if isinstance(tree, ComputedTree) else 0
-    return read - counted
+    trees = {n: opened.tree for n, opened in enumerate(chosen.sources) if isinstance(opened.tree, ComputedTree)}
+    rows = [row for row in chosen.stored if row.source in trees]
+    files = {(row.source, chunk.array.path) for row in rows for chunk in row.tensor.chunks}
+    return sum(trees[n].bytes_of_inputs(path) for n, path in files) - sum(row.tensor.nbytes for row in rows)
 
 
 def _said(writing: Writing, key: TensorKey) -> bool:

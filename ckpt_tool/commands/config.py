@@ -33,7 +33,7 @@ def read_config(path: str) -> Mapping[str, Any]:
     return parsed(raw, str(file))
 
 
-def config_of(tree: Tree) -> Mapping[str, Any] | None:
+def config_in(tree: Tree) -> Mapping[str, Any] | None:
     """The `config.json` of a checkpoint, None where it has none. Raises as `read_config`."""
     if tree.single is not None or not tree.exists(NAME):
         return None

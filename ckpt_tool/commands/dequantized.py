@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import refuse_saved_plan, with_computed
-from ckpt_tool.commands.config import config_of
+from ckpt_tool.commands.config import config_in
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.quantised import found_in
 from ckpt_tool.core.catalog import Catalog
@@ -67,7 +67,7 @@ def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
     """What `--config` says, else the config.json that lies with the first source."""
     if chosen.config is not None and section(chosen.config) is not None:
         return chosen.config
-    return config_of(chosen.sources[0].tree) or chosen.config
+    return config_in(chosen.sources[0].tree) or chosen.config
 
 
 def _with_floats(

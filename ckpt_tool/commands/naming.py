@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.algebra.mapped import Mapped
-from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.chosen import Chosen, left_behind
 from ckpt_tool.commands.groups import renamed_groups
 from ckpt_tool.commands.model_config import centred_norms, check_config, config_of
 from ckpt_tool.commands.options import DIALECTS, Reading, Writing
@@ -25,7 +25,6 @@ from ckpt_tool.commands.tied_head import TIED, as_the_hub_has_it, refuse_to_lose
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
-from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ def _dialect_of(chosen: Chosen) -> str | None:
     said = chosen.all_hints.get("dialect")
     if isinstance(said, str):
         return said if said in DIALECTS and said != "keep" else None
-    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
-    return None if home == "keep" else home
+    return None if chosen.home == "keep" else chosen.home
 
 
 def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, source: str | None) -> Chosen:
@@ -267,7 +265,7 @@ def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: M
         chosen,
         stored=applied.stored,
         extras=renamed_groups(chosen.extras, applied.names),
-        dropped=(*chosen.dropped, *_dropped(applied.dropped, by)),
+        dropped=(*chosen.dropped, *left_behind(applied.dropped, f"left out by {by}")),
         notes=(*chosen.notes, *said),
         renewed=chosen.renewed | applied.renewed,
         casts={**_followed(chosen.casts, applied.names), **casts},
@@ -291,15 +289,3 @@ def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]
             taken[piece.src.name] += piece.numel
     whole = {row.tensor.key.name: row.tensor.numel for row in chosen.stored if row.tensor.key.state == MODEL}
     yield from ((name, whole[name] - n, whole[name]) for name, n in taken.items() if n < whole.get(name, 0))
-
-
-def _dropped(tensors: Sequence[LogicalTensor], by: str) -> list[dict[str, Any]]:
-    """Entries of the report, one a state."""
-    rows: dict[str, list[LogicalTensor]] = {}
-    for tensor in tensors:
-        rows.setdefault(tensor.key.state, []).append(tensor)
-    return [
-        {"state": state, "tensors": len(found), "bytes": sum(tensor.nbytes for tensor in found),
-         "names": [tensor.key.name for tensor in found[:50]], "reason": f"left out by {by}"}
-        for state, found in rows.items()
-    ]  # fmt: skip

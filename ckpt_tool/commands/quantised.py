@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
-from ckpt_tool.commands.config import config_of, read_config
+from ckpt_tool.commands.config import config_in, read_config
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.select import matcher
@@ -113,7 +113,7 @@ def _scheme_of(kinds: Mapping[str, Kind], found: Found) -> str:
 def _config(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
     """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
     try:
-        return read_config(reading.config) if reading.config else config_of(opened.tree)
+        return read_config(reading.config) if reading.config else config_in(opened.tree)
     except UsageError:
         return None
 

@@ -8,7 +8,6 @@ beside k_proj as it was, for a fused QKV). Both become computed tensors first, a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
 
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
@@ -33,13 +32,13 @@ def ready(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Ch
 
 
 def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
+    if not any(piece.maps for made in mapped.made for piece in made.pieces):
+        return chosen, mapped
     wanted: dict[str, set[tuple[ElementMap, ...]]] = {}
     for made in mapped.made:
         for piece in made.pieces:
             wanted.setdefault(piece.src.name, set()).add(piece.maps)
     changes = {name: maps for name, maps in wanted.items() if maps != {()} and name != PAD}
-    if not changes:
-        return chosen, mapped
     for name, maps in changes.items():
         if len(maps) > 1 or any(each.kind != "add" for each in next(iter(maps))):
             raise UsageError(
@@ -96,5 +95,5 @@ def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
 
 def _groups(made: Iterable[Made]) -> list[list[str]]:
     """The sources of each made tensor that has several."""
-    groups = [[name for name, _ in groupby(piece.src.name for piece in each.pieces)] for each in made]
-    return [names for group in groups if len(names := list(dict.fromkeys(group))) > 1]
+    groups = (list(dict.fromkeys(piece.src.name for piece in each.pieces)) for each in made)
+    return [group for group in groups if len(group) > 1]

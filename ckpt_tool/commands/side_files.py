@@ -22,17 +22,16 @@ from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.config import NAME, without_degrees
 from ckpt_tool.commands.model_config import NESTED, file_config, tree_of
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.vocabulary import EMBEDDINGS
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hf.files import CODE, is_sidefile
 from ckpt_tool.storage.source import Tree
 
 _OWN = ("params.json",)  # Meta's config, told in the target's words elsewhere
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _HEAD = "lm_head.weight"
 _BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of a layer
 
@@ -59,8 +58,7 @@ def dialect_of(chosen: Chosen, fmt: Format) -> str:
     said = chosen.all_hints.get("dialect")
     if isinstance(said, str):
         return said
-    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
-    return fmt.holds.dialect if home == "keep" else home
+    return fmt.holds.dialect if chosen.home == "keep" else chosen.home
 
 
 def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
@@ -98,8 +96,7 @@ def _makes_one(chosen: Chosen, fmt: Format) -> bool:
     """Does a config.json belong to the output, where the source has none? To models of Hugging Face and Paddle, and beside
     Megatron's for the way back from another's; Meta has its own."""
     dialect = dialect_of(chosen, fmt)
-    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
-    return dialect in ("hf", "paddle") or dialect == "megatron" != home
+    return dialect in ("hf", "paddle") or dialect == "megatron" != chosen.home
 
 
 def _unnested(target: Target) -> Target:
@@ -125,9 +122,8 @@ def _belonging(
     config: Mapping[str, Any] = without(told, chosen.untrue) if chosen.untrue else told
     if fmt.holds.dialect == "keep":
         return config, notes
-    home = registry.by_name(chosen.sources[0].catalog.format).holds.dialect
-    foreign = is_paddle(told) or home == "paddle"
-    as_it_was = home == dialect and chosen.config is None
+    foreign = is_paddle(told) or chosen.home == "paddle"
+    as_it_was = chosen.home == dialect and chosen.config is None
     if dialect in ("hf", "megatron"):
         if foreign and not as_it_was:
             config, more = from_paddle(config)
@@ -154,7 +150,7 @@ def _settled(
     if not model:
         return config, ()
     embedding = next(
-        (tensor for name, tensor in model.items() if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2), None
+        (tensor for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2), None
     )
     if "text_config" in config:  # of several models: which of them the tensors are is not told
         return config, ()
@@ -197,9 +193,7 @@ def _tied(
     if _HEAD in held:
         return False if says and writing.tied_head == "untie" else None
     gone = {tensor.key.name for tensor in chosen.removed}
-    whole = any(name.endswith(_EMBEDDINGS) for name in held) and any(
-        name.endswith("model.norm.weight") for name in held
-    )
+    whole = any(name.endswith(EMBEDDINGS) for name in held) and any(name.endswith("model.norm.weight") for name in held)
     asked = writing.tied_head == "tie" or not as_it_was
     return True if asked and whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
 

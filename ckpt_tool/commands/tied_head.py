@@ -11,11 +11,11 @@ tied embedding is left out again on the way to the hub, if it is a copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.chosen import Chosen
+from ckpt_tool.commands.chosen import Chosen, left_behind
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.moves import Stored
@@ -42,11 +42,11 @@ def with_head(chosen: Chosen, policy: str | None, target: str | None = None) -> 
     UsageError E1480: no such pair, or `tie` where the two differ."""
     if policy is None and target in _ALWAYS_BOTH:
         policy = "untie"
-        if _pair({row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}) is None:
+        if _pair(_model(chosen)) is None:
             return chosen
     if policy not in ("tie", "untie"):
         return chosen
-    names = {row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}
+    names = _model(chosen)
     pair = _pair(names)
     if pair is None:
         raise UsageError(
@@ -54,8 +54,13 @@ def with_head(chosen: Chosen, policy: str | None, target: str | None = None) -> 
             hint=f"such as {', '.join(each[0] for each in _PAIRS.values())}; leave the option off",
         )  # fmt: skip
     head, embedding = pair
-    if policy == "untie":
-        chosen = chosen if head in names else _untied(chosen, head, embedding)
+    if policy == "untie" and head not in names:
+        rows = [row for row in chosen.stored if row.tensor.key.name == embedding]
+        states = ", ".join(row.tensor.key.state for row in rows)
+        said = f"{head} is a copy of {embedding} ({states}): tied heads are written twice"
+        chosen = _with_copies(chosen, [(row, head) for row in rows], said)
+    elif policy == "untie":
+        return chosen
     elif head in names:
         what = _difference(chosen, head, embedding)
         if what:
@@ -70,7 +75,7 @@ def with_head(chosen: Chosen, policy: str | None, target: str | None = None) -> 
 def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
     """Raise InconsistentCheckpoint E1481 where a mapping leaves out what should be a copy of another tensor, and its values
     differ: an output layer that the config says is tied, the embedding and output layer of an MTP layer."""
-    names = {row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL}
+    names = _model(chosen).keys()
     pair = _pair(names)
     copies = [(name, of) for name in left_out for end, of in _OF_MTP.items() if name.endswith(end) and name != of]
     if pair is not None and pair[0] in left_out:
@@ -90,7 +95,7 @@ def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | 
     more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy, or has states of its own, stays."""
     if dialect.startswith("megatron"):
         return with_copies_of_mtp(chosen)
-    pair = _pair({row.tensor.key.name for row in chosen.stored if row.tensor.key.state == MODEL})
+    pair = _pair(_model(chosen))
     if policy is not None or pair is None or (config or {}).get(TIED) is not True or not dialect.startswith("paddle"):
         return chosen
     head, embedding = pair
@@ -103,23 +108,21 @@ def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | 
 def with_copies_of_mtp(chosen: Chosen) -> Chosen:
     """`chosen`, in the hub's names, with the embedding and the output layer that its MTP layers hold once more: as DeepSeek
     and GLM publish their weights. Megatron, where they come from, has one of each for all layers."""
-    model = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
+    model = _model(chosen)
     fronts = [name.removesuffix(".enorm.weight") for name in model if name.endswith(".enorm.weight")]
     wanted = [
         (front + end, of) for front in fronts for end, of in _OF_MTP.items() if of in model and front + end not in model
     ]
-    copies = [model[of]._replace(tensor=replace(model[of].tensor, key=TensorKey(name), path=())) for name, of in wanted]
-    if not copies:
+    if not wanted:
         return chosen
-    casts = {TensorKey(name): chosen.casts[TensorKey(of)] for name, of in wanted if TensorKey(of) in chosen.casts}
     said = ", ".join(f"{name} of {of}" for name, of in wanted[:4])
-    return replace(
-        chosen,
-        stored=(*chosen.stored, *copies),
-        renewed=chosen.renewed | {TensorKey(name) for name, _ in wanted},
-        casts={**chosen.casts, **casts},
-        notes=(*chosen.notes, f"MTP layers hold copies, as their authors publish them: {said}"),
-    )
+    copies = [(model[of], name) for name, of in wanted]
+    return _with_copies(chosen, copies, f"MTP layers hold copies, as their authors publish them: {said}")
+
+
+def _model(chosen: Chosen) -> dict[str, Stored]:
+    """{name: tensor} of the model."""
+    return {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
 
 
 def _pair(names: Collection[str]) -> tuple[str, str] | None:
@@ -127,38 +130,32 @@ def _pair(names: Collection[str]) -> tuple[str, str] | None:
     return next(((head, each) for head, embeddings in _PAIRS.items() for each in embeddings if each in names), None)
 
 
-def _untied(chosen: Chosen, head: str, embedding: str) -> Chosen:
-    rows = [row for row in chosen.stored if row.tensor.key.name == embedding]
-    copies = tuple(
-        Stored(row.source, replace(row.tensor, key=TensorKey(head, row.tensor.key.state), path=())) for row in rows
-    )
-    states = ", ".join(row.tensor.key.state for row in rows)
-    casts = {copy.tensor.key: chosen.casts[row.tensor.key] for row, copy in zip(rows, copies, strict=True)
-             if row.tensor.key in chosen.casts}  # fmt: skip
+def _with_copies(chosen: Chosen, copies: Iterable[tuple[Stored, str]], said: str) -> Chosen:
+    """`chosen` with tensors of it under another name too. copies: (tensor, the other name)."""
+    rows = {}
+    casts = dict(chosen.casts)
+    for row, name in copies:
+        key = TensorKey(name, row.tensor.key.state)
+        rows[key] = row._replace(tensor=replace(row.tensor, key=key, path=()))
+        if row.tensor.key in casts:
+            casts[key] = casts[row.tensor.key]
     return replace(
-        chosen,
-        stored=(*chosen.stored, *copies),
-        renewed=chosen.renewed | {copy.tensor.key for copy in copies},
-        casts={**chosen.casts, **casts},
-        notes=(*chosen.notes, f"{head} is a copy of {embedding} ({states}): tied heads are written twice"),
-    )
+        chosen, stored=(*chosen.stored, *rows.values()), renewed=chosen.renewed | frozenset(rows), casts=casts,
+        notes=(*chosen.notes, said),
+    )  # fmt: skip
 
 
 def _without(chosen: Chosen, head: str, reason: str) -> Chosen:
     gone = [row.tensor for row in chosen.stored if row.tensor.key.name == head]
-    entries = tuple(
-        {"state": tensor.key.state, "tensors": 1, "bytes": tensor.nbytes, "names": [head], "reason": reason}
-        for tensor in gone
-    )
     stored = tuple(row for row in chosen.stored if row.tensor.key.name != head)
-    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *entries))
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *left_behind(gone, reason)))
 
 
 def _difference(chosen: Chosen, head: str, embedding: str) -> str:
     """How the model's two tensors differ, "" where they are equal bit for bit."""
     from ckpt_tool.run.compare import compare
 
-    rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
+    rows = _model(chosen)
     (one, a), (other, b) = rows[head], rows[embedding]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{_told(a)} and {_told(b)}"

@@ -21,6 +21,7 @@ from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.moves import Stored
 
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # what the hub's tables of tokens end in
 _VOCABULARY = re.compile(
     r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out|embed_in)\.(?:weight|bias)$"
     r"|^output\.weight$"

@@ -16,7 +16,7 @@ from ckpt_tool.commands.arguments import with_arguments
 from ckpt_tool.commands.carry_out import execute, save_plan
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import more_than_computed
-from ckpt_tool.commands.config import config_of
+from ckpt_tool.commands.config import config_in
 from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.quantised import as_they_are, refuse_cut_blocks
@@ -185,7 +185,7 @@ def _options(chosen: Chosen, fmt: Format, writing: Writing) -> dict[str, Any]:
     """`Wanted.options` for a format with a layout of its own."""
     config = chosen.config
     if config is None and fmt.holds.dialect == "paddle":
-        config = config_of(chosen.sources[0].tree)
+        config = config_in(chosen.sources[0].tree)
     return {"degrees": degrees_of(chosen, writing), "zero": writing.zero, "pp_split": writing.pp_split,
             "sharding": writing.sharding, "spec": writing.spec, "hints": chosen.all_hints, "config": config,
             "vocab_size": writing.vocab_size, "removed": frozenset(t.key for t in chosen.removed)}  # fmt: skip
