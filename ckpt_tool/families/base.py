@@ -49,6 +49,18 @@ NLP_HEAD = """
     lm_head.weight : h v = lm_head.weight : v h if not tie_word_embeddings?
     lm_head.weight : v h = lm_head.weight : v h if tie_word_embeddings?
 """
+# PaddleFormers 1.2.0, its fused decoders: Linear weights (inputs, outputs), q, k and v of each group of heads side by side, gate and
+# up in one. A family adds its norms and experts
+PADDLE_FUSED = """
+    [model.embed_tokens|lm_head].weight : v h
+    model.norm.weight : h
+    model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+        = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+    model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
+    model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+    model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+    model.layers.{i}.mlp.down_proj.weight : f h = : h f
+"""
 # transformers 5 in memory, as its training jobs save it: a layer's experts in two tensors
 FUSED_EXPERTS = """
     model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) m) h

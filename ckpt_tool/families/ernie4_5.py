@@ -6,7 +6,7 @@ weights as they are in Paddle, the others transposed.
 """
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import CONTIGUOUS, DECODER, NLP_HEAD, OWN_KEYS, SHARED_KEYS, Family, Variant
+from ckpt_tool.families.base import CONTIGUOUS, DECODER, NLP_HEAD, OWN_KEYS, PADDLE_FUSED, SHARED_KEYS, Family, Variant
 
 FAMILY = Family(
     name="ernie4_5", model_types=("ernie4_5",),
@@ -27,18 +27,10 @@ FAMILY = Family(
     """,
     dialects={
         "megatron": megatron.DENSE + megatron.BIASES,
-        "paddle": Variant(apart=True, of="""
-            [model.embed_tokens|lm_head].weight : v h
+        "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             lm_head.bias : v
-            model.norm.weight : h
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
             model.layers.{i}.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
             model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
         """),
         "paddle-hf": Variant("paddle", like_hub=True),

@@ -5,7 +5,7 @@ Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's laye
 """
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.base import PADDLE_FUSED, Family, Variant
 
 FAMILY = Family(
     name="gemma3", model_types=("gemma3_text", "gemma3"),
@@ -34,18 +34,10 @@ FAMILY = Family(
         "megatron": megatron.GEMMA + megatron.QK_NORMS,
         "hf-vl": Variant("hf", root="language_model.model.", over="language_model.lm_head.weight : v h = lm_head.weight : v h\n"),
         "hf-vl5": Variant("hf", root="model.language_model."),
-        "paddle": Variant(apart=True, of="""
-            [model.embed_tokens|lm_head].weight : v h
-            model.norm.weight : h
+        "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
             model.layers.{i}.self_attn.<q|k>_norm.weight : d
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
             model.layers.{i}.self_attn.o_proj.bias : h
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },

@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe (without paddlefleet)."""
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 
 FAMILY = Family(
     name="glm4_moe", model_types=("glm4_moe",), architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
@@ -33,17 +33,9 @@ FAMILY = Family(
         "paddle": Variant(
             apart=True, inner=("transformer_layer", "i >= num_hidden_layers", "self_attn", "mlp",
                    "input_layernorm", "post_attention_layernorm"),
-            of="""
-            [model.embed_tokens|lm_head].weight : v h
-            model.norm.weight : h
+            of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
             model.layers.{i}.self_attn.<q|k>_norm.weight : d
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
             model.layers.{i}.mlp.gate.weight : e h
             model.layers.{i}.mlp.gate.e_score_correction_bias : e
             model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, NLP_HEAD, PADDLE_FUSED, Family, Variant
 
 FAMILY = Family(
     name="qwen2", model_types=("qwen2",), architectures=("Qwen2ForCausalLM", "Qwen2Model"),
@@ -19,17 +19,9 @@ FAMILY = Family(
     """,
     dialects={
         "megatron": megatron.DENSE + megatron.QKV_BIAS,
-        "paddle": Variant(apart=True, of="""
-            [model.embed_tokens|lm_head].weight : v h
-            model.norm.weight : h
+        "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
             model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
             model.layers.{i}.mlp.gate_up_fused_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h  # PaddleNLP
         """),
         "paddle-hf": Variant("paddle", like_hub=True),

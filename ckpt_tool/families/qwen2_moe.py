@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, PADDLE_FUSED, Family, Variant
 
 FAMILY = Family(
     name="qwen2_moe", model_types=("qwen2_moe",), architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
@@ -32,16 +32,8 @@ FAMILY = Family(
             decoder.layers.{i}.mlp.shared_experts.gate_weight : 1 h = model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
         """,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
-        "paddle": Variant(apart=True, of="""
-            [model.embed_tokens|lm_head].weight : v h
-            model.norm.weight : h
+        "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
             model.layers.{i}.mlp.gate.weight : h e = : e h
             model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m

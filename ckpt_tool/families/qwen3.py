@@ -1,7 +1,7 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet)."""
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, Family, Variant
+from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 
 FAMILY = Family(
     name="qwen3", model_types=("qwen3",), architectures=("Qwen3ForCausalLM", "Qwen3Model"),
@@ -20,18 +20,10 @@ FAMILY = Family(
     """,
     dialects={
         "megatron": megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
-        "paddle": Variant(apart=True, of="""
-            [model.embed_tokens|lm_head].weight : v h
-            model.norm.weight : h
+        "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
             model.layers.{i}.self_attn.<q|k>_norm.weight : d
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
             model.layers.{i}.self_attn.o_proj.bias : h
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },

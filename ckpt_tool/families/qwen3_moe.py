@@ -1,7 +1,7 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
 from ckpt_tool.families import megatron
-from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 
 FAMILY = Family(
     name="qwen3_moe", model_types=("qwen3_moe",), architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
@@ -26,18 +26,10 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
-        "paddle": Variant(apart=True, of="""
-            [model.embed_tokens|lm_head].weight : v h
-            model.norm.weight : h
+        "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
-            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
-                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-            model.layers.{i}.self_attn.qkv_proj.bias : (g (r + 1 + 1) d) = ..<q|k|v>_proj.bias : (g r d), (g d), (g d)
             model.layers.{i}.self_attn.<q|k>_norm.weight : d
-            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
             model.layers.{i}.self_attn.o_proj.bias : h
-            model.layers.{i}.mlp.up_gate_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
-            model.layers.{i}.mlp.down_proj.weight : f h = : h f
             model.layers.{i}.mlp.gate.weight : h e = : e h
             model.layers.{i}.mlp.experts.{e}.up_gate_proj.weight : h ((1 + 1) m) = ..<gate|up>_proj.weight : m h
             model.layers.{i}.mlp.experts.{e}.down_proj.weight : m h = : h m
