@@ -139,18 +139,22 @@ def _with(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, An
     return {key: value for key, value in out.items() if value is not None or key in config}
 
 
-def check_config(model: ModelConfig) -> None:
+def check_config(model: ModelConfig, path: str) -> None:
     """Raise for a config that contradicts itself, all faults at once: UsageError E1240 where --config says it, else
-    InputError E1378."""
+    InputError E1378. path: of the checkpoint, or of what --config names."""
     faults = list(_faults(model.config or {}))
     if not faults:
         return
     message = f"the config contradicts itself: {faults[0]}"
     if model.asked:
         raise UsageError(
-            message, code="E1240", faults=faults[1:], hint="pass the config of this very model with --config"
-        )
-    raise InputError(message, code="E1378", faults=faults[1:], hint="pass a sound config with --config FILE")
+            message, code="E1240", path=path, faults=faults[1:],
+            hint="pass the config of this very model with --config",
+        )  # fmt: skip
+    raise InputError(
+        message, code="E1378", path=path, place=model.origin, faults=faults[1:],
+        hint="pass a sound config with --config FILE",
+    )  # fmt: skip
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:

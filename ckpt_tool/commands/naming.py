@@ -120,7 +120,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     if config is not None and "model_type" not in config and not model.file:
         model = config_of(opened, reading, found.family.name)
         config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
-    check_config(model)
+    check_config(model, reading.config or opened.path)
     origin = chosen.config_from if chosen.config is not None else model.origin
     chosen = replace(chosen, config=config, config_from=origin, notes=(*chosen.notes, *model.notes))
     if found.dialect == "meta" != target:
