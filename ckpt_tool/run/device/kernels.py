@@ -1,0 +1,18 @@
+"""One function a kernel: lists go to the device, the kernel runs, errors are raised. Work of nothing launches nothing.
+
+blocks, threads: 0 for the kernel's own choice. Calls return when the work is queued; `device.sync(stream)` waits for it.
+"""
+
+from __future__ import annotations
+
+from ckpt_tool.run.device.descriptors import Descriptors
+from ckpt_tool.run.device.memory import Device
+
+
+def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
+    """Move the bytes of all boxes from source to target."""
+    if not boxes.tiles:
+        return
+    with device.upload(boxes.packed, stream) as packed:
+        device.library.call("box_copy", packed.address, len(boxes.packed), boxes.tiles, blocks, threads, stream)
+        device.sync(stream)  # the list is freed on leaving

@@ -1,0 +1,75 @@
+// The C ABI of the reshard kernels: what `ckpt_tool/run/device/` calls by ctypes and anyone else may link.
+//
+// Every function returns a cudaError_t as int (0: done) unless its comment says otherwise; ck_error_name and ck_error_text
+// say what it means. Nothing here knows torch: addresses are device addresses, streams are cudaStream_t (null: default).
+// The host shim (portable.h) gives the same functions over plain memory, for tests.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#define CK_ABI_VERSION 1u
+#define CK_LEVELS 3 // strided dims above the contiguous run; the planner unrolls what lies above them
+
+#if defined(__GNUC__)
+#define CK_API extern "C" __attribute__((visibility("default")))
+#else
+#define CK_API extern "C"
+#endif
+
+// One box: `rows` rows of `run`, row (i0, i1, i2) at src + i0*sstr[0] + i1*sstr[1] + i2*sstr[2], and so for dst.
+//
+// run: bytes for box_copy and digest, elements for box_cast and compare; see each .cu for box_transpose.
+// tile0: the number of this box's first tile: the sum of the tiles of the boxes before it in the list.
+// Either a row is cut into `tiles_per_row` tiles (then rows_per_tile is 1), or a tile has `rows_per_tile` whole rows.
+// div1, div2: ck_magic(ext[1]), ck_magic(ext[2]); divr: ck_magic of what the kernel divides by within a tile.
+// vlog: log2 of the widest access, in bytes, that both addresses, the run and all strides allow (0..4).
+struct ck_desc {
+    uint64_t src, dst;
+    int64_t sstr[CK_LEVELS], dstr[CK_LEVELS];
+    uint64_t run;
+    uint64_t tile0;
+    uint64_t div1, div2, divr;
+    uint32_t ext[CK_LEVELS]; // 1 where there is no such level
+    uint32_t rows;           // ext[0] * ext[1] * ext[2], below 2^32
+    uint32_t rows_per_tile, tiles_per_row;
+    uint32_t aux; // number of a record beside the list (a scale, a result)
+    uint8_t vlog, op;
+    uint16_t flags;
+};
+
+struct ck_device_info {
+    char name[128];
+    char uuid[40];
+    uint64_t total_bytes, free_bytes;
+    int32_t major, minor, multiprocessors, l2_bytes;
+    int32_t driver, runtime; // 13000 is CUDA 13.0; driver: the newest CUDA that the driver can run
+    int32_t warp, host;      // host: 1 for the shim, which is no device
+};
+
+// -- the runtime ------------------------------------------------------------------------------------------------------
+CK_API uint32_t ck_abi(void); // sizeof(ck_desc) << 8 | CK_ABI_VERSION: not an error code
+CK_API const char* ck_error_name(int error);
+CK_API const char* ck_error_text(int error);
+CK_API int ck_devices(int* count);
+CK_API int ck_info(int device, ck_device_info* out);
+CK_API int ck_use(int device);
+CK_API int ck_alloc(void** out, size_t bytes); // 0 bytes: null
+CK_API int ck_free(void* p);
+CK_API int ck_host_alloc(void** out, size_t bytes); // pinned
+CK_API int ck_host_free(void* p);
+CK_API int ck_upload(void* to, const void* from, size_t bytes, void* stream);
+CK_API int ck_download(void* to, const void* from, size_t bytes, void* stream);
+CK_API int ck_move(void* to, const void* from, size_t bytes, void* stream); // device to device
+CK_API int ck_fill(void* to, int byte, size_t bytes, void* stream);
+CK_API int ck_stream_create(void** out);
+CK_API int ck_stream_destroy(void* stream);
+CK_API int ck_stream_sync(void* stream);
+CK_API int ck_event_create(void** out);
+CK_API int ck_event_destroy(void* event);
+CK_API int ck_event_record(void* event, void* stream);
+CK_API int ck_event_elapsed(float* milliseconds, void* begin, void* end); // waits for end
+
+// -- the kernels ------------------------------------------------------------------------------------------------------
+// list: `count` descriptors on the device, sorted by tile0; tiles: their sum. Zero tiles launch nothing. blocks 0: as many
+// as fill the device. threads 0: the kernel's own choice.
+CK_API int ck_box_copy(const ck_desc* list, uint32_t count, uint64_t tiles, int blocks, int threads, void* stream);

@@ -1,0 +1,229 @@
+// One source, two machines: nvcc makes kernels of it, g++ (the host shim) makes plain functions that run on the CPU.
+//
+// A kernel is written once, with these words instead of CUDA's:
+//     CK_KERNEL(512) void name(args)      __global__ with launch bounds
+//     ck_tid() ck_nt() ck_bid() ck_nb()   threadIdx.x, blockDim.x, blockIdx.x, gridDim.x
+//     CK_SHARED(type, name, count)        an array in shared memory
+//     ck_sync()                           __syncthreads()
+//     ck_warp_sync(), ck_shfl_xor(v, m)   among the 32 threads of a warp, all of which must take part
+//     ck_load<V>(address), ck_store(address, v)    global memory, past L1; V of 1, 2, 4, 8 or 16 bytes, aligned
+//     ck_atomic_add / _min / _max / _or   on uint64_t and uint32_t in global or shared memory
+//     CK_LAUNCH(kernel, blocks, threads, stream, args...)        a kernel without ck_sync, ck_warp_sync, ck_shfl_xor
+//     CK_LAUNCH_SYNC(kernel, blocks, threads, stream, args...)   a kernel with them
+// No other intrinsic, no inline PTX and no atomic stands outside this file.
+//
+// The shim runs the blocks of a grid one after another. Threads of a kernel without barriers are a loop; with barriers they
+// are fibers that give way at each barrier, or, with -DCK_THREADS, real threads, so that a thread sanitizer sees what the
+// barriers order. It shows wrong indexes, missing barriers and misaligned accesses; it can't show races across blocks,
+// memory ordering, launch limits or speed.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include "ck.h"
+
+struct alignas(16) ck_v16 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) ck_v8 {
+    uint32_t x, y;
+};
+
+// floor(n / d) = ck_div(n, ck_magic(d)) for all 32-bit n and d >= 1 (D. Lemire, O. Kaser, N. Kurz, "Faster remainder by
+// direct computation", 2019); the magic of 1 does not fit 64 bits and is 0.
+static inline uint64_t ck_magic(uint32_t d) { return d <= 1 ? 0 : UINT64_MAX / d + 1; }
+
+#ifdef __CUDACC__
+// ---- the device -----------------------------------------------------------------------------------------------------
+#include <cuda_runtime.h>
+
+#define CK_KERNEL(threads) static __global__ __launch_bounds__(threads)
+#define CK_DEVICE static __device__ __forceinline__
+#define CK_SHARED(type, name, count) __shared__ type name[count]
+#define CK_UNROLL _Pragma("unroll")
+#define CK_LAUNCH(kernel, blocks, threads, stream, ...) \
+    (kernel<<<(blocks), (threads), 0, (cudaStream_t)(stream)>>>(__VA_ARGS__), int(cudaGetLastError()))
+#define CK_LAUNCH_SYNC CK_LAUNCH
+
+CK_DEVICE unsigned ck_tid() { return threadIdx.x; }
+CK_DEVICE unsigned ck_nt() { return blockDim.x; }
+CK_DEVICE unsigned ck_bid() { return blockIdx.x; }
+CK_DEVICE unsigned ck_nb() { return gridDim.x; }
+CK_DEVICE void ck_sync() { __syncthreads(); }
+CK_DEVICE void ck_warp_sync() { __syncwarp(); }
+CK_DEVICE uint32_t ck_shfl_xor(uint32_t v, unsigned m) { return __shfl_xor_sync(~0u, v, m); }
+CK_DEVICE uint64_t ck_shfl_xor(uint64_t v, unsigned m) { return __shfl_xor_sync(~0u, (unsigned long long)v, m); }
+CK_DEVICE uint32_t ck_div(uint32_t n, uint64_t magic) { return magic ? uint32_t(__umul64hi(magic, n)) : n; }
+// the 4 bytes that begin `bytes` (0..3) bytes into lo, taken from lo and hi
+CK_DEVICE uint32_t ck_funnel(uint32_t lo, uint32_t hi, unsigned bytes) { return __funnelshift_r(lo, hi, bytes * 8); }
+
+template <class T> CK_DEVICE T ck_atomic_add(T* p, T v) {
+    if constexpr (sizeof(T) == 8)
+        return T(atomicAdd((unsigned long long*)p, (unsigned long long)v));
+    else
+        return T(atomicAdd((unsigned*)p, (unsigned)v));
+}
+template <class T> CK_DEVICE void ck_atomic_min(T* p, T v) {
+    if constexpr (sizeof(T) == 8)
+        atomicMin((unsigned long long*)p, (unsigned long long)v);
+    else
+        atomicMin((unsigned*)p, (unsigned)v);
+}
+template <class T> CK_DEVICE void ck_atomic_max(T* p, T v) {
+    if constexpr (sizeof(T) == 8)
+        atomicMax((unsigned long long*)p, (unsigned long long)v);
+    else
+        atomicMax((unsigned*)p, (unsigned)v);
+}
+
+// Loads that bypass L1 and stores, both told to be in global memory: an address made from an integer is generic otherwise,
+// and costs a slower instruction.
+template <class V> CK_DEVICE V ck_load(uint64_t address) {
+    const size_t a = __cvta_generic_to_global((const void*)address);
+    V v;
+    if constexpr (sizeof(V) == 16) {
+        ck_v16 r;
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(a));
+        memcpy(&v, &r, 16);
+    } else if constexpr (sizeof(V) == 8) {
+        ck_v8 r;
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(a));
+        memcpy(&v, &r, 8);
+    } else if constexpr (sizeof(V) == 4) {
+        uint32_t r;
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(r) : "l"(a));
+        memcpy(&v, &r, 4);
+    } else if constexpr (sizeof(V) == 2) {
+        uint16_t r;
+        asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(r) : "l"(a));
+        memcpy(&v, &r, 2);
+    } else {
+        uint32_t r;
+        asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(r) : "l"(a));
+        const uint8_t b = uint8_t(r);
+        memcpy(&v, &b, 1);
+    }
+    return v;
+}
+template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
+    const size_t a = __cvta_generic_to_global((void*)address);
+    if constexpr (sizeof(V) == 16) {
+        ck_v16 r;
+        memcpy(&r, &v, 16);
+        asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(a), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w) : "memory");
+    } else if constexpr (sizeof(V) == 8) {
+        ck_v8 r;
+        memcpy(&r, &v, 8);
+        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(a), "r"(r.x), "r"(r.y) : "memory");
+    } else if constexpr (sizeof(V) == 4) {
+        uint32_t r;
+        memcpy(&r, &v, 4);
+        asm volatile("st.global.u32 [%0], %1;" ::"l"(a), "r"(r) : "memory");
+    } else if constexpr (sizeof(V) == 2) {
+        uint16_t r;
+        memcpy(&r, &v, 2);
+        asm volatile("st.global.u16 [%0], %1;" ::"l"(a), "h"(r) : "memory");
+    } else {
+        uint8_t b;
+        memcpy(&b, &v, 1);
+        asm volatile("st.global.u8 [%0], %1;" ::"l"(a), "r"(uint32_t(b)) : "memory");
+    }
+}
+
+// Blocks that fill the device: `per` on each multiprocessor, never more than there is work for. 0 on error.
+static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
+    if (blocks <= 0) {
+        int device = 0, count = 0;
+        if (cudaGetDevice(&device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+            return 0;
+        blocks = count * per;
+    }
+    return int(work < uint64_t(blocks) ? work : uint64_t(blocks));
+}
+static inline int ck_last_error() { return int(cudaGetLastError()); }
+
+#else
+// ---- the host shim --------------------------------------------------------------------------------------------------
+#include <functional>
+
+enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2 };
+
+#define CK_KERNEL(threads) static
+#define CK_DEVICE static inline
+#define CK_UNROLL
+#ifdef CK_THREADS
+#define CK_SHARED(type, name, count) static type name[count]
+#else
+#define CK_SHARED(type, name, count) static thread_local type name[count]
+#endif
+#define CK_LAUNCH(kernel, blocks, threads, stream, ...) \
+    ((void)(stream), ck_host_loop((blocks), (threads), [=] { kernel(__VA_ARGS__); }))
+#define CK_LAUNCH_SYNC(kernel, blocks, threads, stream, ...) \
+    ((void)(stream), ck_host_fibers((blocks), (threads), [=] { kernel(__VA_ARGS__); }))
+
+struct ck_place { // where the running thread stands
+    unsigned tid, nt, bid, nb;
+};
+extern thread_local ck_place ck_here;
+int ck_host_loop(unsigned blocks, unsigned threads, const std::function<void()>& body);
+int ck_host_fibers(unsigned blocks, unsigned threads, const std::function<void()>& body);
+void ck_host_sync();
+void ck_host_warp_sync();
+uint64_t ck_host_shfl(uint64_t v, unsigned mask);
+
+CK_DEVICE unsigned ck_tid() { return ck_here.tid; }
+CK_DEVICE unsigned ck_nt() { return ck_here.nt; }
+CK_DEVICE unsigned ck_bid() { return ck_here.bid; }
+CK_DEVICE unsigned ck_nb() { return ck_here.nb; }
+CK_DEVICE void ck_sync() { ck_host_sync(); }
+CK_DEVICE void ck_warp_sync() { ck_host_warp_sync(); }
+CK_DEVICE uint32_t ck_shfl_xor(uint32_t v, unsigned m) { return uint32_t(ck_host_shfl(v, m)); }
+CK_DEVICE uint64_t ck_shfl_xor(uint64_t v, unsigned m) { return ck_host_shfl(v, m); }
+CK_DEVICE uint32_t ck_div(uint32_t n, uint64_t magic) {
+    return magic ? uint32_t((unsigned __int128)magic * n >> 64) : n;
+}
+CK_DEVICE uint32_t ck_funnel(uint32_t lo, uint32_t hi, unsigned bytes) {
+    return uint32_t(((uint64_t)hi << 32 | lo) >> (bytes * 8));
+}
+template <class T> CK_DEVICE T ck_atomic_add(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+template <class T> CK_DEVICE void ck_atomic_min(T* p, T v) {
+    T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+template <class T> CK_DEVICE void ck_atomic_max(T* p, T v) {
+    T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (v > seen && !__atomic_compare_exchange_n(p, &seen, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+// a typed access, so that the sanitizer of undefined behaviour sees a misaligned one
+template <class V> CK_DEVICE V ck_load(uint64_t address) { return *reinterpret_cast<const V*>(address); }
+template <class V> CK_DEVICE void ck_store(uint64_t address, V v) { *reinterpret_cast<V*>(address) = v; }
+
+static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
+    if (blocks <= 0) blocks = 4 * per; // a device of 4 multiprocessors: several blocks, whatever the machine
+    return int(work < uint64_t(blocks) ? work : uint64_t(blocks));
+}
+static inline int ck_last_error() { return 0; }
+#endif
+
+// -- walking a descriptor list ----------------------------------------------------------------------------------------
+
+// The box that holds tile `tile`: the last with tile0 <= tile.
+CK_DEVICE uint32_t ck_find(const ck_desc* list, uint32_t count, uint64_t tile) {
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (list[middle].tile0 <= tile)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// The offset of row number `row` on one side.
+CK_DEVICE int64_t ck_row(const ck_desc& d, const int64_t* stride, uint32_t row) {
+    const uint32_t upper = ck_div(row, d.div2), i2 = row - upper * d.ext[2];
+    const uint32_t i0 = ck_div(upper, d.div1), i1 = upper - i0 * d.ext[1];
+    return int64_t(i0) * stride[0] + int64_t(i1) * stride[1] + int64_t(i2) * stride[2];
+}
