@@ -30,7 +30,7 @@ Read = Callable[[str, State, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 class Piece(NamedTuple):
     """A part of a logical tensor. `tensor` is contiguous; it has the shape `box`, or is 1-d where `flat` is given.
 
-    `model` is bf16 (the router and its bias fp32), all other states are fp32. `flat` is (start, stop) on the row-major line of
+    `model` is bf16 (the router fp32), all other states are fp32. `flat` is (start, stop) on the row-major line of
     the box at `offset` of shape `box`; it may be empty (start == stop). `replica` counts the ranks that hold the same piece:
     0 is the one that writes. A parameter that lives on one rank under two roles (a tied embedding) is listed once.
     """

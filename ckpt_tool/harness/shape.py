@@ -1,0 +1,158 @@
+"""The model that is trained: its sizes, and every parameter by its hub name.
+
+A decoder in the manner of ERNIE 4.5 with experts (family `ernie4_5_moe`): grouped-query attention, a dense first layer, then
+layers of routed experts beside shared ones. Small enough for 8 ranks on 2 cores, odd enough that a wrong reshard shows.
+
+    ModelShape().parameters()[0]  ->  Param("model.embed_tokens.weight", (100, 64), room="embed", cut=0, ...)
+
+The one idea: tensor parallelism works on `VIRTUAL` = 4 virtual shards whatever the degree, so a dim that 4 doesn't divide is not
+cut at all: the parameter is replicated over TP (`ModelShape.indivisible()` has such ones). `cut` is the dim, None if replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+VIRTUAL = 4  # virtual tensor-parallel shards: every TP degree divides it
+
+DType = Literal["bf16", "fp32"]
+
+
+class Param(NamedTuple):
+    """One hub tensor. `room`: "embed", "head" or the global layer number as text. `cut`: the dim that TP cuts, None: replicated."""
+
+    name: str
+    shape: tuple[int, ...]
+    room: str
+    cut: int | None = None
+    expert: int | None = None
+    dtype: DType = "bf16"
+    std: float = 0.0  # of the initial values; 0 means ones (a norm)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay touches it: matrices, not norms."""
+        return len(self.shape) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes. `vocab` tokens lie in `rows` rows (padding never gets a gradient). `experts` 0 makes every layer dense."""
+
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 8
+    dense_ffn: int = 128
+    dense_layers: int = 1
+    experts: int = 4
+    top: int = 2
+    expert_ffn: int = 32
+    shared_experts: int = 1
+    vocab: int = 97
+    rows: int = 100
+    tied: bool = False
+    sequence: int = 32
+    batch: int = 8  # sequences a step: as many microbatches of one sequence
+    dropout: float = 0.1
+    theta: float = 10_000.0
+    epsilon: float = 1e-5
+
+    @classmethod
+    def quick(cls) -> ModelShape:
+        """Two layers, four microbatches: a quarter of the cost."""
+        return cls(layers=2, batch=4)
+
+    @classmethod
+    def indivisible(cls) -> ModelShape:
+        """Dims that 4 doesn't divide: vocabulary, dense and expert feed-forward are replicated over TP."""
+        return cls(layers=2, batch=4, rows=97, dense_ffn=126, expert_ffn=30)
+
+    def with_(self, **changes: object) -> ModelShape:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    def splits(self, size: int) -> bool:
+        """Whether TP cuts a dim of `size`: only where every virtual shard gets an equal part."""
+        return size % VIRTUAL == 0
+
+    def parameters(self) -> list[Param]:
+        """Every parameter, in the order of the model. A tied head is no parameter."""
+        embed = Param("model.embed_tokens.weight", (self.rows, self.hidden), "embed", self._cut(0, self.rows), std=0.05)
+        found = [embed]
+        for layer in range(self.layers):
+            found += self._layer(layer)
+        found.append(Param("model.norm.weight", (self.hidden,), "head"))
+        if not self.tied:
+            found.append(embed._replace(name="lm_head.weight", room="head"))
+        return found
+
+    def _layer(self, layer: int) -> list[Param]:
+        room, root, h = str(layer), f"model.layers.{layer}", self.hidden
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        deep = 0.08 / math.sqrt(2 * self.layers)
+        found = [
+            Param(f"{root}.input_layernorm.weight", (h,), room),
+            Param(f"{root}.self_attn.q_proj.weight", (query, h), room, 0, std=0.08),
+            Param(f"{root}.self_attn.k_proj.weight", (key, h), room, 0, std=0.08),
+            Param(f"{root}.self_attn.v_proj.weight", (key, h), room, 0, std=0.08),
+            Param(f"{root}.self_attn.o_proj.weight", (h, query), room, 1, std=deep),
+            Param(f"{root}.post_attention_layernorm.weight", (h,), room),
+        ]
+        if not self.is_sparse(layer):
+            return found + self._gated(f"{root}.mlp", room, self.dense_ffn)
+        found.append(Param(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype="fp32", std=0.08))
+        for expert in range(self.experts):
+            found += self._gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
+        if self.shared_experts:
+            found += self._gated(f"{root}.mlp.shared_experts", room, self.expert_ffn * self.shared_experts)
+        return found
+
+    def _gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[Param]:
+        wide, deep = (ffn, self.hidden), 0.08 / math.sqrt(2 * self.layers)
+        return [
+            Param(f"{root}.gate_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
+            Param(f"{root}.up_proj.weight", wide, room, self._cut(0, ffn), expert, std=0.08),
+            Param(f"{root}.down_proj.weight", (self.hidden, ffn), room, self._cut(1, ffn), expert, std=deep),
+        ]
+
+    def _cut(self, dim: int, size: int) -> int | None:
+        return dim if self.splits(size) else None
+
+    def config(self) -> dict[str, object]:
+        """The `config.json` that Hugging Face's `ernie4_5_moe` would have for these sizes."""
+        return {
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "model_type": "ernie4_5_moe",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.dense_ffn,
+            "moe_intermediate_size": self.expert_ffn,
+            "moe_num_experts": self.experts,
+            "moe_num_shared_experts": self.shared_experts,
+            "moe_k": self.top,
+            "moe_layer_start_index": self.dense_layers,
+            "moe_layer_end_index": self.layers - 1,
+            "moe_layer_interval": 1,
+            "vocab_size": self.rows,
+            "tie_word_embeddings": self.tied,
+            "rms_norm_eps": self.epsilon,
+            "rope_theta": self.theta,
+            "max_position_embeddings": self.sequence,
+            "hidden_act": "silu",
+            "use_bias": False,
+            "torch_dtype": "bfloat16",
+        }
