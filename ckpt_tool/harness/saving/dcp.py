@@ -1,0 +1,60 @@
+"""`dcp`: the nested state dict of a plain torch job, each rank's boxes as it holds them.
+
+    {"model": {NAME: ...}, "optim": {"state": {NAME: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]},
+     "master_weights": {NAME: ...}, "ema": {NAME: ...}, "harness": {"step": 7, ...}}
+
+The one idea: what a job keeps beside torch's optimizer hangs in the same state dict, and DCP saves it all. Cost: as `torch_dcp`.
+What it does not do: DTensors: the boxes are handed over directly, flat ZeRO shards as the few boxes that they are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_tool.harness.saving import torch_dcp
+from ckpt_tool.harness.saving.torch_dcp import Part
+from ckpt_tool.harness.saving.whole import HARNESS, Whole, adam_group, first_holders
+
+_ROOTS = {"model": ("model",), "master": ("master_weights",), "ema": ("ema",)}
+
+
+def write(whole: Whole, folder: Path) -> None:
+    """The DCP folder and config.json."""
+    paths: dict[str, tuple[Any, ...]] = {}
+    parts: list[list[Part]] = [[] for _ in whole.ranks]
+    for number, (state, name), box, values in first_holders(whole):
+        path = (*_ROOTS[state], name) if state in _ROOTS else ("optim", "state", name, state)
+        key = ".".join(path)
+        paths[key] = path
+        parts[number].append(Part(key, box.offset, values, tuple(whole.tensors[state, name].shape)))
+    step = torch.tensor(float(whole.scalars["step"]))
+    for name in whole.state("exp_avg"):
+        path = ("optim", "state", name, "step")
+        paths[".".join(path)] = path
+        parts[0].append(Part(".".join(path), (), step, ()))
+    objects = _objects(whole, paths)
+    ranks = [torch_dcp.Rank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
+    torch_dcp.write(ranks, folder, paths)
+    (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
+
+
+def _objects(whole: Whole, paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Plain values, flattened as torch flattens them: dicts and lists of dicts by their keys, other lists whole."""
+    objects: dict[str, Any] = {}
+    group = {"params": list(whole.state("model")), **adam_group(whole.scalars)}
+
+    def put(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                put((*path, key), inner)
+            return
+        key = ".".join(map(str, path))
+        paths[key], objects[key] = path, value
+
+    put(("optim", "param_groups", 0), group)
+    put((HARNESS,), dict(whole.scalars))
+    return objects

@@ -1,0 +1,77 @@
+"""Which formats the harness writes, which layouts each can hold, and how the tool is asked for the same layout.
+
+    write("megatron-dist", assemble(states), folder)
+    words("dcp", Layout.parse("tp2,dp2"))        # ["--tp", "2", "--pp", "1", ...]: for `ckpt reshard` and `ckpt convert`
+
+The one idea: a layout that a system's files can't express is refused before anything is written, with the nearest that they can.
+Cost: none. What it does not do: write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.harness.saving import dcp, sharded
+from ckpt_tool.harness.saving.whole import Whole
+
+UNKNOWN, LAYOUT = "E1534", "E1535"
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """write: into an empty folder. dims: degrees that the files can express. zero: the stages."""
+
+    write: Callable[[Whole, Path], None]
+    dims: tuple[str, ...] = ("tp", "pp", "ep", "dp")
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+
+
+WRITERS: Mapping[str, Writer] = {
+    "sharded": Writer(sharded.write),
+    "dcp": Writer(dcp.write),
+}
+
+
+def check_name(fmt: str) -> None:
+    """Raise UsageError E1534 for a format that is not written here."""
+    if fmt not in WRITERS:
+        raise UsageError(
+            f"the harness does not write {fmt!r}", code=UNKNOWN,
+            hint=near_misses(fmt, WRITERS) or f"want one of {', '.join(WRITERS)}",
+        )  # fmt: skip
+
+
+def check(fmt: str, layout: Any) -> None:
+    """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express."""
+    check_name(fmt)
+    writer = WRITERS[fmt]
+    wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.dims]
+    if wrong or layout.zero not in writer.zero:
+        said = [f"{dim}{getattr(layout, dim)}" for dim in wrong]
+        said += [] if layout.zero in writer.zero else [f"zero{layout.zero}"]
+        keeps = [f"{dim}{getattr(layout, dim)}" for dim in writer.dims if getattr(layout, dim) > 1]
+        zero = min(writer.zero, key=lambda stage: abs(stage - layout.zero))
+        raise UsageError(
+            f"{fmt} has no place for {', '.join(said)}", code=LAYOUT,
+            hint=f"the nearest that it has is {','.join([*keeps, f'zero{zero}'])}",
+        )  # fmt: skip
+
+
+def write(fmt: str, whole: Whole, folder: Path) -> None:
+    """The checkpoint into `folder`, which is there and empty. Raises what `check` raises."""
+    check(fmt, whole.layout)
+    WRITERS[fmt].write(whole, folder)
+
+
+def words(fmt: str, layout: Any) -> list[str]:
+    """The options that ask `ckpt reshard` and `ckpt convert` for a layout, as far as the format has a place for it."""
+    writer = WRITERS[fmt]
+    asked = [(dim, getattr(layout, dim)) for dim in ("tp", "pp", "ep", "dp", "vpp") if dim in writer.dims]
+    options = [word for dim, size in asked if dim != "vpp" or size > 1 for word in (f"--{dim}", str(size))]
+    if layout.split and "pp" in writer.dims:
+        options += ["--pp-split", ",".join(map(str, layout.split))]
+    return options

@@ -1,0 +1,157 @@
+"""`sharded`, by its specification (`formats/sharded/format.py`) alone: safetensors, JSON and hashlib.
+
+    model.tp00_dp00.safetensors, model.tp01_dp00.safetensors, ..., master.tp00_dp00.safetensors, ..., ckpt.index.json
+
+The one idea: each rank writes the boxes that it holds. ZeRO's flat pieces are no boxes; of those the data ranks of one box
+write rows: rank r of n has rows [r*N/n, (r+1)*N/n) of the box's N, so a short tensor's rows are on some ranks only.
+
+Cost: one pass. What it does not do: digests (the index says that none was taken).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.harness.pieces import Piece, RankState
+from ckpt_tool.harness.saving.fault_point import fault_point
+from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+
+_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+_ORDER = ("tp", "pp", "ep", "dp")
+NO_DIGEST = "0" * 32
+
+
+def write(whole: Whole, folder: Path) -> None:
+    """Every rank's files, then the index."""
+    mesh = mesh_of(whole.layout)
+    placements: list[dict[str, Any]] = []
+    files: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for rank in whole.ranks:
+        at = coordinates(rank, mesh)
+        label = "_".join(f"{dim}{at[dim]:02d}" for dim in mesh)
+        for state in dict.fromkeys(piece.state for piece in rank.pieces):
+            held = {piece.name: box for piece in rank.pieces if piece.state == state and (box := _part(piece, rank))}
+            arrays = {name: whole.tensors[state, name][region(box)].contiguous() for name, box in held.items()}
+            shapes = {name: list(whole.tensors[state, name].shape) for name in held}
+            text = canonical({name: {"offset": list(b.offset), "shape": shapes[name]} for name, b in held.items()})
+            rows = sorted([name, _DTYPES[array.dtype], list(array.shape)] for name, array in arrays.items())
+            if arrays:
+                path = f"{state}.{label}.safetensors" if label else f"{state}.safetensors"
+                files[path] = {"state": state, "rank": at, "arrays": arrays, "text": text}
+                files[path]["boxes"] = digits(text + canonical(rows))
+    for (kind, name), tensor in whole.tensors.items():
+        cut = _placement(whole, kind, name, mesh)
+        if cut not in placements:
+            placements.append(cut)
+        tensors.setdefault(kind, {})[name] = {
+            "dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "digest": NO_DIGEST,
+            "placement": placements.index(cut),
+        }  # fmt: skip
+    extras = {"iteration": whole.scalars["step"], HARNESS: dict(whole.scalars)}
+    save = digits(canonical([mesh, extras, {path: file["boxes"] for path, file in files.items()}]))
+    for path, file in _written(files):
+        metadata = {
+            "format": "pt", "ckpt_format": "sharded", "ckpt_version": "1", "mesh": canonical(mesh), "save": save,
+            "state": file["state"], "rank": canonical(file["rank"]), "boxes": file["text"],
+        }  # fmt: skip
+        save_file(file["arrays"], folder / path, metadata)
+    index = {
+        "ckpt_format": "sharded", "ckpt_version": 1, "schema_version": 1, "mesh": mesh, "extras": extras, "save": save,
+        "fallbacks": [], "sidefiles": ["config.json"], "placements": placements, "tensors": tensors,
+        "source": {"format": "sharded", "hints": {}},
+        "files": [
+            {"path": path, "size": (folder / path).stat().st_size, **{k: file[k] for k in ("state", "rank", "boxes")}}
+            for path, file in files.items()
+        ],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
+    fault_point("index")
+    (folder / "ckpt.index.json").write_text(json.dumps(index))
+
+
+def mesh_of(layout: Any) -> dict[str, int]:
+    """The mesh of a layout, its dims of size 1 left out; `dp` are the ranks that hold the same experts."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp // layout.ep}
+    return {dim: sizes[dim] for dim in _ORDER if sizes[dim] > 1}
+
+
+def coordinates(rank: RankState, mesh: dict[str, int]) -> dict[str, int]:
+    """The rank's place in the mesh."""
+    at, layout = rank.at, rank.layout
+    every = {"tp": at.tp, "pp": at.pp, "ep": at.ep, "dp": at.dp // layout.ep}
+    return {dim: every[dim] for dim in mesh}
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def digits(text: str) -> str:
+    """BLAKE2b-128 of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _written(files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The files, with a place to die after half of them."""
+    for number, (path, file) in enumerate(files.items()):
+        if number == len(files) // 2:
+            fault_point("files")
+        yield path, file
+
+
+def _part(piece: Piece, rank: RankState) -> Box | None:
+    """The box that the rank writes; None where a short tensor leaves it nothing."""
+    if piece.flat is None:
+        return Box(piece.offset, piece.box)
+    ranks, mine = rank.layout.dp, rank.at.dp
+    if ".experts." in piece.name:
+        ranks, mine = ranks // rank.layout.ep, mine // rank.layout.ep
+    rows = piece.box[0]
+    first, last = mine * rows // ranks, (mine + 1) * rows // ranks
+    offset = (piece.offset[0] + first, *piece.offset[1:])
+    return Box(offset, (last - first, *piece.box[1:])) if last > first else None
+
+
+def _placement(whole: Whole, state: str, name: str, mesh: dict[str, int]) -> dict[str, Any]:
+    """Which mesh dims cut which tensor dim, told from the boxes themselves; `at` for what one stage or expert rank has."""
+    held = [
+        (coordinates(rank, mesh), box)
+        for rank in whole.ranks
+        for piece in rank.pieces
+        if (piece.state, piece.name) == (state, name) and (box := _part(piece, rank))
+    ]
+    shape = tuple(whole.tensors[state, name].shape)
+    cut: dict[str, Any] = {"shard": []}
+    for dim in range(len(shape)):
+        names = [
+            axis for axis in mesh if any(box.shape[dim] < shape[dim] for _, box in held) and _moves(held, axis, dim)
+        ]
+        if names:
+            cut["shard"].append([dim, names])
+    fixed = {axis: {at[axis] for at, _ in held} for axis in ("pp", "ep") if axis in mesh}
+    at = {axis: next(iter(where)) for axis, where in fixed.items() if len(where) == 1}
+    if at:
+        cut["at"] = at
+    uneven = [dim for dim, _ in cut["shard"] if len({box.shape[dim] for _, box in held}) > 1]
+    if uneven:
+        cut["uneven"] = uneven
+    return cut
+
+
+def _moves(held: list[tuple[dict[str, int], Box]], axis: str, dim: int) -> bool:
+    """Does the box move along `dim` when only `axis` changes?"""
+    seen: dict[tuple[Any, ...], set[int]] = {}
+    for at, box in held:
+        others = tuple((name, number) for name, number in at.items() if name != axis)
+        seen.setdefault(others, set()).add(box.offset[dim])
+    return any(len(offsets) > 1 for offsets in seen.values())

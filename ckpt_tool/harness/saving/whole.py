@@ -1,0 +1,157 @@
+"""What all ranks hold together: their pieces laid into whole logical tensors, each replica held against the first.
+
+    whole = assemble(states)                            # of every rank, in any order
+    whole.tensors["exp_avg", "model.norm.weight"]       # (64,) float32
+
+The one idea: a checkpoint is a statement about logical tensors; how they were cut is the format's business. So the writers
+cut anew from the whole, as their system's ranks would hold them, and what must hold on any layout is checked here once: pieces
+lie inside their tensors, cover them, and agree bit for bit where several ranks hold one element.
+
+Cost: one copy of the state. What it does not do: more than one machine's memory; a harness model is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_tool.core.box import Box, flat_boxes
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.harness.pieces import STATES, Piece, RankState
+
+DRIFT, HOLES, FOREIGN = "E1520", "E1521", "E1522"
+HARNESS = "harness"  # the key under which the job's scalars lie, in any format
+Key = tuple[str, str]  # state, hub name
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """tensors: by (state, hub name), CPU, contiguous, in the order of registration. ranks: one state a rank, by rank number.
+    config: the model's hub config. scalars: of the job."""
+
+    tensors: Mapping[Key, torch.Tensor]
+    ranks: Sequence[RankState]
+    config: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+
+    @property
+    def layout(self) -> Any:
+        """The `harness.layout.Layout` of the job."""
+        return self.ranks[0].layout
+
+    def state(self, state: str) -> dict[str, torch.Tensor]:
+        """Name -> tensor of one state."""
+        return {name: tensor for (of, name), tensor in self.tensors.items() if of == state}
+
+
+def assemble(states: Sequence[RankState]) -> Whole:
+    """The whole of all ranks' states.
+
+    Raises InconsistentCheckpoint E1520 (ranks that hold the same element disagree; scalars too), E1522 (a piece that does not
+    fit its tensor), Incomplete E1521 (elements that no rank holds).
+    """
+    ranks = sorted(states, key=lambda state: state.at.rank)
+    tensors: dict[Key, torch.Tensor] = {}
+    covered: dict[Key, torch.Tensor] = {}
+    for state in ranks:
+        if state.scalars != ranks[0].scalars:
+            raise _drift(f"rank {state.at.rank} has other scalars than rank {ranks[0].at.rank}", "scalars")
+        for piece in state.pieces:
+            key = (piece.state, piece.name)
+            if key not in tensors:
+                tensors[key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
+                covered[key] = torch.zeros(piece.shape, dtype=torch.bool)
+            _lay(piece, tensors[key], covered[key], state.at.rank)
+    names = [param.name for param in ranks[0].shape.parameters()]
+    holes = [f"{name} [{state}]" for state in STATES for name in names if (state, name) not in tensors]
+    holes += [f"{name} [{state}]" for (state, name), mask in covered.items() if not bool(mask.all())]
+    if holes:
+        raise Incomplete(
+            f"{len(holes)} tensors have elements that no rank holds: {', '.join(holes[:5])}", code=HOLES, key=holes[0],
+            faults=holes[5:100], hint="a rank's state is missing, or the trainer lost a piece",
+        )  # fmt: skip
+    ordered: dict[Key, torch.Tensor] = {(state, name): tensors[state, name] for state in STATES for name in names}
+    return Whole(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
+
+
+def boxes(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The piece as boxes of its logical tensor, each with its values in its own shape; a flat one has up to 2n - 1."""
+    if piece.flat is None:
+        yield Box(piece.offset, piece.box), piece.tensor.reshape(piece.box)
+        return
+    at = 0
+    for box in flat_boxes(piece.box, *piece.flat):
+        moved = Box(tuple(o + b for o, b in zip(piece.offset, box.offset, strict=True)), box.shape)
+        yield moved, piece.tensor.reshape(-1)[at : at + box.numel].reshape(box.shape)
+        at += box.numel
+
+
+def first_holders(whole: Whole) -> Iterator[tuple[int, Key, Box, torch.Tensor]]:
+    """(rank, key, box, values): every element once, by the first rank of the first stage that holds it."""
+    stage: dict[Key, int] = {}
+    for rank in whole.ranks:
+        for piece in rank.pieces:
+            key = (piece.state, piece.name)
+            stage[key] = min(stage.get(key, rank.at.pp), rank.at.pp)
+    seen: set[tuple[Key, Box]] = set()
+    for number, rank in enumerate(whole.ranks):
+        for piece in rank.pieces:
+            key = (piece.state, piece.name)
+            for box, _ in boxes(piece) if stage[key] == rank.at.pp else ():
+                if (key, box) not in seen:
+                    seen.add((key, box))
+                    yield number, key, box, whole.tensors[key][region(box)]
+
+
+def adam_group(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """The scalars in the words of torch's AdamW."""
+    said = scalars["optimizer"]
+    return {
+        "lr": scalars["lr"], "betas": (said["beta1"], said["beta2"]), "eps": said["eps"],
+        "weight_decay": said["weight_decay"], "amsgrad": False, "foreach": None, "maximize": False, "capturable": False,
+        "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+    }  # fmt: skip
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """The box as an index."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size: NaN equals itself, -0 is not 0."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _lay(piece: Piece, tensor: torch.Tensor, covered: torch.Tensor, rank: int) -> None:
+    shown = f"{piece.name} [{piece.state}]"
+    if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.tensor.dtype:
+        raise InconsistentCheckpoint(
+            f"rank {rank} has it as {piece.tensor.dtype} {list(piece.shape)}, another as {tensor.dtype} {list(tensor.shape)}",
+            code=FOREIGN, key=shown,
+        )  # fmt: skip
+    for box, values in boxes(piece):
+        if not box.inside(piece.shape):
+            raise InconsistentCheckpoint(
+                f"rank {rank} holds a box at {list(box.offset)} of {list(box.shape)}, outside {list(piece.shape)}",
+                code=FOREIGN, key=shown,
+            )  # fmt: skip
+        here, seen = tensor[region(box)], covered[region(box)]
+        mine = values.detach().cpu()
+        if bool(seen.any()) and not torch.equal(bits(mine)[seen], bits(here)[seen]):
+            raise _drift(f"rank {rank} holds other values than the ranks before it", shown)
+        here.copy_(mine)
+        seen.fill_(True)
+
+
+def _drift(message: str, key: str) -> InconsistentCheckpoint:
+    return InconsistentCheckpoint(
+        message,
+        code=DRIFT,
+        key=key,
+        hint="replicas drifted apart in training: the checkpoint would depend on who writes it",
+    )
