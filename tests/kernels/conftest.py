@@ -11,14 +11,18 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from ckpt_tool.errors import StorageError
 from ckpt_tool.run.device import build
 from ckpt_tool.run.device.library import Library
 from ckpt_tool.run.device.memory import Device
+
+sys.path.insert(0, str(Path(__file__).parent))  # box_cases.py and its like
 
 CHOICE = os.environ.get("CKPT_KERNELS", "host")
 
@@ -45,8 +49,9 @@ def built(config: pytest.Config, name: str, compiler: str, *extra: str) -> Path:
             else:
                 build_device(Path(temporary), program)
             os.replace(temporary, path)
-        except subprocess.CalledProcessError as e:
-            pytest.fail(f"{compiler} refused the kernels:\n{e.stderr}", pytrace=False)
+        except (StorageError, subprocess.CalledProcessError) as e:
+            said = getattr(e, "stderr", None) or "\n".join(map(str, getattr(e, "faults", ())))
+            pytest.fail(f"{compiler} refused the kernels: {e}\n{said}", pytrace=False)
         finally:
             Path(temporary).unlink(missing_ok=True)
     return path

@@ -1,10 +1,51 @@
+"""box_copy against NumPy: random lists of boxes, and the ones that chance does not find."""
+
 from __future__ import annotations
 
-import numpy as np
+from collections import Counter
 
+import numpy as np
+import pytest
+from box_cases import POOL, WIDE, Bench, Case, make_case
+
+from ckpt_tool.errors import StorageError
 from ckpt_tool.run.device.descriptors import Strided, pack
 from ckpt_tool.run.device.kernels import box_copy
 from ckpt_tool.run.device.memory import Device
+
+CASES = 10_000
+PARTS = 10
+SEEN: Counter[str] = Counter()
+DIMS: Counter[int] = Counter()
+
+
+@pytest.fixture(scope="module")
+def bench(device: Device) -> Bench:
+    return Bench(device)
+
+
+def differs(case: Case, got: np.ndarray) -> str:
+    at = int(np.flatnonzero(got != case.want)[0])
+    return f"case {case.seed}: byte {at} of the target is {got[at]}, want {case.want[at]}; {case.pieces}"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_boxes_equal_numpy(bench: Bench, part: int) -> None:
+    for seed in range(part * CASES // PARTS, (part + 1) * CASES // PARTS):
+        case = make_case(seed)
+        got = bench.run(case, SEEN)
+        assert np.array_equal(got, case.want), differs(case, got)
+        DIMS.update(len(piece.extents) if 0 not in piece.extents else -1 for piece in case.pieces)
+
+
+def test_every_way_through_the_kernel_was_taken() -> None:
+    if sum(DIMS.values()) < CASES:
+        pytest.skip("the random cases were not run")
+    print(dict(SEEN), dict(DIMS))
+    ways = [f"short rows by {1 << log} bytes" for log in range(5)]
+    ways += [f"{rows}, {skew} alignment" for rows in ("rows", "long rows") for skew in ("equal", "shifted")]
+    assert min(SEEN[way] for way in ways) >= 300, SEEN
+    assert min(DIMS[n] for n in range(-1, 7)) >= 300, DIMS
 
 
 def test_a_column_slice_of_rows(device: Device) -> None:
@@ -13,3 +54,40 @@ def test_a_column_slice_of_rows(device: Device) -> None:
         box_copy(device, pack([Strided(src.address + 4, dst.address, (4,), (32,), (12,), 12)]))
         got = device.download(dst.address, 48)
     np.testing.assert_array_equal(got.reshape(4, 12), source.reshape(4, 32)[:, 4:16])
+
+
+@pytest.mark.parametrize("runs", [range(1, 40), range(WIDE - 2, WIDE + 40)], ids=["short", "warp"])
+def test_every_alignment_of_both_sides_and_every_end(device: Device, runs: range) -> None:
+    """256 pairs of alignments, each with every length of the last bytes: heads, shifts and tails of copy_span."""
+    pitch = 48 + runs[-1]
+    pitch += -pitch % 16
+    count = len(runs) * 256
+    source = POOL[: count * pitch]
+    want = np.full(count * pitch, 0xA5, np.uint8)
+    boxes = []
+    with device.upload(source) as src, device.upload(want) as dst:
+        for number in range(count):
+            run, from_, to = runs[number // 256], 16 + number % 16, 16 + number // 16 % 16
+            start = number * pitch
+            want[start + to : start + to + run] = source[start + from_ : start + from_ + run]
+            boxes.append(Strided(src.address + start + from_, dst.address + start + to, (), (), (), run))
+        box_copy(device, pack(boxes))
+        got = device.download(dst.address, len(want))
+    wrong = np.flatnonzero(got != want)
+    assert not len(wrong), f"box {wrong[0] // pitch}, byte {wrong[0] % pitch}"
+
+
+def test_work_of_nothing_launches_nothing(device: Device) -> None:
+    assert pack([]).tiles == 0
+    box_copy(device, pack([]))
+    device.library.call("box_copy", 0, 0, 0, 0, 0, 0)  # null pointers are legal with nothing to do
+
+
+@pytest.mark.parametrize(("count", "threads"), [(0, 0), (1, -32), (1, 33), (1, 1024)])
+def test_calls_that_make_no_sense_are_refused(device: Device, count: int, threads: int) -> None:
+    with (
+        device.upload(np.zeros(136, np.uint8)) as packed,
+        pytest.raises(StorageError, match="cudaErrorInvalidValue") as e,
+    ):
+        device.library.call("box_copy", packed.address, count, 1, 1, threads, 0)
+    assert e.value.code == "E1551"
