@@ -62,7 +62,7 @@ def test_every_alignment_of_both_sides_and_every_end(device: Device, runs: range
     pitch = 48 + runs[-1]
     pitch += -pitch % 16
     count = len(runs) * 256
-    source = POOL[: count * pitch]
+    source = np.resize(POOL, count * pitch)
     want = np.full(count * pitch, 0xA5, np.uint8)
     boxes = []
     with device.upload(source) as src, device.upload(want) as dst:
