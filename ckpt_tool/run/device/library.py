@@ -71,17 +71,28 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ck_box_copy": LISTED,
 }
 
+# What the runtime says of a device that can't be used -> the code and the hint of our error.
+UNUSABLE = {
+    "cudaErrorNoDevice": ("E1556", "there is no GPU, or CUDA_VISIBLE_DEVICES hides it; --device cpu does without"),
+    "cudaErrorInvalidDevice": ("E1556", "there is no GPU of that number; ckpt kernels info lists them"),
+    "cudaErrorInsufficientDriver": ("E1557", "a newer driver, or kernels built by an older CUDA toolkit: ckpt kernels build"),
+    "cudaErrorSystemDriverMismatch": ("E1557", "the driver was updated while it was loaded: start the machine anew"),
+    "cudaErrorNoKernelImageForDevice": ("E1558", "build for this GPU: ckpt kernels build --force"),
+    "cudaErrorUnsupportedPtxVersion": ("E1558", "the driver is older than the toolkit: build for this GPU, ckpt kernels build"),
+}  # fmt: skip
+
 
 class Library:
     """One compiled library of the kernels.
 
-    Raises StorageError E1550 where the file can't be loaded or is of another version of the ABI.
+    through: another name of the same file, under which it is loaded (`cache.Kept.through`). Raises StorageError E1550 where
+    the file can't be loaded or is of another version of the ABI.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, through: Path | None = None) -> None:
         self.path = path
         try:
-            self._dll = ctypes.CDLL(str(path))
+            self._dll = ctypes.CDLL(str(through or path))
             self._dll.ck_abi.restype = c_uint32
             abi = int(self._dll.ck_abi())
         except (OSError, AttributeError) as e:
@@ -100,7 +111,8 @@ class Library:
             getattr(self._dll, name).argtypes, getattr(self._dll, name).restype = (c_int,), c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call `ck_NAME`. Raises StorageError E1551 (UsageError E1552 for out of memory) naming the call and the error."""
+        """Call `ck_NAME`. Raises StorageError E1551 naming the call and the error; UsageError E1552 for out of memory, E1556 to
+        E1558 where the device can't be used at all."""
         status = getattr(self._dll, f"ck_{name}")(*arguments)
         if status == 0:
             return
@@ -110,6 +122,9 @@ class Library:
             raise UsageError(
                 text, code="E1552", hint="lower --memory, or leave --device out: the CPU needs no such memory"
             )
+        if error in UNUSABLE:
+            code, hint = UNUSABLE[error]
+            raise UsageError(text, code=code, hint=hint)
         raise StorageError(text, code="E1551", hint="ckpt kernels check tests the device; --device cpu does without it")
 
     def devices(self) -> int:
