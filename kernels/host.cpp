@@ -150,11 +150,12 @@ void resume(Fiber& f) {
 bool passed(unsigned from, unsigned to, unsigned Fiber::*count, unsigned want) {
     for (unsigned t = from; t < to; ++t) {
         const Fiber& f = crew.fibers[t];
+        if (f.*count >= want) continue; // it may be done since
         if (f.done) {
             fprintf(stderr, "ck host shim: thread %u has left block %u before a barrier that others wait at\n", t, ck_here.bid);
             abort();
         }
-        if (f.*count < want) return false;
+        return false;
     }
     return true;
 }
@@ -232,10 +233,12 @@ CK_API int ck_info(int device, ck_device_info* out) {
     return cudaSuccess;
 }
 CK_API int ck_use(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
-CK_API int ck_alloc(void** out, size_t bytes) { // poisoned, as what a kernel must write in full
-    *out = bytes ? aligned_alloc(256, (bytes + 255) / 256 * 256) : nullptr;
-    if (*out) memset(*out, 0xA5, bytes);
-    return *out || !bytes ? cudaSuccess : cudaErrorMemoryAllocation;
+CK_API int ck_alloc(void** out, size_t bytes) { // poisoned, as what a kernel must write in full; not a byte more than asked for
+    *out = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    if (posix_memalign(out, 256, bytes) != 0) return cudaErrorMemoryAllocation;
+    memset(*out, 0xA5, bytes);
+    return cudaSuccess;
 }
 CK_API int ck_free(void* p) { return free(p), cudaSuccess; }
 CK_API int ck_host_alloc(void** out, size_t bytes) { return ck_alloc(out, bytes); }

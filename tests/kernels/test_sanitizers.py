@@ -1,0 +1,121 @@
+"""The kernels in the shim under the sanitizers of g++: clean as they are, and red where a fault is planted.
+
+ASan and UBSan: bytes beyond a buffer, misaligned accesses, overflow. TSan, with a real thread for each thread of a block: what
+no barrier orders.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import CHOICE, built
+from planting import ADDRESS, HERE, THREAD, plant, run_under
+
+from ckpt_tool.run.device import build
+
+Planted = Callable[..., Path]
+REPORT = 66  # the exit code of a sanitizer that found something
+
+
+@pytest.fixture(autouse=True)
+def _shim_only() -> None:
+    if CHOICE != "host":
+        pytest.skip("sanitizers of g++ see the host shim only; compute-sanitizer is for a GPU")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here: no sanitizers")
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    """Builds `kernels` from sources with `old` replaced by `new` in `file`."""
+
+    def build_it(
+        file: str, old: str, new: str, flags: tuple[str, ...], kernels: tuple[str, ...] = build.KERNELS
+    ) -> Path:
+        folder = plant(tmp_path / "kernels", file, old, new)
+        with monkeypatch.context() as m:
+            m.setattr(build, "sources", lambda: folder)
+            m.setattr(build, "KERNELS", kernels)
+            return build.build_host(tmp_path / "planted.so", flags)
+
+    return build_it
+
+
+# -- box_copy -----------------------------------------------------------------------------------------------------------
+
+
+def cases(library: Path, count: int, first: int = 0) -> subprocess.CompletedProcess[str]:
+    return run_under("asan", str(HERE / "box_cases.py"), str(library), str(count), str(first))
+
+
+def test_random_boxes_are_clean_under_address_and_undefined_behaviour(request: pytest.FixtureRequest) -> None:
+    done = cases(built(request.config, "asan", "g++", *ADDRESS), 400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "400 cases equal" in done.stdout
+
+
+def test_a_row_too_far_is_seen(planted: Planted) -> None:
+    done = cases(
+        planted("portable.h", "i2 = row - upper * d.ext[2];", "i2 = row - upper * d.ext[2] + 1;", ADDRESS), 400
+    )
+    assert done.returncode == REPORT, done.stdout + done.stderr
+    assert "heap-buffer-overflow" in done.stderr
+
+
+# rows of 32 bytes that begin 4 bytes off the grid, said to allow 16 bytes at a time
+OVERSTATED = """
+import sys
+from pathlib import Path
+from ckpt_tool.run.device import descriptors
+from ckpt_tool.run.device.kernels import box_copy
+from ckpt_tool.run.device.library import Library
+from ckpt_tool.run.device.memory import Device
+
+descriptors.width_log = lambda *numbers: 4
+device = Device(Library(Path(sys.argv[1])))
+source, target = device.alloc(1024), device.alloc(1024)
+box_copy(device, descriptors.pack([descriptors.Strided(source.address + 4, target.address, (8,), (64,), (64,), 32)]))
+"""
+
+
+def test_an_overstated_width_is_seen(request: pytest.FixtureRequest) -> None:
+    library = built(request.config, "asan", "g++", *ADDRESS)
+    done = run_under("asan", "-c", OVERSTATED, str(library))
+    assert done.returncode not in (0, 1), done.stdout + done.stderr
+    assert "misaligned address" in done.stderr
+
+
+# -- what the shim sees at barriers -------------------------------------------------------------------------------------
+
+FIRST, SECOND = "ck_sync(); // all parts are there", "ck_sync(); // the next round writes them again"
+
+
+def probe(planted: Planted, old: str, new: str, flags: tuple[str, ...]) -> Path:
+    return planted("probe.cu", old, new, flags, ("probe",))
+
+
+@pytest.mark.parametrize("flags", [(), ADDRESS, THREAD], ids=["plain", "address", "thread"])
+def test_barriers_and_shuffles_add_up(planted: Planted, flags: tuple[str, ...]) -> None:
+    library = probe(planted, FIRST, FIRST, flags)
+    done = run_under({(): "", ADDRESS: "asan", THREAD: "tsan"}[flags], str(HERE / "run_probe.py"), str(library))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("barrier", [FIRST, SECOND], ids=["before reading", "before writing again"])
+def test_a_missing_barrier_is_a_race(planted: Planted, barrier: str) -> None:
+    library = probe(planted, barrier, barrier.removeprefix("ck_sync();"), THREAD)
+    done = run_under("tsan", str(HERE / "run_probe.py"), str(library))
+    assert done.returncode == REPORT, done.stdout + done.stderr
+    assert "data race" in done.stderr
+
+
+@pytest.mark.parametrize("who", ["ck_tid() == 40", "ck_bid() == 1 && ck_tid() == 0"])
+def test_a_thread_that_leaves_before_a_barrier_is_told(planted: Planted, who: str) -> None:
+    library = probe(planted, FIRST, f"if ({who}) return;\n{FIRST}", ())
+    done = run_under("", str(HERE / "run_probe.py"), str(library))
+    assert done.returncode < 0, done.stdout + done.stderr
+    assert "before a barrier that others wait at" in done.stderr
