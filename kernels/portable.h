@@ -1,12 +1,19 @@
 // One source, two machines: nvcc makes kernels of it, g++ (the host shim) makes plain functions that run on the CPU.
 //
 // A kernel is written once, with these words instead of CUDA's:
-//     CK_KERNEL(512) void name(args)      __global__ with launch bounds
+//     CK_KERNEL(512) void name(args)      __global__ with launch bounds; (512, 2): and two blocks a multiprocessor
 //     ck_tid() ck_nt() ck_bid() ck_nb()   threadIdx.x, blockDim.x, blockIdx.x, gridDim.x
+//     ck_fresh(v)                         v, of which the compiler knows nothing: what follows from it isn't moved before the
+//                                         loop, where it would sit in registers
 //     CK_SHARED(type, name, count)        an array in shared memory
+//     CK_CONSTANT type name[] = {...}     a table that never changes
+//     ck_mul_high(a, b), ck_ones(v)       the upper 64 bits of a product; how many bits are set
 //     ck_sync()                           __syncthreads()
 //     ck_warp_sync(), ck_shfl_xor(v, m)   among the 32 threads of a warp, all of which must take part
+//     CK_DEVICE, CK_MEMBER                a function, a member function of a kernel
 //     ck_load<V>(address), ck_store(address, v)    global memory, past L1; V of 1, 2, 4, 8 or 16 bytes, aligned
+//     ck_load_near<V>(address)            the same by way of L1, for what many threads read; integers, nobody writes them
+//     ck_load_kept(address)               16 bytes through L1: for what a neighbour loads too
 //     ck_atomic_add / _min / _max / _or   on uint64_t and uint32_t in global or shared memory
 //     CK_LAUNCH(kernel, blocks, threads, stream, args...)        a kernel without ck_sync, ck_warp_sync, ck_shfl_xor
 //     CK_LAUNCH_SYNC(kernel, blocks, threads, stream, args...)   a kernel with them
@@ -37,14 +44,20 @@ static inline uint64_t ck_magic(uint32_t d) { return d <= 1 ? 0 : UINT64_MAX / d
 // ---- the device -----------------------------------------------------------------------------------------------------
 #include <cuda_runtime.h>
 
-#define CK_KERNEL(threads) static __global__ __launch_bounds__(threads)
+#define CK_KERNEL(...) static __global__ __launch_bounds__(__VA_ARGS__)
 #define CK_DEVICE static __device__ __forceinline__
+#define CK_MEMBER __device__ __forceinline__
 #define CK_SHARED(type, name, count) __shared__ type name[count]
+#define CK_CONSTANT static __constant__ const
 #define CK_UNROLL _Pragma("unroll")
 #define CK_LAUNCH(kernel, blocks, threads, stream, ...) \
     (kernel<<<(blocks), (threads), 0, (cudaStream_t)(stream)>>>(__VA_ARGS__), int(cudaGetLastError()))
 #define CK_LAUNCH_SYNC CK_LAUNCH
 
+CK_DEVICE uint32_t ck_fresh(uint32_t v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
 CK_DEVICE unsigned ck_tid() { return threadIdx.x; }
 CK_DEVICE unsigned ck_nt() { return blockDim.x; }
 CK_DEVICE unsigned ck_bid() { return blockIdx.x; }
@@ -54,6 +67,8 @@ CK_DEVICE void ck_warp_sync() { __syncwarp(); }
 CK_DEVICE uint32_t ck_shfl_xor(uint32_t v, unsigned m) { return __shfl_xor_sync(~0u, v, m); }
 CK_DEVICE uint64_t ck_shfl_xor(uint64_t v, unsigned m) { return __shfl_xor_sync(~0u, (unsigned long long)v, m); }
 CK_DEVICE uint32_t ck_div(uint32_t n, uint64_t magic) { return magic ? uint32_t(__umul64hi(magic, n)) : n; }
+CK_DEVICE uint64_t ck_mul_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
+CK_DEVICE uint32_t ck_ones(uint32_t v) { return __popc(v); }
 // the 4 bytes that begin `bytes` (0..3) bytes into lo, taken from lo and hi
 CK_DEVICE uint32_t ck_funnel(uint32_t lo, uint32_t hi, unsigned bytes) { return __funnelshift_r(lo, hi, bytes * 8); }
 
@@ -105,6 +120,14 @@ template <class V> CK_DEVICE V ck_load(uint64_t address) {
     }
     return v;
 }
+CK_DEVICE ck_v16 ck_load_kept(uint64_t address) {
+    ck_v16 r;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(__cvta_generic_to_global((const void*)address)));
+    return r;
+}
+template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return __ldg((const V*)address); }
 template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
     const size_t a = __cvta_generic_to_global((void*)address);
     if constexpr (sizeof(V) == 16) {
@@ -149,8 +172,10 @@ static inline int ck_last_error() { return int(cudaGetLastError()); }
 
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2 };
 
-#define CK_KERNEL(threads) static
+#define CK_KERNEL(...) static
+#define CK_CONSTANT static const
 #define CK_DEVICE static inline
+#define CK_MEMBER inline
 #define CK_UNROLL
 #ifdef CK_THREADS
 #define CK_SHARED(type, name, count) static type name[count]
@@ -172,6 +197,7 @@ void ck_host_sync();
 void ck_host_warp_sync();
 uint64_t ck_host_shfl(uint64_t v, unsigned mask);
 
+CK_DEVICE uint32_t ck_fresh(uint32_t v) { return v; }
 CK_DEVICE unsigned ck_tid() { return ck_here.tid; }
 CK_DEVICE unsigned ck_nt() { return ck_here.nt; }
 CK_DEVICE unsigned ck_bid() { return ck_here.bid; }
@@ -183,6 +209,8 @@ CK_DEVICE uint64_t ck_shfl_xor(uint64_t v, unsigned m) { return ck_host_shfl(v, 
 CK_DEVICE uint32_t ck_div(uint32_t n, uint64_t magic) {
     return magic ? uint32_t((unsigned __int128)magic * n >> 64) : n;
 }
+CK_DEVICE uint64_t ck_mul_high(uint64_t a, uint64_t b) { return uint64_t((unsigned __int128)a * b >> 64); }
+CK_DEVICE uint32_t ck_ones(uint32_t v) { return uint32_t(__builtin_popcount(v)); }
 CK_DEVICE uint32_t ck_funnel(uint32_t lo, uint32_t hi, unsigned bytes) {
     return uint32_t(((uint64_t)hi << 32 | lo) >> (bytes * 8));
 }
@@ -197,6 +225,8 @@ template <class T> CK_DEVICE void ck_atomic_max(T* p, T v) {
 }
 // a typed access, so that the sanitizer of undefined behaviour sees a misaligned one
 template <class V> CK_DEVICE V ck_load(uint64_t address) { return *reinterpret_cast<const V*>(address); }
+CK_DEVICE ck_v16 ck_load_kept(uint64_t address) { return *reinterpret_cast<const ck_v16*>(address); }
+template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return *reinterpret_cast<const V*>(address); }
 template <class V> CK_DEVICE void ck_store(uint64_t address, V v) { *reinterpret_cast<V*>(address) = v; }
 
 static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
