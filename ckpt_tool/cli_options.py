@@ -60,6 +60,7 @@ def group(title: str, *rows: Row) -> Group:
 
 
 def _parameter(title: str, name: str, kind: Any, default: Any, about: dict[str, Any]) -> inspect.Parameter:
+    about = dict(about)  # a row may stand in several groups
     choices = about.pop("choices", ())
     complete = (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
     option = typer.Option(
@@ -195,6 +196,16 @@ VERIFICATION = group(
 )  # fmt: skip
 APPLY = group("Options", text("part", "I/N", "Run share I of N, from 1/N to N/N."))
 CLEAN = group("Options", flag("remove", "Remove it. Without this it is only listed."))
+KERNELS = group(
+    "Options",
+    text("arch", "N,N", "build: GPUs, as 90,100 (sm_90, sm_100), native or host. Default 80,90,100."),
+    text("out", "FILE", "build: write the library to FILE, for CKPT_KERNELS=path:FILE elsewhere."),
+    flag("force", "build: though it is built, and over FILE."),
+    text("cases", "N", "check: random cases a kernel. Default 200."),
+    text("seed", "N", "check: what the cases are made from. Default 0."),
+    texts("kernel", "NAME", "check: only this kernel. Repeatable."),
+    flag("quick", "bench: minutes less, with more spread."),
+)
 REPORTING = group(
     "Reporting",
     flag("json", "One JSON document on stdout; errors as JSON on stderr."),

@@ -28,7 +28,7 @@ VERBS = {
     "verify": "is a checkpoint complete and sound?",
     "apply": "run a saved plan, or one share of it",
     "validate": "train, save, kill, reshard, resume, compare (not in this build)",
-    "kernels": "the CUDA reshard kernels (not in this build)",
+    "kernels": "the CUDA reshard kernels: build, info, check, bench",
     "doctor": "what this machine offers, and a self-test",
     "clean": "what interrupted runs left behind",
 }
@@ -47,6 +47,7 @@ EXAMPLES = {
     "diff": ("ckpt diff hf megatron", "ckpt diff a b --atol 1e-6 --state model"),
     "verify": ("ckpt verify out", "ckpt verify out --mode quick --json"),
     "apply": ("ckpt convert in out --to dcp --plan p.json && ckpt apply p.json", "ckpt apply p.json --part 3/8"),
+    "kernels": ("ckpt kernels info", "ckpt kernels build --arch native", "ckpt kernels check --cases 1000"),
     "doctor": ("ckpt doctor",),
     "clean": ("ckpt clean .", "ckpt clean . --remove"),
 }

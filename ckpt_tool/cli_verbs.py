@@ -17,6 +17,7 @@ from ckpt_tool.cli_options import (
     CLEAN,
     DIFF,
     INSPECT,
+    KERNELS,
     KEYS,
     LAYOUT,
     MERGE,
@@ -46,7 +47,7 @@ from ckpt_tool.commands.options import (
     writing_from,
 )
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import UsageError, near_misses
 
 if TYPE_CHECKING:
     from ckpt_tool.report.page import Page
@@ -262,14 +263,46 @@ def validate(
     raise _absent("validate", "the training harness")
 
 
-@takes()
+@takes(KERNELS)
 def kernels(
-    rest: Annotated[list[str] | None, typer.Argument(metavar="[build|info|check|bench]", show_default=False)] = None,
-    *,
+    action: Annotated[str, typer.Argument(metavar="build|info|check|bench", help="What to do.", show_default=False)],
     given: Given,
 ) -> Job:
-    """The CUDA reshard kernels. Not in this build."""
-    raise _absent("kernels", "the CUDA kernels")
+    """The CUDA reshard kernels: compile them, say what there is, hold them against NumPy (exit 1 where they differ), measure."""
+    show, taken = show_from(given), Taken(given)
+    arch, out = taken.take("arch", values.text, None), taken.take("out", values.text, None)
+    cases, seed = taken.take("cases", values.count, None), taken.take("seed", values.between(0, 2**63 - 1), 0)
+    only = taken.take("kernel", values.words, ())
+    taken.settle()
+    verb = _kernels_action(action, given)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands import kernels as commands
+
+        if verb == "build":
+            return commands.build(arch, out=out, force=bool(given["force"]))
+        if verb == "check":
+            return commands.check(cases=cases or commands.CASES, seed=seed, only=only)
+        return commands.bench(quick=bool(given["quick"])) if verb == "bench" else commands.info()
+
+    return Job(
+        "kernels", show, run, _listing(f"ckpt kernels {verb}"), sound=lambda document: bool(document.get("ok", True))
+    )
+
+
+def _kernels_action(word: str, given: Given) -> str:
+    """One of the four. Raises UsageError for another, and for an option that belongs to another one."""
+    belongs = {"build": ("arch", "out", "force"), "info": (), "check": ("cases", "seed", "kernel"), "bench": ("quick",)}
+    if word not in belongs:
+        raise UsageError(f"ckpt kernels has no {word!r}", code="E0283", place="ckpt kernels",
+                         hint=near_misses(word, belongs) or f"there are {', '.join(belongs)}")  # fmt: skip
+    for action, names in belongs.items():
+        for name in names:
+            if action != word and given[name]:
+                raise UsageError(
+                    f"--{name} belongs to ckpt kernels {action}", code="E0284", place=f"ckpt kernels {word}"
+                )
+    return word
 
 
 def _absent(verb: str, what: str) -> UsageError:

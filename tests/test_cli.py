@@ -22,7 +22,7 @@ import pytest
 import ckpt_tool
 from ckpt_tool import cli, cli_options, cli_parser, cli_verbs
 from ckpt_tool.cli_job import plain_job
-from ckpt_tool.commands import apply, clean, convert, diff, doctor, inspect, merge, verify
+from ckpt_tool.commands import apply, clean, convert, diff, doctor, inspect, kernels, merge, verify
 from ckpt_tool.commands.options import Reading, ReadingOptions, Writing, WritingOptions
 from ckpt_tool.errors import (
     CorruptFile,
@@ -74,7 +74,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stub]:
         "verify": (verify, {"ok": True, "findings": [], "digests": {}}), "apply": (apply, WRITTEN),
         "doctor": (doctor, {"self_test": "ok"}), "clean": (clean, {"folder": ".", "leavings": []}),
     }  # fmt: skip
-    stubs = {}
+    stubs = {"kernels": Stub({"ok": True})}
+    monkeypatch.setattr(kernels, "check", stubs["kernels"])
     for name, (module, document) in homes.items():
         stubs[name] = Stub(document)
         monkeypatch.setattr(module, name, stubs[name])
@@ -168,6 +169,8 @@ def test_the_other_verbs_arrive(stub: dict[str, Stub]) -> None:
     assert run("clean", "d") == 0 and stub["clean"].kwargs == {"remove": False}
     assert run("clean", "d", "--remove") == 0 and stub["clean"].kwargs == {"remove": True}
     assert run("doctor") == 0
+    assert run("kernels", "check", "--cases", "7", "--kernel", "box_copy") == 0
+    assert stub["kernels"].kwargs == {"cases": 7, "seed": 0, "only": ("box_copy",)}
 
 
 def test_values_may_look_like_options_after_two_dashes(stub: dict[str, Stub]) -> None:
@@ -206,6 +209,7 @@ CONTRACT = {
     "apply": "--part --threads --memory --resume",
     "clean": "--remove",
     "doctor": "",
+    "kernels": "--arch --out --force --cases --seed --kernel --quick",
 }
 
 
@@ -255,6 +259,8 @@ def test_json_has_no_nan(stub: dict[str, Stub], capsys: pytest.CaptureFixture[st
         ("verify", ["a"], {"ok": False, "findings": [{"code": "E0331", "message": "x"}], "digests": {}}, 1),
         ("doctor", [], {"self_test": "ok"}, 0),
         ("doctor", [], {"self_test": "failed: x"}, 1),
+        ("kernels", ["check"], {"ok": True}, 0),
+        ("kernels", ["check"], {"ok": False}, 1),
     ],
 )
 def test_findings_are_exit_1(
@@ -420,7 +426,10 @@ USAGE = {
     "apply p --part 9/8": ("--part: found '9/8'", "ckpt apply", "1/8"),
     "inspect a --progress fancy": ("--progress: found 'fancy'", "ckpt inspect", "--help"),
     "validate": ("does not contain the training harness", "ckpt validate", "every other verb"),
-    "kernels build": ("does not contain the CUDA kernels", "ckpt kernels", "every other verb"),
+    "kernels": ("build|info|check|bench is missing", "ckpt kernels", "build|info|check|bench"),
+    "kernels bulid": ("ckpt kernels has no 'bulid'", "ckpt kernels", "build"),
+    "kernels info --cases 3": ("--cases belongs to ckpt kernels check", "ckpt kernels info", "--help"),
+    "kernels check --cases 0": ("--cases: found 0", "ckpt kernels", "--help"),
 }
 
 

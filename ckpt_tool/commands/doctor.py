@@ -31,9 +31,31 @@ def doctor() -> dict[str, Any]:
             "ray": util.find_spec("ray") is not None,
         },
         "nvcc": shutil.which("nvcc"),
+        "kernels": _kernels(),
         "gpu": sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")),
         "open_files_limit": _open_files(),
         "self_test": _self_test(),
+    }
+
+
+def _kernels() -> dict[str, Any]:
+    """What `--device cuda` would use, and why. Builds nothing."""
+    from ckpt_tool.errors import CkptError
+    from ckpt_tool.run.device import choose, driver
+
+    found = driver.probe()
+    try:
+        choice = choose.chosen()
+    except CkptError as e:
+        return {
+            "uses": "nothing",
+            "reason": e.message,
+            "driver": driver.spelled(found.driver) if found.driver else None,
+        }
+    return {
+        "uses": choice.level,
+        "reason": choice.reason,
+        "driver": driver.spelled(found.driver) if found.driver else None,
     }
 
 

@@ -1,0 +1,142 @@
+"""`ckpt kernels` and the kernels' line of `ckpt doctor`, where there is no GPU and the shim stands in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tool.commands import doctor, kernels
+from ckpt_tool.errors import OutputExists, UsageError
+from ckpt_tool.run.device import build, choose, driver, trial
+from ckpt_tool.run.device import kernels as calls
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the shim can't be built")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def fresh(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CKPT_CACHE", str(cache))
+    monkeypatch.delenv("CKPT_KERNELS", raising=False)
+    monkeypatch.setattr(driver, "probe", lambda: driver.Probe(0, (), "no NVIDIA driver: it was taken away"))
+    for cached in (choose._decide, choose._load):
+        cached.cache_clear()
+    yield
+    for cached in (choose._decide, choose._load):
+        cached.cache_clear()
+
+
+def test_info_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    document = kernels.info()
+    assert (document["uses"], document["nvcc"], document["gpus"], document["driver"]) == ("numpy", None, [], None)
+    assert "taken away" in document["reason"] and document["kernels"] == list(build.KERNELS)
+    assert (Path(document["sources"]) / "ck.h").is_file()
+    json.dumps(document, allow_nan=False)
+
+
+def test_info_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "probe", lambda: driver.Probe(13000, (driver.Card("NVIDIA H100", 90),), ""))
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(build, "found_for", lambda architectures: architectures == (90,) or None)
+    document = kernels.info()
+    assert (document["uses"], document["driver"]) == ("cuda", "13.0")
+    assert document["gpus"] == [{"name": "NVIDIA H100", "architecture": "sm_90"}]
+
+
+def test_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb in (kernels.check, kernels.bench):
+        with pytest.raises(UsageError) as caught:
+            verb()
+        assert caught.value.code == "E1556" and caught.value.hint
+
+
+@needs_gxx
+def test_build_and_where_it_goes(tmp_path: Path, cache: Path) -> None:
+    document = kernels.build("host")
+    assert document["path"].startswith(str(cache)) and document["kind"] == "host"
+    assert kernels.build("host")["compiled"] is False
+    out = tmp_path / "libck.so"
+    assert kernels.build("host", out=str(out))["path"] == str(out)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o755 and out.read_bytes() == Path(document["path"]).read_bytes()
+    with pytest.raises(OutputExists):
+        kernels.build("host", out=str(out))
+    out.write_bytes(b"")
+    kernels.build("host", out=str(out), force=True)
+    assert choose.library_of(choose.chosen(f"path:{out}")).info().host
+    listed = kernels.info()["libraries"]
+    assert [(row["kind"], row["for"], row["current"]) for row in listed] == [("host", "CPU", True)]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("arch", ["x", "9", "90,", "sm_", "-90", "９０"])
+def test_architectures_that_are_none(arch: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        kernels.build(arch)
+    assert caught.value.code == "E0283" and caught.value.place == "--arch"
+
+
+def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels._wanted("100, sm_90,8.0,90") == (80, 90, 100)
+    assert kernels._wanted(None) == build.ARCHITECTURES
+    with pytest.raises(UsageError, match="taken away"):
+        kernels._wanted("native")
+    monkeypatch.setattr(driver, "probe", lambda: driver.Probe(13000, (driver.Card("A", 90), driver.Card("B", 80)), ""))
+    assert kernels._wanted("native") == (80, 90)
+
+
+@needs_gxx
+def test_check_finds_nothing_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_KERNELS", "host")
+    document = kernels.check(cases=40, seed=3)
+    assert document["ok"] and document["findings"] == [] and document["device"]["name"] == "host shim (CPU)"
+    assert {row["kernel"] for row in document["kernels"]} == set(trial.TRIALS)
+    assert all(row["cases"] == 40 for row in document["kernels"])
+
+    real = calls.box_copy
+
+    def wrong(device: Any, boxes: Any, **settings: Any) -> None:
+        """A kernel that is one byte off where the alignment allows no wider access."""
+        packed = boxes.packed.copy()
+        packed["dst"] += packed["vlog"] == 0
+        real(device, boxes._replace(packed=packed), **settings)
+
+    monkeypatch.setattr(calls, "box_copy", wrong)
+    document = kernels.check(cases=200, seed=3, only=("box_copy",))
+    assert not document["ok"] and len(document["findings"]) == trial.MOST_FINDINGS
+    assert (
+        "of seed 3" in document["findings"][0]["message"]
+        and "wrong, the first at" in document["findings"][0]["message"]
+    )
+    with pytest.raises(UsageError, match="no kernel 'box_cpoy'") as caught:
+        kernels.check(only=("box_cpoy",))
+    assert "box_copy" in str(caught.value.hint)
+
+
+@needs_gxx
+def test_the_verb_from_a_shell(cache: Path) -> None:
+    environment = {**os.environ, "CKPT_KERNELS": "host"}
+    done = subprocess.run([sys.executable, "-m", "ckpt_tool", "kernels", "check", "--cases", "5", "--json"], cwd=ROOT,
+                          env=environment, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["ok"] and document["schema_version"] == 1
+
+
+def test_doctor_says_what_the_kernels_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._kernels() == {"uses": "numpy", "reason": choose.chosen().reason, "driver": None}
+    monkeypatch.setenv("CKPT_KERNELS", "no such thing")
+    assert doctor._kernels()["uses"] == "nothing"
