@@ -37,6 +37,20 @@ struct ck_desc {
     uint16_t flags;
 };
 
+// The element types of box_cast and box_dequantise. I8 and F4 are codes only; F4 is E2M1, two a byte.
+enum ck_kind { CK_F64, CK_F32, CK_BF16, CK_F16, CK_E4M3, CK_E5M2, CK_E8M0, CK_E4M3FNUZ, CK_E5M2FNUZ, CK_I8, CK_F4 };
+
+// The scales of one box of codes: element (row, column) of matrix i takes the scale at
+//     address + i * matrix_stride + (row0 + row) / height * row_stride + (column0 + column) / width * item
+// where row and column are those of the box, and height and width are those of the blocks that share a scale.
+struct ck_scales {
+    uint64_t address;
+    int64_t matrix_stride, row_stride;  // bytes
+    uint64_t div_height, div_width;     // ck_magic of them
+    uint32_t row0, column0, width;      // row0 + row and column0 + column stay below 2^32
+    uint32_t kind, item, unused;        // ck_kind of a scale: F32, BF16 or E8M0, on its own grid; its bytes
+};
+
 struct ck_device_info {
     char name[128];
     char uuid[40];
@@ -73,3 +87,13 @@ CK_API int ck_event_elapsed(float* milliseconds, void* begin, void* end); // wai
 // list: `count` descriptors on the device, sorted by tile0; tiles: their sum. Zero tiles launch nothing. blocks 0: as many
 // as fill the device. threads 0: the kernel's own choice.
 CK_API int ck_box_copy(const ck_desc* list, uint32_t count, uint64_t tiles, int blocks, int threads, void* stream);
+// A cast of every box from one ck_kind to another. counts: 2 for each number in `aux`, added to: finite values that became
+// infinite or NaN, and 0.
+CK_API int ck_box_cast(const ck_desc* list, uint32_t count, uint64_t tiles, uint32_t source, uint32_t target, uint64_t* counts,
+                       int blocks, int threads, void* stream);
+// Codes times scales as F32, BF16 or F16. scales: a record for each number in `aux`. counts: as above, then elements whose
+// scale is NaN. For F4 src and sstr count half bytes.
+CK_API int ck_box_dequantise(const ck_desc* list, uint32_t count, uint64_t tiles, uint32_t codes, uint32_t target,
+                             const ck_scales* scales, uint64_t* counts, int blocks, int threads, void* stream);
+// lanes: threads a leaf, 4, 8, 16, 32, or 0 for the kernel's own choice. dst: 16 bytes a leaf, on 16 bytes. tiles: leaves.
+CK_API int ck_digest(const ck_desc* list, uint32_t count, uint64_t tiles, int lanes, int blocks, int threads, void* stream);

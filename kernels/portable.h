@@ -223,11 +223,20 @@ template <class T> CK_DEVICE void ck_atomic_max(T* p, T v) {
     T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (v > seen && !__atomic_compare_exchange_n(p, &seen, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
+// What tests watch (ck_watch): which bytes may be read and written.
+extern int ck_watches;
+void ck_host_seen(uint64_t address, uint64_t bytes, bool store);
+
 // a typed access, so that the sanitizer of undefined behaviour sees a misaligned one
-template <class V> CK_DEVICE V ck_load(uint64_t address) { return *reinterpret_cast<const V*>(address); }
-CK_DEVICE ck_v16 ck_load_kept(uint64_t address) { return *reinterpret_cast<const ck_v16*>(address); }
-template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return *reinterpret_cast<const V*>(address); }
-template <class V> CK_DEVICE void ck_store(uint64_t address, V v) { *reinterpret_cast<V*>(address) = v; }
+template <class V> CK_DEVICE V ck_load(uint64_t address) {
+    if (ck_watches) ck_host_seen(address, sizeof(V), false);
+    return *reinterpret_cast<const V*>(address);
+}
+CK_DEVICE ck_v16 ck_load_kept(uint64_t address) { return ck_load<ck_v16>(address); }
+template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
+    if (ck_watches) ck_host_seen(address, sizeof(V), true);
+    *reinterpret_cast<V*>(address) = v;
+}
 
 static inline int ck_fill_grid(int blocks, int per, uint64_t work) {
     if (blocks <= 0) blocks = 4 * per; // a device of 4 multiprocessors: several blocks, whatever the machine

@@ -16,3 +16,14 @@ def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: in
     with device.upload(boxes.packed, stream) as packed:
         device.library.call("box_copy", packed.address, len(boxes.packed), boxes.tiles, blocks, threads, stream)
         device.sync(stream)  # the list is freed on leaving
+
+
+def digest(
+    device: Device, lines: Descriptors, *, lanes: int = 0, blocks: int = 0, threads: int = 0, stream: int = 0
+) -> None:
+    """Hash the leaves of lines (`digests.pack_lines`). lanes: threads a leaf: 4, 8, 16 or 32."""
+    if not lines.tiles:
+        return
+    with device.upload(lines.packed, stream) as packed:
+        device.library.call("digest", packed.address, len(lines.packed), lines.tiles, lanes, blocks, threads, stream)
+        device.sync(stream)
