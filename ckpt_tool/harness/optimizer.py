@@ -1,0 +1,75 @@
+"""AdamW with an exponential moving average, on any slice of a parameter's line.
+
+The one idea: every operation is one multiplication, addition, division or square root of an element, never a fused pair, so the
+bits of an element don't depend on the slice it lies in. Formulas as in torch's AdamW: decoupled decay (before the step), bias
+correction; then ema = d * ema + (1 - d) * master.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Learning rate: linear over `warmup` steps to `peak`, then half a cosine to `floor` at `total`."""
+
+    warmup: int = 4
+    total: int = 100
+    peak: float = 3e-3
+    floor: float = 3e-4
+
+    def rate(self, step: int) -> float:
+        """For step number `step`, the first being 1."""
+        if step <= self.warmup:
+            return self.peak * step / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
+        return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """Constants of the update; `clip` bounds the global gradient norm, `ema` is the average's decay."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    ema: float = 0.99
+
+    def scalars(self) -> dict[str, float]:
+        return asdict(self)
+
+    def scale(self, norm: float) -> float:
+        """What gradients are multiplied with so that their norm is at most `clip`."""
+        return min(1.0, self.clip / (norm + 1e-6))
+
+    def update(self, slices: Slices, gradient: torch.Tensor, *, step: int, rate: float, decays: bool) -> None:
+        """One step in place; `gradient` is fp32 of the slice's length, already clipped."""
+        slices.exp_avg.mul_(self.beta1).add_(gradient * (1 - self.beta1))
+        slices.exp_avg_sq.mul_(self.beta2).add_(gradient.square() * (1 - self.beta2))
+        mean = slices.exp_avg / (1 - self.beta1**step)
+        spread = (slices.exp_avg_sq / (1 - self.beta2**step)).sqrt_().add_(self.eps)
+        if decays:
+            slices.master.mul_(1 - rate * self.weight_decay)
+        slices.master.sub_((mean / spread).mul_(rate))
+        slices.ema.mul_(self.ema).add_(slices.master * (1 - self.ema))
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The optimizer's state of one parameter on one rank: four 1-d fp32 tensors of one length."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    ema: torch.Tensor
+
+    @classmethod
+    def fresh(cls, master: torch.Tensor) -> Slices:
+        """The state before the first step."""
+        return cls(master.clone(), torch.zeros_like(master), torch.zeros_like(master), master.clone())

@@ -1,0 +1,84 @@
+"""Which parameters a rank holds, and which part of each is its own to update (ZeRO).
+
+    ZeRO 0      every data rank has all of the optimizer's state
+    ZeRO 1, 2   the rank's parameters end to end on one line, padded, cut into equal parts: a parameter may lie on several ranks
+    ZeRO 3      each parameter's line by itself, padded, cut into equal parts; the model's values are cut too
+
+Dense parameters are cut over all data ranks, experts over those that hold the same ones, each kind on its own line. A part is
+(start, stop) on the row-major line of the parameter's TP-local box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.pieces import Coordinates
+from ckpt_tool.harness.shape import ModelShape, Param
+
+
+class Held(NamedTuple):
+    """A parameter on a rank: its TP-local box, and which copy of it this is (0: the one that counts)."""
+
+    param: Param
+    offset: tuple[int, ...]
+    box: tuple[int, ...]
+    copies: int  # over TP and roles; data replicas come on top
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.box)
+
+
+def held(shape: ModelShape, layout: Layout, at: Coordinates) -> list[Held]:
+    """The parameters of a rank in the order of the model, its virtual stages one after the other."""
+    rooms = {str(layer) for chunk in at.chunks for layer in chunk}
+    first, last = at.pp == 0, at.pp == layout.pp - 1
+    rooms |= {"embed"} if first else set()
+    rooms |= {"head"} if last else set()
+    per = max(1, shape.experts // layout.ep)
+    found = []
+    for param in shape.parameters():
+        second = shape.tied and last and not first and param.room == "embed"
+        if param.room not in rooms and not second:
+            continue
+        if param.expert is not None and param.expert // per != at.ep:
+            continue
+        offset, box = local_box(param, layout.tp, at.tp)
+        found.append(Held(param, offset, box, (at.tp if param.cut is None else 0) + second * layout.tp))
+    return found
+
+
+def local_box(param: Param, tp: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of what TP rank `index` holds of a parameter."""
+    offset, box = [0] * len(param.shape), list(param.shape)
+    if param.cut is not None:
+        box[param.cut] //= tp
+        offset[param.cut] = index * box[param.cut]
+    return tuple(offset), tuple(box)
+
+
+def parts(params: Sequence[Held], zero: int, size: int, index: int) -> dict[str, tuple[int, int]]:
+    """(start, stop) of what member `index` of `size` updates, for parameters of one kind."""
+    if zero == 0:
+        return {item.param.name: (0, item.numel) for item in params}
+    if zero == 3:
+        return {item.param.name: _band(item.numel, math.ceil(item.numel / size), index) for item in params}
+    share = line_share(params, size)
+    low, found, start = index * share, {}, 0
+    for item in params:
+        cut = [min(max(edge - start, 0), item.numel) for edge in (low, low + share)]
+        found[item.param.name] = (cut[0], cut[1])
+        start += item.numel
+    return found
+
+
+def line_share(params: Iterable[Held], size: int) -> int:
+    """Elements of each member's part of the padded line (ZeRO 1 and 2)."""
+    return math.ceil(sum(item.numel for item in params) / size)
+
+
+def _band(numel: int, share: int, index: int) -> tuple[int, int]:
+    return min(numel, index * share), min(numel, (index + 1) * share)
