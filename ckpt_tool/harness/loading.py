@@ -30,6 +30,7 @@ from ckpt_tool.storage.opening import open_tree
 
 FOREIGN = frozenset(("megatron", "megatron-dist", "paddle", "paddle-unified", "paddle-flex", "meta"))
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
+TWINS = {"master": "model", "model": "master"}
 MISSING, SHAPE, TOOL, SCALARS = "E1530", "E1531", "E1532", "E1533"
 
 
@@ -86,8 +87,16 @@ class Loader:
         self.scalars = scalars_of(catalog.extras, path)
 
     def read(self, name: str, state: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """The values of a box. Raises Incomplete E1530 (no such tensor), InconsistentCheckpoint E1531 (it is smaller)."""
+        """The values of a box. Raises Incomplete E1530 (no such tensor), InconsistentCheckpoint E1531 (it is smaller).
+
+        What a system does not store because it is another state's twin is taken from that: the master of a weight that is fp32
+        anyway (Megatron, Paddle), the 16-bit weight of a master (ZeRO 3; the caller rounds it, as DeepSpeed does).
+        """
         held = self._states.get(state)
+        if state in TWINS and (held is None or name not in held):
+            twin = self._states.get(TWINS[state])
+            if twin is not None and name in twin and (state == "model" or twin[name].dtype == "F32"):
+                held = twin
         if held is None or name not in held:
             raise Incomplete(
                 f"the checkpoint has no {name} [{state}]", code=MISSING, path=str(self.path), key=f"{name} [{state}]",

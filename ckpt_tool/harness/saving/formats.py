@@ -9,13 +9,13 @@ Cost: none. What it does not do: write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.harness.saving import dcp, sharded
+from ckpt_tool.harness.saving import dcp, deepspeed, megatron_dist, paddle_unified, sharded
 from ckpt_tool.harness.saving.whole import Whole
 
 UNKNOWN, LAYOUT = "E1534", "E1535"
@@ -23,16 +23,22 @@ UNKNOWN, LAYOUT = "E1534", "E1535"
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """write: into an empty folder. dims: degrees that the files can express. zero: the stages."""
+    """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool is asked
+    for. zero: the stages; says_zero: is the tool asked for one?"""
 
     write: Callable[[Whole, Path], None]
+    takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
     dims: tuple[str, ...] = ("tp", "pp", "ep", "dp")
     zero: tuple[int, ...] = (0, 1, 2, 3)
+    says_zero: bool = False
 
 
 WRITERS: Mapping[str, Writer] = {
-    "sharded": Writer(sharded.write),
-    "dcp": Writer(dcp.write),
+    "sharded": Writer(sharded.write, says_zero=True),
+    "dcp": Writer(dcp.write, says_zero=True),
+    "deepspeed": Writer(deepspeed.write, ("dp",), ("dp",), (1, 2, 3), says_zero=True),
+    "paddle-unified": Writer(paddle_unified.write, dims=()),
+    "megatron-dist": Writer(megatron_dist.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1)),
 }
 
 
@@ -49,11 +55,12 @@ def check(fmt: str, layout: Any) -> None:
     """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express."""
     check_name(fmt)
     writer = WRITERS[fmt]
-    wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.dims]
-    if wrong or layout.zero not in writer.zero:
+    wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.takes]
+    stage = layout.zero if layout.dp > 1 else 1  # ZeRO over one rank is none
+    if wrong or stage not in writer.zero:
         said = [f"{dim}{getattr(layout, dim)}" for dim in wrong]
-        said += [] if layout.zero in writer.zero else [f"zero{layout.zero}"]
-        keeps = [f"{dim}{getattr(layout, dim)}" for dim in writer.dims if getattr(layout, dim) > 1]
+        said += [] if stage in writer.zero else [f"zero{layout.zero}"]
+        keeps = [f"{dim}{getattr(layout, dim)}" for dim in writer.takes if getattr(layout, dim) > 1]
         zero = min(writer.zero, key=lambda stage: abs(stage - layout.zero))
         raise UsageError(
             f"{fmt} has no place for {', '.join(said)}", code=LAYOUT,
@@ -67,11 +74,17 @@ def write(fmt: str, whole: Whole, folder: Path) -> None:
     WRITERS[fmt].write(whole, folder)
 
 
-def words(fmt: str, layout: Any) -> list[str]:
-    """The options that ask `ckpt reshard` and `ckpt convert` for a layout, as far as the format has a place for it."""
+def words(fmt: str, layout: Any, counts: Sequence[int] = ()) -> list[str]:
+    """The options that ask `ckpt reshard` and `ckpt convert` for a layout, as far as the format has a place for it.
+
+    counts: layers of each virtual stage, `[len(layers) for layers in layout.stage_layers(shape)]`; asked for where uneven.
+    """
     writer = WRITERS[fmt]
-    asked = [(dim, getattr(layout, dim)) for dim in ("tp", "pp", "ep", "dp", "vpp") if dim in writer.dims]
-    options = [word for dim, size in asked if dim != "vpp" or size > 1 for word in (f"--{dim}", str(size))]
-    if layout.split and "pp" in writer.dims:
-        options += ["--pp-split", ",".join(map(str, layout.split))]
+    options = [word for dim in writer.dims for word in (f"--{dim}", str(getattr(layout, dim)))]
+    if writer.says_zero:
+        stages = [stage for stage in writer.zero if stage]
+        options += ["--zero", str(layout.zero if layout.zero in writer.zero else min(stages))]
+    split = layout.split or (counts if len(set(counts)) > 1 else ())
+    if split and "pp" in writer.dims:
+        options += ["--pp-split", ",".join(map(str, split))]
     return options

@@ -1,0 +1,109 @@
+"""`megatron-dist`: a torch_dist folder with Megatron's keys, by torch's own distributed checkpointing.
+
+    latest_checkpointed_iteration.txt, iter_0000007/.metadata, __R_0.distcp, common.pt, metadata.json
+
+The one idea: Megatron's planner hands boxes to torch's writer; so does this one. Layers differ (a dense first one), so each
+has keys of its own; a layer's experts are stacked; gate and up are two boxes; norms stand under the linear that follows.
+The optimizer is `fully_reshardable`: whole model-shaped tensors, written by the first data rank of each box.
+
+EMA, for which Megatron has no place, lies under `optimizer.state.ema.KEY`, which it does not look at.
+Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/`, `core/transformer/transformer_block.py`
+(`sharded_state_dict`, `non_homogeneous_layers`), local layer spec (`sharded_state_dict_keys_map`). What it does not do: flat
+optimizer buckets (`dp_reshardable`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_tool.harness.saving import torch_dcp
+from ckpt_tool.harness.saving.megatron_model import Module, hyperparameters, joined, modules, namespace, share_of
+from ckpt_tool.harness.saving.torch_dcp import Part
+from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+
+_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_LINEAR = re.compile(r"(.*\.linear_(?:proj|qkv|fc1|fc2))\.weight")
+
+
+def write(whole: Whole, folder: Path) -> None:
+    """The folder with its pointer file and config.json."""
+    iteration = int(whole.scalars["step"])
+    inner = folder / f"iter_{iteration:07d}"
+    inner.mkdir()
+    parts: list[list[Part]] = [[] for _ in whole.ranks]
+    objects: list[dict[str, Any]] = [{} for _ in whole.ranks]
+    master = "param" if whole.layout.zero else "fp32_param"
+    prefix = {
+        "model": "", "master": f"optimizer.state.{master}.", "exp_avg": "optimizer.state.exp_avg.",
+        "exp_avg_sq": "optimizer.state.exp_avg_sq.", "ema": "optimizer.state.ema.",
+    }  # fmt: skip
+    for module in modules(whole.config):
+        key, position, count = _key(module, whole)
+        tensors = {state: joined(module, state, whole) for state in prefix}
+        seen = set()
+        for number, rank in enumerate(whole.ranks):
+            for box in share_of(module, rank):
+                if box in seen:
+                    continue
+                seen.add(box)
+                for state, tensor in tensors.items():
+                    values, offset, shape = tensor[region(box)], box.offset, tuple(tensor.shape)
+                    if position is not None:
+                        values, offset, shape = values[None], (position, *offset), (count, *shape)
+                    parts[number].append(Part(prefix[state] + key, offset, values.contiguous(), shape))
+                if linear := _LINEAR.fullmatch(key):
+                    objects[number][f"{linear[1]}._extra_state/shard_{position or 0}_{count}"] = [None]
+    ranks = [torch_dcp.Rank(mine, found) for mine, found in zip(parts, objects, strict=True)]
+    torch.save(_common(whole), inner / "common.pt")
+    torch_dcp.write(ranks, inner)
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (inner / "metadata.json").write_text(
+        json.dumps(backends | {"common_backend": "torch", "common_backend_version": 1})
+    )
+    (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def _key(module: Module, whole: Whole) -> tuple[str, int | None, int]:
+    """The key, and of stacked experts the position and how many there are."""
+    name = module.name
+    for local, stored in _NORMS.items():
+        name = name.replace(local, stored)
+    if module.expert is None:
+        return name, None, 1
+    stacked = name.replace(f"local_experts.{module.expert}.", "experts.")
+    return stacked, module.expert, int(whole.config["moe_num_experts"])
+
+
+def _common(whole: Whole) -> dict[str, Any]:
+    """The common state: what is the same on all ranks."""
+    dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}}
+    experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}}
+    said = whole.scalars["scheduler"]
+    return {
+        "args": namespace(whole), "checkpoint_version": 3.0, "iteration": int(whole.scalars["step"]),
+        "num_floating_point_operations_so_far": 0,
+        "optimizer": {0: dense, 1: experts} if whole.layout.ep > 1 else dense,
+        "opt_param_scheduler": {
+            "max_lr": said.get("peak", whole.scalars["lr"]), "min_lr": said.get("floor", 0.0), "lr_decay_style": "cosine",
+            "lr_warmup_steps": said.get("warmup", 0), "lr_decay_steps": said.get("total", 0),
+            "num_steps": int(whole.scalars["consumed"]),
+        },
+        "content_metadata": {
+            "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
+            "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False,
+        },
+        HARNESS: dict(whole.scalars),
+    }  # fmt: skip
+
+
+def _group(whole: Whole, decays: bool, *, expert: bool) -> dict[str, Any]:
+    return hyperparameters(whole.scalars, decays=decays, expert=expert)

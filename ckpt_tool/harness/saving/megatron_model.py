@@ -1,0 +1,182 @@
+"""The harness's model as Megatron builds it: modules in the order of registration, fused weights, a rank's share, arguments.
+
+    model.layers.0.self_attn.{q,k,v}_proj.weight    -> decoder.layers.0.self_attention.linear_qkv.weight, groups of [q q k v]
+    model.layers.0.mlp.{gate,up}_proj.weight        -> decoder.layers.0.mlp.linear_fc1.weight, [gate; up]
+
+The one idea: a module of Megatron's is one to three hub tensors laid together; what a rank holds of it follows from what it
+holds of those. Written with torch reshapes, not with the tool's equations: it is their judge.
+
+Source: NVIDIA/Megatron-LM core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `moe/`, local layer spec. What it does not
+do: layouts that Megatron can't have (a weight that TP does not cut though it cuts its twin): UsageError E1535.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.errors import UsageError
+from ckpt_tool.harness.pieces import Piece, RankState
+from ckpt_tool.harness.saving.whole import Whole
+
+UNFIT = "E1535"
+Kind = Literal["plain", "qkv", "gated"]
+
+
+class Module(NamedTuple):
+    """One weight of Megatron's. name: with global layer and expert numbers. parts: the hub tensors in it. cut: the dim that
+    tensor ranks share, None for a replicated one."""
+
+    name: str
+    parts: tuple[str, ...]
+    kind: Kind
+    cut: int | None
+    layer: int | None = None
+    expert: int | None = None
+
+
+def modules(config: Mapping[str, Any]) -> list[Module]:
+    """Every weight, in the order of registration."""
+    found = [Module("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "plain", 0)]
+    for layer in range(int(config["num_hidden_layers"])):
+        found += _layer(layer, config)
+    found.append(Module("decoder.final_layernorm.weight", ("model.norm.weight",), "plain", None))
+    if not config["tie_word_embeddings"]:
+        found.append(Module("output_layer.weight", ("lm_head.weight",), "plain", 0))
+    return found
+
+
+def _layer(layer: int, config: Mapping[str, Any]) -> Iterator[Module]:
+    ours, hub = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    attention = tuple(f"{hub}self_attn.{part}_proj.weight" for part in "qkv")
+    sparse = int(config["moe_num_experts"]) > 0 and layer >= int(config["moe_layer_start_index"])
+    yield Module(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",), "plain", None, layer)
+    proj = (f"{hub}self_attn.o_proj.weight",)
+    yield Module(f"{ours}self_attention.linear_proj.weight", proj, "plain", 1, layer)
+    yield Module(f"{ours}self_attention.linear_qkv.weight", attention, "qkv", 0, layer)
+    norm = (f"{hub}post_attention_layernorm.weight",)
+    yield Module(f"{ours}pre_mlp_layernorm.weight", norm, "plain", None, layer)
+    if not sparse:
+        yield from _mlp(f"{ours}mlp.", f"{hub}mlp.", layer, None)
+        return
+    yield Module(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",), "plain", None, layer)
+    for expert in range(int(config["moe_num_experts"])):
+        inner = f"{ours}mlp.experts.local_experts.{expert}."
+        yield from _mlp(inner, f"{hub}mlp.experts.{expert}.", layer, expert)
+    if config["moe_num_shared_experts"]:
+        yield from _mlp(f"{ours}mlp.shared_experts.", f"{hub}mlp.shared_experts.", layer, None)
+
+
+def _mlp(ours: str, hub: str, layer: int, expert: int | None) -> Iterator[Module]:
+    gated = (f"{hub}gate_proj.weight", f"{hub}up_proj.weight")
+    yield Module(f"{ours}linear_fc1.weight", gated, "gated", 0, layer, expert)
+    yield Module(f"{ours}linear_fc2.weight", (f"{hub}down_proj.weight",), "plain", 1, layer, expert)
+
+
+def joined(module: Module, state: str, whole: Whole) -> torch.Tensor:
+    """The module's whole tensor of a state."""
+    parts = [whole.tensors[state, name] for name in module.parts]
+    if module.kind == "plain":
+        return parts[0]
+    if module.kind == "gated":
+        return torch.cat(parts)
+    groups, width = int(whole.config["num_key_value_heads"]), parts[0].shape[1]
+    return torch.cat([part.reshape(groups, -1, width) for part in parts], 1).reshape(-1, width)
+
+
+def share_of(module: Module, rank: RankState) -> list[Box]:
+    """What the rank computes with, as boxes of the joined tensor: two for gate and up; none where it has no part of it.
+
+    Raises UsageError E1535 where the trainer cuts it otherwise than Megatron could.
+    """
+    held = {piece.name: piece for piece in rank.pieces if piece.state == "model"}
+    if module.parts[0] not in held:
+        return []
+    pieces = [held[name] for name in module.parts]
+    size = rank.layout.tp if module.cut is not None else 1
+    for piece in pieces:
+        wanted = [n // (size if dim == module.cut else 1) for dim, n in enumerate(piece.shape)]
+        if list(piece.box) != wanted:
+            raise UsageError(
+                f"{piece.name} of {list(piece.shape)} is held as {list(piece.box)}, and Megatron has it in {size} equal parts",
+                code=UNFIT, hint="choose sizes that the tensor degree divides, tensor degree 1, or the format sharded",
+            )  # fmt: skip
+    at = rank.at.tp if size > 1 else 0
+    shape = _shape(pieces)
+    if module.cut is None or size == 1:
+        return [Box((0,) * len(shape), shape)]
+    if module.kind == "gated":
+        half = shape[0] // 2
+        boxes = [Box((first + at * (half // size), 0), (half // size, shape[1])) for first in (0, half)]
+        return boxes
+    part = shape[module.cut] // size
+    offset = tuple(at * part if dim == module.cut else 0 for dim in range(len(shape)))
+    return [Box(offset, tuple(part if dim == module.cut else n for dim, n in enumerate(shape)))]
+
+
+def _shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    return (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+
+
+def namespace(whole: Whole) -> argparse.Namespace:
+    """What a job's `args` say of model, degrees and optimizer: the part of Megatron's 650 attributes that decides about files."""
+    config, layout, said = whole.config, whole.layout, whole.scalars["optimizer"]
+    experts = int(config["moe_num_experts"])
+    layers, first = int(config["num_hidden_layers"]), int(config["moe_layer_start_index"])
+    model = {
+        "num_layers": layers, "hidden_size": config["hidden_size"], "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"], "group_query_attention": True,
+        "num_query_groups": config["num_key_value_heads"], "kv_channels": config["head_dim"], "swiglu": True,
+        "normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
+        "position_embedding_type": "rope", "rotary_interleaved": True, "rotary_base": int(config["rope_theta"]),
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"], "vocab_size": config["vocab_size"],
+        "padded_vocab_size": config["vocab_size"], "make_vocab_size_divisible_by": 1, "transformer_impl": "local",
+        "layernorm_epsilon": config["rms_norm_eps"], "max_position_embeddings": 131072, "params_dtype": torch.bfloat16,
+        "num_experts": experts or None, "moe_grouped_gemm": False,
+    }  # fmt: skip
+    if experts:
+        model |= {
+            "moe_router_topk": config["moe_k"], "moe_ffn_hidden_size": config["moe_intermediate_size"],
+            "moe_layer_freq": [int(layer >= first) for layer in range(layers)], "moe_router_score_function": "softmax",
+            "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["moe_num_shared_experts"] or None,
+            "moe_router_dtype": "fp32",
+        }  # fmt: skip
+    job = {
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": 1,
+        "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "world_size": layout.tp * layout.pp * layout.dp, "use_distributed_optimizer": layout.zero > 0, "bf16": True,
+        "fp16": False, "iteration": whole.scalars["step"], "consumed_train_samples": whole.scalars["consumed"],
+        "seed": whole.scalars["seed"], "lr": whole.scalars["scheduler"].get("peak"), "optimizer": "adam",
+        "adam_beta1": said["beta1"], "adam_beta2": said["beta2"], "adam_eps": said["eps"],
+        "weight_decay": said["weight_decay"], "clip_grad": said["clip"], "accumulate_allreduce_grads_in_fp32": True,
+        "pipeline_model_parallel_layout": _pipeline(whole), "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None, "overlap_grad_reduce": False, "ckpt_fully_parallel_save": True,
+    }  # fmt: skip
+    return argparse.Namespace(**model, **job)
+
+
+def _pipeline(whole: Whole) -> str | None:
+    """Megatron's layout string where the layers do not spread evenly: `Ett|t|tL`."""
+    layout, stages = whole.layout, {rank.at.pp: rank.at.chunks for rank in whole.ranks}
+    counts = [len(stages[stage][chunk]) for chunk in range(layout.vpp) for stage in range(layout.pp)]
+    if len(set(counts)) == 1:
+        return None
+    parts = ["t" * count for count in counts]
+    return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L"])
+
+
+def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -> dict[str, Any]:
+    """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's."""
+    said = scalars["optimizer"]
+    return {
+        "is_expert_parallel": expert, "default_config": True, "wd_mult": 1.0 if decays else 0.0, "lr_mult": 1.0,
+        "is_decoupled_lr": False, "max_lr": scalars["scheduler"].get("peak", scalars["lr"]),
+        "min_lr": scalars["scheduler"].get("floor", 0.0), "lr": scalars["lr"], "betas": (said["beta1"], said["beta2"]),
+        "eps": said["eps"], "weight_decay": said["weight_decay"] if decays else 0.0, "bias_correction": True,
+        "step": int(scalars["step"]),
+    }  # fmt: skip

@@ -1,0 +1,62 @@
+"""The harness's model as PaddleFormers' ERNIE 4.5 has it: names, fused weights, Linear weights as (inputs, outputs).
+
+    model.layers.0.self_attn.{q,k,v}_proj.weight    -> model.layers.0.self_attn.qkv_proj.weight (hidden, groups of [q q k v])
+    model.layers.0.mlp.{gate,up}_proj.weight        -> model.layers.0.mlp.up_gate_proj.weight (hidden, [gate | up])
+
+The one idea: as `megatron_model`, with the transpose of every Linear; embeddings and the head stay (vocabulary, hidden), norms are
+vectors. Written with torch reshapes: it judges the tool's equations.
+
+Source: PaddleFormers 1.2.0 `transformers/ernie4_5_moe/modeling.py`. What it does not do: files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_tool.harness.saving.megatron_model import Module, joined, modules
+from ckpt_tool.harness.saving.whole import Whole
+from ckpt_tool.storage.pickle_writer import dumps
+
+_FUSED = {"qkv": ("q_proj", "qkv_proj"), "gated": ("gate_proj", "up_gate_proj")}
+
+
+class Weight(NamedTuple):
+    """A weight of Paddle's. module: what it is made of. turned: is it the transpose of the module's?"""
+
+    name: str
+    module: Module
+    turned: bool
+
+
+def weights(whole: Whole) -> list[Weight]:
+    """Every weight, in the order of the layers."""
+    found = []
+    for module in modules(whole.config):
+        name = module.parts[0]
+        if module.kind in _FUSED:
+            name = name.replace(*_FUSED[module.kind])
+        linear = "layers." in name and not name.endswith("layernorm.weight")
+        found.append(Weight(name, module, linear))
+    return found
+
+
+def value(weight: Weight, state: str, whole: Whole) -> torch.Tensor:
+    """The whole tensor of a state, as Paddle lays it."""
+    tensor = joined(weight.module, state, whole)
+    return tensor.t().contiguous() if weight.turned else tensor
+
+
+def powers(whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+    """Paddle's accumulators of Adam's bias correction: beta to the power of the next step."""
+    step, said = int(whole.scalars["step"]), whole.scalars["optimizer"]
+    for number in (1, 2):
+        yield f"beta{number}_pow_acc_0", torch.tensor([said[f"beta{number}"] ** (step + 1)], dtype=torch.float32)
+
+
+def scheduler(whole: Whole, key: str) -> bytes:
+    """`scheduler.pdparams`: what paddle.save makes of a scheduler's state; the job's scalars ride in it."""
+    state: dict[str, Any] = {"last_epoch": int(whole.scalars["step"]), "last_lr": float(whole.scalars["lr"])}
+    return dumps({**state, key: dict(whole.scalars)}, protocol=4)
