@@ -213,6 +213,47 @@ uint64_t ck_host_shfl(uint64_t v, unsigned mask) {
 }
 #endif
 
+// ---- watching -------------------------------------------------------------------------------------------------------
+// Tests say of ranges of memory, byte for byte, what kernels may read (1) and write (2), which they may once; what was written
+// is marked (4). A device has no such functions.
+namespace {
+struct Watched {
+    uint64_t begin, bytes;
+    uint8_t* map;
+};
+Watched ranges[8];
+uint64_t complaints, complaint;
+} // namespace
+int ck_watches = 0;
+
+void ck_host_seen(uint64_t address, uint64_t bytes, bool store) {
+    for (int r = 0; r < ck_watches; ++r) {
+        const Watched& w = ranges[r];
+        for (uint64_t at = address; at < address + bytes; ++at) {
+            if (at - w.begin >= w.bytes) continue;
+            uint8_t& seen = w.map[at - w.begin];
+            const bool legal = store ? (seen & 2) && !(seen & 4) : seen & 1;
+            if (!legal && __atomic_fetch_add(&complaints, 1, __ATOMIC_RELAXED) == 0) complaint = at;
+            if (store) seen |= 4;
+        }
+    }
+}
+
+// Watch one range more; false where there are too many.
+CK_API int ck_watch(uint64_t begin, uint64_t bytes, uint8_t* map) {
+    if (ck_watches == 8) return 0;
+    ranges[ck_watches] = {begin, bytes, map};
+    return ++ck_watches;
+}
+// Watch none any more. Returns how many bytes were read or written that should not have been, and the first of them.
+CK_API uint64_t ck_unwatch(uint64_t* first) {
+    const uint64_t all = complaints;
+    *first = complaint;
+    complaints = complaint = 0;
+    ck_watches = 0;
+    return all;
+}
+
 // ---- the runtime over plain memory ----------------------------------------------------------------------------------
 CK_API uint32_t ck_abi(void) { return uint32_t(sizeof(ck_desc)) << 8 | CK_ABI_VERSION; }
 CK_API const char* ck_error_name(int error) {

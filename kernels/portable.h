@@ -233,6 +233,7 @@ template <class V> CK_DEVICE V ck_load(uint64_t address) {
     return *reinterpret_cast<const V*>(address);
 }
 CK_DEVICE ck_v16 ck_load_kept(uint64_t address) { return ck_load<ck_v16>(address); }
+template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return ck_load<V>(address); }
 template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
     if (ck_watches) ck_host_seen(address, sizeof(V), true);
     *reinterpret_cast<V*>(address) = v;

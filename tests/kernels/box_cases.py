@@ -12,9 +12,11 @@ runs them in a process of its own (a sanitizer's, a mutant's). Some are tight th
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from ctypes import byref, c_uint64, c_void_p
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device.descriptors import TILE, Descriptors, pack, strided
+from ckpt_tool.run.device.descriptors import ELEMENTS, SPANS, TILE, Descriptors, pack, strided
 from ckpt_tool.run.device.kernels import box_copy
 from ckpt_tool.run.device.library import Library
 from ckpt_tool.run.device.memory import Device, Memory
@@ -36,7 +38,6 @@ GRIDS = (1, 1, 2, 4, 8, 16, 16)  # everything in a case lies on one
 ITEMS = (1, 1, 2, 2, 4, 4, 8, 16, 3, 12)
 BLOCKS = (0, 1, 2, 3, 7, 40)
 THREADS = (0, 0, 32, 96, 160, 256)
-WIDE = 512  # bytes: box_copy moves runs from here on 16 bytes at a time, whatever their alignment
 
 
 class Place(NamedTuple):
@@ -173,6 +174,18 @@ class Bench:
         box_copy(self.device, boxes, blocks=case.blocks, threads=case.threads)
         return self.device.download(target, len(case.want))
 
+    def run_watched(self, case: Case) -> tuple[Bytes, str]:
+        """(what the kernel makes of it, "" where it read and wrote the boxes alone, and wrote each byte once)."""
+        reads, writes = np.zeros_like(case.source), np.zeros_like(case.want)
+        for piece in case.pieces:
+            if 0 not in piece.extents:
+                for buffer, place in ((reads, piece.source), (writes, piece.target)):
+                    piece.view(buffer, place)[...] = np.frombuffer(b"\1" * piece.item, f"V{piece.item}")
+        source, target = self.source.address + case.shifts[0], self.target.address + case.shifts[1]
+        with Watched(self.device, [(source, reads)], [(target, writes)]) as watched:
+            got = self.run(case)
+        return got, watched.fault()
+
     def run_tight(self, case: Case) -> Bytes:
         """The same in buffers of exactly the case's size."""
         with self.device.upload(case.source) as source, self.device.upload(np.full_like(case.want, POISON)) as target:
@@ -185,12 +198,50 @@ class Bench:
 def kinds(boxes: Descriptors) -> Iterable[str]:
     """The ways through box_copy that a list takes, a name a box."""
     for box in boxes.packed:
-        run, log = int(box["run"]), int(box["vlog"])
-        if run < WIDE:
-            yield f"short rows by {1 << log} bytes"
+        if box["op"] == ELEMENTS:
+            yield f"elements of {1 << int(box['vlog'])} bytes, {'one level' if box['ext'][2] == box['rows'] else 'levels'}"
         else:
             skew = "equal" if (int(box["src"]) - int(box["dst"])) % 16 == 0 else "shifted"
-            yield f"{'long rows' if run > TILE else 'rows'}, {skew} alignment"
+            yield f"{'spans' if box['op'] == SPANS else 'pieces'}, {skew} alignment"
+
+
+class Watched:
+    """The shim watches what the kernels read and write: nothing outside `reads` and `writes`, and all of `writes` once.
+
+    reads, writes: (address, a byte for each byte from there: may it be read, must it be written). A GPU is not watched.
+    """
+
+    def __init__(self, device: Device, reads: list[tuple[int, Bytes]], writes: list[tuple[int, Bytes]]) -> None:
+        self.dll = ctypes.CDLL(str(device.library.path)) if device.info.host else None
+        self.maps = [(address, legal.astype(np.uint8)) for address, legal in reads]
+        self.written = [(address, legal.astype(np.uint8) * 2) for address, legal in writes]
+
+    def __enter__(self) -> Watched:
+        if self.dll is not None:
+            for address, legal in (*self.maps, *self.written):
+                if not self.dll.ck_watch(c_uint64(address), c_uint64(len(legal)), c_void_p(legal.ctypes.data)):
+                    raise RuntimeError("too many ranges are watched")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.dll is None:
+            return
+        first = c_uint64()
+        self.dll.ck_unwatch.restype = c_uint64
+        self.complaints, self.first = self.dll.ck_unwatch(byref(first)), first.value
+
+    def fault(self) -> str:
+        """What was wrong; "" where nothing was."""
+        if self.dll is None:
+            return ""
+        if self.complaints:
+            near = [f"{self.first - address} of {address:#x}" for address, legal in (*self.maps, *self.written)
+                    if 0 <= self.first - address < len(legal)]  # fmt: skip
+            return (
+                f"{self.complaints} bytes were read or written, or written twice, against the rules: first byte {near}"
+            )
+        left = sum(int((legal == 2).sum()) for _, legal in self.written)
+        return f"{left} bytes were not written" if left else ""
 
 
 def main(arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from box_cases import POOL, WIDE, Bench, Case, make_case
+from box_cases import POOL, Bench, Case, make_case
 
 from ckpt_tool.errors import StorageError
 from ckpt_tool.run.device.descriptors import Strided, pack
@@ -33,7 +33,11 @@ def differs(case: Case, got: np.ndarray) -> str:
 def test_random_boxes_equal_numpy(bench: Bench, part: int) -> None:
     for seed in range(part * CASES // PARTS, (part + 1) * CASES // PARTS):
         case = make_case(seed)
-        got = bench.run(case, SEEN)
+        if seed % 4:
+            got = bench.run(case, SEEN)
+        else:
+            got, fault = bench.run_watched(case)
+            assert not fault, f"case {seed}: {fault}; {case.pieces}"
         assert np.array_equal(got, case.want), differs(case, got)
         DIMS.update(len(piece.extents) if 0 not in piece.extents else -1 for piece in case.pieces)
 
@@ -42,8 +46,8 @@ def test_every_way_through_the_kernel_was_taken() -> None:
     if sum(DIMS.values()) < CASES:
         pytest.skip("the random cases were not run")
     print(dict(SEEN), dict(DIMS))
-    ways = [f"short rows by {1 << log} bytes" for log in range(5)]
-    ways += [f"{rows}, {skew} alignment" for rows in ("rows", "long rows") for skew in ("equal", "shifted")]
+    ways = [f"elements of {1 << log} bytes, {levels}" for log in range(5) for levels in ("one level", "levels")]
+    ways += [f"{rows}, {skew} alignment" for rows in ("spans", "pieces") for skew in ("equal", "shifted")]
     assert min(SEEN[way] for way in ways) >= 300, SEEN
     assert min(DIMS[n] for n in range(-1, 7)) >= 300, DIMS
 
@@ -56,7 +60,7 @@ def test_a_column_slice_of_rows(device: Device) -> None:
     np.testing.assert_array_equal(got.reshape(4, 12), source.reshape(4, 32)[:, 4:16])
 
 
-@pytest.mark.parametrize("runs", [range(1, 40), range(WIDE - 2, WIDE + 40)], ids=["short", "warp"])
+@pytest.mark.parametrize("runs", [range(1, 40), range(510, 550)], ids=["short", "warp"])
 def test_every_alignment_of_both_sides_and_every_end(device: Device, runs: range) -> None:
     """256 pairs of alignments, each with every length of the last bytes: heads, shifts and tails of copy_span."""
     pitch = 48 + runs[-1]
