@@ -18,7 +18,17 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from ckpt_tool.commands.options import DIALECTS, FORMATS, METHODS, POLICIES, SHARDINGS, SPECS, TIED_HEAD, VERIFY
+from ckpt_tool.commands.options import (
+    DEVICES,
+    DIALECTS,
+    FORMATS,
+    METHODS,
+    POLICIES,
+    SHARDINGS,
+    SPECS,
+    TIED_HEAD,
+    VERIFY,
+)
 from ckpt_tool.core.progress import MODES
 
 Given = Mapping[str, Any]
@@ -130,6 +140,7 @@ KEYS = group(
     texts("keep_keys", "PATTERN", "Leave out all but these. Repeatable."),
     flag("model_only", "Leave the optimizer, master and EMA twins of removed keys alone."),
 )
+DEVICE = text("device", "cpu|cuda", "Where bytes are put in order, cast and hashed. Default cpu.", choices=DEVICES)
 RUN = group(
     "Writing",
     flag("force", "Replace an existing output, whole and in one step."),
@@ -142,6 +153,10 @@ RUN = group(
     text("threads", "N", "Threads that move bytes."),
     text("verify", "off|quick|full", "Check the output. Default quick.", choices=VERIFY),
     text("ray", "ADDRESS|auto", "Run the plan on a Ray cluster."),
+    DEVICE,
+    text(
+        "pinned", "LARGE[,SMALL]", "Pinned memory that --device cuda sets aside at once. Default: what the run needs."
+    ),
 )
 PLAN = group(
     "Writing",
@@ -186,6 +201,7 @@ DIFF = group(
     text("map_file", "FILE", "Rename tensors of the first before comparing.", option="--map"),
     text("dialect", "NAME", f"Compare both under these names: {', '.join(DIALECTS)}. Default keep.", choices=DIALECTS),
     texts("state", "S", "Only this state. Repeatable."),
+    DEVICE,
 )
 VERIFICATION = group(
     "Options",
@@ -193,6 +209,7 @@ VERIFICATION = group(
         "mode", "quick|full", "quick: headers, extents, cover. full: values and checksums too. Default full.",
         also="--verify", choices=VERIFY[1:],
     ),
+    DEVICE,
 )  # fmt: skip
 APPLY = group("Options", text("part", "I/N", "Run share I of N, from 1/N to N/N."))
 CLEAN = group("Options", flag("remove", "Remove it. Without this it is only listed."))

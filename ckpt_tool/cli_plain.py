@@ -34,6 +34,7 @@ VALUED = {
     "--cp": "cp", "--vpp": "vpp", "--zero": "zero", "--pp-split": "pp_split", "--layout": "layout",
     "--max-shard-size": "max_shard_size", "--memory": "memory", "--threads": "threads", "--verify": "verify",
     "--plan": "plan", "--prefer": "prefer", "--replica-policy": "replica_policy", "--progress": "progress",
+    "--device": "device", "--pinned": "pinned",
 }  # fmt: skip
 REPEATED = {
     "--state": "state", "--drop": "drop", "--dtype": "dtype", "--remove-keys": "remove_keys",

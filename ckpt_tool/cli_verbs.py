@@ -34,6 +34,7 @@ from ckpt_tool.cli_options import (
 )
 from ckpt_tool.commands import values
 from ckpt_tool.commands.options import (
+    DEVICES,
     DIALECTS,
     MergeOptions,
     Reading,
@@ -156,6 +157,7 @@ def diff(
         "map_file": taken.take("map_file", values.text, None),
         "dialect": taken.take("dialect", values.one_of(DIALECTS), None),
         "states": taken.take("state", values.words, ()),
+        "device": taken.take("device", values.one_of(DEVICES), "cpu"),
     }
     taken.settle()
     reading = _reading(given)
@@ -178,13 +180,14 @@ def verify(src: Source, given: Given) -> Job:
     """Is it complete and sound? Headers, extents, cover, replicas, checksums, finite values. Exit 1 when it is not."""
     show, taken = show_from(given), Taken(given)
     mode = taken.take("mode", values.one_of(("quick", "full")), "full")
+    device = taken.take("device", values.one_of(DEVICES), "cpu")
     taken.settle()
     reading = _reading(given)
 
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.verify import verify as command
 
-        return command(src, reading, mode=mode, progress=progress)
+        return command(src, reading, mode=mode, device=device, progress=progress)
 
     def page(document: Document, uncut: bool) -> Page:
         from ckpt_tool.report.comparison import verification

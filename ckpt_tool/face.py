@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tool.commands import values
 from ckpt_tool.commands.options import (
+    DEVICES,
     DIALECTS,
     CallOptions,
     ReadingOptions,
@@ -99,32 +100,35 @@ def diff(
     map: StrPath | None = None,
     state: str | Iterable[str] = (),
     dialect: str | None = None,
+    device: str = "cpu",
     progress: Progress = SILENT,
     **options: Unpack[ReadingOptions],
 ) -> Document:
     """Are two checkpoints equal in value? `ckpt diff A B`; look at `equal` in the result."""
     from ckpt_tool.commands.diff import diff as command
 
-    taken = Taken({"rtol": rtol, "atol": atol, "state": state or None, "dialect": dialect})
+    taken = Taken({"rtol": rtol, "atol": atol, "state": state or None, "dialect": dialect, "device": device})
     rtol, atol = taken.take("rtol", values.tolerance, 0.0), taken.take("atol", values.tolerance, 0.0)
     states = taken.take("state", values.words, ())
     dialect = taken.take("dialect", values.one_of(DIALECTS), None)
+    device = taken.take("device", values.one_of(DEVICES), "cpu")
     taken.settle()
     map_file = None if map is None else fspath(map)
     reading = reading_from(options)
     return command(
         fspath(a), fspath(b), reading, rtol=rtol, atol=atol, map_file=map_file, states=states, dialect=dialect,
-        progress=progress,
+        device=device, progress=progress,
     )  # fmt: skip
 
 
 def verify(
-    path: StrPath, *, mode: str = "full", progress: Progress = SILENT, **options: Unpack[ReadingOptions]
+    path: StrPath, *, mode: str = "full", device: str = "cpu", progress: Progress = SILENT, **options: Unpack[ReadingOptions]
 ) -> Document:
     """Is it complete and sound? `ckpt verify SRC`; look at `ok` in the result."""
     from ckpt_tool.commands.verify import verify as command
 
-    taken = Taken({"mode": mode})
+    taken = Taken({"mode": mode, "device": device})
     mode = taken.take("mode", values.one_of(("quick", "full")), "full")
+    device = taken.take("device", values.one_of(DEVICES), "cpu")
     taken.settle()
-    return command(fspath(path), reading_from(options), mode=mode, progress=progress)
+    return command(fspath(path), reading_from(options), mode=mode, device=device, progress=progress)

@@ -160,7 +160,7 @@ def test_the_other_verbs_arrive(stub: dict[str, Stub]) -> None:
     assert run("diff", "a", "b", "--rtol", "1e-5", "--map", "m", "--state", "ema") == 0
     assert stub["diff"].args == ("a", "b", Reading())
     assert {k: v for k, v in stub["diff"].kwargs.items() if k != "progress"} == {
-        "rtol": 1e-5, "atol": 0.0, "map_file": "m", "dialect": None, "states": ("ema",),
+        "rtol": 1e-5, "atol": 0.0, "map_file": "m", "dialect": None, "states": ("ema",), "device": "cpu",
     }  # fmt: skip
     assert run("verify", "a") == 0 and stub["verify"].kwargs["mode"] == "full"
     assert run("verify", "a", "--verify", "quick") == 0 and stub["verify"].kwargs["mode"] == "quick"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ckpt_tool.commands.carry_out import execute
+from ckpt_tool.commands.on_device import movers_of, with_device
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import SourceChanged, StorageError, UsageError, wrap_os_error
@@ -44,9 +46,11 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
         force=writing.force,
     )  # fmt: skip
     check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
-    document = dict(plan.report)
+    moving = movers_of(writing, plan)
+    document = with_device(plan.report, moving)
     progress.plan(document)
-    overflows = execute(plan, trees, writing, progress, part=part)
+    with moving.movers if moving else nullcontext() as movers:
+        overflows = execute(plan, trees, writing, progress, part=part, movers=movers)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     document["committed"] = overflows is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.reading import Reading
@@ -15,6 +16,9 @@ from ckpt_tool.errors import CorruptFile, InternalError, OutputExists, StorageEr
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.walk import Movers
 
 
 def save_plan(plan: Plan, path: str) -> None:
@@ -37,11 +41,12 @@ def execute(
     *,
     recorded: Mapping[TensorKey, str] | None = None,
     part: tuple[int, int] | None = None,
+    movers: Movers | None = None,
 ) -> dict[TensorKey, int] | None:
     """Run the plan, check what was staged, commit. Returns the overflows of lossy casts; None when other parts of the
     plan are still to be run.
 
-    recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
+    movers: who moves the units, the CPU if None. recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
     """
     from ckpt_tool.run.executor import Executor
 
@@ -62,6 +67,7 @@ def execute(
         part=part,
         progress=progress,
         check=check,
+        movers=movers,
     )
     result = executor.run()
     return result.overflows if result.committed else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt_tool.commands.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import Opened, open_source
@@ -13,6 +14,9 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.device.memory import Device
 
 
 def diff(
@@ -25,6 +29,7 @@ def diff(
     map_file: str | None = None,
     states: tuple[str, ...] = (),
     dialect: str | None = None,
+    device: str = "cpu",
     progress: Progress,
 ) -> dict[str, Any]:
     """The document of `diff --json`. map_file: a JSON object or lines `LEFT RIGHT`: names of A as B calls them. dialect: both
@@ -32,6 +37,7 @@ def diff(
 
     Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol |b|.
     """
+    on = device_of(device)
     left, right = open_source(a, reading).refuse_unsafe(), open_source(b, reading).refuse_unsafe()
     left.catalog.check()
     right.catalog.check()
@@ -57,7 +63,7 @@ def diff(
             if first:
                 mine, theirs = first_replica(mine), first_replica(theirs)
             pairs.append((_Side(mine, tree), _Side(theirs, other)))
-    found += _compared(pairs, rtol, atol, progress)
+    found += _compared(pairs, rtol, atol, on, progress)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not states else []
     return {
         "schema_version": 1, "equal": not found, "compared": len(pairs), "differences": found,
@@ -85,11 +91,9 @@ def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[Tensor
 
 
 def _compared(
-    pairs: Sequence[tuple[_Side, _Side]], rtol: float, atol: float, progress: Progress
+    pairs: Sequence[tuple[_Side, _Side]], rtol: float, atol: float, on: Device | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
     """An entry for each pair of other values."""
-    from ckpt_tool.run.compare import compare
-
     progress.start(sum(mine.tensor.nbytes + theirs.tensor.nbytes for mine, theirs in pairs), "comparing")
     groups: dict[tuple[int, int], list[tuple[_Side, _Side]]] = {}
     for mine, theirs in pairs:
@@ -97,12 +101,27 @@ def _compared(
     for group in groups.values():
         tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
         left, right = group[0][0].tree, group[0][1].tree
-        differences = compare(tensors, left, right, rtol=rtol, atol=atol, advance=progress.advance)
+        differences = _differences(tensors, left, right, rtol, atol, on, progress)
         for (_, theirs), difference in zip(group, differences, strict=True):
             if difference is not None:
                 key = theirs.tensor.key
                 yield {"name": key.name, "state": key.state, "kind": "value", **difference}
     progress.finish()
+
+
+def _differences(
+    tensors: Sequence[tuple[LogicalTensor, LogicalTensor]], left: Tree, right: Tree, rtol: float, atol: float,
+    on: Device | None, progress: Progress,
+) -> Sequence[Mapping[str, Any] | None]:  # fmt: skip
+    """What differs in each pair, found by the CPU or by a device."""
+    if on is not None:
+        from ckpt_tool.run.device.compare import compared
+
+        return compared(tensors, left, right, on, rtol=rtol, atol=atol, threads=threads_of(None), memory=MEMORY,
+                        advance=progress.advance)  # fmt: skip
+    from ckpt_tool.run.compare import compare
+
+    return compare(tensors, left, right, rtol=rtol, atol=atol, advance=progress.advance)
 
 
 def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ METHODS = (
 )  # fmt: skip
 TIED_HEAD = ("keep", "tie", "untie")
 VERIFY = ("off", "quick", "full")
+DEVICES = ("cpu", "cuda")
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
 DEFAULT_MEMORY = 1 << 30  # bytes
 
@@ -47,7 +48,8 @@ class Writing:
 
     degrees: mesh dim -> size, only those that were given. dtypes: state ("" for all) -> the house's dtype name.
     states, drop: as given; "all" and "optimizer" are the command's to expand. remove_keys, keep_keys: patterns
-    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose.
+    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of large and
+    of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
     """
 
     to: str | None = None
@@ -81,6 +83,8 @@ class Writing:
     dry_run: bool = False
     plan_file: str | None = None
     ray: str | None = None
+    device: str = "cpu"
+    pinned: tuple[int, int] = (0, 0)
 
 
 class ReadingOptions(TypedDict, total=False):
@@ -138,6 +142,8 @@ class WritingOptions(TypedDict, total=False):
     dry_run: bool
     plan: str | None
     ray: str | None
+    device: str | None
+    pinned: str | int | None
 
 
 class MergeOptions(TypedDict, total=False):
@@ -314,4 +320,6 @@ def _writing(taken: Taken) -> Writing:
         dry_run=take("dry_run", bool, False),
         plan_file=take("plan", values.text, None),
         ray=take("ray", values.text, None),
+        device=take("device", values.one_of(DEVICES), "cpu"),
+        pinned=take("pinned", values.sizes, (0, 0)),
     )

@@ -1,13 +1,15 @@
 """`ckpt verify`: is a checkpoint complete and sound? Headers, extents, cover, replicas, checksums, finite values.
 
 quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
-value once: checksums, replicas, digests, NaN and Inf.
+value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from ckpt_tool.commands.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog, faults_of
@@ -18,12 +20,18 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.megatron_dist.folder import late_faults
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
+if TYPE_CHECKING:
+    from ckpt_tool.run.device.memory import Device
+
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
 
 
-def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress) -> dict[str, Any]:
+def verify(
+    src: str, reading: Reading, *, mode: str = "full", device: str = "cpu", progress: Progress
+) -> dict[str, Any]:
     """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
+    on = device_of(device) if mode == "full" else None
     opened = open_source(src, reading).refuse_unsafe()
     catalog, findings = opened.catalog, list[dict[str, Any]]()
     _refuse_twins(opened)
@@ -44,21 +52,17 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
     digests = dict(catalog.digests)
     nonfinite: dict[str, int] = {}
     if mode == "full":
-        from ckpt_tool.run.scan import digests_of
-        from ckpt_tool.run.stats import count_nonfinite
-
         keys = [key for key in catalog.tensors if str(key) not in broken]
         total = sum(catalog.tensors[key].nbytes for key in keys)
         progress.start(total, "verifying")
         if catalog.format == "megatron-dist":
             for fault in late_faults(opened.tree):
                 note(fault)
-        digests = digests_of(catalog, opened.tree, keys=keys, advance=progress.advance, on_fault=note)
+        digests, nonfinite = _read(opened, keys, on, progress, note)
         for key, want in catalog.digests.items():
             if digests.get(key, want) != want:
                 findings.append({"code": "E0352", "message": f"the values have digest {digests[key]}, recorded was {want}",
                                  "file": None, "tensor": str(key)})  # fmt: skip
-        nonfinite = count_nonfinite(catalog, opened.tree, keys)
         progress.finish()
         findings += _boolean_findings(nonfinite)
         findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings})
@@ -73,6 +77,31 @@ def verify(src: str, reading: Reading, *, mode: str = "full", progress: Progress
         "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
         "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
     }
+
+
+def _read(
+    opened: Opened, keys: Sequence[TensorKey], on: Device | None, progress: Progress, note: Callable[[CkptError], None]
+) -> tuple[dict[TensorKey, str], dict[str, int]]:
+    """(digests, values that are not finite) of all that can be read; faults go to `note`."""
+    catalog, tree = opened.catalog, opened.tree
+    if on is not None:
+        from ckpt_tool.run.device.scan import scanned
+
+        return scanned(
+            catalog,
+            tree,
+            on,
+            keys=keys,
+            threads=threads_of(None),
+            memory=MEMORY,
+            advance=progress.advance,
+            on_fault=note,
+        )
+    from ckpt_tool.run.scan import digests_of
+    from ckpt_tool.run.stats import count_nonfinite
+
+    digests = digests_of(catalog, tree, keys=keys, advance=progress.advance, on_fault=note)
+    return digests, count_nonfinite(catalog, tree, keys)
 
 
 def _refuse_twins(opened: Opened) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import more_than_computed
 from ckpt_tool.commands.config import config_in
 from ckpt_tool.commands.degrees import degrees_of, layout_of
+from ckpt_tool.commands.on_device import movers_of, with_device
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.commands.quantised import as_they_are, refuse_cut_blocks
 from ckpt_tool.commands.select import group_of, removed_rows
@@ -60,7 +62,8 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     except Exception:
         sweep_leavings(destination)
         raise
-    document = dict(plan.report)
+    moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
+    document = with_device(plan.report, moving)
     progress.plan(document)
     if writing.plan_file:
         save_plan(plan, writing.plan_file)
@@ -76,7 +79,8 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
 
         result: dict[TensorKey, int] | None = execute_on_ray(plan, writing, progress, recorded=digests)
     else:
-        result = execute(plan, trees, writing, progress, recorded=digests)
+        with moving.movers if moving else nullcontext() as movers:
+            result = execute(plan, trees, writing, progress, recorded=digests, movers=movers)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     if result:

@@ -24,8 +24,8 @@ Difference = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class _Worst:
-    """The differences of one pair, gathered over its blocks."""
+class Worst:
+    """The differences of one pair, gathered over its blocks of at most 1 MiB."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape, self.first, self.ulp, self.gap, self.count = shape, -1, 0, 0.0, 0
@@ -36,6 +36,13 @@ class _Worst:
             self.first = at + int(hits[0])
         self.count += len(hits)
         self.ulp, self.gap = max(self.ulp, ulp), max(self.gap, gap)
+
+    def merge(self, other: Worst) -> None:
+        """Take up the differences of a later block of the same pair."""
+        if self.first < 0:
+            self.first = other.first
+        self.count += other.count
+        self.ulp, self.gap = max(self.ulp, other.ulp), max(self.gap, other.gap)
 
     def report(self) -> Difference | None:
         if self.first < 0:
@@ -57,12 +64,12 @@ def compare(
     mine = readable([pair[0] for pair in pairs], left)
     theirs = readable([pair[1] for pair in pairs], right)
     other = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
-    found: dict[int, _Worst] = {}
+    found: dict[int, Worst] = {}
 
     def visit(move: Move) -> Visit:
         twin = other[id(move)]
         reader = Reader(theirs.files, 16, {})
-        worst = found[id(move)] = _Worst(move.shape)
+        worst = found[id(move)] = Worst(move.shape)
         buffer: Bytes = np.empty(STRIDED_BLOCK * max(1, twin.item // move.item + 1), np.uint8)
 
         def see(move: Move, at: int, data: Bytes) -> None:
@@ -70,7 +77,7 @@ def compare(
             part = buffer[: n * twin.item]
             reader.fill(twin, part.data, at, at + n)
             if move.dtype != twin.dtype or not np.array_equal(data, part):
-                _differ(worst, at, data, part, move.dtype, twin.dtype, rtol, atol)
+                differ(worst, at, data, part, move.dtype, twin.dtype, rtol, atol)
             if advance:
                 advance(len(part))
             if at + n >= move.numel:
@@ -82,7 +89,7 @@ def compare(
     return [found[id(move)].report() if id(move) in found else None for move in mine.moves]
 
 
-def _differ(worst: _Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType, rtol: float, atol: float) -> None:
+def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType, rtol: float, atol: float) -> None:
     if kind.bits < 8:
         where = a != b
         worst.add(at, where, 0, 0.0)

@@ -33,7 +33,7 @@ from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.transposed import PANEL
-from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Walk, read_back
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, read_back
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
@@ -76,6 +76,7 @@ class Executor:
         threads, memory: bounds (bytes); threads are lowered until the buffers fit.
         verify: `off`, `quick` or `full`; digests are computed unless `off`.
         check: called with the staged folder and the written digests before the commit; raises to refuse it.
+        movers: who moves the units (`run/device/walk.py`), the CPU if None.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Executor:
         part: tuple[int, int] | None = None,
         progress: Progress | None = None,
         check: Check | None = None,
+        movers: Movers | None = None,
     ) -> None:
         self.plan, self.part, self.progress, self.check = plan, part, progress, check
         self.sources = Sources(plan.sources, trees)
@@ -102,6 +104,9 @@ class Executor:
         per_thread = 4 * STRIDED_BLOCK
         wanted = threads or min(os.cpu_count() or 1, 8)
         self.threads = max(1, min(wanted, memory // per_thread))
+        if movers is not None:
+            self.threads = max(1, min(self.threads, movers.threads))
+        self._movers = movers
         self._panel = max(STRIDED_BLOCK, min(PANEL, memory // self.threads - per_thread))
         self.units = units(plan.moves)
         self._names = [file.path for file in plan.outputs]
@@ -258,14 +263,15 @@ class Executor:
         writer = Writer(staging, self._names, room, self._patch_starts)
         block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
         job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, self._advance)
-        me = threading.get_ident()
+        me, mover = threading.get_ident(), None
         try:
+            mover = Walks(job, self.plan.moves) if self._movers is None else self._movers.open(job, self.plan.moves)
             while not state.stop:
                 with state.lock:
                     taken = self._next(state, me)
                 if taken is None:
                     break
-                line = self._unit(taken, job, state)
+                line = self._unit(taken, mover, state)
                 if line is not None:
                     staging.record(line)
         except BaseException as e:  # handed to the main thread, which raises it
@@ -279,6 +285,8 @@ class Executor:
                     for file, collected in pieces.items():
                         into.setdefault(file, []).extend(collected.take())
             try:
+                if mover is not None:
+                    mover.close()
                 reader.close()
                 writer.close()
             except (OSError, CkptError) as e:
@@ -305,17 +313,14 @@ class Executor:
         state.busy[me] = unit.files
         return number, unit
 
-    def _unit(self, taken: tuple[int, Unit], job: Job, state: _State) -> dict[str, Any] | None:
+    def _unit(self, taken: tuple[int, Unit], mover: Mover, state: _State) -> dict[str, Any] | None:
         """Move one unit. Returns its journal line; None when the run was stopped in it."""
         number, unit = taken
+        walked = mover.unit(unit.items)
+        if walked is None:
+            return None
         leaves, hashes, overflows = [], [], {}
-        for index, start, stop in unit.items:
-            if state.stop:
-                return None
-            walk = Walk(job, self.plan.moves[index], start, stop)
-            walk.run()
-            if state.stop:
-                return None
+        for (index, _, _), walk in zip(unit.items, walked, strict=True):
             if walk.lost:
                 overflows[str(index)] = walk.lost
             if self.hashing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,9 +71,46 @@ def walk(
 
     on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
     """
+
+    lock = threading.Lock()
+
+    def read(reader: Reader, queue: Iterator[int]) -> None:
+        block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
+        for index in queue:
+            _read_one(reader, source.moves[index], visit, block, advance, on_fault, lock)
+
+    share_out(source, read, threads=threads, on_fault=on_fault)
+
+
+class _Queue:
+    """Numbers for several threads, until one of them fails."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._numbers, self._lock, self.errors = iter(numbers), threading.Lock(), list[BaseException]()
+
+    def __iter__(self) -> _Queue:
+        return self
+
+    def __next__(self) -> int:
+        with self._lock:
+            if self.errors:
+                raise StopIteration
+            return next(self._numbers)
+
+
+def share_out(
+    source: Readable,
+    read: Callable[[Reader, Iterator[int]], None],
+    *,
+    threads: int | None = None,
+    on_fault: Callable[[CkptError], None] | None = None,
+) -> None:
+    """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the files.
+
+    Checksums of records are settled at the end, their faults go where `walk` says.
+    """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
-    queue = iter(order)
-    lock, errors = threading.Lock(), list[BaseException]()
+    queue, lock = _Queue(order), threading.Lock()
     pieces: dict[int, list[Piece]] = {}
     starts: dict[int, set[int]] = {}
     for record in source.records:
@@ -81,16 +118,10 @@ def walk(
 
     def work() -> None:
         reader = Reader(source.files, 32, starts)
-        block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
         try:
-            while not errors:
-                with lock:
-                    index = next(queue, None)
-                if index is None:
-                    break
-                _read_one(reader, source.moves[index], visit, block, advance, on_fault, lock)
+            read(reader, queue)
         except BaseException as e:  # handed to the caller's thread, which raises it
-            errors.append(e)
+            queue.errors.append(e)
         finally:
             with lock:
                 for file, collected in reader.pieces.items():
@@ -104,8 +135,8 @@ def walk(
     for worker in workers:
         while worker.is_alive():
             worker.join(0.2)
-    if errors:
-        raise errors[0]
+    if queue.errors:
+        raise queue.errors[0]
     for fault in record_faults(source.records, source.files, pieces):
         if on_fault is None:
             raise fault

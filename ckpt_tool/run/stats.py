@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compute import Bytes, numpy_type
@@ -74,18 +75,14 @@ def _summary(mine: _Sums) -> dict[str, Any]:
 
 def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[str, int]:
     """Tensor -> NaN and Inf values, and `bool:TENSOR` -> BOOL bytes other than 0 and 1; only what is not 0."""
-    chosen = [
-        tensor for key in keys if (tensor := catalog.tensors[key]).dtype.bits >= 8
-        and (tensor.dtype.is_float or tensor.dtype.name == "BOOL")
-    ]  # fmt: skip
+    chosen = [tensor for key in keys if may_be_bad((tensor := catalog.tensors[key]).dtype)]
     counts: dict[str, int] = {}
 
     def visit(move: Move) -> Visit:
-        boolean = move.dtype.name == "BOOL"
-        name = f"bool:{move.key}" if boolean else str(move.key)
+        name = f"bool:{move.key}" if move.dtype.name == "BOOL" else str(move.key)
 
         def see(move: Move, at: int, data: Bytes) -> None:
-            bad = int(np.count_nonzero(data > 1)) if boolean else _nonfinite(move, data)
+            bad = bad_values(move, data)
             if bad:
                 counts[name] = counts.get(name, 0) + bad
 
@@ -93,6 +90,18 @@ def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> 
 
     walk(readable(chosen, tree), visit, on_fault=lambda fault: None)
     return counts
+
+
+def may_be_bad(dtype: DType) -> bool:
+    """Has the type values that are counted: NaN, Inf, BOOL bytes other than 0 and 1?"""
+    return dtype.bits >= 8 and (dtype.is_float or dtype.name == "BOOL")
+
+
+def bad_values(move: Move, data: Bytes) -> int:
+    """How many of a block's values are NaN or Inf, or BOOL bytes other than 0 and 1; 0 for other types."""
+    if move.dtype.name == "BOOL":
+        return int(np.count_nonzero(data > 1))
+    return _nonfinite(move, data) if may_be_bad(move.dtype) else 0
 
 
 _EXPONENTS = {"F16": (0x7C00, "u2"), "BF16": (0x7F80, "u2"), "F32": (0x7F800000, "u4"), "F64": (0x7FF << 52, "u8")}

@@ -9,13 +9,14 @@ Blocks for transposed outputs gather in a panel (`run/transposed_outputs.py`) an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
 from ckpt_tool.errors import InputError
 from ckpt_tool.plan.copy import Region, clip, is_transposed
 from ckpt_tool.plan.plan import Move
+from ckpt_tool.plan.schedule import Item
 from ckpt_tool.run.blocks import Reader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
@@ -36,6 +37,52 @@ class Job(NamedTuple):
     hashing: bool
     stopped: Callable[[], bool]
     advance: Callable[[int], None]
+
+
+class Walked(Protocol):
+    """What the journal wants of an item that was moved. lost: values beyond the range of a cast."""
+
+    lost: int
+    source_leaves: LeafStream
+    out_leaves: LeafStream
+
+    def written(self) -> str: ...
+
+
+class Mover(Protocol):
+    """Moves units, for one thread. None: the run was stopped in it."""
+
+    def unit(self, items: Sequence[Item]) -> Sequence[Walked] | None: ...
+    def close(self) -> None: ...
+
+
+class Movers(Protocol):
+    """Gives each thread its mover, for at most `threads` of them. Called on that thread."""
+
+    threads: int
+
+    def open(self, job: Job, moves: Sequence[Move]) -> Mover: ...
+
+
+class Walks:
+    """The mover of this machine's CPU: item by item."""
+
+    def __init__(self, job: Job, moves: Sequence[Move]) -> None:
+        self._job, self._moves = job, moves
+
+    def unit(self, items: Sequence[Item]) -> list[Walked] | None:
+        """Move a unit."""
+        walked: list[Walked] = []
+        for index, start, stop in items:
+            if self._job.stopped():
+                return None
+            walk = Walk(self._job, self._moves[index], start, stop)
+            walk.run()
+            walked.append(walk)
+        return None if self._job.stopped() else walked
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Walk:
