@@ -28,6 +28,7 @@ QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepspeed", {"dp": 4, "zero": 1}, {"dp": 3, "zero": 2}),
     ("deepspeed", {"dp": 3, "zero": 3}, {"dp": 2, "zero": 3}),
     ("megatron-dist", FOUR, {"tp": 4}),
+    ("megatron", FOUR, {"tp": 4}),
     ("paddle-unified", FOUR, {}),
 ]
 MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -38,7 +39,20 @@ MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepspeed", {"dp": 2, "zero": 2}, {"dp": 1}),
     ("megatron-dist", {"pp": 3}, {"dp": 4, "ep": 4}),
     ("megatron-dist", {"tp": 2, "zero": 0}, {"pp": 3}),
+    ("megatron", {"tp": 2, "pp": 3, "zero": 0}, {"dp": 2, "ep": 2}),
+    ("megatron", {"dp": 4, "ep": 2, "zero": 1}, {"pp": 3, "tp": 2}),
     ("paddle-unified", {}, {}),
+]
+# on models with other forms: tied embeddings, four layers over two virtual stages of two
+FORMS: list[tuple[str, made.Spec, dict[str, Any], dict[str, Any]]] = [
+    ("sharded", made.Spec(tied=True), {"tp": 2, "pp": 2, "dp": 2}, {"pp": 3}),
+    ("dcp", made.Spec(tied=True), {"pp": 2, "dp": 2}, {"tp": 2}),
+    ("deepspeed", made.Spec(tied=True), {"dp": 2, "zero": 2}, {"dp": 3, "zero": 1}),
+    ("megatron", made.Spec(tied=True), {"tp": 2, "pp": 3, "zero": 0}, {"dp": 2}),
+    ("megatron", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2, "ep": 2}, {"tp": 4}),
+    ("megatron", made.Spec(layers=4), {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2}),
+    ("megatron-dist", made.Spec(tied=True), {"tp": 2, "pp": 3}, {"dp": 2, "ep": 2}),
+    ("megatron-dist", made.Spec(layers=4), {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2}),
 ]
 
 
@@ -54,6 +68,8 @@ def words(fmt: str, degrees: dict[str, Any], spec: made.Spec) -> list[str]:
 
 
 def name(case: Any) -> str:
+    if isinstance(case, made.Spec):
+        return "tied" if case.tied else f"layers{case.layers}"
     return "-".join(f"{key}{value}" for key, value in case.items()) or "one" if isinstance(case, dict) else str(case)
 
 
@@ -100,6 +116,12 @@ def test_more_layouts(fmt: str, first: dict[str, Any], between: dict[str, Any], 
     check(fmt, first, between, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("fmt", "spec", "first", "between"), FORMS, ids=name)
+def test_more_models(fmt: str, spec: made.Spec, first: dict[str, Any], between: dict[str, Any], tmp_path: Path) -> None:
+    check(fmt, first, between, tmp_path, spec)
+
+
 def test_every_format_is_tried() -> None:
     assert {fmt for fmt, _, _ in QUICK} == set(formats.WRITERS)
 
@@ -110,7 +132,7 @@ def test_a_layout_that_the_files_have_no_place_for_is_refused() -> None:
     assert "zero1" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("fmt", ["megatron-dist"])
+@pytest.mark.parametrize("fmt", ["megatron", "megatron-dist"])
 def test_a_weight_that_megatron_could_not_hold_so_is_refused(fmt: str, tmp_path: Path) -> None:
     states = made.ranks(SPEC, layout({"tp": 2}), replicated=("mlp.gate_proj.weight",))
     with pytest.raises(UsageError, match=r"gate_proj.weight of \[20, 12\] is held as \[20, 12\]"):
