@@ -1,0 +1,352 @@
+"""Every kernel with one thing wrong, thousands of times: do the tests see it?
+
+    python tests/kernels/mutants.py box_copy              all mutants of one target
+    python tests/kernels/mutants.py descriptors -s 0/2    the first half; another process may run 1/2 at the same time
+    python tests/kernels/mutants.py all -n 20             a sample of each
+
+A mutant is a source in which one operator, comparison, constant, cast or field is another (`changes`). A source of a kernel is
+compiled into the host shim with the objects of the others as they are; a module of Python is loaded in place of the real one.
+Then the target's tests run against it, in a child that ends at the first red one. A mutant is killed by a red test, a crash,
+or by taking ten times as long; one that does not compile is none. What survives is printed, and either its line stands in
+EQUIVALENT with the reason why no test could see it, or a test is missing.
+
+Cost: about 2 s a mutant of a kernel, 1 s one of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SOURCES = ROOT / "kernels"
+CASES = 2000  # of the random lists of boxes
+TRAPS = (
+    "-fsanitize=undefined",
+    "-fsanitize-undefined-trap-on-error",
+)  # a misaligned access or a wrong index ends the child
+SECONDS = 20  # a child's CPU time; the tests of a target take a tenth of it
+
+
+class Target(NamedTuple):
+    """A source and the tests that judge it. after: only what follows this text in the source is mutated."""
+
+    file: str  # below the root
+    tests: tuple[str, ...]  # patterns below tests/kernels/
+    after: str = ""
+
+
+TARGETS = {
+    "box_copy": Target("kernels/box_copy.cu", ("test_box_cases.py", "test_box_huge.py", "test_box_copy*.py")),
+    "walking": Target(
+        "kernels/portable.h", ("test_box_cases.py", "test_box_huge.py"), "// -- walking a descriptor list"
+    ),
+    "descriptors": Target(
+        "ckpt_tool/run/device/descriptors.py",
+        ("test_box_cases.py", "test_box_huge.py", "test_descriptors*.py", "test_box_copy*.py"),
+    ),
+}
+
+# (file name, line as it stands, change) -> why nothing can tell this mutant from the original
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+# -- making them --------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    "+": ("-",), "-": ("+",), "*": ("+",), "/": ("*",), "%": ("/",), "//": ("*",), "<<": (">>",), ">>": ("<<",),
+    "<": ("<=", ">"), "<=": ("<", ">"), ">": (">=", "<"), ">=": (">", "<"), "==": ("!=",), "!=": ("==",),
+    "&&": ("||",), "||": ("&&",), "and": ("or",), "or": ("and",), "&": ("|",), "|": ("&",), "^": ("|",),
+    "+=": ("-=",), "-=": ("+=",), "++": ("--",), "--": ("++",), ">>=": ("<<=",), "<<=": (">>=",), "*=": ("+=",),
+    "/=": ("*=",), "%=": ("/=",), "|=": ("&=",), "&=": ("|=",), "^=": ("|=",),
+}  # fmt: skip
+NAMES = {
+    "src": "dst", "dst": "src", "sstr": "dstr", "dstr": "sstr", "source": "target", "target": "source",
+    "div1": "div2", "div2": "div1", "divr": "div2", "rows": "run", "run": "rows", "rows_per_tile": "tiles_per_row",
+    "tiles_per_row": "rows_per_tile", "tile0": "aux", "by_source": "by_target", "by_target": "by_source",
+    "uint64_t": "uint32_t", "int64_t": "int32_t", "ck_tid": "ck_bid", "ck_nt": "ck_nb", "ck_bid": "ck_tid", "ck_nb": "ck_nt",
+}  # fmt: skip
+TOKEN = re.compile(
+    r"(?P<skip>//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*)"
+    r"|(?P<number>0[xX][0-9a-fA-F]+[uUlL]*|\d[\d.]*(?:[eE][-+]?\d+)?[uUlLfF]*)|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<operator><<=|>>=|->|::|\+\+|--|&&|\|\||[-+*/%&|^<>=!]=|<<|>>|[-+*/%&|^<>])",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Mutant(NamedTuple):
+    """`new` in place of what stands at [begin, end) of the source."""
+
+    begin: int
+    end: int
+    new: str
+    line: int
+    text: str  # the line as it stands
+    change: str  # "< to <= (2)": the second such token of the line
+
+    @property
+    def place(self) -> str:
+        return f"{self.line}: {self.text}    [{self.change}]"
+
+
+def changes(kind: str, text: str) -> tuple[str, ...]:
+    """What a token is replaced by."""
+    if kind == "operator" or text in ("and", "or"):
+        return OPERATORS.get(text, ())
+    if kind == "name":
+        return (NAMES[text],) if text in NAMES else ()
+    match = re.fullmatch(r"(0[xX][0-9a-fA-F]+|\d+)([uUlL]*)", text)
+    if match is None:
+        return ()
+    value, suffix = int(match[1], 0), match[2]
+    return (f"{value + 1}{suffix}", f"{value - 1}{suffix}") if value else (f"1{suffix}",)
+
+
+def tokens_of_c(source: str, begin: int) -> Iterator[tuple[int, str, str]]:
+    """(offset, kind, text) of each token within function bodies."""
+    for match in TOKEN.finditer(source, begin):
+        if match.lastgroup and match.lastgroup != "skip":
+            yield match.start(), match.lastgroup, match[0]
+
+
+def tokens_of_python(source: str) -> Iterator[tuple[int, str, str]]:
+    """The same of a module, without what no run reads: annotations, imports, strings."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    dull: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for node in ast.walk(ast.parse(source)):
+        found = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        found += [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        for inner in found:
+            if isinstance(inner, ast.expr | ast.stmt):
+                dull.append(((inner.lineno, inner.col_offset), (inner.end_lineno or 0, inner.end_col_offset or 0)))
+    kinds = {tokenize.OP: "operator", tokenize.NUMBER: "number", tokenize.NAME: "name"}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in kinds and not any(low <= token.start < high for low, high in dull):
+            yield starts[token.start[0] - 1] + token.start[1], kinds[token.type], token.string
+
+
+def mutants_of(target: Target) -> list[Mutant]:
+    source = (ROOT / target.file).read_text()
+    begin = source.index(target.after)
+    tokens = tokens_of_python(source) if target.file.endswith(".py") else tokens_of_c(source, begin)
+    seen: Counter[tuple[int, str]] = Counter()
+    found = []
+    for at, kind, text in tokens:
+        number = source.count("\n", 0, at) + 1
+        line = source.splitlines()[number - 1].strip()
+        seen[number, text] += 1
+        for new in changes(kind, text):
+            change = f"{text} to {new} ({seen[number, text]})"
+            found.append(Mutant(at, at + len(text), new, number, line, change))
+    return found
+
+
+# -- judging them -------------------------------------------------------------------------------------------------------
+
+
+class Shim:
+    """Builds the host shim with one source replaced, compiling only what includes it."""
+
+    def __init__(self, scratch: Path) -> None:
+        from ckpt_tool.run.device import build
+
+        self.units = [f"{name}.cu" for name in build.KERNELS] + ["host.cpp"]
+        self.flags = [flag for flag in build.HOST_FLAGS if flag not in ("-O2", "-g", "-shared")] + ["-O1", "-w", *TRAPS]
+        self.plain, self.folder = scratch / "plain", scratch / "mutated"
+        for folder in (self.plain, self.folder):
+            shutil.copytree(SOURCES, folder)
+        prefix = scratch / "prefix.h"
+        prefix.write_text("#include <functional>\n#include <stddef.h>\n#include <stdint.h>\n#include <string.h>\n")
+        subprocess.run(["g++", *self.flags, "-x", "c++-header", str(prefix)], check=True)
+        self.flags += ["-include", str(prefix)]
+        for unit in self.units:
+            if not self.compile(self.plain, unit):
+                raise RuntimeError(f"{unit} does not compile as it is")
+        self.library = scratch / "plain.so"
+        self.link(self.library, {})
+
+    def compile(self, folder: Path, unit: str) -> bool:
+        command = ["g++", *self.flags, "-c", "-x", "c++", str(folder / unit), "-o", str(folder / f"{unit}.o")]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def link(self, library: Path, mutated: dict[str, Path]) -> None:
+        objects = [str(mutated.get(unit, self.plain / f"{unit}.o")) for unit in self.units]
+        subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(library)], check=True, capture_output=True)
+
+    def reached(self, name: str, unit: str) -> bool:
+        """Does `unit` include `name`, by whatever way?"""
+        if unit == name:
+            return True
+        text = (self.plain / unit).read_text()
+        return any(self.reached(name, inner) for inner in re.findall(r'#include "([^"]+)"', text))
+
+    def build(self, name: str, text: str) -> Path | None:
+        """The library with `text` for `name`; None where it does not compile."""
+        original = (self.plain / name).read_text()
+        (self.folder / name).write_text(text)
+        try:
+            units = [unit for unit in self.units if self.reached(name, unit) and (unit == name or unit != "host.cpp")]
+            if not all(self.compile(self.folder, unit) for unit in units):
+                return None
+            library = self.folder / "mutated.so"
+            library.unlink(missing_ok=True)  # a new file: the old one may be mapped
+            self.link(library, {unit: self.folder / f"{unit}.o" for unit in units})
+            return library
+        finally:
+            (self.folder / name).write_text(original)
+
+
+def load_instead(file: str, text: str) -> None:
+    """Make `text` the module of `file`, before anyone imports it."""
+    import types
+
+    name = file.removesuffix(".py").replace("/", ".")
+    __import__(name.rpartition(".")[0])
+    module = types.ModuleType(name)
+    module.__file__ = str(ROOT / file)
+    sys.modules[name] = module
+    exec(compile(text, str(ROOT / file), "exec"), module.__dict__)
+
+
+def passes(target: Target, library: Path, text: str | None = None) -> bool:
+    """Are the target's tests green with this library, and `text` as its module? In a child of this process."""
+    child = os.fork()
+    if child:
+        return _green(child)
+    code = 99
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        silence = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(silence, stream)
+        os.environ["CKPT_KERNELS"], os.environ["CKPT_KERNEL_CASES"] = f"path:{library}", str(CASES)
+        if text is not None:
+            load_instead(target.file, text)
+        import pytest
+
+        files = [str(path) for pattern in target.tests for path in sorted(HERE.glob(pattern))]
+        code = int(
+            pytest.main(
+                [
+                    "-x",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "-p",
+                    "no:faulthandler",
+                    "-p",
+                    "no:xdist",
+                    "-p",
+                    "no:anyio",
+                    "--rootdir",
+                    str(ROOT),
+                    *files,
+                ]
+            )
+        )
+    finally:
+        os._exit(code)
+
+
+def _green(child: int) -> bool:
+    """Wait for a child: did it end by itself, with nothing to complain of?"""
+    limit = time.monotonic() + 3 * SECONDS
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        if time.monotonic() > limit:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    result: str  # killed, survived, equivalent
+
+
+def judge(name: str, chosen: list[Mutant], *, loud: bool = True) -> list[Verdict]:
+    """Run the tests of a target against each of these mutants. RuntimeError where they are red without any."""
+    target, verdicts = TARGETS[name], []
+    source = (ROOT / target.file).read_text()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        shim = Shim(Path(scratch))
+        import hypothesis  # noqa: F401  what children need and never change is loaded once
+        import numpy  # noqa: F401
+        import pytest  # noqa: F401
+
+        if not target.file.endswith(".py"):
+            from ckpt_tool.run.device import kernels  # noqa: F401
+        if not passes(target, shim.library):
+            raise RuntimeError(f"the tests of {name} are red without a mutant")
+        for number, mutant in enumerate(chosen):
+            text = source[: mutant.begin] + mutant.new + source[mutant.end :]
+            if target.file.endswith(".py"):
+                green = passes(target, shim.library, text)
+            else:
+                library = shim.build(Path(target.file).name, text)
+                if library is None:
+                    continue
+                green = passes(target, library)
+            result = "killed"
+            if green:
+                known = (Path(target.file).name, mutant.text, mutant.change) in EQUIVALENT
+                result = "equivalent" if known else "survived"
+            verdicts.append(Verdict(mutant, result))
+            if loud and green:
+                print(f"{name} {number + 1}/{len(chosen)} {result}: {mutant.place}", flush=True)
+            elif loud and len(verdicts) % 50 == 0:
+                print(f"{name} {number + 1}/{len(chosen)}: {len(verdicts)} judged", flush=True)
+    return verdicts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=[*TARGETS, "all"])
+    parser.add_argument("-s", "--slice", default="0/1", help="part I of N")
+    parser.add_argument("-n", "--sample", type=int, default=0, help="so many mutants, drawn by chance")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="only show them")
+    options = parser.parse_args()
+    part, parts = map(int, options.slice.split("/"))
+    missed = 0
+    for name in TARGETS if options.target == "all" else [options.target]:
+        chosen = mutants_of(TARGETS[name])
+        if options.sample:
+            chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+        chosen = chosen[part::parts]
+        if options.list:
+            print("\n".join(mutant.place for mutant in chosen))
+            continue
+        began = time.monotonic()
+        counts = Counter(verdict.result for verdict in judge(name, chosen))
+        total = counts.total()
+        print(f"{name}: {total} mutants, {counts['killed']} killed ({counts['killed'] / max(total, 1):.1%}), "
+              f"{counts['equivalent']} equivalent, {counts['survived']} survived, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
+        missed += counts["survived"]
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
