@@ -40,8 +40,8 @@ class ProcessComm(Comm):
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor where gloo can read them."""
-        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+        """A copy of a tensor's bytes where gloo can read them, however its owner goes on."""
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to("cpu", copy=True)
 
     def _wire(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device) if self._backend == "nccl" else tensor.cpu()
