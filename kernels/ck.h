@@ -87,6 +87,7 @@ CK_API int ck_event_elapsed(float* milliseconds, void* begin, void* end); // wai
 // list: `count` descriptors on the device, sorted by tile0; tiles: their sum. Zero tiles launch nothing. blocks 0: as many
 // as fill the device. threads 0: the kernel's own choice.
 CK_API int ck_box_copy(const ck_desc* list, uint32_t count, uint64_t tiles, int blocks, int threads, void* stream);
+CK_API int ck_box_transpose(const ck_desc* list, uint32_t count, uint64_t tiles, int blocks, int threads, void* stream);
 // A cast of every box from one ck_kind to another. counts: 2 for each number in `aux`, added to: finite values that became
 // infinite or NaN, and 0.
 CK_API int ck_box_cast(const ck_desc* list, uint32_t count, uint64_t tiles, uint32_t source, uint32_t target, uint64_t* counts,

@@ -6,6 +6,7 @@ blocks, threads: 0 for the kernel's own choice. Calls return when the work is qu
 from __future__ import annotations
 
 from ckpt_tool.run.device.descriptors import Descriptors
+from ckpt_tool.run.device.launches import Launch
 from ckpt_tool.run.device.memory import Device
 
 
@@ -16,6 +17,21 @@ def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: in
     with device.upload(boxes.packed, stream) as packed:
         device.library.call("box_copy", packed.address, len(boxes.packed), boxes.tiles, blocks, threads, stream)
         device.sync(stream)  # the list is freed on leaving
+
+
+def box_transpose(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
+    """Swap rows and columns of all boxes (`transposes.pack_turned`)."""
+    if not boxes.tiles:
+        return
+    with device.upload(boxes.packed, stream) as packed:
+        device.library.call("box_transpose", packed.address, len(boxes.packed), boxes.tiles, blocks, threads, stream)
+        device.sync(stream)
+
+
+def launch(device: Device, what: Launch, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
+    """Run what `launches.launches` made of a list of copies."""
+    run = {"box_copy": box_copy, "box_transpose": box_transpose}[what.kernel]
+    run(device, what.boxes, blocks=blocks, threads=threads, stream=stream)
 
 
 def digest(

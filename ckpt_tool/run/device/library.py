@@ -69,6 +69,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ck_event_record": (c_void_p, STREAM),
     "ck_event_elapsed": (POINTER(c_float), c_void_p, c_void_p),
     "ck_box_copy": LISTED,
+    "ck_box_transpose": LISTED,
     "ck_digest": (ADDRESS, c_uint32, c_uint64, c_int, c_int, c_int, STREAM),
 }
 
