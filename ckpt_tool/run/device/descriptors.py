@@ -75,10 +75,11 @@ def magics(divisors: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.uint64]:
     return np.uint64(MOST) // divisors.astype(np.uint64) + np.uint64(1)  # that of 1 wraps to 0
 
 
-def merged(copy: Copy, item: int) -> tuple[Dims, int]:
+def merged(copy: Copy, item: int, target_item: int | None = None) -> tuple[Dims, int]:
     """(strided dims, bytes of the contiguous run below them) of a copy that is not empty.
 
     Dims are in the order in which the target has them; neighbours that run on without a gap on both sides are one.
+    target_item: bytes of an element of the target, where that is another; the run is that of the source.
     """
     pieces = (dim for dim in zip(copy.extents, copy.source_strides, copy.output_strides, strict=True) if dim[0] > 1)
     dims: Dims = []
@@ -88,7 +89,7 @@ def merged(copy: Copy, item: int) -> tuple[Dims, int]:
         else:
             dims.append((extent, source, target))
     run = item
-    if dims and dims[-1][1] == dims[-1][2] == item:
+    if dims and dims[-1][1:] == (item, item if target_item is None else target_item):
         run = item * dims.pop()[0]
     return dims, run
 
@@ -130,9 +131,19 @@ def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int
     Raises InternalError E1570 where a list has more boxes, or a box more tiles, than the kernel counts.
     """
     listed = list(boxes)
-    out = np.zeros(len(listed), DESC)
+    out = filled(listed)
     if not listed:
         return Descriptors(out, 0, 0)
+    _choose_ways(out, tile, spans_from)
+    nbytes = sum(prod(box.extents) * box.run for box in listed)
+    return Descriptors(out, number_tiles(out, _cut(out, tile)), nbytes)
+
+
+def filled(listed: Sequence[Strided]) -> npt.NDArray[np.void]:
+    """The list of these boxes, but for what depends on the kernel: tiles, ways and `divr`."""
+    out = np.zeros(len(listed), DESC)
+    if not listed:
+        return out
     for name, column in (("src", 0), ("dst", 1), ("run", 5)):
         out[name] = np.array([box[column] for box in listed], np.uint64)
     for name, column, missing in (("ext", 2, 1), ("sstr", 3, 0), ("dstr", 4, 0)):
@@ -140,9 +151,7 @@ def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int
         out[name] = np.array([(missing,) * (LEVELS - len(row)) + row for row in rows], out.dtype[name].base)
     out["rows"] = np.prod(out["ext"], axis=1, dtype=np.uint64)
     out["div1"], out["div2"] = magics(out["ext"][:, 1]), magics(out["ext"][:, 2])
-    _choose_ways(out, tile, spans_from)
-    nbytes = sum(prod(box.extents) * box.run for box in listed)
-    return Descriptors(out, number_tiles(out, _cut(out, tile)), nbytes)
+    return out
 
 
 def number_tiles(out: npt.NDArray[np.void], tiles: npt.NDArray[np.uint64]) -> int:

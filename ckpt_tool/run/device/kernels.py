@@ -5,6 +5,9 @@ blocks, threads: 0 for the kernel's own choice. Calls return when the work is qu
 
 from __future__ import annotations
 
+import numpy as np
+
+from ckpt_tool.run.device.casts import Casts, CodeList, Counted
 from ckpt_tool.run.device.descriptors import Descriptors
 from ckpt_tool.run.device.launches import Launch
 from ckpt_tool.run.device.memory import Device
@@ -32,6 +35,38 @@ def launch(device: Device, what: Launch, *, blocks: int = 0, threads: int = 0, s
     """Run what `launches.launches` made of a list of copies."""
     run = {"box_copy": box_copy, "box_transpose": box_transpose}[what.kernel]
     run(device, what.boxes, blocks=blocks, threads=threads, stream=stream)
+
+
+def box_cast(device: Device, casts: Casts, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
+    """Cast all boxes (`casts.pack_casts`) and wait. Returns, by record, how many values were beyond the target's range."""
+    counts = np.zeros((casts.records, 2), np.uint64)
+    listed, tiles = casts.boxes.packed, casts.boxes.tiles
+    if tiles:
+        with device.upload(listed, stream) as packed, device.upload(counts, stream) as counted:
+            device.library.call("box_cast", packed.address, len(listed), tiles, casts.source, casts.target, counted.address,
+                                blocks, threads, stream)  # fmt: skip
+            counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
+    return [int(n) for n in counts[:, 0]]
+
+
+def box_dequantise(
+    device: Device, codes: CodeList, *, blocks: int = 0, threads: int = 0, stream: int = 0
+) -> list[Counted]:
+    """Make floats of all codes (`casts.pack_codes`) and wait. Returns what was counted, by box of the caller."""
+    counts = np.zeros((len(codes.scales), 2), np.uint64)
+    listed, tiles = codes.boxes.packed, codes.boxes.tiles
+    out = np.zeros((codes.given, 2), np.uint64)
+    if tiles:
+        with (
+            device.upload(listed, stream) as packed,
+            device.upload(codes.scales, stream) as scales,
+            device.upload(counts, stream) as counted,
+        ):
+            device.library.call("box_dequantise", packed.address, len(listed), tiles, codes.source, codes.target,
+                                scales.address, counted.address, blocks, threads, stream)  # fmt: skip
+            counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
+        np.add.at(out, np.array(codes.records), counts)
+    return [Counted(int(lost), int(nans)) for lost, nans in out]
 
 
 def digest(

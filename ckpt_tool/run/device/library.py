@@ -69,6 +69,15 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ck_event_record": (c_void_p, STREAM),
     "ck_event_elapsed": (POINTER(c_float), c_void_p, c_void_p),
     "ck_box_copy": LISTED,
+    "ck_box_cast": (*LISTED[:3], c_uint32, c_uint32, ADDRESS, *LISTED[3:]),  # source, target, counts
+    "ck_box_dequantise": (
+        *LISTED[:3],
+        c_uint32,
+        c_uint32,
+        ADDRESS,
+        ADDRESS,
+        *LISTED[3:],
+    ),  # codes, target, scales, counts
     "ck_box_transpose": LISTED,
     "ck_digest": (ADDRESS, c_uint32, c_uint64, c_int, c_int, c_int, STREAM),
 }

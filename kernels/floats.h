@@ -1,0 +1,288 @@
+// Floats by their bits: every type of a checkpoint to fp32 and back, the same bits on every machine.
+//
+// The one idea: each value of 4, 8 or 16 bits is an fp32, so a cast is `wide` then `narrow`, and fp64 goes by way of fp32 as
+// torch's does. Rounding is to nearest, ties to even. Bits are moved by integers; the few sums and products of floats are exact,
+// or are the one rounding that is wanted (no flush to zero: nvcc and g++ leave it off unless told).
+//
+// The bits are those of `ckpt_tool/run/compute.py` on x86, NaNs too: a NaN keeps its sign; fp16 <-> fp32 and bf16 -> fp32 keep
+// what fits of its payload and don't make it quiet; to fp64 and from it, payload kept and quiet; to bf16 and from or to 8
+// bits it is the plain quiet NaN.
+// `lost` is what compute.cast counts: finite values that became infinite or NaN; for E4M3, which has no infinity and takes its
+// largest value, all (infinities too) that lie beyond 464, halfway to the first that is not there.
+//
+// `quick_wide` and `quick_narrow` are the same in fewer steps for values that are nothing special: codes that are finite
+// (`usual`, asked of a whole group at once; |value| <= TOP) and fp32 values below LIMIT. Types that have them are HASTY.
+#pragma once
+#include "portable.h"
+
+CK_DEVICE float ck_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+CK_DEVICE uint32_t ck_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
+CK_DEVICE uint64_t ck_bits(double f) {
+    uint64_t bits;
+    memcpy(&bits, &f, 8);
+    return bits;
+}
+
+constexpr uint32_t CK_INF = 0x7F800000u, CK_NAN = 0x7FC00000u, CK_SIGN = 0x80000000u;
+
+// A float of `E` bits of exponent with this bias and `M` of mantissa, sign aside, below its infinities and NaNs: fp32 of it.
+// Below the normal ones, 1.m * 2^e - 1 * 2^e is 0.m * 2^e.
+template <int M, int BIAS> CK_DEVICE uint32_t ck_widen(uint32_t code) {
+    constexpr uint32_t least = uint32_t(128 - BIAS) << 23; // 2^(1 - bias)
+    if (code >> M) return (code << (23 - M)) + (uint32_t(127 - BIAS) << 23);
+    return ck_bits(ck_float(least | code << (23 - M)) - ck_float(least));
+}
+
+// Back: the code of a finite fp32 >= 0, rounded; as large as it comes out, for the caller to compare with what there is.
+// Below the normal ones the sum with 2^(24 - bias - M), whose last place is theirs, rounds.
+template <int M, int BIAS> CK_DEVICE uint32_t ck_narrow(uint32_t value) {
+    constexpr uint32_t least = uint32_t(128 - BIAS) << 23, magic = uint32_t(128 - BIAS + 23 - M) << 23;
+    if (value < least) return ck_bits(ck_float(value) + ck_float(magic)) - magic;
+    return ((value + ((1u << (22 - M)) - 1) + (value >> (23 - M) & 1)) >> (23 - M)) - (uint32_t(127 - BIAS) << M);
+}
+
+// -- one struct a type ----------------------------------------------------------------------------------------------------
+// Bits: what holds it. wide: its fp32. narrow: an fp32 as it; `lost` counts.
+template <class B, uint32_t N> struct alignas(sizeof(B) * N) ck_group {
+    B v[N];
+};
+
+struct ck_f32 {
+    using Bits = uint32_t;
+    static constexpr bool HASTY = true, ANY = true; // ANY: quick_narrow takes every value
+    static constexpr uint32_t TOP = 0x7F7FFFFFu, LIMIT = CK_INF;
+    template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint32_t, N>&) const { return true; }
+    CK_MEMBER uint32_t quick_wide(uint32_t b) const { return b; }
+    CK_MEMBER uint32_t quick_narrow(uint32_t v) const { return v; }
+    CK_MEMBER uint32_t wide(uint32_t b, uint32_t&) const { return b; }
+    CK_MEMBER uint32_t narrow(uint32_t v, uint32_t&) const { return v; }
+};
+
+struct ck_bf16 {
+    using Bits = uint16_t;
+    static constexpr bool HASTY = true, ANY = false;
+    static constexpr uint32_t TOP = 0x7F7F0000u, LIMIT = 0x7F7F8000u;
+    template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint16_t, N>&) const { return true; }
+    CK_MEMBER uint32_t quick_wide(uint16_t b) const { return uint32_t(b) << 16; }
+    CK_MEMBER uint16_t quick_narrow(uint32_t v) const { return uint16_t((v + 0x7FFF + (v >> 16 & 1)) >> 16); }
+    CK_MEMBER uint32_t wide(uint16_t b, uint32_t&) const { return uint32_t(b) << 16; }
+    CK_MEMBER uint16_t narrow(uint32_t v, uint32_t& lost) const {
+        const uint32_t abs = v & ~CK_SIGN;
+        if (abs > CK_INF) return uint16_t((v & CK_SIGN) >> 16 | CK_NAN >> 16);
+        lost += abs < CK_INF && abs >= LIMIT;
+        return quick_narrow(v);
+    }
+};
+
+struct ck_f16 {
+    using Bits = uint16_t;
+    static constexpr bool HASTY = true, ANY = false;
+    static constexpr uint32_t TOP = 0x477FE000u, LIMIT = 0x477FF000u; // 65504; 65520 is halfway to 2^16
+    template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint16_t, N>& g) const {
+        uint32_t words[N / 2], full = 0; // in the top bit of each half: is its exponent full?
+        memcpy(words, &g, sizeof words);
+        CK_UNROLL
+        for (uint32_t k = 0; k < N / 2; ++k) full |= (words[k] & 0x7C007C00) + 0x04000400;
+        return !(full & 0x80008000u);
+    }
+    CK_MEMBER uint32_t quick_wide(uint16_t b) const {
+        return ck_bits(ck_float(uint32_t(int32_t(uint32_t(b) << 16) >> 3) & 0x8FFFE000u) * 0x1p112f);
+    }
+    CK_MEMBER uint16_t quick_narrow(uint32_t v) const {
+        return uint16_t((v >> 16 & 0x8000) | ck_narrow<10, 15>(v & ~CK_SIGN));
+    }
+    CK_MEMBER uint32_t wide(uint16_t b, uint32_t&) const {
+        const uint32_t sign = uint32_t(b & 0x8000) << 16, code = b & 0x7FFF;
+        return sign | (code >= 0x7C00 ? CK_INF | (code & 0x3FF) << 13 : ck_widen<10, 15>(code));
+    }
+    CK_MEMBER uint16_t narrow(uint32_t v, uint32_t& lost) const {
+        const uint32_t sign = v >> 16 & 0x8000, abs = v & ~CK_SIGN;
+        if (abs > CK_INF) {
+            const uint32_t payload = abs >> 13 & 0x3FF;
+            return uint16_t(sign | 0x7C00 | (payload ? payload : 1));
+        }
+        const bool beyond = abs >= LIMIT;
+        lost += beyond && abs < CK_INF;
+        return uint16_t(sign | (beyond ? 0x7C00 : ck_narrow<10, 15>(abs)));
+    }
+};
+
+struct ck_e4m3 {
+    using Bits = uint8_t;
+    static constexpr bool HASTY = true, ANY = false;
+    static constexpr uint32_t TOP = 0x43E00000u, LIMIT = 0x43E00001u; // 448
+    template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint8_t, N>& g) const {
+        uint32_t words[N / 4], full = 0; // in the top bit of each byte: are all others set?
+        memcpy(words, &g, sizeof words);
+        CK_UNROLL
+        for (uint32_t k = 0; k < N / 4; ++k) full |= (words[k] & 0x7F7F7F7F) + 0x01010101;
+        return !(full & 0x80808080u);
+    }
+    CK_MEMBER uint32_t quick_wide(uint8_t b) const {
+        return ck_bits(ck_float(uint32_t(int32_t(uint32_t(b) << 24) >> 4) & 0x87F00000u) * 0x1p120f);
+    }
+    CK_MEMBER uint8_t quick_narrow(uint32_t v) const { return uint8_t((v >> 24 & 0x80) | ck_narrow<3, 7>(v & ~CK_SIGN)); }
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
+        const uint32_t sign = uint32_t(b & 0x80) << 24, code = b & 0x7F;
+        return sign | (code == 0x7F ? CK_NAN : ck_widen<3, 7>(code));
+    }
+    CK_MEMBER uint8_t narrow(uint32_t v, uint32_t& lost) const {
+        const uint32_t sign = v >> 24 & 0x80, abs = v & ~CK_SIGN;
+        if (abs > CK_INF) return uint8_t(sign | 0x7F);
+        lost += abs > 0x43E80000u; // 464
+        return uint8_t(sign | (abs >= LIMIT ? 0x7E : ck_narrow<3, 7>(abs)));
+    }
+};
+
+struct ck_e5m2 {
+    using Bits = uint8_t;
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
+        const uint32_t sign = uint32_t(b & 0x80) << 24, code = b & 0x7F;
+        return sign | (code > 0x7C ? CK_NAN : code == 0x7C ? CK_INF : ck_widen<2, 15>(code));
+    }
+    CK_MEMBER uint8_t narrow(uint32_t v, uint32_t& lost) const {
+        const uint32_t sign = v >> 24 & 0x80, abs = v & ~CK_SIGN;
+        if (abs > CK_INF) return uint8_t(sign | 0x7E);
+        const bool beyond = abs >= 0x47700000u; // 61440, halfway from 57344 to 2^16
+        lost += beyond && abs < CK_INF;
+        return uint8_t(sign | (beyond ? 0x7C : ck_narrow<2, 15>(abs)));
+    }
+};
+
+// The FNUZ types: no infinity, no -0; 0x80 is the only NaN, and takes what lies beyond.
+template <int M, int BIAS> struct ck_fnuz {
+    using Bits = uint8_t;
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
+        return b == 0x80 ? CK_SIGN | CK_NAN : uint32_t(b & 0x80) << 24 | ck_widen<M, BIAS>(b & 0x7F);
+    }
+    CK_MEMBER uint8_t narrow(uint32_t v, uint32_t& lost) const {
+        const uint32_t abs = v & ~CK_SIGN;
+        if (abs > CK_INF) return 0x80;
+        const uint32_t code = ck_narrow<M, BIAS>(abs);
+        lost += code > 0x7F && abs < CK_INF;
+        return uint8_t(code > 0x7F ? 0x80 : code ? (v >> 24 & 0x80) | code : 0);
+    }
+};
+using ck_e4m3fnuz = ck_fnuz<3, 8>;
+using ck_e5m2fnuz = ck_fnuz<2, 16>;
+
+// Powers of two without a sign: 2^(code - 127), 255 is NaN, and takes 0 and all below it. Halfway (1.5)
+// goes up. All as ml_dtypes 0.6 does it.
+struct ck_e8m0 {
+    using Bits = uint8_t;
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
+        return b == 255 ? CK_NAN : b ? uint32_t(b) << 23 : 1u << 22;
+    }
+    CK_MEMBER uint8_t narrow(uint32_t v, uint32_t& lost) const {
+        const uint32_t abs = v & ~CK_SIGN;
+        // 2^-127 is 0x400000, below the normal ones: all that is smaller becomes it, and all between it and 2^-126 that
+        const uint32_t code = abs < 0x800000 ? uint32_t(abs > 0x400000) : (abs + 0x400000) >> 23;
+        const bool none = v == 0 || v >= CK_SIGN || code > 254;
+        lost += none && abs < CK_INF;
+        return uint8_t(none ? 255 : code);
+    }
+};
+
+struct ck_i8 { // codes only
+    using Bits = uint8_t;
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const { return ck_bits(float(int8_t(b))); }
+};
+
+// E2M1, half a byte, the low four bits of b: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
+struct ck_f4 {
+    static constexpr bool HASTY = true;
+    static constexpr uint32_t TOP = 0x40C00000u; // 6
+    CK_MEMBER uint32_t quick_wide(uint8_t b) const {
+        return ck_bits(ck_float(uint32_t(int32_t(uint32_t(b) << 28) >> 6) & 0x81C00000u) * 0x1p126f);
+    }
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t&) const {
+        const uint32_t sign = uint32_t(b & 8) << 28, code = b & 7;
+        return sign | (code > 1 ? (code << 22) + (126u << 23) : code ? 126u << 23 : 0);
+    }
+};
+
+// By way of fp32, as torch does; infinities made on the way are lost, unless the target counts all infinities (E4M3).
+struct ck_f64 {
+    using Bits = uint64_t;
+    static constexpr bool HASTY = false;
+    uint32_t counted_later;
+    CK_MEMBER uint32_t wide(uint64_t b, uint32_t& lost) const {
+        const uint32_t sign = uint32_t(b >> 32) & CK_SIGN;
+        const uint64_t abs = b & ~(uint64_t(1) << 63), mantissa = abs & ((uint64_t(1) << 52) - 1);
+        const int exponent = int(abs >> 52) - 896; // biased as fp32's
+        if (exponent == 2047 - 896) return sign | CK_INF | (mantissa ? 0x400000u | uint32_t(mantissa >> 29) : 0);
+        if (exponent < -23) return sign; // below half of 2^-149
+        const int shift = exponent > 0 ? 29 : 30 - exponent;
+        const uint64_t whole = mantissa | uint64_t(1) << 52;
+        const uint32_t rounded = uint32_t((whole + (uint64_t(1) << (shift - 1)) - 1 + (whole >> shift & 1)) >> shift);
+        // the leading bit of a normal one adds 1 to the exponent
+        const uint32_t value = exponent > 254 ? CK_INF : exponent > 0 ? (uint32_t(exponent - 1) << 23) + rounded : rounded;
+        lost += value == CK_INF && !counted_later;
+        return sign | value;
+    }
+};
+
+// fp64 as a target. From fp16 NumPy does not make NaNs quiet.
+struct ck_to_f64 {
+    using Bits = uint64_t;
+    static constexpr bool HASTY = false;
+    uint32_t quiet;
+    CK_MEMBER uint64_t narrow(uint32_t v, uint32_t&) const {
+        const uint64_t sign = uint64_t(v & CK_SIGN) << 32;
+        const uint32_t abs = v & ~CK_SIGN;
+        if (abs > CK_INF) return sign | uint64_t(0x7FF) << 52 | uint64_t(quiet) << 51 | uint64_t(abs & 0x7FFFFF) << 29;
+        if (abs == CK_INF) return sign | uint64_t(0x7FF) << 52;
+        if (abs >> 23) return sign | ((uint64_t(abs) << 29) + (uint64_t(896) << 52));
+        const uint64_t least = uint64_t(897) << 52, value = least | uint64_t(abs) << 29; // 1.m * 2^-126 less 2^-126
+        double a, b;
+        memcpy(&a, &value, 8);
+        memcpy(&b, &least, 8);
+        return sign | ck_bits(a - b);
+    }
+};
+
+// -- types that are told when the kernel runs: for the pairs that nobody is in a hurry with -------------------------------
+struct ck_any8 {
+    using Bits = uint8_t;
+    static constexpr bool HASTY = false;
+    uint32_t kind;
+    CK_MEMBER uint32_t wide(uint8_t b, uint32_t& lost) const {
+        switch (kind) {
+        case CK_E5M2: return ck_e5m2().wide(b, lost);
+        case CK_E8M0: return ck_e8m0().wide(b, lost);
+        case CK_E4M3FNUZ: return ck_e4m3fnuz().wide(b, lost);
+        case CK_E5M2FNUZ: return ck_e5m2fnuz().wide(b, lost);
+        case CK_I8: return ck_i8().wide(b, lost);
+        default: return ck_e4m3().wide(b, lost);
+        }
+    }
+    CK_MEMBER uint8_t narrow(uint32_t v, uint32_t& lost) const {
+        switch (kind) {
+        case CK_E5M2: return ck_e5m2().narrow(v, lost);
+        case CK_E8M0: return ck_e8m0().narrow(v, lost);
+        case CK_E4M3FNUZ: return ck_e4m3fnuz().narrow(v, lost);
+        case CK_E5M2FNUZ: return ck_e5m2fnuz().narrow(v, lost);
+        default: return ck_e4m3().narrow(v, lost);
+        }
+    }
+};
+
+struct ck_any16 {
+    using Bits = uint16_t;
+    static constexpr bool HASTY = false;
+    uint32_t kind;
+    CK_MEMBER uint32_t wide(uint16_t b, uint32_t& lost) const {
+        return kind == CK_F16 ? ck_f16().wide(b, lost) : ck_bf16().wide(b, lost);
+    }
+    CK_MEMBER uint16_t narrow(uint32_t v, uint32_t& lost) const {
+        return kind == CK_F16 ? ck_f16().narrow(v, lost) : ck_bf16().narrow(v, lost);
+    }
+};

@@ -1,0 +1,261 @@
+"""box_cast against run/compute.py: every pair of dtypes, every value of 8 and 16 bits, what rounds, ties, overflows and is NaN.
+
+compute.cast goes by tables, NumPy and ml_dtypes, and has been held against torch (tests/run/test_compute.py); the kernels by
+integers. Torch is asked here once more for what both make.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.errors import InternalError, StorageError
+from ckpt_tool.plan.copy import Copy
+from ckpt_tool.run.compute import cast
+from ckpt_tool.run.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
+from ckpt_tool.run.device.kernels import box_cast
+from ckpt_tool.run.device.memory import Device
+
+FLOATS = [DTYPES[name] for name in KINDS if DTYPES[name].is_float and DTYPES[name].bits >= 8]
+PAIRS = list(permutations(FLOATS, 2))
+COMMON = [DTYPES[name] for name in ("F32", "BF16", "F16", "F8_E4M3")]
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+POISON = 0xA5
+
+
+def unsigned(dtype: DType) -> np.dtype[Any]:
+    return np.dtype(f"u{dtype.bits // 8}")
+
+
+def cast_line(
+    device: Device,
+    values: Bits,
+    source: DType,
+    target: DType,
+    *,
+    shifts: tuple[int, int] = (0, 0),
+    threads: int = 0,
+    blocks: int = 0,
+) -> tuple[Bits, int]:
+    """The line as `target`, and what was lost; both buffers begin `shifts` bytes off, with guards on both sides of the output."""
+    raw = values.astype(unsigned(source)).view(np.uint8)
+    nbytes = len(values) * target.bits // 8
+    padded = np.concatenate([np.zeros(shifts[0], np.uint8), raw])
+    with device.upload(padded) as begin, device.alloc(nbytes + 64) as end:
+        device.fill(end.address, POISON, nbytes + 64)
+        first = end.address + 16 + shifts[1]
+        casts = pack_casts(line(begin.address + shifts[0], first, len(values)), source, target)
+        lost = box_cast(device, casts, threads=threads, blocks=blocks)
+        out = device.download(end.address, nbytes + 64)
+    assert (out[: 16 + shifts[1]] == POISON).all() and (out[16 + shifts[1] + nbytes :] == POISON).all()
+    return out[16 + shifts[1] : 16 + shifts[1] + nbytes].copy().view(unsigned(target)), lost[0]
+
+
+def wanted(values: Bits, source: DType, target: DType) -> tuple[Bits, int]:
+    out, lost = cast(values.astype(unsigned(source)).view(np.uint8).data, source, target)
+    return np.frombuffer(out, unsigned(target)), lost
+
+
+def directed(dtype: DType, rng: np.random.Generator) -> Bits:
+    """Bits of F32 or F64 about which a rounding can be wrong: both sides of every value, tie and limit of the narrower types,
+    the least and the largest, infinities, NaNs of several payloads, and whatever."""
+    wide = np.dtype("f8") if dtype.name == "F64" else np.dtype("f4")
+    values = []
+    for name in ("BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"):
+        narrow = DTYPES[name]
+        every = np.arange(1 << narrow.bits) if narrow.bits == 8 else rng.integers(0, 1 << 16, 3000)
+        edges = [0, 1, 2, 0x3FF, 0x400, 0x401, 0x7BFF, 0x7C00, 0x7F7F, 0x7F80, 0x7F, 0x80, 0x7E]
+        bits = np.concatenate([every, edges] if narrow.bits == 16 else [every]).astype(unsigned(narrow))
+        with np.errstate(invalid="ignore"):  # NaNs that are not quiet
+            exact = np.frombuffer(cast(bits.view(np.uint8).data, narrow, DTYPES["F32"])[0], np.float32).astype(
+                np.float64
+            )
+        exact = np.unique(exact[np.isfinite(exact)])
+        ties = (
+            (exact[1:] + exact[:-1]) / 2 if narrow.bits == 8 else exact + np.spacing(exact.astype(np.float32)) * 2.0**12
+        )
+        values += [exact, ties, ties * 1.5]
+    values += [np.array([464.0, 448.0, 456.0, 65504.0, 65519.99, 65520.0, 61440.0, 248.0, 3.3961775292304e38, 3.4028236692e38, 3.5e38,
+                         2.0**-149, 2.0**-150, 1.5 * 2.0**-149, 2.0**-126, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-133,
+                         1.5 * 2.0**-127, 1.7e308, 2.0**128, 0.0])]  # fmt: skip
+    with np.errstate(all="ignore"):
+        flat = np.concatenate(values).astype(wide)
+    bits = np.concatenate([flat, -flat]).view(f"u{wide.itemsize}")
+    top = dtype.bits - 1
+    inf = 0x7F800000 if wide.itemsize == 4 else 0x7FF0000000000000
+    nans = np.array([inf, inf + 1, inf + (1 << 12), inf + (1 << 29), inf | (inf >> 1), (1 << top) - 1], bits.dtype)
+    near = np.concatenate(
+        [bits, bits + bits.dtype.type(1), bits - bits.dtype.type(1), nans, nans | bits.dtype.type(1 << top)]
+    )
+    low, high = rng.integers(0, 1 << 32, (2, 4000), np.uint64)
+    whatever = (high << np.uint64(32) | low) if wide.itemsize == 8 else low
+    return np.concatenate([near, whatever.astype(bits.dtype)])
+
+
+def values_of(dtype: DType) -> Bits:
+    if dtype.bits > 16:
+        return directed(dtype, np.random.default_rng(6))
+    every: Bits = np.arange(1 << dtype.bits).astype(unsigned(dtype))
+    return every
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_every_pair_gives_the_bits_of_compute(device: Device, source: DType, target: DType) -> None:
+    values = values_of(source)
+    got, lost = cast_line(device, values, source, target)
+    want, known = wanted(values, source, target)
+    wrong = np.flatnonzero(got != want)
+    assert not wrong.size, [(hex(values[k]), hex(got[k]), hex(want[k])) for k in wrong[:8]]
+    assert lost == known
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(COMMON, 2)), ids=lambda dtype: dtype.name)
+def test_groups_and_elements_give_the_same(device: Device, source: DType, target: DType) -> None:
+    """Values that are nothing special by groups, mixed ones by groups with something special in them, off the grid by elements."""
+    every = values_of(source)
+    floats = np.frombuffer(
+        cast(every.view(np.uint8).data, source, DTYPES["F32"])[0] if source.name != "F32" else every, np.float32
+    )
+    with np.errstate(invalid="ignore"):
+        plain = every[np.abs(floats) < 400]
+    rng = np.random.default_rng(3)
+    for count in (0, 1, 3, 17, 255, 256, 257, 5000, CAST_TILE, CAST_TILE + 1):
+        for values in (rng.choice(plain, count), rng.choice(every, count)):
+            want, known = wanted(values, source, target)
+            for shifts in ((0, 0), (source.bits // 8, target.bits // 8), (1, 0), (0, 1), (source.bits // 8 * 3, 0)):
+                got, lost = cast_line(device, values, source, target, shifts=shifts, threads=int(rng.choice([0, 32, 96])),
+                                      blocks=int(rng.choice([0, 1, 3])))  # fmt: skip
+                assert (got == want).all() and lost == known, (count, shifts)
+
+
+def test_torch_makes_the_same(device: Device) -> None:
+    torch = pytest.importorskip("torch")
+    for source, target in permutations(COMMON[:3], 2):
+        values = values_of(source)
+        signed = torch.from_numpy(values.view(f"i{values.itemsize}").copy())
+        want = signed.view(getattr(torch, source.torch or "")).to(getattr(torch, target.torch or "")).view(
+            {2: torch.int16, 4: torch.int32}[target.bits // 8]).numpy().view(unsigned(target))  # fmt: skip
+        got, _ = cast_line(device, values, source, target)
+        exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}[target.name]
+        nan = (want & ((1 << (target.bits - 1)) - 1)) > exponent
+        assert (((got & ((1 << (target.bits - 1)) - 1)) > exponent) == nan).all()
+        assert (got[~nan] == want[~nan]).all()
+
+
+def test_strided_boxes(device: Device) -> None:
+    """Random boxes of up to five dims, both sides with strides of their own, against NumPy's fancy-free assignment."""
+    for seed in range(150):
+        rng = np.random.default_rng((seed, 5))
+        few = COMMON if seed % 3 else FLOATS
+        source, target = (few[int(k)] for k in rng.choice(len(few), 2, replace=False))
+        items = (source.bits // 8, target.bits // 8)
+        case = [_strided_case(rng, items) for _ in range(int(rng.integers(1, 4)))]
+        _check_strided(device, rng, source, target, case)
+
+
+def _strided_case(
+    rng: np.random.Generator, items: tuple[int, int]
+) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
+    """(extents, (offset, strides) in elements of either side)."""
+    ndim = int(rng.integers(0, 6))
+    extents = [int(n) for n in rng.integers(1, 5, ndim)]
+    if ndim:
+        extents[-1] = int(
+            rng.choice([1, 3, 8, 16, 40, 256, 300, 1024, 0], p=[0.1, 0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.08, 0.02])
+        )
+    sides = []
+    for _ in items:
+        strides, step = [0] * ndim, 1
+        order = list(range(ndim)) if rng.random() < 0.8 else [int(k) for k in rng.permutation(ndim)]
+        for axis in reversed(order):
+            strides[axis] = step
+            step *= extents[axis] + (0 if rng.random() < 0.5 else int(rng.choice([1, 8, 16])))
+        sides.append((int(rng.choice([0, 8, 16, 3])), tuple(strides)))
+    return tuple(extents), sides
+
+
+def _check_strided(device: Device, rng: np.random.Generator, source: DType, target: DType, case: list[Any]) -> None:
+    at, views, copies = [0, 0], [], []
+    for extents, sides in case:
+        spots = []
+        for side, (offset, strides) in enumerate(sides):
+            first = at[side] + offset
+            last = first + sum((n - 1) * s for n, s in zip(extents, strides, strict=True)) + 1
+            at[side] = max(first, last) + int(rng.choice([0, 1, 16]))
+            spots.append((first, strides))
+        views.append((extents, spots))
+        by = [
+            tuple(s * dtype.bits // 8 for s in strides)
+            for (_, strides), dtype in zip(spots, (source, target), strict=True)
+        ]
+        copies.append(Copy(0, spots[0][0] * source.bits // 8, by[0], 0, spots[1][0] * target.bits // 8, by[1], extents))
+    data = rng.integers(0, 256, at[0] * source.bits // 8, np.uint8)
+    want = np.full(at[1] * target.bits // 8, POISON, np.uint8)
+    bits, out = data.view(unsigned(source)), want.view(unsigned(target))
+    known = []
+    for extents, ((first, strides), (begin, steps)) in views:
+        if 0 in extents:
+            known.append(0)
+            continue
+        taken = np.ndarray(
+            extents, bits.dtype, bits.data, first * bits.itemsize, tuple(s * bits.itemsize for s in strides)
+        )
+        values, lost = wanted(np.ascontiguousarray(taken).reshape(-1), source, target)
+        there = np.ndarray(extents, out.dtype, out.data, begin * out.itemsize, tuple(s * out.itemsize for s in steps))
+        there[...] = values.reshape(extents)
+        known.append(lost)
+    shift = int(rng.choice([0, 0, 1, 2, 8]))
+    with (
+        device.upload(np.concatenate([np.zeros(shift, np.uint8), data])) as mine,
+        device.alloc(len(want) + 1) as theirs,
+    ):
+        device.fill(theirs.address, POISON, len(want) + 1)
+        boxes, records = [], []
+        for number, copy in enumerate(copies):
+            for box in cast_boxes(copy, source, target, [mine.address + shift], [theirs.address]):
+                boxes.append(box)
+                records.append(number)
+        casts = pack_casts(boxes, source, target, records)
+        lost_there = box_cast(
+            device, casts, blocks=int(rng.choice([0, 1, 2, 7])), threads=int(rng.choice([0, 64, 256]))
+        )
+        got = device.download(theirs.address, len(want) + 1)
+    assert got[-1] == POISON and (got[:-1] == want).all()
+    assert lost_there + [0] * (len(known) - len(lost_there)) == known
+
+
+def test_nothing_launches_nothing(device: Device) -> None:
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    assert box_cast(device, pack_casts([], f32, bf16)) == [0]
+    assert box_cast(device, pack_casts(line(0, 0, 0), f32, bf16)) == [0]
+    assert not list(cast_boxes(Copy(0, 0, (4,), 0, 0, (2,), (0,)), f32, bf16, [0], [0]))
+
+
+def test_what_no_kernel_casts_is_refused(device: Device) -> None:
+    with pytest.raises(InternalError, match="no C64"):
+        kind(DTYPES["C64"])
+    boxes = line(256, 512, 1)
+    for pair in (("F32", "F32"), ("I8", "F32"), ("F32", "I8"), ("F4", "BF16")):
+        with pytest.raises(StorageError, match="cudaErrorInvalidValue"):
+            box_cast(device, pack_casts(boxes, DTYPES[pair[0]], DTYPES[pair[1]]) if pair[0] != "F4"
+                     else pack_casts(boxes, DTYPES["I8"], DTYPES["BF16"])._replace(source=KINDS.index("F4")))  # fmt: skip
+    for threads in (33, 512, -32):
+        with pytest.raises(StorageError, match="cudaErrorInvalidValue"):
+            box_cast(device, pack_casts(boxes, DTYPES["F32"], DTYPES["BF16"]), threads=threads)
+
+
+def test_lists_of_huge_boxes_count_right() -> None:
+    """Over 2^32 elements, rows and strides: the list alone, no memory is touched."""
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    one = pack_casts(line(1 << 40, 1 << 50, 3 << 32), f32, bf16)
+    assert one.boxes.tiles == (3 << 32) // CAST_TILE and one.boxes.nbytes == 3 << 33
+    rows = Copy(0, 0, (12,), 0, 0, (6,), (1 << 33,))
+    boxes = list(cast_boxes(rows, f32, bf16, [0], [0]))
+    assert sum(int(np.prod(box.extents, dtype=object)) for box in boxes) == 1 << 33 and len(boxes) > 1
+    packed = pack_casts(boxes, f32, bf16).boxes
+    assert packed.tiles * CAST_TILE == 1 << 33 and (packed.packed["rows"] < 1 << 32).all()
