@@ -213,6 +213,21 @@ VERIFICATION = group(
 )  # fmt: skip
 APPLY = group("Options", text("part", "I/N", "Run share I of N, from 1/N to N/N."))
 CLEAN = group("Options", flag("remove", "Remove it. Without this it is only listed."))
+VALIDATION = group(
+    "Options",
+    text("from_layout", "LAYOUT", "Train and save so: tp2,pp2,dp2,ep2; also vpp2, zero0 to zero3, split=2-1-1."),
+    text("to_layout", "LAYOUT", "Reshard to this and go on. Without layouts a matrix of pairs is run."),
+    text("format", "F", "What the job saves. Default sharded; in a matrix formats take turns."),
+    text("matrix", "quick|full", "Which pairs. Default quick.", choices=("quick", "full")),
+    text("mode", "canonical|native", "Sums in one order, held to the bit; or all-reduces, held to a tolerance.",
+         choices=("canonical", "native")),
+    text("device", "cpu|cuda", "Where the ranks train. Default cpu.", choices=("cpu", "cuda")),
+    text("backend", "gloo|nccl|sim", "How the ranks talk. Default gloo.", choices=("gloo", "nccl", "sim")),
+    text("steps", "N", "Steps before the save, and after the resume. Default 3."),
+    text("seed", "N", "Of weights, data and dropout. Default 1234."),
+    flag("no_controls", "Plant no faults."),
+    text("keep", "FOLDER", "Leave every checkpoint there."),
+)
 KERNELS = group(
     "Options",
     text("arch", "N,N", "build: GPUs, as 90,100 (sm_90, sm_100), native or host. Default 80,90,100."),

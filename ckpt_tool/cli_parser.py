@@ -27,7 +27,7 @@ VERBS = {
     "diff": "are two checkpoints equal in value?",
     "verify": "is a checkpoint complete and sound?",
     "apply": "run a saved plan, or one share of it",
-    "validate": "train, save, kill, reshard, resume, compare (not in this build)",
+    "validate": "train, save, kill, reshard, resume, compare",
     "kernels": "the CUDA reshard kernels: build, info, check, bench",
     "doctor": "what this machine offers, and a self-test",
     "clean": "what interrupted runs left behind",
@@ -48,6 +48,7 @@ EXAMPLES = {
     "verify": ("ckpt verify out", "ckpt verify out --mode quick --json"),
     "apply": ("ckpt convert in out --to dcp --plan p.json && ckpt apply p.json", "ckpt apply p.json --part 3/8"),
     "kernels": ("ckpt kernels info", "ckpt kernels build --arch native", "ckpt kernels check --cases 1000"),
+    "validate": ("ckpt validate --report proof.html", "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2"),
     "doctor": ("ckpt doctor",),
     "clean": ("ckpt clean .", "ckpt clean . --remove"),
 }

@@ -26,6 +26,7 @@ from ckpt_tool.cli_options import (
     RUN,
     TO,
     TRAVEL,
+    VALIDATION,
     VERIFICATION,
     Destination,
     Given,
@@ -256,14 +257,38 @@ def _listing(title: str) -> Callable[[Document, bool], Page]:
     return page
 
 
-@takes()
-def validate(
-    rest: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Not yet.", show_default=False)] = None,
-    *,
-    given: Given,
-) -> Job:
-    """The training harness: train, save sharded, kill, reshard, resume, compare. Not in this build."""
-    raise _absent("validate", "the training harness")
+@takes(VALIDATION)
+def validate(given: Given) -> Job:
+    """Train, save sharded, kill, reshard, resume, and compare with the run that was never interrupted. Needs torch."""
+    show, taken = show_from(given), Taken(given)
+    from ckpt_tool.commands.validate import BACKENDS, MATRICES, MODES, Validating
+
+    wanted = Validating(
+        source=taken.take("from_layout", values.text, None),
+        target=taken.take("to_layout", values.text, None),
+        fmt=taken.take("format", values.text, None),
+        matrix=taken.take("matrix", values.one_of(MATRICES), None),
+        mode=taken.take("mode", values.one_of(MODES), "canonical"),
+        backend=taken.take("backend", values.one_of(BACKENDS), "gloo"),
+        device=taken.take("device", values.one_of(DEVICES), "cpu"),
+        steps=taken.take("steps", values.count, 3),
+        seed=taken.take("seed", values.count, 1234),
+        controls=not given["no_controls"],
+        keep=taken.take("keep", values.text, None),
+    )
+    taken.settle()
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.validate import validate as command
+
+        return command(wanted, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.validation import validation
+
+        return validation(document, everything=uncut)
+
+    return Job("validate", show, run, page, sound=lambda document: bool(document["ok"]))
 
 
 @takes(KERNELS)
@@ -307,9 +332,3 @@ def _kernels_action(word: str, given: Given) -> str:
                 )
     return word
 
-
-def _absent(verb: str, what: str) -> UsageError:
-    return UsageError(
-        f"this build does not contain {what}", code="E0285", place=f"ckpt {verb}",
-        hint="every other verb works without them; ckpt --help lists the verbs",
-    )  # fmt: skip

@@ -425,7 +425,7 @@ USAGE = {
     "verify a --mode off": ("--mode: found 'off'", "ckpt verify", "--help"),
     "apply p --part 9/8": ("--part: found '9/8'", "ckpt apply", "1/8"),
     "inspect a --progress fancy": ("--progress: found 'fancy'", "ckpt inspect", "--help"),
-    "validate": ("does not contain the training harness", "ckpt validate", "every other verb"),
+    "validate --mode exact": ("--mode: found 'exact'", "ckpt validate", "--help"),
     "kernels": ("build|info|check|bench is missing", "ckpt kernels", "build|info|check|bench"),
     "kernels bulid": ("ckpt kernels has no 'bulid'", "ckpt kernels", "build"),
     "kernels info --cases 3": ("--cases belongs to ckpt kernels check", "ckpt kernels info", "--help"),

@@ -6,9 +6,9 @@ The one idea: import once, then fork. A rank that starts anew imports torch's 90
 Results come back as JSON over a pipe, so they are plain values (floats survive to the bit). A rank that raises sends its error
 and traceback and is gone; one that is killed just closes its pipe; either way the others are killed at once and the parent raises:
 our own errors as themselves, all else as InternalError E1505 with the traceback as its lines. If the parent dies, the ranks see the
-end of a pipe that only it held, and die too. `backend="sim"` runs the ranks as threads of this process instead.
+end of a pipe that only it held, and die too. `backend="sim"` runs all ranks as threads of one fork.
 
-No CUDA in the parent before this: a fork can't use it.
+The parent never computes: a fork can't use CUDA that is already begun, nor autograd where there is a GPU and it has run before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +32,8 @@ from ckpt_tool.errors import CkptError, InternalError
 from ckpt_tool.harness.comm import Board, Comm, SimComm
 from ckpt_tool.harness.layout import Group
 
+GRACE = 2.0  # seconds that the other ranks get to say what they died of
+_PEER_LOST = ("Connection", "gloo/transport", "Broken pipe", "NCCL", "peer")
 Entry = Callable[[Comm], Any]
 How = Literal["gloo", "nccl", "sim"]
 
@@ -63,21 +64,29 @@ def run_ranks(
 
     Raises the error of the first rank that died; InternalError E1505 if it was none of ours, E1506 after `timeout`.
     """
-    if backend == "sim":
-        return _threads(world, entry, device)
     preload()
     with tempfile.TemporaryDirectory(prefix="ckpt-ranks-") as folder:
         meeting = os.path.join(folder, "store")
-        held, kept = os.pipe()  # nobody writes: it ends when the parent does
+
+        def work(rank: int) -> Any:
+            if backend == "sim":
+                return _threads(world, entry, device)
+            return _process(rank, world, entry, meeting, groups, backend, device)
+
+        life = os.pipe()  # nobody writes: it ends when the parent does
         ranks: list[_Rank] = []
         try:
-            for rank in range(world):
-                ranks.append(_fork(rank, world, entry, meeting, groups, backend, device, (held, kept)))
-            return _collected(ranks, time.monotonic() + timeout)
+            for rank in range(1 if backend == "sim" else world):
+                ranks.append(_fork(rank, work, life))
+            results = _collected(ranks, time.monotonic() + timeout)
         finally:
             _end(ranks)
-            os.close(held)
-            os.close(kept)
+            os.close(life[0])
+            os.close(life[1])
+    if backend != "sim":
+        return results
+    together: list[Any] = results[0]
+    return together
 
 
 @dataclass(slots=True)
@@ -88,16 +97,7 @@ class _Rank:
     said: bytes = b""
 
 
-def _fork(
-    rank: int,
-    world: int,
-    entry: Entry,
-    meeting: str,
-    groups: Sequence[Group],
-    backend: How,
-    device: str,
-    life: tuple[int, int],
-) -> _Rank:
+def _fork(rank: int, work: Callable[[int], Any], life: tuple[int, int]) -> _Rank:
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -109,7 +109,10 @@ def _fork(
         os.close(life[1])
         threading.Thread(target=_die_with_parent, args=(life[0],), daemon=True).start()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends the ranks
-        _say(write, _child(rank, world, entry, meeting, groups, backend, device))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic cuBLAS asks for
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        _say(write, {"result": work(rank)})
         status = 0
     except BaseException as error:  # a fork must never return into the caller's code: it says what happened and is gone
         _say(write, {"error": _as_json(error)})
@@ -117,18 +120,17 @@ def _fork(
         os._exit(status)
 
 
-def _child(
+def _process(
     rank: int, world: int, entry: Entry, meeting: str, groups: Sequence[Group], backend: How, device: str
-) -> dict[str, Any]:
+) -> Any:
+    """One rank of a job of processes."""
     from ckpt_tool.harness.comm_process import ProcessComm
 
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     where = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device(device)
     comm = ProcessComm(rank, world, meeting, groups, "nccl" if backend == "nccl" else "gloo", where)
     result = entry(comm)
     comm.close()
-    return {"result": result}
+    return result
 
 
 def _die_with_parent(pipe: int) -> None:
@@ -164,14 +166,18 @@ def _as_error(rank: int, document: dict[str, Any]) -> CkptError:
 
 
 def _collected(ranks: Sequence[_Rank], until: float) -> list[Any]:
-    """Read all pipes to their end; raise for the first rank that ended badly."""
+    """Read all pipes to their end; raise for the rank that died first: of those that end within GRACE seconds of a death the one
+    that got a signal, else one that did not just lose its peer."""
     results: dict[int, Any] = {}
+    deaths: list[tuple[int, CkptError]] = []
     with selectors.DefaultSelector() as waiting:
         for rank in ranks:
             waiting.register(rank.pipe, selectors.EVENT_READ, rank)
-        while len(results) < len(ranks):
+        while len(results) + len(deaths) < len(ranks):
             ready = waiting.select(max(0.0, until - time.monotonic()))
             if not ready:
+                if deaths:
+                    break
                 late = [rank.number for rank in ranks if rank.number not in results]
                 raise InternalError(f"ranks {late} did not come to an end in time", code="E1506")
             for key, _ in ready:
@@ -180,8 +186,21 @@ def _collected(ranks: Sequence[_Rank], until: float) -> list[Any]:
                 rank.said += raw
                 if not raw:
                     waiting.unregister(rank.pipe)
-                    results[rank.number] = _result(rank)
+                    try:
+                        results[rank.number] = _result(rank)
+                    except CkptError as error:
+                        deaths.append((_guilt(error), error))
+                        until = min(until, time.monotonic() + GRACE)
+    if deaths:
+        raise max(deaths, key=lambda death: death[0])[1]  # the first of the guiltiest
     return [results[rank.number] for rank in ranks]
+
+
+def _guilt(error: CkptError) -> int:
+    """How likely a rank's death is the cause of the others': a signal, its own error, a peer that it lost."""
+    if error.code == "E1505" and "was killed by" in error.message:
+        return 2
+    return 0 if any(sign in error.message for sign in _PEER_LOST) else 1
 
 
 def _result(rank: _Rank) -> Any:
@@ -209,22 +228,8 @@ def _end(ranks: Sequence[_Rank]) -> None:
         os.close(rank.pipe)
 
 
-# -- all ranks in this process ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(exact)
-
-
 def _threads(world: int, entry: Entry, device: str) -> list[Any]:
+    """All ranks of a simulation, in this process."""
     board, results = Board(), [None] * world
     first: list[tuple[int, BaseException]] = []
 
@@ -232,16 +237,15 @@ def _threads(world: int, entry: Entry, device: str) -> list[Any]:
         torch.set_num_threads(1)
         try:
             results[rank] = entry(SimComm(rank, world, board, torch.device(device)))
-        except BaseException as error:  # kept for the caller's thread, which raises it
+        except BaseException as error:  # kept for the main thread, which raises it
             first.append((rank, error))
             board.fail()
 
-    with _one_thread_each():
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if first:
         rank, error = first[0]
         raise error if isinstance(error, CkptError) else _as_error(rank, _as_json(error)) from error

@@ -13,7 +13,8 @@ from dataclasses import replace
 from html import escape
 
 from ckpt_tool.errors import OutputExists, StorageError, wrap_os_error
-from ckpt_tool.report.page import Block, Cell, Facts, Lines, Page, Table, Verdict, style_of, text_of
+from ckpt_tool.report.drawing import curves, tiles
+from ckpt_tool.report.page import Block, Cell, Curves, Facts, Lines, Page, Table, Tiles, Verdict, style_of, text_of
 from ckpt_tool.report.text import count, shown
 
 MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
@@ -31,6 +32,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1.2rem; m
 dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; } ul { padding-left: 1.2rem; margin: .3rem 0; }
 .strong { font-weight: 600; } .dim { color: var(--dim); } .good { color: var(--good); } .warn { color: var(--warn); }
 .bad { color: var(--bad); font-weight: 600; }
+svg { max-width: 100%; height: auto; } svg text { fill: currentColor; font: 11px ui-monospace, monospace; }
 .verdict { padding: .5rem .9rem; border-left: 4px solid currentColor; font-weight: 600; margin-top: 1.6rem; }
 """
 
@@ -103,6 +105,10 @@ def _block(block: Block) -> str:
     if isinstance(block, Lines):
         items = "\n".join(f"<li{_class(line)}>{_text(line)}" for line in block.lines if text_of(line))
         return f"{_title(block.title)}<ul>\n{items}\n</ul>"
+    if isinstance(block, Curves):
+        return _title(block.title) + curves(block)
+    if isinstance(block, Tiles):
+        return _title(block.title) + tiles(block)
     return _verdict(block)
 
 

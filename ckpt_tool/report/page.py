@@ -75,7 +75,28 @@ class Verdict:
     text: str
 
 
-Block = Facts | Table | Lines | Verdict
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Lines over whole numbers, drawn by HTML alone: what they show stands in a table too. None: no point there.
+
+    marks: (x, label), drawn as upright lines.
+    """
+
+    title: str
+    xs: tuple[int, ...]
+    series: tuple[tuple[str, tuple[float | None, ...]], ...]
+    marks: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A picture of who holds what, drawn by HTML alone: rows of tiles, each a label, lines of text and a group (its colour)."""
+
+    title: str
+    rows: tuple[tuple[tuple[str, tuple[str, ...], int], ...], ...]
+
+
+Block = Facts | Table | Lines | Curves | Tiles | Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _block(block: Block, look: Look) -> Iterator[str]:
             yield look.paint(shown(block.title), "strong")
         for line in filter(text_of, block.lines):
             yield from _wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
-    elif isinstance(block, Verdict):
+    elif isinstance(block, Verdict):  # curves and tiles are HTML's: what they show stands in tables too
         style: Style = "plain" if block.ok is None else "good" if block.ok else "bad"
         for line in _wrapped(shown(block.text, 2000), look, style):
             yield line

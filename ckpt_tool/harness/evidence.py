@@ -1,0 +1,350 @@
+"""The evidence that a reshard is right: the run that was interrupted and resharded is the run that never was.
+
+    gather(Case(Layout.parse("tp2,pp2,dp2,ep2"), Layout.parse("dp4,ep2"), "dcp"), folder)   -> one JSON document
+
+What is done, for a job laid out as A, a format F and another layout B:
+
+    reference   A trains N + M steps without a break
+    kill        A trains N steps, saves as F, and the last rank gets SIGKILL in the next step
+    reshard     `ckpt reshard` lays the checkpoint out for B: the digest of every logical tensor is as before
+    resume      B goes on from there for M steps: loss and gradient norm as in the reference, and so the state at the end
+    back        `ckpt reshard` lays it out for A again: every tensor as A saved it
+    controls    faults are planted in the resharded checkpoint: each must be seen by one of the checks above
+
+Canonical jobs are held to the bit. Native ones (all-reduces) to a tolerance, beside the noise that a change of layout alone makes:
+the same job, uninterrupted, as B. Digests are the tool's (`run/digest.py`), of the state in memory and of the files alike.
+
+Cost: 3 (native: 4) short runs, four commands, one run of `CONTROL_STEPS` on one rank a fault.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.harness import faults, runs
+from ckpt_tool.harness.launch import run_ranks
+from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.loading import prepared, run_tool
+from ckpt_tool.harness.pieces import STATES
+from ckpt_tool.harness.runs import Machine, Saving
+from ckpt_tool.harness.saving import formats
+from ckpt_tool.harness.shape import ModelShape
+from ckpt_tool.harness.store import latest
+from ckpt_tool.harness.train import Job, Step
+
+CONTROL_STEPS = 3
+NATIVE_TOLERANCE = 2e-3  # relative difference of the loss, over at most 10 steps after the resume
+NATIVE_NOISE = 3.0  # and no more than so many times what a change of layout alone makes
+Say = Callable[[str], None]
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One pair. before, after: steps until the save, and after the resume. planted: faults of the negative controls.
+    reference: the layout of the run without a break, None for the source's."""
+
+    source: Layout
+    target: Layout
+    fmt: str = "sharded"
+    shape: ModelShape = field(default_factory=ModelShape.quick)
+    canonical: bool = True
+    before: int = 3
+    after: int = 3
+    seed: int = 1234
+    machine: Machine = Machine()
+    planted: tuple[str, ...] = ()
+    reference: Layout | None = None
+
+    def job(self, layout: Layout) -> Job:
+        return Job(self.shape, layout, seed=self.seed, canonical=self.canonical)
+
+
+def check(case: Case) -> None:
+    """Raise UsageError (E1501, E1534, E1535) for what the model or the format can't take, before anything runs."""
+    for layout in (case.source, case.target, case.reference or case.source):
+        layout.check(case.shape, canonical=case.canonical)
+    formats.check(case.fmt, case.source)
+    formats.check(case.fmt, case.target)
+
+
+def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Document:
+    """All checks of one pair, carried out in `folder`. say: takes a line about each stage as it begins."""
+    check(case)
+    began = time.perf_counter()
+    said = _Said(say)
+    base = case.reference or case.source
+    said(f"reference: {case.before + case.after} steps as {base}")
+    final = Saving(folder / "reference", "sharded", (case.before + case.after,))
+    want = runs.run(case.job(base), case.before + case.after, saving=final, machine=case.machine)
+    said(f"kill: {case.before} steps as {case.source}, saved as {case.fmt}, then SIGKILL")
+    saving = Saving(folder / "run", case.fmt, (case.before,), run="killed")
+    end = runs.killed(case.job(case.source), case.before, saving=saving, machine=case.machine)
+    good = latest(folder / "run")
+    said(f"reshard: {case.source} -> {case.target}")
+    command: list[str | Path] = [
+        "reshard",
+        good.path,
+        folder / "resharded",
+        *formats.words(case.fmt, case.target),
+        "--verify",
+        "full",
+    ]
+    moved = run_tool(*command)
+    here = prepared(folder / "resharded", folder / "hub")
+    states = [_digest_check("reshard", _digests(good.path), _digests(folder / "resharded"))]
+    said(f"resume: {case.after} steps as {case.target}")
+    ends = Saving(folder / "resumed", "sharded", (case.before + case.after,))
+    got = runs.run(case.job(case.target), case.after, start=here, saving=ends, machine=case.machine)
+    curve = _curve(want, got, case)
+    states.append(_digest_check("end of the run", _digests(latest(final.root).path), _digests(latest(ends.root).path)))
+    if not case.canonical:
+        states[-1]["counted"] = False  # other layouts round otherwise: the curve is what counts
+    said(f"back: {case.target} -> {case.source}")
+    run_tool(
+        "reshard", folder / "resharded", folder / "back", *formats.words(case.fmt, case.source), "--verify", "full"
+    )
+    states.append(_digest_check("there and back", _digests(good.path), _digests(folder / "back")))
+    controls = _controls(case, here, folder, want, said) if case.planted else []
+    noise = _noise(case, want, folder, said) if not case.canonical else None
+    return _document(case, curve, states, controls, noise, {
+        "killed": end, "taken": good.path.name, "notes": list(good.notes), "commands": [_shown(command)],
+        "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
+        "stages": said.lines, "elapsed_s": round(time.perf_counter() - began, 3),
+    })  # fmt: skip
+
+
+class _Said:
+    """Passes lines on and keeps them with the seconds at which they came."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._began = say, time.perf_counter()
+        self.lines: list[dict[str, Any]] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append({"at_s": round(time.perf_counter() - self._began, 3), "what": line})
+        self._say(line)
+
+
+def _shown(command: Sequence[object]) -> str:
+    return " ".join(["ckpt", *(part.name if isinstance(part, Path) else str(part) for part in command)])
+
+
+# -- states ---------------------------------------------------------------------------------------------------------------
+
+
+def _digests(path: Path) -> dict[str, dict[str, str]]:
+    """State -> tensor -> digest, by `ckpt verify`; what it finds fault with is a fault of the case too."""
+    document = run_tool("verify", path)
+    unsound = {f"finding {number}": f"{f['code']}: {f['message']}" for number, f in enumerate(document["findings"])}
+    return {**document["digests"], **({"findings": unsound} if unsound else {})}
+
+
+def _digest_check(what: str, left: Mapping[str, Mapping[str, str]], right: Mapping[str, Mapping[str, str]]) -> Document:
+    """Tensor by tensor, state by state."""
+    rows, differ = [], []
+    for state in dict.fromkeys([*left, *right]):
+        mine, theirs = left.get(state, {}), right.get(state, {})
+        names = dict.fromkeys([*mine, *theirs])
+        equal = sum(mine.get(name) == theirs.get(name) for name in names)
+        differ += [f"{name} [{state}]" for name in names if mine.get(name) != theirs.get(name)]
+        rows.append({"state": state, "tensors": len(names), "equal": equal})
+    missing = [state for state in STATES if state not in left]
+    ok = not differ and not missing and "findings" not in left
+    return {"what": what, "ok": ok, "states": rows, "differ": differ[:20], "missing": missing, "counted": True}
+
+
+# -- the curve -------------------------------------------------------------------------------------------------------------
+
+
+def _curve(want: Sequence[Step], got: Sequence[Step], case: Case) -> Document:
+    """Loss and gradient norm of both runs, step by step."""
+    resumed = {step.step: step for step in got}
+    rows, ok = [], True
+    for step in want:
+        twin = resumed.get(step.step)
+        row: Document = {"step": step.step, "loss": step.loss, "norm": step.norm, "rate": step.rate}
+        if twin is not None:
+            row |= {"resumed_loss": twin.loss, "resumed_norm": twin.norm, "equal": twin == step}
+            ok = ok and twin == step
+        elif step.step > case.before:
+            ok = False
+        rows.append(row)
+    worst = max((_relative(row["loss"], row["resumed_loss"]) for row in rows if "equal" in row), default=math.inf)
+    return {"ok": ok, "bitwise": ok, "rows": rows, "worst": worst}
+
+
+def _relative(want: float, got: float) -> float:
+    return abs(want - got) / max(abs(want), 1e-12)
+
+
+def _noise(case: Case, want: Sequence[Step], folder: Path, said: _Said) -> float:
+    """The largest relative difference of the loss that a change of layout alone makes: B, uninterrupted, against A."""
+    said(f"noise: {case.before + case.after} steps as {case.target}, uninterrupted")
+    other = runs.run(case.job(case.target), case.before + case.after, machine=case.machine)
+    return max(_relative(a.loss, b.loss) for a, b in zip(want, other, strict=True))
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------------
+
+
+def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], said: _Said) -> list[Document]:
+    """A row a fault: which checks see it. The first row plants nothing, and no check may see anything."""
+    clean = folder / "controls" / "clean"
+    clean.parent.mkdir()
+    run_tool("convert", here, clean, "--to", "sharded", "--dialect", "hf", "--force")
+    steps = min(CONTROL_STEPS, case.after)
+    truth = _fingerprint(case, clean, steps)
+    rows = [_row("nothing", "nothing planted", case, truth, truth, want, steps)]
+    for name in case.planted:
+        fault = faults.FAULTS[name]
+        said(f"control: {fault.what}")
+        broken = folder / "controls" / name
+        shutil.copytree(clean, broken)
+        faults.plant(fault, broken)
+        rows.append(_row(name, fault.what, case, _fingerprint(case, broken, steps), truth, want, steps))
+        shutil.rmtree(broken)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Fingerprint:
+    """What the checks see of a checkpoint: its values, its scalars, what a run makes of it."""
+
+    digests: Mapping[str, str]
+    scalars: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    end: Mapping[str, str]
+
+
+def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
+    """Of a `sharded` checkpoint of one rank: digests now, and of the state after some steps of one rank."""
+    from ckpt_tool.harness.loading import Loader
+    from ckpt_tool.harness.saving.whole import Whole, assemble
+    from ckpt_tool.harness.train import Trainer
+
+    job = case.job(Layout())
+
+    def entry(comm: Any) -> dict[str, Any]:
+        source, trainer = Loader(folder), Trainer(job, comm)
+        trainer.load(source.read, source.scalars)
+        whole: Whole = assemble([trainer.state()])
+        before = _of_memory(whole)
+        done = [list(step) for step in trainer.train(steps)]
+        end = _of_memory(assemble([trainer.state()]))
+        return {"digests": before, "scalars": dict(source.scalars), "steps": done, "end": end}
+
+    (said,) = run_ranks(1, entry, backend="sim", device=case.machine.device)
+    return _Fingerprint(said["digests"], said["scalars"], tuple(Step(*row) for row in said["steps"]), said["end"])
+
+
+def _of_memory(whole: Any) -> dict[str, str]:
+    """Digests of a state in memory: what `ckpt verify` gives for its files."""
+    import torch
+
+    from ckpt_tool.run.digest import digest
+
+    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+    return {
+        f"{name} [{state}]": digest(names[values.dtype], tuple(values.shape), values.contiguous().view(torch.uint8).numpy().tobytes())
+        for (state, name), values in whole.tensors.items()
+    }  # fmt: skip
+
+
+def _row(
+    name: str, what: str, case: Case, found: _Fingerprint, truth: _Fingerprint, want: Sequence[Step], steps: int
+) -> Document:
+    """Which checks see it: digests and scalars of the checkpoint, bits of the curve, digests at the end."""
+    reference = want[case.before : case.before + steps]
+    pairs = list(zip(reference, found.steps, strict=True))
+    losses = [abs(a.loss - b.loss) for a, b in pairs]
+    seen = {
+        "digests": found.digests != truth.digests,
+        "scalars": found.scalars != truth.scalars,
+        "curve": tuple(reference) != found.steps,
+        "end": found.end != truth.end,
+    }
+    caught = any(seen.values())
+    return {"fault": name, "what": what, "loss_first": losses[0], "loss_max": max(losses), "seen_by": seen, "caught": caught,
+            "ok": caught == (name != "nothing")}  # fmt: skip
+
+
+# -- the document --------------------------------------------------------------------------------------------------------
+
+
+def _document(
+    case: Case, curve: Document, states: list[Document], controls: list[Document], noise: float | None, rest: Document
+) -> Document:
+    checks = [
+        {"check": f"digests: {state['what']}", "ok": state["ok"], "text": _text(state)}
+        for state in states
+        if state["counted"]
+    ]
+    if case.canonical:
+        text = (
+            "loss and gradient norm bit for bit"
+            if curve["ok"]
+            else f"loss differs, {curve['worst']:.1e} relative at most"
+        )
+        checks.append({"check": "curve", "ok": curve["ok"], "text": text})
+    else:
+        limit = min(NATIVE_TOLERANCE, NATIVE_NOISE * (noise or 0.0)) if noise else NATIVE_TOLERANCE
+        curve["ok"] = curve["worst"] <= limit
+        text = f"loss within {curve['worst']:.1e} relative (limit {limit:.1e}; layouts alone make {noise or 0.0:.1e})"
+        checks.append({"check": "curve", "ok": curve["ok"], "text": text})
+    if controls:
+        caught = sum(row["caught"] for row in controls if row["fault"] != "nothing")
+        ok = all(row["ok"] for row in controls)
+        checks.append({"check": "controls", "ok": ok, "text": f"{caught} of {len(controls) - 1} planted faults caught"})
+    return {
+        "ok": all(check["ok"] for check in checks),
+        "from": str(case.source), "to": str(case.target), "format": case.fmt,
+        "mode": "canonical" if case.canonical else "native", "device": case.machine.device, "seed": case.seed,
+        "before": case.before, "after": case.after, "checks": checks, "states": states, "curve": curve["rows"],
+        "worst": curve["worst"], "noise": noise, "controls": controls,
+        "layouts": {"from": placed(case.source, case.shape), "to": placed(case.target, case.shape)}, **rest,
+    }  # fmt: skip
+
+
+def _text(state: Document) -> str:
+    tensors = sum(row["tensors"] for row in state["states"])
+    equal = sum(row["equal"] for row in state["states"])
+    if state["missing"]:
+        return f"states missing: {', '.join(state['missing'])}"
+    return f"{equal} of {tensors} tensors bit for bit in {len(state['states'])} states"
+
+
+def placed(layout: Layout, shape: ModelShape) -> list[Document]:
+    """Who holds what: a row a rank."""
+    rows = []
+    for rank in range(layout.world):
+        at = layout.at(rank, shape)
+        count = shape.experts // layout.ep
+        rows.append({
+            "rank": rank, "tp": at.tp, "pp": at.pp, "dp": at.dp, "layers": [list(chunk) for chunk in at.chunks],
+            "experts": list(range(at.ep * count, (at.ep + 1) * count)),
+        })  # fmt: skip
+    return rows
+
+
+def failed(case: Case, error: CkptError) -> Document:
+    """The document of a case that could not be carried out to its end."""
+    what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
+    return {
+        "ok": False, "from": str(case.source), "to": str(case.target), "format": case.fmt,
+        "mode": "canonical" if case.canonical else "native", "device": case.machine.device, "seed": case.seed,
+        "before": case.before, "after": case.after, "checks": [what], "states": [], "curve": [], "controls": [],
+        "notes": list(error.faults or ()), "elapsed_s": 0.0,
+    }  # fmt: skip
+
+
+def all_faults() -> tuple[str, ...]:
+    """Names of every fault."""
+    return tuple(faults.FAULTS)

@@ -1,0 +1,161 @@
+"""Faults that a broken reshard could make, planted on purpose: the negative controls.
+
+    plant(FAULTS["ema-reset"], folder)         # changes a `sharded` checkpoint of one rank in place
+
+A check that can't fail proves nothing. Each fault is one that a real tool has made or could make, small enough to hide: several
+don't move the loss at all (the EMA; one ulp of a master weight), others not in the first step (zeroed moments).
+
+The one idea: a fault changes values and scalars of a checkpoint of one rank, whose files are plain safetensors and one JSON index;
+shapes, names and dtypes stay, so that no reader could notice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ckpt_tool.errors import Incomplete
+from ckpt_tool.harness.pieces import STATES
+from ckpt_tool.harness.saving.sharded import canonical, digits
+from ckpt_tool.harness.saving.whole import HARNESS
+
+Tensors = MutableMapping[tuple[str, str], torch.Tensor]  # (state, name) -> values
+Scalars = MutableMapping[str, Any]
+INDEX = "ckpt.index.json"
+
+
+class Fault(NamedTuple):
+    """what: for people. apply: changes the state in place."""
+
+    what: str
+    apply: Callable[[Tensors, Scalars], None]
+
+
+def _zeroed(state: str, pattern: str) -> Callable[[Tensors, Scalars], None]:
+    def apply(tensors: Tensors, scalars: Scalars) -> None:
+        for key in _keys(tensors, state, pattern):
+            tensors[key] = torch.zeros_like(tensors[key])
+
+    return apply
+
+
+def _blocks_swapped(states: tuple[str, ...], pattern: str, dim: int = 0) -> Callable[[Tensors, Scalars], None]:
+    """The first two quarters of a dim change places."""
+
+    def apply(tensors: Tensors, scalars: Scalars) -> None:
+        for state in states:
+            for key in _keys(tensors, state, pattern):
+                first, second, *rest = tensors[key].chunk(4, dim)
+                tensors[key] = torch.cat([second, first, *rest], dim)
+
+    return apply
+
+
+def _names_swapped(one: str, other: str, states: tuple[str, ...] = STATES) -> Callable[[Tensors, Scalars], None]:
+    """Tensors whose names differ in `one` and `other` alone change places."""
+
+    def apply(tensors: Tensors, scalars: Scalars) -> None:
+        for state in states:
+            for key in _keys(tensors, state, re.escape(one)):
+                twin = (state, key[1].replace(one, other))
+                tensors[key], tensors[twin] = tensors[twin], tensors[key]
+
+    return apply
+
+
+def _heads_swapped(tensors: Tensors, scalars: Scalars) -> None:
+    """Query heads 0 and 1 of a layer with their columns of o_proj: the same function, but the moments stay where they were."""
+    for state in ("model", "master", "ema"):
+        (query,) = _keys(tensors, state, r"layers\.0\.self_attn\.q_proj")
+        (out,) = _keys(tensors, state, r"layers\.0\.self_attn\.o_proj")
+        first, second, *rest = tensors[query].chunk(8, 0)
+        tensors[query] = torch.cat([second, first, *rest], 0)
+        first, second, *rest = tensors[out].chunk(8, 1)
+        tensors[out] = torch.cat([second, first, *rest], 1)
+
+
+def _rounded_master(tensors: Tensors, scalars: Scalars) -> None:
+    for key in _keys(tensors, "master", ""):
+        tensors[key] = tensors[key].bfloat16().float()
+
+
+def _one_ulp(tensors: Tensors, scalars: Scalars) -> None:
+    (key,) = _keys(tensors, "master", r"layers\.0\.self_attn\.v_proj")
+    values = tensors[key].clone()
+    values.view(torch.int32).view(-1)[5] ^= 1
+    tensors[key] = values
+
+
+def _ema_reset(tensors: Tensors, scalars: Scalars) -> None:
+    for key in _keys(tensors, "ema", ""):
+        tensors[key] = tensors["master", key[1]].clone()
+
+
+def _step_back(tensors: Tensors, scalars: Scalars) -> None:
+    scalars["step"] -= 1
+
+
+def _stale_samples(tensors: Tensors, scalars: Scalars) -> None:
+    scalars["consumed"] = scalars["consumed"] // 2
+
+
+def _other_seed(tensors: Tensors, scalars: Scalars) -> None:
+    scalars["seed"] += 1
+
+
+_EXPERTS = ("mlp.experts.0.", "mlp.experts.1.")
+FAULTS: Mapping[str, Fault] = {
+    "m-zeroed": Fault("first moments zeroed", _zeroed("exp_avg", "")),
+    "v-of-expert": Fault("second moments of one expert zeroed", _zeroed("exp_avg_sq", r"layers\.1\.mlp\.experts\.1\.")),
+    "tp-blocks": Fault("two TP blocks of q_proj swapped", _blocks_swapped(STATES, r"layers\.0\.self_attn\.q_proj")),
+    "heads": Fault("two heads swapped in q and o together, moments not", _heads_swapped),
+    "gate-up": Fault("gate and up of one expert swapped",
+                     _names_swapped("layers.1.mlp.experts.1.gate_proj", "layers.1.mlp.experts.1.up_proj")),
+    "experts": Fault("two experts swapped, the router not", _names_swapped(*_EXPERTS)),
+    "experts-moments": Fault("moments of two experts swapped", _names_swapped(*_EXPERTS, ("exp_avg", "exp_avg_sq"))),
+    "master-rounded": Fault("fp32 master weights rounded to bf16", _rounded_master),
+    "ema-reset": Fault("EMA reset to the master weights", _ema_reset),
+    "one-ulp": Fault("one master weight off by one ulp", _one_ulp),
+    "step": Fault("step counter one too low", _step_back),
+    "samples": Fault("consumed samples of an older save", _stale_samples),
+    "rng": Fault("stale random state: another seed", _other_seed),
+}  # fmt: skip
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Change the checkpoint in `folder` in place: `sharded`, of one rank. Raises Incomplete E1508 where there is nothing to break."""
+    index = json.loads((folder / INDEX).read_text())
+    scalars = index["extras"][HARNESS]
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    marks: dict[str, dict[str, str]] = {}
+    for state in STATES:
+        with safe_open(folder / f"{state}.safetensors", "pt") as file:
+            marks[state] = dict(file.metadata() or {})
+            tensors.update({(state, name): file.get_tensor(name) for name in file.keys()})
+    before = dict(tensors), dict(scalars)
+    fault.apply(tensors, scalars)
+    if scalars == before[1] and all(torch.equal(tensors[key], before[0][key]) for key in tensors):
+        raise Incomplete(
+            f"the fault {fault.what!r} changed nothing", code="E1508", path=str(folder), hint="train more steps first"
+        )
+    # a forger's care: the save id covers mesh, extras and boxes, so that the reader can't tell
+    boxes = {file["path"]: file["boxes"] for file in index["files"]}
+    index["save"] = digits(canonical([index["mesh"], index["extras"], boxes]))
+    for state in STATES:
+        held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == state}
+        save_file(held, folder / f"{state}.safetensors", {**marks[state], "save": index["save"]})
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _keys(tensors: Tensors, state: str, pattern: str) -> list[tuple[str, str]]:
+    found = [key for key in tensors if key[0] == state and re.search(pattern, key[1])]
+    if not found:
+        raise Incomplete(f"no tensor [{state}] matches {pattern!r}", code="E1508", hint="the fault needs another model")
+    return found

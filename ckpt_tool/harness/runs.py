@@ -1,0 +1,147 @@
+"""Runs of a job: so many steps, saved here and there, begun from nothing or from a checkpoint, and killed where a test wants it.
+
+    steps = run(job, 6, start=None, saving=Saving(root, "dcp", at=(3,)))       # [Step(1, ...), ...], the same on every rank
+    killed(job, 4, saving=Saving(root, "dcp", at=(3,)))                        # rank N-1 gets SIGKILL in step 5: what the job said
+
+The one idea: a run is a function of the job, the checkpoint it begins from and the number of steps; everything else (who saves,
+who dies) is said beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.errors import InternalError, UsageError
+from ckpt_tool.harness.comm import Comm
+from ckpt_tool.harness.launch import How, run_ranks
+from ckpt_tool.harness.loading import Loader
+from ckpt_tool.harness.store import Store
+from ckpt_tool.harness.train import Job, Step, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where and after which steps a job saves. keep: whole checkpoints that stay. run: names this start of the job."""
+
+    root: Path
+    fmt: str
+    at: tuple[int, ...]
+    keep: int = 2
+    run: str = "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks run on: how they talk, and on which device. limit: seconds for a run."""
+
+    backend: How = "gloo"
+    device: str = "cpu"
+    limit: float = 600.0
+
+
+def run(
+    job: Job,
+    steps: int,
+    *,
+    start: Path | None = None,
+    saving: Saving | None = None,
+    machine: Machine | None = None,
+    watch: Callable[[Step], None] | None = None,
+    last: bool = False,
+) -> list[Step]:
+    """Train `steps` steps on all ranks; what each step did.
+
+    start: a checkpoint with hub names (`loading.prepared`); None begins at step 0. watch: called on rank 0 after each step, in that
+    rank's own process. last: the last rank kills itself in the step after the last.
+
+    Raises what a rank raised; InternalError E1505 for one that was killed.
+    """
+    machine = machine or Machine()
+
+    def entry(comm: Comm) -> Any:
+        return _entry(comm, job, steps, start, saving, watch, last)
+
+    groups = job.layout.groups(job.shape)
+    backend: How = "sim" if job.layout.world == 1 and machine.device == "cpu" and not last else machine.backend
+    results = run_ranks(
+        job.layout.world, entry, groups=groups, backend=backend, device=machine.device, timeout=machine.limit
+    )
+    return [Step(*row) for row in results[0]]
+
+
+def killed(job: Job, steps: int, *, saving: Saving, machine: Machine | None = None) -> str:
+    """Train `steps` steps, then kill the last rank with SIGKILL inside the next one. Returns what the job ended with.
+
+    Raises InternalError E1507 if the job came to an end all the same.
+    """
+    try:
+        run(job, steps, saving=saving, machine=machine, last=True)
+    except InternalError as e:
+        if e.code != "E1505" or "SIGKILL" not in e.message:
+            raise
+        return e.message
+    raise InternalError("a rank was to be killed, and the job ended as if nothing had been", code="E1507")
+
+
+def _entry(
+    comm: Comm,
+    job: Job,
+    steps: int,
+    start: Path | None,
+    saving: Saving | None,
+    watch: Callable[[Step], None] | None,
+    last: bool,
+) -> list[list[float]]:
+    trainer = Trainer(job, comm)
+    if start is not None:
+        source = Loader(start)
+        trainer.load(source.read, source.scalars)
+    store = None
+    if saving is not None:
+        store = Store(saving.root, saving.fmt, rank=comm.rank, world=job.layout.world, run=saving.run, keep=saving.keep)
+    done = []
+    for step in trainer.train(steps):
+        done.append(list(step))
+        if store is not None and saving is not None and step.step in saving.at:
+            store.save(trainer.state())
+        if watch is not None and comm.rank == 0:
+            watch(step)
+    if store is not None:
+        store.close()
+    if last:
+        comm.barrier()
+        _die_in_step(trainer, comm)
+    return done
+
+
+def _die_in_step(trainer: Trainer, comm: Comm) -> None:
+    """One more step, in whose middle the last rank is gone: after its forwards, before gradients are joined."""
+    if comm.rank == trainer.job.layout.world - 1:
+        joined = trainer._joined
+
+        def gone() -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return joined()
+
+        trainer._joined = gone  # type: ignore[method-assign]
+    for _ in trainer.train(1):
+        pass
+
+
+def refuse_without_cuda() -> None:
+    """Raise UsageError E1542 where torch sees no GPU. Asked in a process of its own: a fork can't use CUDA that is already begun."""
+    asked = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
+    if subprocess.run([sys.executable, "-c", asked], check=False, capture_output=True).returncode:
+        raise UsageError(
+            "torch sees no GPU here",
+            code="E1542",
+            place="--device cuda",
+            hint="leave --device out: everything is proved on the CPU too",
+        )
