@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ckpt_tool.harness.comm import WAIT, Comm
 from ckpt_tool.harness.layout import Group
@@ -30,7 +31,7 @@ class ProcessComm(Comm):
     ) -> None:
         super().__init__(rank, world, device)
         wait = datetime.timedelta(seconds=WAIT)
-        dist.init_process_group("gloo", store=dist.FileStore(meeting, world), rank=rank, world_size=world, timeout=wait)
+        dist.init_process_group("gloo", store=FileStore(meeting, world), rank=rank, world_size=world, timeout=wait)
         self._backend = backend
         self._carriers = {  # every rank makes every group: those of which it is no member come back as nothing
             group: dist.new_group(list(group), backend=backend, timeout=wait)

@@ -236,6 +236,6 @@ class Model:
 def _mixed(rows: Tensor, shares: Tensor, chosen: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Expert outputs times their shares, added for each token in the order of expert numbers."""
     total = torch.zeros(shares.shape[0], rows.shape[1], device=rows.device)
-    for expert, (part, tokens) in enumerate(zip(rows.float().split(list(sizes)), chosen, strict=True)):
+    for expert, (part, tokens) in enumerate(zip(torch.split(rows.float(), list(sizes)), chosen, strict=True)):
         total = total.index_add(0, tokens, part * shares[tokens, expert].unsqueeze(1))
     return total.to(rows.dtype)

@@ -157,7 +157,7 @@ class Tape:
 
     def split(self, node: Node, rows: Sequence[int]) -> list[Node]:
         """Bands of rows, some may be empty."""
-        nodes = [Node(part.contiguous()) for part in node.value.split(list(rows))]
+        nodes = [Node(part.contiguous()) for part in torch.split(node.value, list(rows))]
         self._undo.append(lambda: node.add(torch.cat([part.take() for part in nodes])))
         return nodes
 
@@ -166,7 +166,7 @@ class Tape:
         out = Node(torch.cat([node.value for node in nodes]))
 
         def undo() -> None:
-            for node, grad in zip(nodes, out.take().split([len(node.value) for node in nodes]), strict=True):
+            for node, grad in zip(nodes, torch.split(out.take(), [len(node.value) for node in nodes]), strict=True):
                 node.add(grad)
 
         self._undo.append(undo)
@@ -180,4 +180,4 @@ class Tape:
 
     def _exchanged(self, value: torch.Tensor, group: Group, away: Sequence[int], here: Sequence[int]) -> torch.Tensor:
         shapes = [(rows, *value.shape[1:]) for rows in here]
-        return torch.cat(self._comm.exchange(group, value.split(list(away)), shapes))
+        return torch.cat(self._comm.exchange(group, torch.split(value, list(away)), shapes))

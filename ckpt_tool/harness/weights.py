@@ -102,7 +102,7 @@ class RankWeights:
             if not items:
                 continue
             line = torch.cat([part.view(torch.uint8) for part in padded])
-            lines = [part.split([own.nbytes for own in padded]) for part in self._comm.all_gather(group, line)]
+            lines = [torch.split(part, [own.nbytes for own in padded]) for part in self._comm.all_gather(group, line)]
             for number, item in enumerate(items):
                 raw = torch.cat([line[number] for line in lines])
                 whole = raw.view(_DTYPES[item.param.dtype])[: item.numel]
