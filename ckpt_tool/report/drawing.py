@@ -44,7 +44,7 @@ def curves(block: Curves) -> str:
         )
         parts.append(f'<text x="{x(at) + 4:.1f}" y="{TOP + 10}">{escape(shown(label))}</text>')
     for number, (name, values) in enumerate(block.series):
-        colour, width = f"hsl({HUES[number % len(HUES)]} 70% 50%)", max(6 - 4 * number, 2)
+        colour, width = _colour(number), max(6 - 4 * number, 2)
         line = " ".join(f"{x(at):.1f},{y(v):.1f}" for at, v in zip(block.xs, values, strict=True) if v is not None)
         parts.append(
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
@@ -70,12 +70,16 @@ def tiles(block: Tiles) -> str:
     ]
     for r, row in enumerate(block.rows):
         for c, (label, text, group) in enumerate(row):
-            left, top, hue = c * (TILE_WIDE + GAP), r * (high + GAP), HUES[group % len(HUES)]
+            left, top, colour = c * (TILE_WIDE + GAP), r * (high + GAP), _colour(group)
             parts.append(
                 f'<rect x="{left + 1}" y="{top + 1}" width="{TILE_WIDE - 2}" height="{high - 2}" rx="5" '
-                f'fill="hsl({hue} 70% 50% / 0.16)" stroke="hsl({hue} 70% 50%)"/>'
+                f'fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
             )
             for n, said in enumerate((label, *text)):
                 weight = ' font-weight="600"' if n == 0 else ""
                 parts.append(f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(shown(said, 18))}</text>')
     return "".join([*parts, "</svg>"])
+
+
+def _colour(number: int) -> str:
+    return f"hsl({HUES[number % len(HUES)]},70%,50%)"
