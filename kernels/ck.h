@@ -38,7 +38,8 @@ struct ck_desc {
 };
 
 // The element types of box_cast and box_dequantise. I8 and F4 are codes only; F4 is E2M1, two a byte.
-enum ck_kind { CK_F64, CK_F32, CK_BF16, CK_F16, CK_E4M3, CK_E5M2, CK_E8M0, CK_E4M3FNUZ, CK_E5M2FNUZ, CK_I8, CK_F4 };
+enum ck_kind { CK_F64, CK_F32, CK_BF16, CK_F16, CK_E4M3, CK_E5M2, CK_E8M0, CK_E4M3FNUZ, CK_E5M2FNUZ, CK_I8, CK_F4,
+               CK_BOOL, CK_U8, CK_I16, CK_U16, CK_I32, CK_U32, CK_I64, CK_U64, CK_BYTES };  // compare alone has these
 
 // The scales of one box of codes: element (row, column) of matrix i takes the scale at
 //     address + i * matrix_stride + (row0 + row) / height * row_stride + (column0 + column) / width * item
@@ -98,3 +99,10 @@ CK_API int ck_box_dequantise(const ck_desc* list, uint32_t count, uint64_t tiles
                              const ck_scales* scales, uint64_t* counts, int blocks, int threads, void* stream);
 // lanes: threads a leaf, 4, 8, 16, 32, or 0 for the kernel's own choice. dst: 16 bytes a leaf, on 16 bytes. tiles: leaves.
 CK_API int ck_digest(const ck_desc* list, uint32_t count, uint64_t tiles, int lanes, int blocks, int threads, void* stream);
+// What compare found in one box; begun with `first` ~0 and zeros, and added to. gap: the bits of a double.
+struct ck_difference {
+    uint64_t elements, first, ulp, gap, finite, nans, bad_left, bad_right;
+};
+// records: one for each number in `aux`. op: ck_kind. See compare.cu.
+CK_API int ck_compare(const ck_desc* list, uint32_t count, uint64_t tiles, ck_difference* records, int blocks, int threads,
+                      void* stream);

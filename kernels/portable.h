@@ -50,6 +50,7 @@ static inline uint64_t ck_magic(uint32_t d) { return d <= 1 ? 0 : UINT64_MAX / d
 #define CK_SHARED(type, name, count) __shared__ type name[count]
 #define CK_CONSTANT static __constant__ const
 #define CK_UNROLL _Pragma("unroll")
+#define CK_ROLLED _Pragma("unroll 1")
 #define CK_LAUNCH(kernel, blocks, threads, stream, ...) \
     (kernel<<<(blocks), (threads), 0, (cudaStream_t)(stream)>>>(__VA_ARGS__), int(cudaGetLastError()))
 #define CK_LAUNCH_SYNC CK_LAUNCH
@@ -177,6 +178,7 @@ enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2
 #define CK_DEVICE static inline
 #define CK_MEMBER inline
 #define CK_UNROLL
+#define CK_ROLLED
 #ifdef CK_THREADS
 #define CK_SHARED(type, name, count) static type name[count]
 #else

@@ -30,7 +30,7 @@ from ckpt_tool.run.device import cache
 from ckpt_tool.run.device.descriptors import DESC
 from ckpt_tool.run.device.library import ABI_VERSION
 
-KERNELS = ("box_copy", "box_cast", "box_transpose", "digest")
+KERNELS = ("box_copy", "box_cast", "box_transpose", "digest", "compare")
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200; PTX of the last serves what comes after
 PACKAGE = Path(__file__).resolve().parents[2]
 COMPILE_SECONDS, LOCK_SECONDS = 900, 1200

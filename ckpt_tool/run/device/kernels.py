@@ -78,3 +78,14 @@ def digest(
     with device.upload(lines.packed, stream) as packed:
         device.library.call("digest", packed.address, len(lines.packed), lines.tiles, lanes, blocks, threads, stream)
         device.sync(stream)
+
+
+def compare(
+    device: Device, pairs: Descriptors, records: int, *, blocks: int = 0, threads: int = 0, stream: int = 0
+) -> None:
+    """Hold both sides of each pair (`comparisons.pack_pairs`) against each other; records: the address of theirs."""
+    if not pairs.tiles:
+        return
+    with device.upload(pairs.packed, stream) as packed:
+        device.library.call("compare", packed.address, len(pairs.packed), pairs.tiles, records, blocks, threads, stream)
+        device.sync(stream)

@@ -79,6 +79,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *LISTED[3:],
     ),  # codes, target, scales, counts
     "ck_box_transpose": LISTED,
+    "ck_compare": (ADDRESS, c_uint32, c_uint64, ADDRESS, c_int, c_int, STREAM),
     "ck_digest": (ADDRESS, c_uint32, c_uint64, c_int, c_int, c_int, STREAM),
 }
 
