@@ -31,6 +31,7 @@ from ckpt_tool.storage.opening import open_tree
 FOREIGN = frozenset(("megatron", "megatron-dist", "paddle", "paddle-unified", "paddle-flex", "meta"))
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 TWINS = {"master": "model", "model": "master"}
+TIED = {"model.embed_tokens.weight": "lm_head.weight", "lm_head.weight": "model.embed_tokens.weight"}
 MISSING, SHAPE, TOOL, SCALARS = "E1530", "E1531", "E1532", "E1533"
 
 
@@ -85,6 +86,8 @@ class Loader:
         self._open = OpenCatalog(tree, catalog)
         self._states = {state: self._open.state(state) for state in catalog.states()}
         self.scalars = scalars_of(catalog.extras, path)
+        config = path / "config.json"
+        self._tied = config.is_file() and json.loads(config.read_text()).get("tie_word_embeddings") is True
 
     def read(self, name: str, state: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The values of a box. Raises Incomplete E1530 (no such tensor), InconsistentCheckpoint E1531 (it is smaller).
@@ -93,6 +96,8 @@ class Loader:
         anyway (Megatron, Paddle), the 16-bit weight of a master (ZeRO 3; the caller rounds it, as DeepSpeed does).
         """
         held = self._states.get(state)
+        if self._tied and name in TIED and (held is None or name not in held):
+            name = TIED[name]  # Paddle keeps the states of a tied pair under one of its names
         if state in TWINS and (held is None or name not in held):
             twin = self._states.get(TWINS[state])
             if twin is not None and name in twin and (state == "model" or twin[name].dtype == "F32"):

@@ -30,6 +30,7 @@ QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("megatron-dist", FOUR, {"tp": 4}),
     ("megatron", FOUR, {"tp": 4}),
     ("paddle-unified", FOUR, {}),
+    ("paddle-flex", FOUR, {"tp": 4}),
 ]
 MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sharded", {"dp": 4, "ep": 4, "zero": 3}, FOUR),
@@ -42,6 +43,8 @@ MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("megatron", {"tp": 2, "pp": 3, "zero": 0}, {"dp": 2, "ep": 2}),
     ("megatron", {"dp": 4, "ep": 2, "zero": 1}, {"pp": 3, "tp": 2}),
     ("paddle-unified", {}, {}),
+    ("paddle-flex", {"tp": 2, "pp": 3}, {"dp": 4, "ep": 4}),
+    ("paddle-flex", {"dp": 3, "zero": 2}, {"tp": 2, "dp": 2}),
 ]
 # on models with other forms: tied embeddings, four layers over two virtual stages of two
 FORMS: list[tuple[str, made.Spec, dict[str, Any], dict[str, Any]]] = [
@@ -52,6 +55,9 @@ FORMS: list[tuple[str, made.Spec, dict[str, Any], dict[str, Any]]] = [
     ("megatron", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2, "ep": 2}, {"tp": 4}),
     ("megatron", made.Spec(layers=4), {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2}),
     ("megatron-dist", made.Spec(tied=True), {"tp": 2, "pp": 3}, {"dp": 2, "ep": 2}),
+    ("paddle-flex", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2}, {"tp": 4}),
+    ("paddle-unified", made.Spec(tied=True), {"tp": 2, "pp": 3, "dp": 2}, {}),
+    ("paddle-flex", made.Spec(tied=True), {"dp": 2}, {"tp": 4}),
     ("megatron-dist", made.Spec(layers=4), {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2}),
 ]
 
@@ -132,7 +138,7 @@ def test_a_layout_that_the_files_have_no_place_for_is_refused() -> None:
     assert "zero1" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("fmt", ["megatron", "megatron-dist"])
+@pytest.mark.parametrize("fmt", ["megatron", "megatron-dist", "paddle-flex"])
 def test_a_weight_that_megatron_could_not_hold_so_is_refused(fmt: str, tmp_path: Path) -> None:
     states = made.ranks(SPEC, layout({"tp": 2}), replicated=("mlp.gate_proj.weight",))
     with pytest.raises(UsageError, match=r"gate_proj.weight of \[20, 12\] is held as \[20, 12\]"):

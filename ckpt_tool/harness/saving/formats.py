@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.harness.saving import dcp, deepspeed, megatron, megatron_dist, paddle_unified, sharded
+from ckpt_tool.harness.saving import dcp, deepspeed, megatron, megatron_dist, paddle_flex, paddle_unified, sharded
 from ckpt_tool.harness.saving.whole import Whole
 
 UNKNOWN, LAYOUT = "E1534", "E1535"
@@ -37,6 +37,7 @@ WRITERS: Mapping[str, Writer] = {
     "sharded": Writer(sharded.write, says_zero=True),
     "dcp": Writer(dcp.write, says_zero=True),
     "deepspeed": Writer(deepspeed.write, ("dp",), ("dp",), (1, 2, 3), says_zero=True),
+    "paddle-flex": Writer(paddle_flex.write),
     "paddle-unified": Writer(paddle_unified.write, dims=()),
     "megatron": Writer(megatron.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1)),
     "megatron-dist": Writer(megatron_dist.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1)),

@@ -11,7 +11,7 @@ Source: PaddleFormers 1.2.0 `transformers/ernie4_5_moe/modeling.py`. What it doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ckpt_tool.harness.saving.megatron_model import Module, joined, modules
 from ckpt_tool.harness.saving.whole import Whole
 from ckpt_tool.storage.pickle_writer import dumps
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FUSED = {"qkv": ("q_proj", "qkv_proj"), "gated": ("gate_proj", "up_gate_proj")}
 
 
@@ -40,7 +41,15 @@ def weights(whole: Whole) -> list[Weight]:
             name = name.replace(*_FUSED[module.kind])
         linear = "layers." in name and not name.endswith("layernorm.weight")
         found.append(Weight(name, module, linear))
+    if whole.config["tie_word_embeddings"]:  # Paddle stores a tied pair under both names
+        found.append(Weight(HEAD, modules(whole.config)[0], False))
     return found
+
+
+def with_states(found: Sequence[Weight], whole: Whole) -> list[Weight]:
+    """Those under whose names states lie: of a tied pair on one stage the first in the alphabet, on two stages both."""
+    once = bool(whole.config["tie_word_embeddings"]) and whole.layout.pp == 1
+    return [weight for weight in found if not (once and weight.name == EMBEDDING)]
 
 
 def value(weight: Weight, state: str, whole: Whole) -> torch.Tensor:

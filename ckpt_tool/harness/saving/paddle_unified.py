@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.paddle_model import Weight, powers, scheduler, value, weights
+from ckpt_tool.harness.saving.paddle_model import Weight, powers, scheduler, value, weights, with_states
 from ckpt_tool.harness.saving.whole import HARNESS, Whole
 
 _SUFFIXES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
@@ -61,9 +61,13 @@ def _writer(weight: Weight, whole: Whole) -> int:
 
 def _files(part: list[Weight], whole: Whole) -> dict[str, dict[str, torch.Tensor]]:
     optimizer: dict[str, torch.Tensor] = {}
-    for weight in part:
-        optimizer |= {f"{weight.name}/{suffix}": value(weight, state, whole) for state, suffix in _SUFFIXES.items()}
+    stated = with_states(part, whole)
+    for weight in stated:
+        optimizer |= {
+            f"{weight.name}/{suffix}": value(weight, state, whole).clone() for state, suffix in _SUFFIXES.items()
+        }
         optimizer |= {f"{weight.name}/{suffix}": power for suffix, power in powers(whole)}
-    states = {"model": "model", "master_weights": "master", "ckpt_ema": "ema"}
-    found = {stem: {w.name: value(w, state, whole) for w in part} for stem, state in states.items()}
-    return {**found, "optimizer": optimizer}
+    found = {"model": {weight.name: value(weight, "model", whole).clone() for weight in part}, "optimizer": optimizer}
+    for stem, state in (("master_weights", "master"), ("ckpt_ema", "ema")):
+        found[stem] = {weight.name: value(weight, state, whole).clone() for weight in stated}
+    return found

@@ -1,0 +1,189 @@
+"""`paddle-flex`: the folders of PaddleFormers' Trainer, each a `paddle.distributed.save_state_dict` of all ranks.
+
+    model_state/0.metadata, 0_0.distcp, 1_0.distcp, ...      every block of the model that a rank computes with
+    master_weight/, optimizer_state/, ema_state/              flat ranges of blocks, cut over the data ranks (sharding v2)
+    scheduler.pdparams, saved_signal_R, model_meta.json
+
+The one idea: a rank hands over blocks, and the metadata says which block, or which range of a block's line, lies in which file.
+What several ranks hold is stored once, by the file with the least keys so far. A block of [gate | up] is [gate_r | up_r], and
+is recorded rank after rank. Weights that are fp32 have no master; their averages stand under their plain names.
+
+The pickles are made by the tool's pickle writer, which knows the classes' names: no Paddle is needed. Source: PaddlePaddle 3.3.1
+`distributed/flex_checkpoint/dcp/`, PaddleFormers 1.2.0 `trainer/trainer.py`. What it does not do: safetensors inside, replicas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_tool.harness.pieces import RankState
+from ckpt_tool.harness.saving.fault_point import fault_point
+from ckpt_tool.harness.saving.megatron_model import joined, share_of
+from ckpt_tool.harness.saving.paddle_model import Weight, powers, scheduler, weights, with_states
+from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
+from ckpt_tool.storage.pickle_values import NumpyArray, Record
+from ckpt_tool.storage.pickle_writer import dumps
+
+_MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
+_DTYPES = {torch.float32: ("float32", "<f4"), torch.bfloat16: ("bfloat16", "<u2")}
+_STATES = (("master", "master_weight", ".w_0"), ("exp_avg", "optimizer_state", ".moment1_0"),
+           ("exp_avg_sq", "optimizer_state", ".moment2_0"), ("ema", "ema_state", ".w_0"))  # fmt: skip
+
+
+class Item(NamedTuple):
+    """What a rank hands over. shape, offset, whole: of its block. span: the part of the block's line in `values`, None for all."""
+
+    key: str
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]
+    span: tuple[int, int] | None
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes the items of two ranks one."""
+        return self.key, self.offset, self.span, self.shape
+
+
+def write(whole: Whole, folder: Path) -> None:
+    """The Trainer's folders and what lies beside them."""
+    saves: dict[str, list[list[Item]]] = {
+        name: [[] for _ in whole.ranks] for name in ("model_state", "optimizer_state")
+    }
+    saves |= {name: [[] for _ in whole.ranks] for name in ("master_weight", "ema_state")}
+    for number, rank in enumerate(whole.ranks):
+        for folder_name, item in _items(whole, rank):
+            saves[folder_name][number].append(item)
+    for number, (name, items) in enumerate(saves.items()):
+        if number == len(saves) // 2:
+            fault_point("files")
+        _save(folder / name, items)
+    for number in range(len(whole.ranks)):
+        (folder / f"saved_signal_{number}").write_text("1")
+    layout = whole.layout
+    degrees = {
+        "pp_degree": layout.pp, "mp_degree": layout.tp, "sharding_degree": layout.dp, "ep_degree": layout.ep,
+        "moe_sharding_degree": layout.dp // layout.ep,
+    }  # fmt: skip
+    (folder / "model_meta.json").write_text(json.dumps({"parallel_config": degrees, "sharding_metas": {}}))
+    (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
+    fault_point("index")
+    (folder / "scheduler.pdparams").write_bytes(scheduler(whole, HARNESS))
+
+
+def _items(whole: Whole, rank: RankState) -> list[tuple[str, Item]]:
+    """(folder, item) of all that the rank holds."""
+    found: list[tuple[str, Item]] = []
+    mine = [weight for weight in weights(whole) if share_of(weight.module, rank)]
+    for weight in mine:
+        found.append(("model_state", _block(whole, rank, weight, "model", weight.name)))
+    mine = with_states(mine, whole)
+    found += [
+        ("optimizer_state", Item(f"{weight.name}.{suffix}", power, (1,), (0,), (1,), None))
+        for weight in mine
+        for suffix, power in powers(whole)
+    ]
+    for expert in (False, True):
+        group = [weight for weight in mine if (weight.module.expert is not None) is expert]
+        for state, folder, suffix in _STATES:
+            found += [(folder, item) for item in _shares(whole, rank, group, state, suffix, expert=expert)]
+    return found
+
+
+def _block(whole: Whole, rank: RankState, weight: Weight, state: str, key: str) -> Item:
+    """The rank's block of a weight, whole."""
+    tensor = joined(weight.module, state, whole)
+    values = torch.cat([tensor[region(box)] for box in share_of(weight.module, rank)])
+    shape = tuple(tensor.shape)
+    cut = weight.module.cut
+    at = rank.at.tp if cut is not None and whole.layout.tp > 1 else 0
+    offset = tuple(at * n if dim == cut else 0 for dim, n in enumerate(values.shape))
+    if weight.turned:
+        values, shape, offset = values.t(), shape[::-1], offset[::-1]
+    return Item(key, values.contiguous(), tuple(values.shape), offset, shape, None)
+
+
+def _shares(
+    whole: Whole, rank: RankState, group: Sequence[Weight], state: str, suffix: str, *, expert: bool
+) -> list[Item]:
+    """The rank's part of a state: of all blocks laid end to end, its equal part; whole blocks without ZeRO."""
+    layout = whole.layout
+    ranks, at = (layout.dp // layout.ep, rank.at.dp // layout.ep) if expert else (layout.dp, rank.at.dp)
+    found, line = [], 0
+    blocks = []
+    for weight in group:
+        plain = whole.tensors["model", weight.module.parts[0]].dtype == torch.float32
+        if plain and state == "master":
+            continue
+        key = weight.name + ("" if plain and state == "ema" else suffix)
+        blocks.append(_block(whole, rank, weight, state, key))
+    share = -(-sum(block.values.numel() for block in blocks) // ranks)
+    for block in blocks:
+        numel = block.values.numel()
+        start, stop = (min(max(edge - line, 0), numel) for edge in (at * share, (at + 1) * share))
+        line += numel
+        if not layout.zero or ranks == 1:
+            found.append(block)
+        elif start < stop:
+            found.append(block._replace(values=block.values.reshape(-1)[start:stop], span=(start, stop)))
+    return found
+
+
+def _save(folder: Path, ranks: Sequence[Sequence[Item]]) -> None:
+    """What `save_state_dict` of all ranks leaves: a data file a rank, one metadata file."""
+    folder.mkdir()
+    holders: dict[tuple[object, ...], list[int]] = {}
+    first: dict[tuple[object, ...], Item] = {}
+    for number, items in enumerate(ranks):
+        for item in items:
+            holders.setdefault(item.identity, []).append(number)
+            first.setdefault(item.identity, item)
+    stored: list[list[Item]] = [[] for _ in ranks]
+    for identity, numbers in holders.items():
+        stored[min(numbers, key=lambda number: (len(stored[number]), f"{number}_0"))].append(first[identity])
+    states: dict[str, list[Record]] = {}
+    storage: dict[Record, str] = {}
+    for number, items in enumerate(stored):
+        file = f"{number}_0.distcp"
+        for item in items:
+            states.setdefault(item.key, []).append(Record(f"{_MODULE}.LocalTensorMetadata", state=_stated(item)))
+            storage[Record(f"{_MODULE}.LocalTensorIndex", state=_index(item))] = file
+        (folder / file).write_bytes(_data(items))
+    state = {
+        "state_dict_metadata": states,
+        "storage_metadata": storage,
+        "flat_mapping": {key: (key,) for key in states},
+    }
+    (folder / "0.metadata").write_bytes(dumps(Record(f"{_MODULE}.Metadata", state=state), protocol=4))
+
+
+def _data(items: Sequence[Item]) -> bytes:
+    """`paddle.save` of a flat dict: arrays, then the table of the tensors' own names; bf16 as its bits."""
+    body: dict[str, Any] = {}
+    for item in items:
+        bits = item.values.contiguous()
+        bits = bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits
+        data = bits.reshape(-1).numpy().tobytes()
+        body[item.key] = NumpyArray(_DTYPES[item.values.dtype][1], tuple(item.values.shape), False, data)
+    names = {item.key: f"parameter_{number}.w_0" for number, item in enumerate(items)}
+    return dumps({**body, "StructuredToParameterName@@": names}, protocol=4)
+
+
+def _stated(item: Item) -> dict[str, Any]:
+    return {
+        "global_offset": item.offset, "local_shape": item.shape, "dtype": _DTYPES[item.values.dtype][0],
+        "global_shape": item.whole, "is_flattened": item.span is not None, "flattened_range": item.span,
+    }  # fmt: skip
+
+
+def _index(item: Item) -> dict[str, Any]:
+    return {
+        "tensor_key": item.key, "global_offset": item.offset, "is_flattened": item.span is not None,
+        "flattened_range": item.span, "replica_id": None, "local_shape": item.shape,
+    }  # fmt: skip
