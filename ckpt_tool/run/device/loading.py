@@ -21,8 +21,9 @@ from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader, Writer
 from ckpt_tool.run.device.checks import unequal
 from ckpt_tool.run.device.descriptors import Strided, strided
+from ckpt_tool.run.device.launches import boxes_of
 from ckpt_tool.run.device.pieces import Piece, fetches, stores
-from ckpt_tool.run.device.station import Station
+from ckpt_tool.run.device.station import Box, Station
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.walk import STRIDED_BLOCK
 
@@ -85,7 +86,7 @@ class _Image:
     def __init__(self, station: Station, reader: Reader, stopped: Callable[[], bool], *, count: bool = True) -> None:
         self._station, self._reader, self._stopped, self._count = station, reader, stopped, count
         self._used = 0
-        self._boxes: list[Strided] = []
+        self._boxes: list[Box] = []
 
     def take(self, piece: Piece, item: int, line: int, *, count: bool) -> None:
         """Read a piece. line: the address of its tensor's byte 0, as far as the line is concerned."""
@@ -103,7 +104,7 @@ class _Image:
                 some = min(piece.span - skip, REMOTE) if remote else piece.span
                 low = begin + at + skip
                 self._reader.pread(piece.file, offset + skip, view[low : low + some], count=count)
-        self._boxes += strided(piece.copy, item, [station.image + begin], [line])
+        self._boxes += boxes_of(piece.copy, item, [station.image + begin], [line])
         self._used = begin + piece.nbytes
 
     def flush(self) -> None:
@@ -218,7 +219,7 @@ class _Writes:
     def __init__(self, station: Station, writer: Writer) -> None:
         self._station, self._writer = station, writer
         self._used = 0
-        self._boxes: list[Strided] = []
+        self._boxes: list[Box] = []
         self._runs: list[tuple[int, int, int, int]] = []  # file, offset, bytes into the image, bytes
         self._joins = False  # may the next run grow out of the last one?
 
@@ -235,7 +236,7 @@ class _Writes:
             self.flush()
             begin = _begin(0, line + copy.output_offset)
         there = Copy(0, copy.output_offset, copy.output_strides, 0, 0, copy.source_strides, copy.extents)
-        self._boxes += strided(there, item, [line], [station.image + begin])
+        self._boxes += boxes_of(there, item, [line], [station.image + begin])
         for offset, at in piece.spans():
             file, start, low, nbytes = self._runs[-1] if self._joins and self._runs else (-1, 0, 0, 0)
             self._joins = True

@@ -88,7 +88,7 @@ class Pool:
             self._large.append((self._pin(size), size))
 
     def take(self, nbytes: int) -> Pinned:
-        """A block of `nbytes`, aligned to 512 bytes; with 0 an empty one."""
+        """A block of `nbytes`, aligned to 256 bytes; with 0 an empty one."""
         if nbytes < 0:
             raise InternalError(f"a block of {nbytes} bytes")
         if nbytes == 0:

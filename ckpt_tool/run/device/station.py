@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.run.device.descriptors import DESC, Strided, pack
+from ckpt_tool.run.device.descriptors import DESC, Descriptors, Strided, pack
 from ckpt_tool.run.device.memory import Bytes, Device
 from ckpt_tool.run.device.pool import GRAIN, Pool, up
+from ckpt_tool.run.device.transposes import Turned, pack_turned
 
+Box = Strided | Turned
 LEAST = 4 << 20  # bytes of the smallest line: holds a leaf of what a cast makes four times as long, with room to spare
 MOST = 32 << 20  # bytes of the largest: beyond it nothing is gained, a copy of this size takes the bus 0.6 ms
 SLACK = 256 << 10  # bytes of an image beyond its line, for what alignment costs
@@ -116,20 +118,21 @@ class Station:
         """Bytes of the device as an array of its own."""
         return self.device.download(address, nbytes, self.stream)
 
-    def move(self, boxes: Iterable[Strided]) -> None:
-        """Copy boxes on the device, in lists as long as there is room for. Returns when it is done."""
+    def move(self, boxes: Iterable[Box]) -> None:
+        """Move boxes on the device, in lists as long as there is room for: those that swap dims by `box_transpose`, the others by
+        `box_copy`. They do not meet where one is written. Returns when it is done."""
         rest = iter(boxes)
         while some := list(islice(rest, LISTS // DESC.itemsize)):
-            self._launch(some)
+            self._launch("box_copy", pack([box for box in some if isinstance(box, Strided)]))
+            self._launch("box_transpose", pack_turned([box for box in some if isinstance(box, Turned)]))
 
-    def _launch(self, boxes: list[Strided]) -> None:
-        packed = pack(boxes)
+    def _launch(self, kernel: str, packed: Descriptors) -> None:
         if not packed.tiles:
             return
         library, nbytes = self.device.library, packed.packed.nbytes
         self._list_host.view[:nbytes] = packed.packed.tobytes()
         library.call("upload", self._list, self._list_host.address, nbytes, self.stream)
-        library.call("box_copy", self._list, len(packed.packed), packed.tiles, 0, 0, self.stream)
+        library.call(kernel, self._list, len(packed.packed), packed.tiles, 0, 0, self.stream)
         self.sync()  # the list may change again
 
     def close(self) -> None:

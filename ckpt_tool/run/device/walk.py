@@ -122,10 +122,9 @@ class DeviceMover:
         fill(station, job.reader, batch, station.first, stopped=job.stopped)
         compare_replicas(station, job.reader, batch, stopped=job.stopped)
         lines = []
-        for owner, window in zip(owners, batch, strict=True):
+        for owner, lost in zip(owners, cast_there(station, batch), strict=True):
             lines.append(station.second if owner.casts else station.first)
-            if owner.casts:
-                owner.lost += cast_there(station, window)
+            owner.lost += lost
         if job.hashing:
             wanted = [found for owner, window, out in zip(owners, batch, lines, strict=True)
                       for found in owner.ranges(window, station.first, out)]  # fmt: skip
