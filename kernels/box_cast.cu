@@ -9,7 +9,8 @@
 // the middle of one. Level 2 of a quantised box is its rows, level 1 its matrices; a scale is found by the GLOBAL row and
 // column, so a shard that begins inside a block has the right one.
 //
-// Map: a tile is 8192 elements of a long row, or as many whole rows as make that; block b of G takes tiles [b*T/G, (b+1)*T/G).
+// Map: a tile is 8192 elements of a long row (divr: ck_magic of the tiles of a row), or as many whole rows as make that (divr:
+// of what a row is shared out by, groups if vlog is not 0); block b of G takes tiles [b*T/G, (b+1)*T/G).
 // A thread takes a group of elements whose wider side is 16 bytes (fp32 -> bf16: load 16, store 8; E4M3 -> bf16: load 8,
 // store 16), so that a warp's loads and stores both run on without a gap. Any run and any alignment: where the two sides are not
 // on the grid of groups together it goes element by element, and byte by byte off the grid of elements.
@@ -145,17 +146,25 @@ template <class S, class D, class Q> struct Job {
         // of a scale below this, |code| <= TOP makes values below LIMIT
         constexpr uint32_t most = ((D::LIMIT >> 23) - (Type::TOP >> 23) + 126) << 23;
         if (!source.template usual<GROUP>(raw) || (Q::SCALED && (ck_bits(scale) & ~CK_SIGN) >= most)) return false;
-        ck_group<Out, GROUP> out;
-        uint32_t largest = 0;
+        uint32_t bits[GROUP], largest = 0;
         CK_UNROLL
         for (uint32_t k = 0; k < GROUP; ++k) {
-            uint32_t bits = source.template quick_wide<GROUP>(raw, k);
-            if constexpr (Q::SCALED) bits = ck_bits(ck_float(bits) * scale);
+            bits[k] = source.template quick_wide<GROUP>(raw, k);
+            if constexpr (Q::SCALED) bits[k] = ck_bits(ck_float(bits[k]) * scale);
             if constexpr (!Q::SCALED && !D::ANY && Type::TOP >= D::LIMIT)
-                largest = largest > (bits & ~CK_SIGN) ? largest : bits & ~CK_SIGN;
-            out.v[k] = target.quick_narrow(bits);
+                largest = largest > (bits[k] & ~CK_SIGN) ? largest : bits[k] & ~CK_SIGN;
         }
         if (largest >= D::LIMIT) return false;
+        ck_group<Out, GROUP> out;
+        if constexpr (OUT == 2) {
+            uint32_t words[GROUP / 2];
+            CK_UNROLL
+            for (uint32_t k = 0; k < GROUP / 2; ++k) words[k] = target.quick_pair(bits[2 * k], bits[2 * k + 1]);
+            memcpy(&out, words, sizeof out);
+        } else {
+            CK_UNROLL
+            for (uint32_t k = 0; k < GROUP; ++k) out.v[k] = target.quick_narrow(bits[k]);
+        }
         ck_store<ck_group<Out, GROUP>>(to, out);
         return true;
     }
@@ -233,7 +242,7 @@ CK_DEVICE void cast_rows(const J& job, const ck_desc& box, uint32_t first, uint3
                                      job.scales.at(d, of, first + row), column};
     };
     if constexpr (J::HASTY) {
-        if (grouped) return cast_groups<decltype(J::scales)::SCALED ? 2 : 4>(job, of, rows * width, ck_tid(), ck_nt(), tally, place);
+        if (grouped) return cast_groups<2>(job, of, rows * width, ck_tid(), ck_nt(), tally, place);
     }
     cast_elements(job, of, rows * width, ck_tid(), ck_nt(), tally, place);
 }
@@ -241,18 +250,19 @@ CK_DEVICE void cast_rows(const J& job, const ck_desc& box, uint32_t first, uint3
 template <class J>
 CK_DEVICE void cast_tile(const J& job, const ck_desc& d, uint64_t tile, Tally& tally) {
     const bool cut = d.tiles_per_row > 1;
-    const uint32_t first = cut ? uint32_t(tile / d.tiles_per_row) : uint32_t(tile) * d.rows_per_tile;
+    const uint32_t first = cut ? ck_div(uint32_t(tile), d.divr) : uint32_t(tile) * d.rows_per_tile;
     const uint32_t rows = cut ? 1 : d.rows - first < d.rows_per_tile ? d.rows - first : d.rows_per_tile;
     if (!cut && d.run < WARP_ROW) return cast_rows(job, d, first, rows, tally);
     // a piece of a long row is the block's work, a row of a tile that has several is a warp's
     const uint64_t begin = cut ? (tile - uint64_t(first) * d.tiles_per_row) * TILE : 0;
-    const uint32_t count = uint32_t(d.run - begin < TILE ? d.run - begin : TILE), party = cut ? ck_nt() : 32;
+    const uint32_t count = uint32_t(d.run - begin < TILE ? d.run - begin : TILE);
+    const uint32_t party = cut ? ck_nt() : 32, lane = cut ? ck_tid() : ck_tid() & 31;
     const typename J::Of of = job.scales.of(d);
-    for (uint32_t row = first + ck_tid() / party; row < first + rows; row += ck_nt() / party) {
+    for (uint32_t row = first + (cut ? 0 : ck_tid() >> 5); row < first + rows; row += cut ? 1 : ck_nt() >> 5) {
         const Place<typename J::At> place{d.src + uint64_t(ck_row(d, d.sstr, row)) + begin * J::STEP,
                                           d.dst + uint64_t(ck_row(d, d.dstr, row)) + begin * J::OUT, job.scales.at(d, of, row),
                                           uint32_t(begin)};
-        cast_span(job, of, place, count, ck_tid() % party, party, tally);
+        cast_span(job, of, place, count, lane, party, tally);
     }
 }
 

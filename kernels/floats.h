@@ -11,7 +11,8 @@
 // largest value, all (infinities too) that lie beyond 464, halfway to the first that is not there.
 //
 // `quick_wide` and `quick_narrow` are the same in fewer steps for values that are nothing special: codes that are finite
-// (`usual`, asked of a whole group at once; |value| <= TOP) and fp32 values below LIMIT. Types that have them are HASTY.
+// (`usual`, asked of a whole group at once; |value| <= TOP) and fp32 values below LIMIT; `quick_pair` makes two of 16 bits, the first in the
+// lower half. Types that have them are HASTY.
 #pragma once
 #include "portable.h"
 
@@ -72,7 +73,9 @@ struct ck_bf16 {
     static constexpr uint32_t TOP = 0x7F7F0000u, LIMIT = 0x7F7F8000u;
     template <uint32_t N> CK_MEMBER bool usual(const ck_group<uint16_t, N>&) const { return true; }
     CK_MEMBER uint32_t quick_wide(uint16_t b) const { return uint32_t(b) << 16; }
-    CK_MEMBER uint16_t quick_narrow(uint32_t v) const { return uint16_t((v + 0x7FFF + (v >> 16 & 1)) >> 16); }
+    CK_MEMBER uint32_t rounded(uint32_t v) const { return v + 0x7FFF + (v >> 16 & 1); } // in the upper half
+    CK_MEMBER uint16_t quick_narrow(uint32_t v) const { return uint16_t(rounded(v) >> 16); }
+    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return rounded(a) >> 16 | (rounded(b) & 0xFFFF0000u); }
     CK_MEMBER uint32_t wide(uint16_t b, uint32_t&) const { return uint32_t(b) << 16; }
     CK_MEMBER uint16_t narrow(uint32_t v, uint32_t& lost) const {
         const uint32_t abs = v & ~CK_SIGN;
@@ -99,6 +102,7 @@ struct ck_f16 {
     CK_MEMBER uint16_t quick_narrow(uint32_t v) const {
         return uint16_t((v >> 16 & 0x8000) | ck_narrow<10, 15>(v & ~CK_SIGN));
     }
+    CK_MEMBER uint32_t quick_pair(uint32_t a, uint32_t b) const { return quick_narrow(a) | uint32_t(quick_narrow(b)) << 16; }
     CK_MEMBER uint32_t wide(uint16_t b, uint32_t&) const {
         const uint32_t sign = uint32_t(b & 0x8000) << 16, code = b & 0x7FFF;
         return sign | (code >= 0x7C00 ? CK_INF | (code & 0x3FF) << 13 : ck_widen<10, 15>(code));

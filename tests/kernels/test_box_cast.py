@@ -147,6 +147,20 @@ def test_torch_makes_the_same(device: Device) -> None:
         assert (got[~nan] == want[~nan]).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target", [DTYPES[name] for name in ("BF16", "F16", "F8_E4M3", "F64")], ids=lambda dtype: dtype.name
+)
+def test_all_fp32_there_are(device: Device, target: DType) -> None:
+    """2^32 of them, by groups; a minute a target on the shim."""
+    f32, size = DTYPES["F32"], 1 << 22
+    for first in range(0, 1 << 32, size):
+        values: Bits = np.arange(first, first + size, dtype=np.uint32)
+        got, lost = cast_line(device, values, f32, target)
+        want, known = wanted(values, f32, target)
+        assert (got == want).all() and lost == known, hex(first)
+
+
 def test_strided_boxes(device: Device) -> None:
     """Random boxes of up to five dims, both sides with strides of their own, against NumPy's fancy-free assignment."""
     for seed in range(150):

@@ -82,8 +82,8 @@ class Scales(NamedTuple):
 class CodeBox(NamedTuple):
     """A box of codes, (matrices, rows, columns), and where its floats go.
 
-    source: address of the first code; source_strides: from a matrix, from a row to the next; of F4 both count half bytes.
-    target, target_strides: the same in bytes. row, column: where the box begins in its matrix.
+    source: address of the first code; source_strides: from a matrix, from a row to the next. Of F4 all three count half bytes:
+    codes that begin with the byte at A have source 2 * A. target, target_strides: the same in bytes. row, column: where the box begins in its matrix.
     """
 
     source: int
@@ -189,7 +189,8 @@ def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np
     if scales is not None:
         off |= scales["width"] % np.uint32(group) | scales["column0"] % np.uint32(group)
     out["vlog"] = np.where(off == 0, group.bit_length() - 1, 0)
-    out["divr"] = magics(np.where(run < WARP_ROW, np.where(off == 0, run // np.uint64(group), run), 1))
+    within = np.where(off == 0, run // np.uint64(group), run)  # what a short row is shared out by
+    out["divr"] = magics(np.where(per_row > 1, per_row, np.where(run < WARP_ROW, within, 1)))
     return total
 
 
