@@ -106,3 +106,13 @@ struct ck_difference {
 // records: one for each number in `aux`. op: ck_kind. See compare.cu.
 CK_API int ck_compare(const ck_desc* list, uint32_t count, uint64_t tiles, ck_difference* records, int blocks, int threads,
                       void* stream);
+// Constants of a step, each computed in fp64 and rounded once; see adamw_ema.cu.
+struct ck_adamw {
+    float scale, beta1, beta1_rest, beta2, beta2_rest, correction1, correction2, eps, decay, rate, average, average_rest;
+};
+// Flat buffers of `count` fp32 elements; gradient_kind, parameter_kind: CK_F32 or CK_BF16. ema, parameter: 0 where there is none.
+CK_API int ck_adamw_ema(const ck_adamw* constants, uint64_t count, uint64_t gradient, uint32_t gradient_kind, uint64_t master,
+                        uint64_t exp_avg, uint64_t exp_avg_sq, uint64_t ema, uint64_t parameter, uint32_t parameter_kind,
+                        int blocks, int threads, void* stream);
+CK_API int ck_ema_swap(uint64_t count, uint64_t master, uint64_t ema, uint64_t parameter, uint32_t parameter_kind, int blocks,
+                       int threads, void* stream);

@@ -14,6 +14,7 @@
 //     ck_load<V>(address), ck_store(address, v)    global memory, past L1; V of 1, 2, 4, 8 or 16 bytes, aligned
 //     ck_load_near<V>(address)            the same by way of L1, for what many threads read; integers, nobody writes them
 //     ck_load_kept(address)               16 bytes through L1: for what a neighbour loads too
+//     ck_load_own<V>(address)             what the kernel itself writes later on; V of 4 or 16 bytes
 //     ck_atomic_add / _min / _max / _or   on uint64_t and uint32_t in global or shared memory
 //     CK_LAUNCH(kernel, blocks, threads, stream, args...)        a kernel without ck_sync, ck_warp_sync, ck_shfl_xor
 //     CK_LAUNCH_SYNC(kernel, blocks, threads, stream, args...)   a kernel with them
@@ -129,6 +130,21 @@ CK_DEVICE ck_v16 ck_load_kept(uint64_t address) {
     return r;
 }
 template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return __ldg((const V*)address); }
+template <class V> CK_DEVICE V ck_load_own(uint64_t address) {
+    const size_t a = __cvta_generic_to_global((const void*)address);
+    V v;
+    static_assert(sizeof(V) == 16 || sizeof(V) == 4);
+    if constexpr (sizeof(V) == 16) {
+        ck_v16 r;
+        asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(a) : "memory");
+        memcpy(&v, &r, 16);
+    } else {
+        uint32_t r;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(a) : "memory");
+        memcpy(&v, &r, 4);
+    }
+    return v;
+}
 template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
     const size_t a = __cvta_generic_to_global((void*)address);
     if constexpr (sizeof(V) == 16) {
@@ -236,6 +252,7 @@ template <class V> CK_DEVICE V ck_load(uint64_t address) {
 }
 CK_DEVICE ck_v16 ck_load_kept(uint64_t address) { return ck_load<ck_v16>(address); }
 template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return ck_load<V>(address); }
+template <class V> CK_DEVICE V ck_load_own(uint64_t address) { return ck_load<V>(address); }
 template <class V> CK_DEVICE void ck_store(uint64_t address, V v) {
     if (ck_watches) ck_host_seen(address, sizeof(V), true);
     *reinterpret_cast<V*>(address) = v;

@@ -79,6 +79,10 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *LISTED[3:],
     ),  # codes, target, scales, counts
     "ck_box_transpose": LISTED,
+    "ck_adamw_ema": (
+        ADDRESS, c_uint64, c_uint64, c_uint32, c_uint64, c_uint64, c_uint64, c_uint64, c_uint64, c_uint32, c_int, c_int, STREAM,
+    ),  # constants, count, gradient, its kind, master, exp_avg, exp_avg_sq, ema, parameter, its kind, blocks, threads
+    "ck_ema_swap": (c_uint64, c_uint64, c_uint64, c_uint64, c_uint32, c_int, c_int, STREAM),
     "ck_compare": (ADDRESS, c_uint32, c_uint64, ADDRESS, c_int, c_int, STREAM),
     "ck_digest": (ADDRESS, c_uint32, c_uint64, c_int, c_int, c_int, STREAM),
 }
