@@ -306,7 +306,7 @@ template <class F, class D> int cast(const Call& c, F from, D to) { return launc
 
 int prepared(Call& c) {
     if (c.count == 0 || c.threads < 0 || c.threads % 32 || c.threads > THREADS) return cudaErrorInvalidValue;
-    c.blocks = ck_fill_grid(c.blocks, 8, c.tiles);
+    c.blocks = ck_fill_grid(c.blocks, 12, c.tiles); // 3 run at once in 80 registers: four waves of them
     if (c.blocks == 0) return ck_last_error();
     if (c.threads == 0) c.threads = THREADS;
     return cudaSuccess;
