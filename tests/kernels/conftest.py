@@ -105,3 +105,20 @@ def gpu(device: Device) -> Device:
     if device.info.host:
         pytest.skip("needs a GPU (CKPT_KERNELS=cuda)")
     return device
+
+
+@pytest.fixture
+def quick_compiler(host_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A g++ that gives the library of this session for whatever it is asked to compile: for tests of what is around a build."""
+    program = tmp_path / "quick-g++"
+    program.write_text(
+        f"""#!/bin/sh
+case "$1" in --version) echo "g++ (that copies) 1.0"; exit ;; esac
+for last; do :; done
+sleep 0.3
+cp "{host_library}" "$last"
+""".lstrip()
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    return program

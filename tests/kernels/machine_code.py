@@ -38,7 +38,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "box_cast": ("LDG|STG",),  # the side of the wider elements
     "digest": ("LDG",),  # a leaf in, 16 bytes out
     "compare": ("LDG",),
-    "adamw": ("LDG", "STG"),
+    "adamw_ema": ("LDG", "STG"),
     "ema_swap": ("LDG", "STG"),
 }
 # Instances that promise nothing: those for the pairs of types that trained weights don't have, element by element.

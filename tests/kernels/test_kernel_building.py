@@ -15,7 +15,6 @@ from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.run.device import build, cache, choose
 from ckpt_tool.run.device.library import Library
 
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the shim can't be built")
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc here: nothing can be compiled for a GPU")
 
 # Compilers for tests: they say who they are and write what they were asked to make.
@@ -146,8 +145,7 @@ def test_no_compiler_and_one_that_fails(home: Path, monkeypatch: pytest.MonkeyPa
     assert missing.value.code == "E1554"
 
 
-@needs_gxx
-def test_two_processes_build_it_once(tmp_path: Path) -> None:
+def test_two_processes_build_it_once(tmp_path: Path, quick_compiler: Path) -> None:
     """Both want the shim at the same time: one builds, the other waits and finds it; both load it."""
     program = ("from ckpt_tool.run.device import build, library\nb = build.built('host')\n"
                "library.Library(b.path, b.through).devices()\nprint(b.seconds > 0)")  # fmt: skip
