@@ -24,23 +24,25 @@ UNKNOWN, LAYOUT = "E1534", "E1535"
 @dataclass(frozen=True, slots=True)
 class Writer:
     """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool is asked
-    for. zero: the stages; says_zero: is the tool asked for one?"""
+    for. zero: the stages; says_zero: is the tool asked for one? cuts: does the system cut every matrix but the router's over its
+    tensor ranks, so that it has no weight which they all hold?"""
 
     write: Callable[[Whole, Path], None]
     takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
     dims: tuple[str, ...] = ("tp", "pp", "ep", "dp")
     zero: tuple[int, ...] = (0, 1, 2, 3)
     says_zero: bool = False
+    cuts: bool = False
 
 
 WRITERS: Mapping[str, Writer] = {
     "sharded": Writer(sharded.write, says_zero=True),
     "dcp": Writer(dcp.write, says_zero=True),
     "deepspeed": Writer(deepspeed.write, ("dp",), ("dp",), (1, 2, 3), says_zero=True),
-    "paddle-flex": Writer(paddle_flex.write),
+    "paddle-flex": Writer(paddle_flex.write, cuts=True),
     "paddle-unified": Writer(paddle_unified.write, dims=()),
-    "megatron": Writer(megatron.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1)),
-    "megatron-dist": Writer(megatron_dist.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1)),
+    "megatron": Writer(megatron.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1), cuts=True),
+    "megatron-dist": Writer(megatron_dist.write, dims=("tp", "pp", "ep", "dp", "vpp"), zero=(0, 1), cuts=True),
 }
 
 
@@ -53,8 +55,8 @@ def check_name(fmt: str) -> None:
         )  # fmt: skip
 
 
-def check(fmt: str, layout: Any) -> None:
-    """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express."""
+def check(fmt: str, layout: Any, shape: Any = None) -> None:
+    """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express, of a model of `shape`."""
     check_name(fmt)
     writer = WRITERS[fmt]
     wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.takes]
@@ -68,6 +70,16 @@ def check(fmt: str, layout: Any) -> None:
             f"{fmt} has no place for {', '.join(said)}", code=LAYOUT,
             hint=f"the nearest that it has is {','.join([*keeps, f'zero{zero}'])}",
         )  # fmt: skip
+    if shape is not None and writer.cuts and layout.tp > 1:
+        matrices = [
+            param for param in shape.parameters() if len(param.shape) > 1 and not param.name.endswith("mlp.gate.weight")
+        ]
+        whole = next((param.name for param in matrices if param.cut is None), None)
+        if whole is not None:
+            raise UsageError(
+                f"{fmt} has no place for {whole}, which tensor ranks do not share", code=LAYOUT, key=whole,
+                hint="the nearest that it has is tp1; or sharded, dcp and paddle-unified, which hold any box",
+            )  # fmt: skip
 
 
 def write(fmt: str, whole: Whole, folder: Path) -> None:
