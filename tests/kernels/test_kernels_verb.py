@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -15,21 +13,16 @@ import pytest
 
 from ckpt_tool.commands import doctor, kernels
 from ckpt_tool.errors import OutputExists, UsageError
-from ckpt_tool.run.device import build, choose, driver, trial
+from ckpt_tool.run.device import bench, build, choose, driver, trial
 from ckpt_tool.run.device import kernels as calls
 
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the shim can't be built")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def fresh(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CKPT_CACHE", str(cache))
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cache of its own, no GPU, and nothing chosen yet."""
+    monkeypatch.setenv("CKPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CKPT_KERNELS", raising=False)
     monkeypatch.setattr(driver, "probe", lambda: driver.Probe(0, (), "no NVIDIA driver: it was taken away"))
     for cached in (choose._decide, choose._load):
@@ -37,6 +30,12 @@ def fresh(cache: Path, monkeypatch: pytest.MonkeyPatch):
     yield
     for cached in (choose._decide, choose._load):
         cached.cache_clear()
+
+
+@pytest.fixture
+def shim_at_hand(quick_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CKPT_KERNELS=host, compiled in no time."""
+    monkeypatch.setenv("CKPT_KERNELS", "host")
 
 
 def test_info_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +63,9 @@ def test_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.code == "E1556" and caught.value.hint
 
 
-@needs_gxx
-def test_build_and_where_it_goes(tmp_path: Path, cache: Path) -> None:
+def test_build_and_where_it_goes(tmp_path: Path, quick_compiler: Path) -> None:
     document = kernels.build("host")
-    assert document["path"].startswith(str(cache)) and document["kind"] == "host"
+    assert document["path"].startswith(str(tmp_path / "cache")) and document["kind"] == "host" and document["compiled"]
     assert kernels.build("host")["compiled"] is False
     out = tmp_path / "libck.so"
     assert kernels.build("host", out=str(out))["path"] == str(out)
@@ -79,7 +77,7 @@ def test_build_and_where_it_goes(tmp_path: Path, cache: Path) -> None:
     assert choose.library_of(choose.chosen(f"path:{out}")).info().host
     listed = kernels.info()["libraries"]
     assert [(row["kind"], row["for"], row["current"]) for row in listed] == [("host", "CPU", True)]
-    assert list(tmp_path.iterdir()) == [out]
+    assert list(tmp_path.glob("libck*")) == [out]
 
 
 @pytest.mark.parametrize("arch", ["x", "9", "90,", "sm_", "-90", "９０"])
@@ -98,13 +96,11 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels._wanted("native") == (80, 90)
 
 
-@needs_gxx
-def test_check_finds_nothing_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_KERNELS", "host")
-    document = kernels.check(cases=40, seed=3)
+def test_check_finds_nothing_and_finds_what_is_wrong(shim_at_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = kernels.check(cases=4, seed=3)
     assert document["ok"] and document["findings"] == [] and document["device"]["name"] == "host shim (CPU)"
     assert {row["kernel"] for row in document["kernels"]} == set(trial.TRIALS)
-    assert all(row["cases"] == 40 for row in document["kernels"])
+    assert all(row["cases"] == 4 for row in document["kernels"])
 
     real = calls.box_copy
 
@@ -126,11 +122,21 @@ def test_check_finds_nothing_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyP
     assert "box_copy" in str(caught.value.hint)
 
 
-@needs_gxx
-def test_the_verb_from_a_shell(cache: Path) -> None:
-    environment = {**os.environ, "CKPT_KERNELS": "host"}
-    done = subprocess.run([sys.executable, "-m", "ckpt_tool", "kernels", "check", "--cases", "5", "--json"], cwd=ROOT,
-                          env=environment, capture_output=True, text=True)  # fmt: skip
+def test_bench(shim_at_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = bench.Row("box_copy", "one run", "ckpt", 1, 2 << 20, 0.45678, 4.6321, 0.13512, 0.00451)
+    asked: dict[str, int] = {}
+    monkeypatch.setattr(bench, "measured", lambda device, **given: asked.update(given) or [row])
+    document = kernels.bench(quick=True)
+    assert asked == {"payload": 1 << 20, "repeats": 2} and "mean nothing" in document["verdict"]
+    assert document["rows"] == [{
+        "kernel": "box_copy", "work": "one run", "who": "ckpt", "boxes": 1, "moved": 2 << 20, "milliseconds": 0.4568,
+        "gbs": 4.63, "share": 0.135, "spread": 0.005,
+    }]  # fmt: skip
+
+
+def test_the_verb_from_a_shell(shim_at_hand: None) -> None:
+    done = subprocess.run([sys.executable, "-m", "ckpt_tool", "kernels", "check", "--cases", "2", "--json"], cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["ok"] and document["schema_version"] == 1
