@@ -27,14 +27,16 @@ sys.path.insert(0, str(Path(__file__).parent))  # box_cases.py and its like
 CHOICE = os.environ.get("CKPT_KERNELS", "host")
 
 
-def built(config: pytest.Config, name: str, compiler: str, *extra: str) -> Path:
-    """The library of these sources by this compiler, made where the cache has none. A test that asks for it is skipped where
+def built(
+    config: pytest.Config, name: str, compiler: str, *extra: str, kernels: tuple[str, ...] = build.KERNELS
+) -> Path:
+    """The library of these kernels by this compiler, made where the cache has none. A test that asks for it is skipped where
     the compiler is missing, and fails with what the compiler said where the sources do not compile."""
     program = shutil.which(compiler)
     if program is None:
         pytest.skip(f"no {compiler} here: the kernels can't be built")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256("\0".join([version, *extra, Path(build.__file__).read_text()]).encode())
+    key = hashlib.sha256("\0".join([version, *extra, *kernels, Path(build.__file__).read_text()]).encode())
     for source in sorted(build.sources().iterdir()):
         if source.suffix in (".cu", ".h", ".cpp"):
             key.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -45,7 +47,9 @@ def built(config: pytest.Config, name: str, compiler: str, *extra: str) -> Path:
         os.close(handle)
         try:
             if compiler == "g++":
-                build.build_host(Path(temporary), extra)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(build, "KERNELS", kernels)
+                    build.build_host(Path(temporary), extra)
             else:
                 build_device(Path(temporary), program)
             os.replace(temporary, path)

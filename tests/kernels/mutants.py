@@ -37,7 +37,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "kernels"
-CASES = 2000  # of the random lists of boxes
+CASES, QUICK = 2000, 40  # of the random lists of boxes; of the watched cases of a kernel
 TRAPS = (
     "-fsanitize=undefined",
     "-fsanitize-undefined-trap-on-error",
@@ -46,23 +46,27 @@ SECONDS = 20  # a child's CPU time; the tests of a target take a tenth of it
 
 
 class Target(NamedTuple):
-    """A source and the tests that judge it. after: only what follows this text in the source is mutated."""
+    """A source and what judges it. after: only what follows this text in the source is mutated."""
 
     file: str  # below the root
+    kernels: tuple[str, ...]  # of kernel_cases.py: some of their cases come first, most mutants go no further
     tests: tuple[str, ...]  # patterns below tests/kernels/
     after: str = ""
 
 
+COPY_TESTS = ("test_box_cases.py", "test_box_huge.py", "test_box_copy*.py", "test_kernels_watched.py")
 TARGETS = {
-    "box_copy": Target("kernels/box_copy.cu", ("test_box_cases.py", "test_box_huge.py", "test_box_copy*.py")),
-    "walking": Target(
-        "kernels/portable.h", ("test_box_cases.py", "test_box_huge.py"), "// -- walking a descriptor list"
-    ),
-    "descriptors": Target(
-        "ckpt_tool/run/device/descriptors.py",
-        ("test_box_cases.py", "test_box_huge.py", "test_descriptors*.py", "test_box_copy*.py"),
-    ),
-}
+    "box_copy": Target("kernels/box_copy.cu", ("box_copy",), COPY_TESTS),
+    "box_transpose": Target("kernels/box_transpose.cu", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py")),
+    "box_cast": Target("kernels/box_cast.cu", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
+    "digest": Target("kernels/digest.cu", ("digest",), ("test_device_digests.py",)),
+    "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py",)),
+    "span": Target("kernels/span.h", ("digest", "compare"), ("test_device_digests.py", "test_device_comparisons.py")),
+    "walking": Target("kernels/portable.h", ("box_copy",), COPY_TESTS, "// -- walking a descriptor list"),
+    "descriptors": Target("ckpt_tool/run/device/descriptors.py", ("box_copy", "box_transpose"), (*COPY_TESTS, "test_large_boxes.py", "test_launches.py", "test_descriptors*.py")),
+    "transposes": Target("ckpt_tool/run/device/transposes.py", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py", "test_launches.py")),
+    "casts": Target("ckpt_tool/run/device/casts.py", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
+}  # fmt: skip
 
 # (file name, line as it stands, change) -> why nothing can tell this mutant from the original
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
@@ -242,30 +246,28 @@ def passes(target: Target, library: Path, text: str | None = None) -> bool:
         os.environ["CKPT_KERNELS"], os.environ["CKPT_KERNEL_CASES"] = f"path:{library}", str(CASES)
         if text is not None:
             load_instead(target.file, text)
-        import pytest
-
-        files = [str(path) for pattern in target.tests for path in sorted(HERE.glob(pattern))]
-        code = int(
-            pytest.main(
-                [
-                    "-x",
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                    "-p",
-                    "no:faulthandler",
-                    "-p",
-                    "no:xdist",
-                    "-p",
-                    "no:anyio",
-                    "--rootdir",
-                    str(ROOT),
-                    *files,
-                ]
-            )
-        )
+        code = _run(target, library)
     finally:
         os._exit(code)
+
+
+def _run(target: Target, library: Path) -> int:
+    """0 where all is well: the watched cases first, which take no time, then the tests."""
+    import pytest
+    from kernel_cases import KERNELS
+
+    from ckpt_tool.run.device.library import Library
+    from ckpt_tool.run.device.memory import Device
+
+    device = Device(Library(library))
+    for kernel in target.kernels:
+        if any(KERNELS[kernel](device, seed) for seed in range(QUICK)):
+            return 1
+    files = [str(path) for pattern in target.tests for path in sorted(HERE.glob(pattern))]
+    options = [
+        word for plugin in ("cacheprovider", "faulthandler", "xdist", "anyio") for word in ("-p", f"no:{plugin}")
+    ]
+    return int(pytest.main(["-x", "-q", *options, "--rootdir", str(ROOT), *files]))
 
 
 def _green(child: int) -> bool:
@@ -296,7 +298,7 @@ def judge(name: str, chosen: list[Mutant], *, loud: bool = True) -> list[Verdict
         import pytest  # noqa: F401
 
         if not target.file.endswith(".py"):
-            from ckpt_tool.run.device import kernels  # noqa: F401
+            import kernel_cases  # noqa: F401
         if not passes(target, shim.library):
             raise RuntimeError(f"the tests of {name} are red without a mutant")
         for number, mutant in enumerate(chosen):
@@ -348,5 +350,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(HERE)]
     sys.exit(main())

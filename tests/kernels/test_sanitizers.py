@@ -45,22 +45,57 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     return build_it
 
 
-# -- box_copy -----------------------------------------------------------------------------------------------------------
+# -- the kernels --------------------------------------------------------------------------------------------------------
+
+# what each kernel's cases need; a transpose that moves whole rows is a copy
+SOURCES = {"box_copy": ("box_copy",), "box_transpose": ("box_transpose", "box_copy"), "digest": ("digest",),
+           "compare": ("compare",), "box_cast": ("box_cast",), "box_dequantise": ("box_cast",)}  # fmt: skip
+BARRIERS = ("box_transpose", "digest", "compare")
 
 
 def cases(library: Path, count: int, first: int = 0) -> subprocess.CompletedProcess[str]:
     return run_under("asan", str(HERE / "box_cases.py"), str(library), str(count), str(first))
 
 
+def kernel_cases(sanitizer: str, library: Path, kernel: str, count: int) -> subprocess.CompletedProcess[str]:
+    return run_under(sanitizer, str(HERE / "kernel_cases.py"), str(library), kernel, str(count))
+
+
 def test_random_boxes_are_clean_under_address_and_undefined_behaviour(request: pytest.FixtureRequest) -> None:
-    done = cases(built(request.config, "asan", "g++", *ADDRESS), 400)
+    done = cases(built(request.config, "asan", "g++", *ADDRESS, kernels=("box_copy",)), 400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "400 cases equal" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", SOURCES)
+def test_kernels_are_clean_under_address_and_undefined_behaviour(request: pytest.FixtureRequest, kernel: str) -> None:
+    library = built(request.config, f"asan-{kernel}", "g++", *ADDRESS, kernels=SOURCES[kernel])
+    done = kernel_cases("asan", library, kernel, 300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", BARRIERS)
+def test_threads_of_a_block_do_not_race(request: pytest.FixtureRequest, kernel: str) -> None:
+    library = built(request.config, f"tsan-{kernel}", "g++", *THREAD, kernels=SOURCES[kernel])
+    done = kernel_cases("tsan", library, kernel, 12)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_transpose_without_its_barrier_is_a_race(planted: Planted) -> None:
+    library = planted("box_transpose.cu", "    ck_sync();\n", "", THREAD, SOURCES["box_transpose"])
+    done = kernel_cases("tsan", library, "box_transpose", 12)
+    assert done.returncode == REPORT, done.stdout + done.stderr
+    assert "data race" in done.stderr
+
+
 def test_a_row_too_far_is_seen(planted: Planted) -> None:
     done = cases(
-        planted("portable.h", "i2 = row - upper * d.ext[2];", "i2 = row - upper * d.ext[2] + 1;", ADDRESS), 400
+        planted(
+            "portable.h", "i2 = row - upper * d.ext[2];", "i2 = row - upper * d.ext[2] + 1;", ADDRESS, ("box_copy",)
+        ),
+        400,
     )
     assert done.returncode == REPORT, done.stdout + done.stderr
     assert "heap-buffer-overflow" in done.stderr
@@ -72,18 +107,18 @@ import sys
 from pathlib import Path
 from ckpt_tool.run.device import descriptors
 from ckpt_tool.run.device.kernels import box_copy
-from ckpt_tool.run.device.library import Library
-from ckpt_tool.run.device.memory import Device
+from box_cases import device_of
 
-descriptors.width_log = lambda *numbers: 4
-device = Device(Library(Path(sys.argv[1])))
+device = device_of(Path(sys.argv[1]))
 source, target = device.alloc(1024), device.alloc(1024)
-box_copy(device, descriptors.pack([descriptors.Strided(source.address + 4, target.address, (8,), (64,), (64,), 32)]))
+boxes = descriptors.pack([descriptors.Strided(source.address + 4, target.address, (8,), (64,), (64,), 32)])
+boxes.packed["op"], boxes.packed["vlog"], boxes.packed["divr"] = descriptors.ELEMENTS, 4, descriptors.magic(32 // 16)
+box_copy(device, boxes)
 """
 
 
 def test_an_overstated_width_is_seen(request: pytest.FixtureRequest) -> None:
-    library = built(request.config, "asan", "g++", *ADDRESS)
+    library = built(request.config, "asan", "g++", *ADDRESS, kernels=("box_copy",))
     done = run_under("asan", "-c", OVERSTATED, str(library))
     assert done.returncode not in (0, 1), done.stdout + done.stderr
     assert "misaligned address" in done.stderr

@@ -1,0 +1,244 @@
+"""Random work for every kernel, watched: results of another road, nothing read or written outside, every byte written once.
+
+    python tests/kernels/kernel_cases.py LIBRARY KERNEL [CASES]      exit 1 at the first fault
+
+runs one kernel's cases in a process of its own: a sanitizer's. `box_cases.py` has more of box_copy alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from box_cases import POISON, Bench, Bytes, Watched, device_of, make_case
+
+from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.plan.copy import Copy
+from ckpt_tool.run.compute import cast
+from ckpt_tool.run.device import kernels
+from ckpt_tool.run.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
+from ckpt_tool.run.device.comparisons import compare
+from ckpt_tool.run.device.descriptors import Strided
+from ckpt_tool.run.device.digests import Line, pack_lines
+from ckpt_tool.run.device.launches import launches
+from ckpt_tool.run.device.memory import Device
+from ckpt_tool.run.digest import LEAF
+
+BLOCKS, THREADS = (0, 1, 2, 5), (0, 32, 96, 256)
+Strides = tuple[int, ...]
+
+
+def laid_out(rng: np.random.Generator, extents: list[int], item: int, order: list[int]) -> tuple[Strides, int, int]:
+    """(strides in bytes of a tensor with gaps, its first byte, bytes of its buffer)."""
+    grid, step, strides = int(rng.choice([item, item, 16])), item, [0] * len(extents)
+    for axis in reversed(order):
+        strides[axis] = step
+        step = (extents[axis] + int(rng.integers(0, 3))) * step
+        step += -step % grid
+    first = item * int(rng.integers(0, 16 // item + 2))
+    return tuple(strides), first, first + step
+
+
+def view(buffer: Bytes, dtype: str, extents: list[int], first: int, strides: Strides) -> npt.NDArray[Any]:
+    return np.ndarray(tuple(extents), dtype, buffer.data, first, strides)
+
+
+def marked(nbytes: int, item: int, extents: list[int], first: int, strides: Strides) -> Bytes:
+    """1 for every byte of a box."""
+    out = np.zeros(nbytes, np.uint8)
+    view(out, f"V{item}", extents, first, strides)[...] = np.frombuffer(b"\1" * item, f"V{item}")[0]
+    return out
+
+
+def grid_of(rng: np.random.Generator) -> dict[str, int]:
+    return {"blocks": int(rng.choice(BLOCKS)), "threads": int(rng.choice(THREADS))}
+
+
+def first_fault(got: npt.NDArray[Any], want: npt.NDArray[Any], watched: Watched, about: object) -> str:
+    wrong = np.flatnonzero(got != want)
+    if len(wrong):
+        return f"byte {wrong[0]} is {got[wrong[0]]}, want {want[wrong[0]]}; {about}"
+    return f"{fault}; {about}" if (fault := watched.fault()) else ""
+
+
+# -- the kernels --------------------------------------------------------------------------------------------------------
+
+
+def box_copy(device: Device, seed: int) -> str:
+    bench, case = Bench(device), make_case(seed)
+    got, fault = bench.run_watched(case)
+    bench.close()
+    return fault if np.array_equal(got, case.want) else f"differs: {case.pieces}"
+
+
+def box_transpose(device: Device, seed: int) -> str:
+    """Dims in another order on the other side."""
+    rng = np.random.default_rng((seed, 21))
+    item = int(rng.choice([1, 2, 4, 8, 16]))
+    extents = [int(n) for n in rng.integers(1, 4, rng.integers(2, 5))]
+    for axis in rng.permutation(len(extents))[:2]:
+        extents[axis] = int(rng.integers(1, 200 // item + 20))
+    order = [[int(axis) for axis in rng.permutation(len(extents))] for _ in range(2)]
+    sides = [laid_out(rng, extents, item, dims) for dims in order]
+    (by_source, begin, room), (by_target, to, out_room) = sides
+    source, want = rng.integers(0, 256, room, np.uint8), np.full(out_room, POISON, np.uint8)
+    view(want, f"V{item}", extents, to, by_target)[...] = view(source, f"V{item}", extents, begin, by_source)
+    copy = Copy(0, begin, by_source, 0, to, by_target, tuple(extents))
+    with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
+        reads, writes = marked(room, item, extents, begin, by_source), marked(out_room, item, extents, to, by_target)
+        with Watched(device, [(src.address, reads)], [(dst.address, writes)]) as watched:
+            for launch in launches([(copy, item)], [src.address], [dst.address]):
+                kernels.launch(device, launch, **grid_of(rng))
+            got = device.download(dst.address, len(want))
+    return first_fault(got, want, watched, copy)
+
+
+def box_cast(device: Device, seed: int) -> str:
+    """Two dtypes of any widths."""
+    rng = np.random.default_rng((seed, 22))
+    source, target = (
+        DTYPES[str(name)] for name in rng.choice(["F64", "F32", "BF16", "F16", "F8_E4M3"], 2, replace=False)
+    )
+    size, item = source.bits // 8, target.bits // 8
+    extents = [int(n) for n in rng.integers(1, 5, rng.integers(0, 3))] + [int(rng.choice([1, 7, 16, 64, 300, 9000]))]
+    plain = list(range(len(extents)))
+    (by_source, begin, room), (by_target, to, out_room) = (
+        laid_out(rng, extents, width, plain) for width in (size, item)
+    )
+    data = rng.integers(0, 256, room, np.uint8)
+    box = np.ascontiguousarray(view(data, f"V{size}", extents, begin, by_source))
+    values, lost = cast(box.view(np.uint8).reshape(-1).data, source, target)
+    want = np.full(out_room, POISON, np.uint8)
+    view(want, f"V{item}", extents, to, by_target)[...] = np.frombuffer(values, f"V{item}").reshape(extents)
+    copy = Copy(0, begin, by_source, 0, to, by_target, tuple(extents))
+    with device.upload(data) as src, device.upload(np.full_like(want, POISON)) as dst:
+        casts = pack_casts(cast_boxes(copy, source, target, [src.address], [dst.address]), source, target)
+        reads, writes = marked(room, size, extents, begin, by_source), marked(out_room, item, extents, to, by_target)
+        with Watched(device, [(src.address, reads)], [(dst.address, writes)]) as watched:
+            counted = kernels.box_cast(device, casts, **grid_of(rng))
+        got = device.download(dst.address, len(want))
+    about = (source.name, target.name, copy)
+    return first_fault(got, want, watched, about) or (
+        "" if counted == [lost] else f"lost {counted}, want {lost}; {about}"
+    )
+
+
+def box_dequantise(device: Device, seed: int) -> str:
+    """E4M3 codes with fp32 scales of blocks to fp32, a box of a tensor."""
+    rng = np.random.default_rng((seed, 23))
+    rows, columns = int(rng.integers(1, 60)), int(rng.choice([1, 9, 32, 64, 200, 512]))
+    block = [(128, 128), (3, 5), (1, 16), (8, 32)][int(rng.integers(4))]
+    row, column = (
+        int(rng.integers(rows)),
+        int(rng.choice([0, 16 * int(rng.integers(columns // 16 + 1)), int(rng.integers(columns))])),
+    )
+    column = min(column, columns - 1)
+    extents = [rows - row, columns - column]
+    codes = rng.integers(0, 0x7F, rows * columns, np.uint8) | rng.integers(0, 2, rows * columns, np.uint8) << 7
+    scales = rng.standard_normal((-(-rows // block[0]), -(-columns // block[1]))).astype(np.float32)
+    floats, _ = cast(codes.data, DTYPES["F8_E4M3"], DTYPES["F32"])
+    spread = scales[np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
+    values = (np.frombuffer(floats, np.float32).reshape(rows, columns) * spread)[row:, column:]
+    by_target, to, room = laid_out(rng, extents, 4, [0, 1])
+    want = np.full(room, POISON, np.uint8)
+    view(want, "f4", extents, to, by_target)[...] = values
+    begin, by_source = row * columns + column, (columns, 1)
+    with device.upload(codes) as src, device.upload(np.full_like(want, POISON)) as dst, device.upload(scales) as by:
+        grid = Scales(by.address, DTYPES["F32"], block, (0, 4 * scales.shape[1]))
+        box = CodeBox(
+            src.address + begin, dst.address + to, (1, *extents), (0, columns), (0, by_target[0]), grid, row, column
+        )
+        reads, writes = marked(len(codes), 1, extents, begin, by_source), marked(room, 4, extents, to, by_target)
+        with Watched(device, [(src.address, reads)], [(dst.address, writes)]) as watched:
+            kernels.box_dequantise(device, pack_codes([box], DTYPES["F8_E4M3"], DTYPES["F32"]), **grid_of(rng))
+        got = device.download(dst.address, len(want))
+    return first_fault(got, want, watched, (extents, block, row, column))
+
+
+def digest(device: Device, seed: int) -> str:
+    """Lines that lie apart in one buffer."""
+    rng = np.random.default_rng((seed, 24))
+    lengths = [
+        int(rng.choice([1, 3, 8, 16, 17, 128, 129, 240, 241, int(rng.integers(1, 5000)), 0]))
+        for _ in range(int(rng.integers(1, 9)))
+    ]
+    if seed % 8 == 0:
+        lengths.append(LEAF + int(rng.integers(0, 1000)))
+    starts, at = [], 0
+    for length in lengths:
+        starts.append(at := at + int(rng.integers(1, 40)))
+        at += length
+    data = rng.integers(0, 256, at + 8, np.uint8)
+    lanes = int(rng.choice([4, 8, 16, 32]))
+    reads, want = np.zeros(len(data), np.uint8), b""
+    for start, length in zip(starts, lengths, strict=True):
+        reads[start : start + length] = 1
+        line = data[start : start + length]
+        want += b"".join(xxhash.xxh3_128_digest(line[k : k + LEAF]) for k in range(0, length, LEAF))
+    out_bytes = np.frombuffer(want, np.uint8)
+    with device.upload(data) as src, device.alloc(len(want) + 16) as out:
+        lines = [Line(src.address + start, length) for start, length in zip(starts, lengths, strict=True)]
+        with Watched(device, [(src.address, reads)], [(out.address, np.ones(len(want), np.uint8))]) as watched:
+            kernels.digest(device, pack_lines(lines, out.address), lanes=lanes, **grid_of(rng))
+        got = device.download(out.address, len(want))
+    return first_fault(got, out_bytes, watched, (lengths, lanes))
+
+
+def compared(device: Device, seed: int) -> str:
+    """Two sides in layouts of their own, some elements changed."""
+    rng = np.random.default_rng((seed, 25))
+    dtype = DTYPES[str(rng.choice(["F32", "BF16", "F16", "F8_E4M3", "I32", "U8", "F64"]))]
+    item = dtype.bits // 8
+    extents = [int(n) for n in rng.integers(1, 5, rng.integers(0, 3))] + [int(rng.choice([1, 5, 16, 200, 9000]))]
+    plain = list(range(len(extents)))
+    (by_a, first_a, room_a), (by_b, first_b, room_b) = (laid_out(rng, extents, item, plain) for _ in range(2))
+    a, b = rng.integers(0, 256, room_a, np.uint8), rng.integers(0, 256, room_b, np.uint8)
+    left, right = view(a, f"V{item}", extents, first_a, by_a), view(b, f"V{item}", extents, first_b, by_b)
+    right[...] = left
+    changed = rng.random(left.shape) < float(rng.choice([0, 0.01, 0.5]))
+    inverse = np.frombuffer((~np.frombuffer(left[changed].tobytes(), np.uint8)).tobytes(), f"V{item}")
+    right[changed] = inverse
+    found = np.flatnonzero(changed.reshape(-1))
+    with device.upload(a) as one, device.upload(b) as two:
+        sides = [*zip(by_a, by_b, extents, strict=True)][:-1]
+        box = Strided(one.address + first_a, two.address + first_b, tuple(n for *_, n in sides), tuple(s for s, *_ in sides),
+                      tuple(t for _, t, _ in sides), extents[-1] * item)  # fmt: skip
+        reads = [
+            (one.address, marked(room_a, item, extents, first_a, by_a)),
+            (two.address, marked(room_b, item, extents, first_b, by_b)),
+        ]
+        with Watched(device, reads, []) as watched:
+            (got,) = compare(device, [box], [dtype])
+    want = (len(found), int(found[0]) if len(found) else -1)
+    fault = "" if (got.elements, got.first) == want else f"{got}, want {want}"
+    return f"{dtype.name} {extents}: {fault or watched.fault()}" if fault or watched.fault() else ""
+
+
+KERNELS: dict[str, Callable[[Device, int], str]] = {
+    "box_copy": box_copy,
+    "box_transpose": box_transpose,
+    "box_cast": box_cast,
+    "box_dequantise": box_dequantise,
+    "digest": digest,
+    "compare": compared,
+}
+
+
+def main(arguments: list[str]) -> int:
+    device, kernel = device_of(Path(arguments[0])), arguments[1]
+    cases = int(arguments[2]) if len(arguments) > 2 else 50
+    for seed in range(cases):
+        if fault := KERNELS[kernel](device, seed):
+            print(f"{kernel}, case {seed}: {fault}")
+            return 1
+    print(f"{cases} cases equal")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
