@@ -226,10 +226,9 @@ template <int LANES> CK_DEVICE Pair long_hash(uint64_t src, uint32_t length, uin
     return {avalanche(low + length * PRIME64_1), avalanche(high + ~(length * PRIME64_2))};
 }
 
-template <int LANES> CK_KERNEL(THREADS, 2) void digest(const ck_desc* list, uint32_t count, uint64_t tiles) {
+template <int LANES> CK_KERNEL(THREADS, 2) void digest(const ck_desc* list, uint32_t count, uint64_t tiles, uint64_t each, uint32_t more) {
     const uint32_t groups = ck_nt() / LANES;
-    const uint64_t from = tiles / ck_nb() * ck_bid() + tiles % ck_nb() * ck_bid() / ck_nb();
-    const uint64_t to = tiles / ck_nb() * (ck_bid() + 1) + tiles % ck_nb() * (ck_bid() + 1) / ck_nb();
+    const uint64_t from = each * ck_bid() + (ck_bid() < more ? ck_bid() : more), to = from + each + (ck_bid() < more);
     uint64_t src = 0, dst = 0, end = 0, tile0 = 0, next = 0;
     uint32_t number = 0;
     // all threads of a warp go as often round: they exchange values
@@ -272,10 +271,12 @@ CK_API int ck_digest(const ck_desc* list, uint32_t count, uint64_t tiles, int la
     const uint64_t groups = threads / lanes;
     blocks = ck_fill_grid(blocks, 8, (tiles + groups - 1) / groups);
     if (blocks == 0) return ck_last_error();
+    const uint64_t each = tiles / uint64_t(blocks);
+    const uint32_t more = uint32_t(tiles % uint64_t(blocks));
     switch (lanes) {
-    case 4: return CK_LAUNCH_SYNC(digest<4>, blocks, threads, stream, list, count, tiles);
-    case 8: return CK_LAUNCH_SYNC(digest<8>, blocks, threads, stream, list, count, tiles);
-    case 16: return CK_LAUNCH_SYNC(digest<16>, blocks, threads, stream, list, count, tiles);
-    default: return CK_LAUNCH_SYNC(digest<32>, blocks, threads, stream, list, count, tiles);
+    case 4: return CK_LAUNCH_SYNC(digest<4>, blocks, threads, stream, list, count, tiles, each, more);
+    case 8: return CK_LAUNCH_SYNC(digest<8>, blocks, threads, stream, list, count, tiles, each, more);
+    case 16: return CK_LAUNCH_SYNC(digest<16>, blocks, threads, stream, list, count, tiles, each, more);
+    default: return CK_LAUNCH_SYNC(digest<32>, blocks, threads, stream, list, count, tiles, each, more);
     }
 }

@@ -11,6 +11,8 @@ namespace {
 
 template <class V> CK_DEVICE void pass_on(uint64_t from, uint64_t to) { ck_store<V>(to, ck_load<V>(from)); }
 
+CK_CONSTANT uint64_t TABLE[2] = {3, ~uint64_t(0)};
+
 CK_KERNEL(64) void words(uint64_t from, uint64_t to, const ck_desc* list, uint32_t count, uint64_t magic, uint64_t* sums) {
     CK_SHARED(uint64_t, seen, 64);
     seen[ck_tid()] = ck_tid() + 1;
@@ -42,6 +44,9 @@ CK_KERNEL(32) void alone(uint64_t* sums) {
     uint64_t sum = 0;
     CK_UNROLL
     for (int u = 0; u < 4; ++u) sum += u;
+    CK_ROLLED
+    for (uint32_t u = 0; u < 2; ++u) sum += ck_mul_high(TABLE[u], TABLE[1]) - ck_ones(uint32_t(TABLE[u]));
+    sum += ck_load_own<uint32_t>(uint64_t(&sums[9])) * 0;
     if (ck_tid() == 0) sums[9] = sum;
 }
 

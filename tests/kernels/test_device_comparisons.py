@@ -24,7 +24,7 @@ from ckpt_tool.run.device.comparisons import (
     pack_pairs,
     unequal,
 )
-from ckpt_tool.run.device.descriptors import Strided
+from ckpt_tool.run.device.descriptors import Strided, magic
 from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.stats import bad_values
 
@@ -190,6 +190,33 @@ def test_the_first_is_the_first_whoever_finds_it(device: Device) -> None:
     assert found == Difference(len(a) - 777, 777, 1, 1.0, len(a) - 777, 0, 0, 0)
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_places_far_beyond_32_bits(device: Device, cut: bool) -> None:
+    """Only the last tiles of the box are looked at: the list says that the others were before it."""
+    kind, most = DTYPES["U16"], (1 << 32) - 1
+    rows, run = (1, 2 * TILE) if cut else (16, TILE // 16)
+    before = most - 4 if cut else (1 << 28) - 3  # tiles
+    a = np.random.default_rng(0).integers(0, 256, rows * run, dtype=np.uint8)
+    b = a.copy()
+    b[TILE // 2 + 6] ^= 1
+    skipped = before * TILE  # bytes of each side
+    with device.upload(a) as left, device.upload(b) as right:
+        packed = pack_pairs([Strided(0, 0, (rows,), (run,), (run,), run)], [kind])
+        assert packed.tiles == len(a) // TILE
+        row = packed.packed
+        row["src"], row["dst"] = ((memory.address - skipped) % (1 << 64) for memory in (left, right))
+        row["tile0"] = (1 << 64) - before
+        if cut:
+            row["run"], row["tiles_per_row"], row["divr"] = skipped + run, most, magic(most)
+        else:
+            row["ext"], row["rows"], row["div2"] = (1, 1, most), most, magic(most)
+        start = np.array([0, (1 << 64) - 1, 0, 0, 0, 0, 0, 0], np.uint64)
+        with device.upload(start) as record:
+            kernels.compare(device, packed, record.address)
+            found = device.download(record.address, 64).view(np.uint64)
+    assert found[:3].tolist() == [1, (skipped + TILE // 2 + 6) // 2, 1]
+
+
 def test_nothing_launches_nothing_and_wrong_calls_are_refused(device: Device) -> None:
     assert compare(device, [], []) == [] and unequal(device, []) == [] and count_bad(device, [], []) == []
     none = Difference(0, -1, 0, 0.0, 0, 0, 0, 0)
@@ -197,7 +224,7 @@ def test_nothing_launches_nothing_and_wrong_calls_are_refused(device: Device) ->
     assert compare(device, empty, [DTYPES["F32"]] * 2) == [none, none]
     with pytest.raises(InternalError) as error:
         pack_pairs([Strided(0, 0, (), (), (), 6)], [DTYPES["F32"]])
-    assert error.value.code == "E1573"
+    assert error.value.code == "E1578"
     assert not comparable(DTYPES["C64"])
     with device.alloc(64) as memory:
         pairs = pack_pairs([Strided(memory.address, memory.address, (), (), (), 32)], [DTYPES["F32"]])

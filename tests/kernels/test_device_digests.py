@@ -91,13 +91,28 @@ def test_what_lies_beside_a_line_is_not_read_into_it(device: Device) -> None:
     assert hashes[0] == hashes[1] == xxhash.xxh3_128_digest(quiet[1001:6001])
 
 
+def test_leaves_far_beyond_32_bits(device: Device) -> None:
+    """The list says that the line began 2^40 leaves before: 2^58 bytes of which only the last are there."""
+    data, before = values(LEAF + 3000), 1 << 40
+    with device.upload(data) as memory, device.alloc(32) as out:
+        for lanes in LANES:
+            lines = pack_lines([Line(memory.address, len(data))], out.address)
+            row = lines.packed
+            row["tile0"] = (1 << 64) - before
+            row["src"] -= np.uint64(before * LEAF)
+            row["run"] += np.uint64(before * LEAF)
+            row["dst"] = np.uint64((out.address - before * 16) % (1 << 64))
+            got = hashed(device, lines, out.address, lanes)
+            assert got == xxhash.xxh3_128_digest(data[:LEAF]) + xxhash.xxh3_128_digest(data[LEAF:])
+
+
 def test_no_lines_launch_nothing_and_wrong_calls_are_refused(device: Device) -> None:
     assert leaf_hashes(device, []) == b""
     assert leaf_hashes(device, [Line(0, 0)]) == b""
     with device.alloc(64) as memory:
         with pytest.raises(InternalError) as error:
             pack_lines([Line(memory.address, 4)], memory.address + 8)
-        assert error.value.code == "E1571"
+        assert error.value.code == "E1576"
         line = pack_lines([Line(memory.address, 4)], memory.address + 16)
         for wrong in ({"lanes": 5}, {"lanes": 64}, {"threads": 33}, {"threads": 512}, {"lanes": -4}, {"threads": -32}):
             with pytest.raises(StorageError):
@@ -181,4 +196,4 @@ def test_regions_that_leave_a_gap_are_an_error(device: Device) -> None:
     region = box_region((4, 4), Box((0, 0), (4, 3)), 4, 0, 0)
     with device.alloc(64) as memory, pytest.raises(InternalError) as error:
         digests(device, [Placed(DTYPES["F32"], (4, 4), (region,), (memory.address,))])
-    assert error.value.code == "E1572"
+    assert error.value.code == "E1577"

@@ -71,7 +71,7 @@ def comparable(dtype: DType) -> bool:
 def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: bool = False) -> Descriptors:
     """The list for the compare kernel; the record of a box has the box's number. one_side: there is only the source.
 
-    Raises InternalError E1570 where a box has too many tiles, E1573 where a run is no whole number of elements.
+    Raises InternalError E1570 where a box has too many tiles, E1578 where a run is no whole number of elements.
     """
     packed = filled([box if 0 not in box.extents else Strided(0, 0, (), (), (), 0) for box in boxes])
     if not boxes:
@@ -80,7 +80,7 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     kinds = np.array([KINDS.get(dtype.name, BYTES) for dtype in dtypes], np.uint8)
     odd = np.flatnonzero(run % items)
     if odd.size:
-        raise InternalError(f"a run of {run[odd[0]]} bytes of {dtypes[odd[0]].name}: no whole elements", code="E1573")
+        raise InternalError(f"a run of {run[odd[0]]} bytes of {dtypes[odd[0]].name}: no whole elements", code="E1578")
     sides = [packed["src"], *packed["sstr"].T.view(np.uint64)]
     if not one_side:
         sides += [packed["dst"], *packed["dstr"].T.view(np.uint64)]

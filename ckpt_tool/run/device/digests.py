@@ -68,7 +68,7 @@ def pack_lines(lines: Sequence[Line], out: int) -> Descriptors:
     out: a multiple of 16.
     """
     if out % HASH:
-        raise InternalError(f"hashes go to address {out:#x}, want a multiple of {HASH}", code="E1571")
+        raise InternalError(f"hashes go to address {out:#x}, want a multiple of {HASH}", code="E1576")
     spans = []
     for line in lines:
         head = min(line.nbytes, -line.at % LEAF)
@@ -99,7 +99,7 @@ def leaf_hashes(device: Device, lines: Sequence[Line], *, stream: int = 0) -> by
 def digests(device: Device, tensors: Sequence[Placed], *, window: int = WINDOW, stream: int = 0) -> list[str]:
     """The digest of each tensor, 32 hex digits. window: bytes of device memory for what must be laid out (at least LEAF).
 
-    Raises InternalError E1572 where the regions of a tensor do not tile it.
+    Raises InternalError E1577 where the regions of a tensor do not tile it.
     """
     leaves = [bytearray() for _ in tensors]
     plain = [(number, line) for number, tensor in enumerate(tensors) if (line := _plain(tensor)) is not None]
@@ -160,7 +160,7 @@ class _Part(NamedTuple):
         if covered != stop - start:
             raise InternalError(
                 f"regions give {covered} of the elements [{start}, {stop}) of a tensor of shape {tensor.shape}",
-                code="E1572",
+                code="E1577",
             )
 
 
