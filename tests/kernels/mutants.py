@@ -3,6 +3,7 @@
     python tests/kernels/mutants.py box_copy              all mutants of one target
     python tests/kernels/mutants.py descriptors -s 0/2    the first half; another process may run 1/2 at the same time
     python tests/kernels/mutants.py all -n 20             a sample of each
+    python tests/kernels/mutants.py box_copy --again OUT  those that an earlier run printed: does a new test see them?
 
 A mutant is a source in which one operator, comparison, constant, cast or field is another (`changes`). A source of a kernel is
 compiled into the host shim with the objects of the others as they are; a module of Python is loaded in place of the real one.
@@ -42,7 +43,7 @@ TRAPS = (
     "-fsanitize=undefined",
     "-fsanitize-undefined-trap-on-error",
 )  # a misaligned access or a wrong index ends the child
-SECONDS = 20  # a child's CPU time; the tests of a target take a tenth of it
+SECONDS = 30  # a child's CPU time; the tests of a target take a tenth of it
 
 
 class Target(NamedTuple):
@@ -63,7 +64,7 @@ TARGETS = {
     "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py",)),
     "span": Target("kernels/span.h", ("digest", "compare"), ("test_device_digests.py", "test_device_comparisons.py")),
     "walking": Target("kernels/portable.h", ("box_copy",), COPY_TESTS, "// -- walking a descriptor list"),
-    "descriptors": Target("ckpt_tool/run/device/descriptors.py", ("box_copy", "box_transpose"), (*COPY_TESTS, "test_large_boxes.py", "test_launches.py", "test_descriptors*.py")),
+    "descriptors": Target("ckpt_tool/run/device/descriptors.py", ("box_copy",), ("test_descriptors.py", "test_launches.py", "test_box_huge.py", "test_box_cases.py", "test_box_transpose.py", "test_box_cast.py")),
     "transposes": Target("ckpt_tool/run/device/transposes.py", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py", "test_launches.py")),
     "casts": Target("ckpt_tool/run/device/casts.py", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
 }  # fmt: skip
@@ -328,12 +329,16 @@ def main() -> int:
     parser.add_argument("-s", "--slice", default="0/1", help="part I of N")
     parser.add_argument("-n", "--sample", type=int, default=0, help="so many mutants, drawn by chance")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", type=Path, help="only those that a former run's output, in this file, names")
     parser.add_argument("--list", action="store_true", help="only show them")
     options = parser.parse_args()
     part, parts = map(int, options.slice.split("/"))
     missed = 0
     for name in TARGETS if options.target == "all" else [options.target]:
         chosen = mutants_of(TARGETS[name])
+        if options.again:
+            told = options.again.read_text()
+            chosen = [mutant for mutant in chosen if f"{mutant.text}    [{mutant.change}]" in told]
         if options.sample:
             chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
         chosen = chosen[part::parts]
