@@ -36,13 +36,13 @@ template <class V, bool FLAT> CK_DEVICE void copy_elements(const ck_desc& box, u
         V v[AT_ONCE] = {};
         uint64_t to[AT_ONCE] = {};
         CK_UNROLL
-        for (int u = 0; u < AT_ONCE; ++u)
-            if (k + u * step < count) {
-                const uint32_t row = ck_div(k + u * step, d.divr);
-                const uint32_t column = (k + u * step - row * width) * uint32_t(sizeof(V));
-                to[u] = d.dst + row_offset<FLAT>(d, d.dstr, first + row) + column;
-                v[u] = ck_load<V>(d.src + row_offset<FLAT>(d, d.sstr, first + row) + column);
-            }
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const uint32_t row = ck_div(k + u * step, d.divr); // beyond the last it is computed and not used
+            const uint32_t column = (k + u * step - row * width) * uint32_t(sizeof(V));
+            to[u] = d.dst + row_offset<FLAT>(d, d.dstr, first + row) + column;
+            const uint64_t from = d.src + row_offset<FLAT>(d, d.sstr, first + row) + column;
+            if (k + u * step < count) v[u] = ck_load<V>(from);
+        }
         CK_UNROLL
         for (int u = 0; u < AT_ONCE; ++u)
             if (k + u * step < count) ck_store<V>(to[u], v[u]);
