@@ -18,6 +18,7 @@ from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
+from ckpt_tool.run.device.descriptors import Strided, magic
 from ckpt_tool.run.device.kernels import box_cast
 from ckpt_tool.run.device.memory import Device
 
@@ -261,6 +262,63 @@ def test_what_no_kernel_casts_is_refused(device: Device) -> None:
     for threads in (33, 512, -32):
         with pytest.raises(StorageError, match="cudaErrorInvalidValue"):
             box_cast(device, pack_casts(boxes, DTYPES["F32"], DTYPES["BF16"]), threads=threads)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_groups_where_all_lies_on_their_grid(source: DType, target: DType) -> None:
+    """Addresses, strides and runs in whole groups give groups; any one of them half a group off gives elements."""
+    s, t = source.bits // 8, target.bits // 8
+    group = 16 // max(s, t)
+    box = Strided(
+        1 << 20,
+        1 << 21,
+        (2, 3, 50),
+        tuple(group * s * n for n in (99, 33, 7)),
+        tuple(group * t * n for n in (8, 4, -9)),
+        6 * group,
+    )
+    (packed, tiles, nbytes), *_ = pack_casts([box], source, target)
+    assert packed["vlog"][0] == group.bit_length() - 1 and packed["divr"][0] == magic(6)
+    assert (packed["rows"][0], packed["run"][0], packed["tiles_per_row"][0]) == (300, 6 * group, 1)
+    each = min(300, CAST_TILE // (6 * group))
+    assert packed["rows_per_tile"][0] == each and tiles == -(-300 // each) and nbytes == 300 * 6 * group * t
+    half = group // 2
+    three = range(3)
+    for off in (
+        box._replace(source=box.source + half * s),
+        box._replace(target=box.target + half * t),
+        *(
+            box._replace(source_strides=tuple(n + half * s * (k == j) for j, n in enumerate(box.source_strides)))
+            for k in three
+        ),
+        *(
+            box._replace(target_strides=tuple(n + half * t * (k == j) for j, n in enumerate(box.target_strides)))
+            for k in three
+        ),
+        box._replace(run=box.run + half),
+    ):
+        packed = pack_casts([off], source, target).boxes.packed
+        assert packed["vlog"][0] == 0 and packed["divr"][0] == magic(off.run), off
+
+
+def test_rows_are_cut_at_tiles() -> None:
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    runs = (CAST_TILE - 1, CAST_TILE, CAST_TILE + 1, 3 * CAST_TILE, 1)
+    boxes = [Strided(0, 0, (3,), (1 << 20,), (1 << 20,), run) for run in runs]
+    (packed, tiles, nbytes), *_, records = pack_casts(boxes, f32, bf16, [4, 0, 2, 1, 3])
+    assert packed["tiles_per_row"].tolist() == [1, 1, 2, 3, 1] and packed["rows_per_tile"].tolist() == [1, 1, 1, 1, 3]
+    assert packed["tile0"].tolist() == [0, 3, 6, 12, 21] and tiles == 22 and nbytes == 6 * sum(runs)
+    assert packed["divr"].tolist() == [magic(n) for n in (CAST_TILE - 1, CAST_TILE // 4, 2, 3, 1)]
+    assert packed["aux"].tolist() == [4, 0, 2, 1, 3] and records == 5
+
+
+def test_runs_are_joined_where_both_sides_run_on() -> None:
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    copy = Copy(0, 40, (96, 24, 4), 1, 50, (48, 12, 2), (5, 4, 6))
+    assert list(cast_boxes(copy, f32, bf16, [1000], [0, 2000])) == [Strided(1040, 2050, (), (), (), 120)]
+    gap = copy._replace(source_strides=(100, 24, 4))
+    assert list(cast_boxes(gap, f32, bf16, [1000], [0, 2000])) == [Strided(1040, 2050, (5,), (100,), (48,), 24)]
+    assert next(cast_boxes(copy._replace(output_strides=(48, 12, 4)), f32, bf16, [0], [0, 0])).run == 1
 
 
 def test_lists_of_huge_boxes_count_right() -> None:

@@ -20,6 +20,7 @@ from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.dequantize.scales import Grid
 from ckpt_tool.run.dequantize.weights import Weight
 from ckpt_tool.run.device.casts import CodeBox, Counted, Scales, kind, pack_codes
+from ckpt_tool.run.device.descriptors import magic
 from ckpt_tool.run.device.kernels import box_dequantise
 from ckpt_tool.run.device.memory import Device
 
@@ -259,5 +260,62 @@ def test_huge_boxes_stay_below_32_bits_in_the_kernel() -> None:
             assert first + (column0 + n - 1) // width == (40 + columns + n - 1) // block
             columns += n
         assert columns == wide
-    many = pack_codes([CodeBox(0, 0, (1 << 20, 1 << 13, 8), (1 << 16, 8), (1 << 17, 16), scales)], e4m3, bf16)
-    assert len(many.boxes.packed) > 1 and int(many.boxes.packed["rows"].astype(object).sum()) == 1 << 33
+    of = scales._replace(strides=(1 << 10, 4))
+    many = pack_codes([CodeBox(1 << 54, 1 << 56, (1 << 20, 1 << 13, 8), (1 << 16, 8), (1 << 17, 16), of)], e4m3, bf16)
+    matrices = 0
+    for part, scale in zip(many.boxes.packed, many.scales, strict=True):
+        assert int(part["src"]) == (1 << 54) + (matrices << 16) and int(part["dst"]) == (1 << 56) + (matrices << 17)
+        assert int(scale["address"]) == of.address + (matrices << 10) and part["ext"].tolist()[::2] == [1, 1 << 13]
+        matrices += int(part["ext"][1])
+    assert len(many.boxes.packed) == 3 and matrices == 1 << 20 and many.boxes.nbytes == 8 << 34
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("codes", CODES, ids=lambda dtype: dtype.name)
+def test_groups_where_all_lies_on_their_grid(codes: DType, target: DType) -> None:
+    """As for casts, and the blocks of the scales must be whole groups too."""
+    item = target.bits // 8
+    group = 16 // item
+    scales = Scales(1 << 20, DTYPES["BF16"], (3, 4 * group), (64, 16))
+    box = CodeBox(
+        1 << 30,
+        1 << 40,
+        (2, 5, 6 * group),
+        (64 * group, 8 * group),
+        (64 * group * item, 8 * group * item),
+        scales,
+        7,
+        9 * group,
+    )
+    listed = pack_codes([box], codes, target)
+    (packed,), (scale,) = listed.boxes.packed, listed.scales
+    assert (
+        packed["vlog"] == group.bit_length() - 1
+        and packed["divr"] == magic(6)
+        and listed.boxes.nbytes == 60 * group * item
+    )
+    assert packed["ext"].tolist() == [1, 2, 5] and packed["sstr"].tolist() == [0, 64 * group, 8 * group]
+    assert (scale["address"], scale["row0"], scale["column0"]) == ((1 << 20) + 2 * 16 + 2 * 2, 1, group)
+    assert (scale["width"], scale["item"], scale["kind"]) == (4 * group, 2, kind(DTYPES["BF16"]))
+    assert (scale["div_height"], scale["div_width"]) == (magic(3), magic(4 * group))
+    half = group // 2
+    wide = (box.target_strides[0], box.target_strides[1] + half * item)
+    for off in (
+        box._replace(source=box.source + half),
+        box._replace(target=box.target + half * item),
+        box._replace(source_strides=(64 * group + half, 8 * group)),
+        box._replace(source_strides=(64 * group, 8 * group + half)),
+        box._replace(target_strides=wide),
+        box._replace(column=9 * group + half),
+        box._replace(scales=scales._replace(block=(3, 4 * group + half))),
+        box._replace(shape=(2, 5, 6 * group + half)),
+    ):
+        packed = pack_codes([off], codes, target).boxes.packed[0]
+        assert packed["vlog"] == 0 and packed["divr"] == magic(int(packed["run"])), off
+
+
+def test_boxes_are_numbered_as_they_were_given() -> None:
+    scales = Scales(1 << 20, DTYPES["F32"], (1, 16), (0, 4))
+    box = CodeBox(1 << 30, 1 << 40, (1, 2, 16), (0, 16), (0, 32), scales)
+    listed = pack_codes([box, box._replace(shape=(0, 2, 16)), box], DTYPES["F8_E4M3"], DTYPES["BF16"])
+    assert listed.records == (0, 2) and listed.given == 3 and listed.boxes.packed["aux"].tolist() == [0, 1]

@@ -38,7 +38,6 @@ from ckpt_tool.run.device.descriptors import (
 )
 
 CAST_TILE = 8192  # elements, as in box_cast.cu
-WARP_ROW = 256  # elements: the kernel does not group shorter rows by itself
 # as `ck_kind` numbers them; U8 are E8M0 where they are scales
 KINDS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")
 _SCALES = {"F32": (KINDS.index("F32"), 4), "BF16": (KINDS.index("BF16"), 2), "F8_E8M0": (KINDS.index("F8_E8M0"), 1),
@@ -143,10 +142,11 @@ def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: 
     counted; all under 0 where there are none."""
     listed = list(boxes)
     out = filled(listed)
-    tiles = _cut(out, source.bits // 8, target.bits // 8)
+    item = target.bits // 8
+    tiles = _cut(out, source.bits // 8, item)
     if records:
         out["aux"] = records
-    nbytes = int((out["rows"] * out["run"]).sum()) * (target.bits // 8)
+    nbytes = int((out["rows"] * out["run"]).sum()) * item
     return Casts(Descriptors(out, tiles, nbytes), kind(source), kind(target), max(records, default=0) + 1)
 
 
@@ -157,17 +157,18 @@ def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeLis
     scales: list[tuple[int, ...]] = []
     records: list[int] = []
     number = -1
+    step, item = max(1, codes.bits // 8), target.bits // 8  # of F4 half a byte
     for number, box in enumerate(boxes):
         if 0 in box.shape:
             continue
-        for piece, scale in _pieces(box, 1 if codes.bits == 4 else codes.bits // 8, target.bits // 8):
+        for piece, scale in _pieces(box, step, item):
             listed.append(piece)
             scales.append(scale)
             records.append(number)
     out, packed = filled(listed), np.array(scales, SCALES)
-    tiles = _cut(out, 1 if codes.bits == 4 else codes.bits // 8, target.bits // 8, packed)
+    tiles = _cut(out, step, item, packed)
     out["aux"] = np.arange(len(out))
-    nbytes = int((out["rows"] * out["run"]).sum()) * (target.bits // 8)
+    nbytes = int((out["rows"] * out["run"]).sum()) * item
     return CodeList(Descriptors(out, tiles, nbytes), packed, kind(codes), kind(target), tuple(records), number + 1)
 
 
@@ -189,8 +190,8 @@ def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np
     if scales is not None:
         off |= scales["width"] % np.uint32(group) | scales["column0"] % np.uint32(group)
     out["vlog"] = np.where(off == 0, group.bit_length() - 1, 0)
-    within = np.where(off == 0, run // np.uint64(group), run)  # what a short row is shared out by
-    out["divr"] = magics(np.where(per_row > 1, per_row, np.where(run < WARP_ROW, within, 1)))
+    within = np.where(off == 0, run // np.uint64(group), run)  # what a row is shared out by
+    out["divr"] = magics(np.where(per_row > 1, per_row, within))
     return total
 
 
