@@ -67,6 +67,20 @@ def _plan_rows(document: Document) -> list[tuple[str, Cell]]:
         rows.append(("writes", f"{size(plan.get('bytes_written', 0))}{files}{copies}"))
         if plan.get("peak_memory"):
             rows.append(("memory", f"at most {size(plan['peak_memory'])}"))
+    return rows + _device_rows(document.get("device") or {})
+
+
+def _device_rows(device: Document) -> list[tuple[str, Cell]]:
+    """The device that does the work, and what it leaves to the CPU."""
+    if not device:
+        return []
+    used = f" ({size(device['device_memory'])} of its memory)" if device.get("device_memory") else ""
+    rows: list[tuple[str, Cell]] = [("device", f"{device.get('name', '?')}{used}")]
+    for cast in device.get("left_to_cpu") or ():
+        number = plural(int(cast["tensors"]), "tensor")
+        rows.append(
+            ("", Styled(f"the CPU casts {number} from {cast['from']} to {cast['to']}: the kernels do not", "warn"))
+        )
     return rows
 
 

@@ -154,6 +154,15 @@ def test_the_result_ends_in_one_line() -> None:
     assert "from  " in text(whole(DONE)) and "wrote 13.4 GB" in text(whole(DONE))
 
 
+def test_the_device_is_named_with_what_it_leaves_to_the_cpu() -> None:
+    left = [{"tensors": 3, "from": "F64", "to": "C64"}]
+    device = {"name": "a card", "pinned_memory": 1 << 20, "device_memory": 3_000_000, "left_to_cpu": left}
+    shown = text(before({**WRITTEN, "device": device}))
+    assert "device  a card (3.00 MB of its memory)" in shown and "the CPU casts 3 tensors from F64 to C64" in shown
+    assert "device" not in text(before(WRITTEN))
+    text(before(evil({**copy.deepcopy(WRITTEN), "device": device})))
+
+
 def test_lists_are_cut_and_minus_v_shows_them_whole() -> None:
     many = {**WRITTEN, "dropped": [{"state": f"s{i}", "tensors": 1, "bytes": 1} for i in range(40)]}
     assert "... 28 more entries; -v lists all" in text(before(many))
