@@ -48,8 +48,9 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One pair. before, after: steps until the save, and after the resume. planted: faults of the negative controls.
-    reference: the layout of the run without a break, None for the source's."""
+    """One pair. before, after: steps until the save, and after the resume; after 0 only asks whether the target can hold the state
+    (three data ranks can't share eight microbatches). planted: faults of the negative controls. reference: the layout of the run
+    without a break, None for the source's."""
 
     source: Layout
     target: Layout
@@ -63,16 +64,28 @@ class Case:
     planted: tuple[str, ...] = ()
     reference: Layout | None = None
 
+    @property
+    def model(self) -> ModelShape:
+        """The model as the format's system has it: DeepSpeed's bf16 engine casts every weight, the router too."""
+        return self.shape.with_(router="bf16") if self.fmt == "deepspeed" else self.shape
+
+    @property
+    def unkept(self) -> frozenset[str]:
+        """States that one of the layouts does not store: ZeRO 3 of DeepSpeed rounds its weights from the masters."""
+        stages = {layout.zero for layout in (self.source, self.target) if layout.dp > 1}
+        return frozenset({"model"} if self.fmt == "deepspeed" and 3 in stages else ())
+
     def job(self, layout: Layout) -> Job:
-        return Job(self.shape, layout, seed=self.seed, canonical=self.canonical)
+        return Job(self.model, layout, seed=self.seed, canonical=self.canonical)
 
 
 def check(case: Case) -> None:
     """Raise UsageError (E1501, E1534, E1535) for what the model or the format can't take, before anything runs."""
-    for layout in (case.source, case.target, case.reference or case.source):
-        layout.check(case.shape, canonical=case.canonical)
-    formats.check(case.fmt, case.source)
-    formats.check(case.fmt, case.target)
+    for layout in (case.source, case.reference or case.source):
+        layout.check(case.model, canonical=case.canonical)
+    case.target.check(case.model, canonical=case.canonical, steps=case.after > 0)
+    formats.check(case.fmt, case.source, case.model)
+    formats.check(case.fmt, case.target, case.model)
 
 
 def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Document:
@@ -93,13 +106,13 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
         "reshard",
         good.path,
         folder / "resharded",
-        *formats.words(case.fmt, case.target),
+        *_words(case, case.target),
         "--verify",
         "full",
     ]
     moved = run_tool(*command)
     here = prepared(folder / "resharded", folder / "hub")
-    states = [_digest_check("reshard", _digests(good.path), _digests(folder / "resharded"))]
+    states = [_digest_check("reshard", _digests(good.path), _digests(folder / "resharded"), case.unkept)]
     said(f"resume: {case.after} steps as {case.target}")
     ends = Saving(folder / "resumed", "sharded", (case.before + case.after,))
     got = runs.run(case.job(case.target), case.after, start=here, saving=ends, machine=case.machine)
@@ -108,12 +121,10 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     if not case.canonical:
         states[-1]["counted"] = False  # other layouts round otherwise: the curve is what counts
     said(f"back: {case.target} -> {case.source}")
-    run_tool(
-        "reshard", folder / "resharded", folder / "back", *formats.words(case.fmt, case.source), "--verify", "full"
-    )
-    states.append(_digest_check("there and back", _digests(good.path), _digests(folder / "back")))
-    controls = _controls(case, here, folder, want, said) if case.planted else []
-    noise = _noise(case, want, folder, said) if not case.canonical else None
+    run_tool("reshard", folder / "resharded", folder / "back", *_words(case, case.source), "--verify", "full")
+    states.append(_digest_check("there and back", _digests(good.path), _digests(folder / "back"), case.unkept))
+    controls = _controls(case, here, folder, want, said) if case.planted and case.after else []
+    noise = _noise(case, want, folder, said) if not case.canonical and case.after else None
     return _document(case, curve, states, controls, noise, {
         "killed": end, "taken": good.path.name, "notes": list(good.notes), "commands": [_shown(command)],
         "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
@@ -133,6 +144,11 @@ class _Said:
         self._say(line)
 
 
+def _words(case: Case, layout: Layout) -> list[str]:
+    """The options that ask `ckpt` for a layout."""
+    return formats.words(case.fmt, layout, [len(layers) for layers in layout.stage_layers(case.model)])
+
+
 def _shown(command: Sequence[object]) -> str:
     return " ".join(["ckpt", *(part.name if isinstance(part, Path) else str(part) for part in command)])
 
@@ -147,16 +163,24 @@ def _digests(path: Path) -> dict[str, dict[str, str]]:
     return {**document["digests"], **({"findings": unsound} if unsound else {})}
 
 
-def _digest_check(what: str, left: Mapping[str, Mapping[str, str]], right: Mapping[str, Mapping[str, str]]) -> Document:
-    """Tensor by tensor, state by state."""
+def _digest_check(
+    what: str,
+    left: Mapping[str, Mapping[str, str]],
+    right: Mapping[str, Mapping[str, str]],
+    unkept: frozenset[str] = frozenset(),
+) -> Document:
+    """Tensor by tensor, state by state. unkept: states that may be missing as a whole on a side, and are no evidence then."""
     rows, differ = [], []
+    skipped = {state for state in unkept if state not in left or state not in right}
     for state in dict.fromkeys([*left, *right]):
+        if state in skipped:
+            continue
         mine, theirs = left.get(state, {}), right.get(state, {})
         names = dict.fromkeys([*mine, *theirs])
         equal = sum(mine.get(name) == theirs.get(name) for name in names)
         differ += [f"{name} [{state}]" for name in names if mine.get(name) != theirs.get(name)]
         rows.append({"state": state, "tensors": len(names), "equal": equal})
-    missing = [state for state in STATES if state not in left]
+    missing = [state for state in STATES if state not in left and state not in skipped]
     ok = not differ and not missing and "findings" not in left
     return {"what": what, "ok": ok, "states": rows, "differ": differ[:20], "missing": missing, "counted": True}
 
@@ -287,7 +311,9 @@ def _document(
         for state in states
         if state["counted"]
     ]
-    if case.canonical:
+    if not case.after:
+        curve["worst"] = 0.0
+    elif case.canonical:
         text = (
             "loss and gradient norm bit for bit"
             if curve["ok"]
@@ -307,9 +333,9 @@ def _document(
         "ok": all(check["ok"] for check in checks),
         "from": str(case.source), "to": str(case.target), "format": case.fmt,
         "mode": "canonical" if case.canonical else "native", "device": case.machine.device, "seed": case.seed,
-        "before": case.before, "after": case.after, "checks": checks, "states": states, "curve": curve["rows"],
+        "model": str(case.model), "before": case.before, "after": case.after, "checks": checks, "states": states, "curve": curve["rows"],
         "worst": curve["worst"], "noise": noise, "controls": controls,
-        "layouts": {"from": placed(case.source, case.shape), "to": placed(case.target, case.shape)}, **rest,
+        "layouts": {"from": placed(case.source, case.model), "to": placed(case.target, case.model)}, **rest,
     }  # fmt: skip
 
 
@@ -340,7 +366,7 @@ def failed(case: Case, error: CkptError) -> Document:
     return {
         "ok": False, "from": str(case.source), "to": str(case.target), "format": case.fmt,
         "mode": "canonical" if case.canonical else "native", "device": case.machine.device, "seed": case.seed,
-        "before": case.before, "after": case.after, "checks": [what], "states": [], "curve": [], "controls": [],
+        "model": str(case.model), "before": case.before, "after": case.after, "checks": [what], "states": [], "curve": [], "controls": [],
         "notes": list(error.faults or ()), "elapsed_s": 0.0,
     }  # fmt: skip
 

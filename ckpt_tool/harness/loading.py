@@ -74,7 +74,8 @@ def prepared(path: Path, scratch: Path) -> Path:
 
 
 class Loader:
-    """A checkpoint with hub names, open for reading. scalars: what the job had put beside its tensors."""
+    """A checkpoint with hub names, open for reading. scalars: what the job had put beside its tensors. tied: is the
+    head the embedding?"""
 
     def __init__(self, path: Path) -> None:
         """path: as `prepared` gives it. Raises what the tool's readers raise, and Incomplete E1533 without scalars."""
@@ -87,7 +88,7 @@ class Loader:
         self._states = {state: self._open.state(state) for state in catalog.states()}
         self.scalars = scalars_of(catalog.extras, path)
         config = path / "config.json"
-        self._tied = config.is_file() and json.loads(config.read_text()).get("tie_word_embeddings") is True
+        self.tied = config.is_file() and json.loads(config.read_text()).get("tie_word_embeddings") is True
 
     def read(self, name: str, state: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The values of a box. Raises Incomplete E1530 (no such tensor), InconsistentCheckpoint E1531 (it is smaller).
@@ -96,7 +97,7 @@ class Loader:
         anyway (Megatron, Paddle), the 16-bit weight of a master (ZeRO 3; the caller rounds it, as DeepSpeed does).
         """
         held = self._states.get(state)
-        if self._tied and name in TIED and (held is None or name not in held):
+        if self.tied and name in TIED and (held is None or name not in held):
             name = TIED[name]  # Paddle keeps the states of a tied pair under one of its names
         if state in TWINS and (held is None or name not in held):
             twin = self._states.get(TWINS[state])
@@ -117,6 +118,10 @@ class Loader:
         box = lazy[tuple(slice(o, end) for o, end in zip(offset, ends, strict=True))]
         values: torch.Tensor = box.torch()
         return values.reshape(tuple(shape))
+
+    def names(self) -> frozenset[str]:
+        """Parameters of which any state is there."""
+        return frozenset(name for held in self._states.values() for name in held)
 
     def state(self, like: RankState) -> RankState:
         """The pieces that `like` holds, with the checkpoint's values: a rank's state without a trainer, for tests."""

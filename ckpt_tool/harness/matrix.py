@@ -1,11 +1,13 @@
 """Which pairs of layouts are proved: the quick ones by default, all of them by `ckpt validate --matrix full`.
 
-Formats take turns, so that each is met in several pairs; a pair that a format's files can't express goes to the next one.
+Formats take turns, so that each is met in several pairs; a pair that a format's files can't express goes to the next one. Pairs
+that only certain systems make (interleaved and uneven pipelines, ZeRO stages) name their format.
 """
 
 from __future__ import annotations
 
 from itertools import cycle
+from typing import NamedTuple
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.harness.evidence import Case
@@ -14,28 +16,63 @@ from ckpt_tool.harness.runs import Machine
 from ckpt_tool.harness.saving import formats
 from ckpt_tool.harness.shape import ModelShape
 
+
+class Pair(NamedTuple):
+    """From one layout to another. model: "" for the matrix's own. fmt: None to take turns. trains: False where the target can only
+    hold the state."""
+
+    source: str
+    target: str
+    model: str = ""
+    fmt: str | None = None
+    trains: bool = True
+
+
+MODELS = {
+    "quick": ModelShape.quick(),
+    "full": ModelShape(),
+    "tied": ModelShape(tied=True, rows=104),  # one embedding in two stages, seven rows of padding
+    "indivisible": ModelShape.indivisible().with_(layers=4, batch=8),  # dims that TP can't cut
+    "dense": ModelShape.quick().with_(experts=0),
+}
 # What a change of one or of all degrees can get wrong, in a few short runs: TP and EP merged, ZeRO 3 taken apart, pipelines cut.
-QUICK: tuple[tuple[str, str], ...] = (
-    ("tp2,pp2,dp2,ep2", "dp4,ep2"),
-    ("dp4,ep4", "tp2,pp2"),
-    ("tp4", "pp2,dp2,zero2"),
-    ("dp2,zero3", "tp2,dp2,ep2"),
+QUICK = (
+    Pair("tp2,pp2,dp2,ep2", "dp4,ep2"),
+    Pair("dp4,ep4", "tp2,pp2"),
+    Pair("tp4", "pp2,dp2,zero2"),
+    Pair("dp2,zero3", "tp2,dp2,ep2"),
 )
 # One layout against one rank, in both directions.
 ALONE = (
     "tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "dp2,ep2", "dp4,ep4", "tp2,pp2,dp2,ep2", "tp2,dp4,ep2", "pp2,dp4,ep4",
     "tp4,pp2", "tp2,pp4",
 )  # fmt: skip
-# Layouts against each other: all degrees at once, experts merged, uneven and interleaved pipelines, ZeRO stages.
+# Layouts against each other: all degrees at once, experts merged, uneven and interleaved pipelines, ZeRO stages, odd models.
 CROSS = (
-    ("tp2,pp2,dp2,ep2", "dp4,ep2"),
-    ("dp4,ep4", "tp2,pp2,dp2"),
-    ("tp2,pp2,dp2,ep2", "pp3,split=2-1-1"),
-    ("pp2,vpp2", "pp2"),
-    ("pp2", "pp2,vpp2"),
-    ("dp4,zero3", "tp2,dp2,zero1"),
-    ("tp2,dp2,zero2", "dp4,zero0"),
-    ("dp2,zero1", "dp2,zero3"),
+    Pair("tp2,pp2,dp2,ep2", "dp4,ep2"),
+    Pair("dp4,ep4", "tp2,pp2,dp2"),
+    Pair("tp2,pp2,dp2,ep2", "pp3,split=2-1-1", fmt="megatron"),
+    Pair("tp2,pp2,dp2,ep2", "pp3,split=2-1-1", fmt="megatron-dist"),
+    Pair("pp3,split=1-2-1", "dp2,ep2", fmt="dcp"),
+    Pair("pp2,vpp2", "pp2", fmt="megatron"),
+    Pair("pp2", "pp2,vpp2", fmt="megatron-dist"),
+    Pair("tp2,pp2,vpp2,dp2,ep2", "tp4,dp2", fmt="megatron-dist"),
+    Pair("dp4,zero3", "tp2,dp2,zero1"),
+    Pair("tp2,dp2,zero2", "dp4,zero0"),
+    Pair("dp2,zero1", "dp2,zero3", fmt="deepspeed"),
+    Pair("dp4,zero3", "dp2,zero2", fmt="deepspeed"),
+    Pair("dp4,ep4,zero2", "dp2,zero1", fmt="sharded"),
+    Pair("tp2,pp2,dp2", "dp2,ep2,zero3", "tied", "dcp"),
+    Pair("dp4,zero3", "dp2,zero1", "tied", "deepspeed"),
+    Pair("pp4,dp2", "tp4,pp2", "tied", "megatron-dist"),
+    Pair("tp2,pp2", "dp4,ep2", "tied", "paddle-unified"),
+    Pair("tp4,dp2,ep2", "pp2,dp4,ep4", "indivisible", "sharded"),
+    Pair("pp2,dp2", "tp2,pp2,dp2,ep2", "indivisible", "dcp"),
+    Pair("dp2,ep2,zero3", "tp4,pp2", "indivisible", "paddle-unified"),
+    Pair("tp2,pp2,dp2", "tp4", "dense", "megatron"),
+    Pair("tp2,pp2,dp2,ep2", "dp3", fmt="sharded", trains=False),  # another padding of ZeRO's line
+    Pair("tp2,dp4,ep2", "tp2,dp3,zero3", fmt="dcp", trains=False),
+    Pair("dp4,zero2", "dp3,zero3", fmt="deepspeed", trains=False),
 )
 
 
@@ -54,40 +91,41 @@ def cases(
     Raises UsageError E1541 for another name, E1535 where `fmt` has no place for a layout.
     """
     if which == "quick":
-        pairs, shape = QUICK, ModelShape.quick()
+        pairs: tuple[Pair, ...] = QUICK
     elif which == "full":
-        both = [pair for text in ALONE for pair in (("tp1", text), (text, "tp1"))]
-        pairs, shape = (*both, *CROSS), ModelShape()
+        both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
+        pairs = (*both, *CROSS)
     else:
         raise UsageError(f"no matrix is called {which!r}", code="E1541", place="--matrix", hint="want quick or full")
     turns = cycle(formats.WRITERS)
     found = []
-    for number, (source, target) in enumerate(pairs):
-        left, right = Layout.parse(source), Layout.parse(target)
+    for number, pair in enumerate(pairs):
+        shape = MODELS[pair.model or which]
+        left, right = Layout.parse(pair.source), Layout.parse(pair.target)
         found.append(
             Case(
                 left,
                 right,
-                fmt or _fitting(left, right, turns),
+                fmt or pair.fmt or _fitting(left, right, shape, turns),
                 shape,
                 canonical,
-                steps,
-                steps,
-                seed,
-                machine or Machine(),
-                planted if number == 0 else (),
+                before=steps,
+                after=steps if pair.trains else 0,
+                seed=seed,
+                machine=machine or Machine(),
+                planted=planted if number == 0 else (),
             )
         )
     return found
 
 
-def _fitting(source: Layout, target: Layout, turns: cycle[str]) -> str:
+def _fitting(source: Layout, target: Layout, shape: ModelShape, turns: cycle[str]) -> str:
     """The next format that has a place for both."""
     for _ in formats.WRITERS:
         fmt = next(turns)
         try:
-            formats.check(fmt, source)
-            formats.check(fmt, target)
+            formats.check(fmt, source, shape)
+            formats.check(fmt, target, shape)
         except UsageError:
             continue
         return fmt

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.errors import InternalError, UsageError
+from ckpt_tool.errors import InconsistentCheckpoint, InternalError, UsageError
 from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.launch import How, run_ranks
 from ckpt_tool.harness.loading import Loader
@@ -56,7 +56,7 @@ def run(
     watch: Callable[[Step], None] | None = None,
     last: bool = False,
 ) -> list[Step]:
-    """Train `steps` steps on all ranks; what each step did.
+    """Train `steps` steps on all ranks; what each step did. With 0 steps the state is taken up and, with `saving`, saved.
 
     start: a checkpoint with hub names (`loading.prepared`); None begins at step 0. watch: called on rank 0 after each step, in that
     rank's own process. last: the last rank kills itself in the step after the last.
@@ -99,13 +99,16 @@ def _entry(
     watch: Callable[[Step], None] | None,
     last: bool,
 ) -> list[list[float]]:
-    trainer = Trainer(job, comm)
+    trainer = Trainer(job, comm, steps=steps > 0)
     if start is not None:
         source = Loader(start)
+        _refuse_another_model(source, job, start)
         trainer.load(source.read, source.scalars)
     store = None
     if saving is not None:
         store = Store(saving.root, saving.fmt, rank=comm.rank, world=job.layout.world, run=saving.run, keep=saving.keep)
+        if steps == 0:
+            store.save(trainer.state())
     done = []
     for step in trainer.train(steps):
         done.append(list(step))
@@ -119,6 +122,20 @@ def _entry(
         comm.barrier()
         _die_in_step(trainer, comm)
     return done
+
+
+def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
+    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model has not: they would be lost in silence.
+    (What it lacks, reading says.) An untied head is the case that no shape gives away."""
+    wanted = {param.name for param in job.shape.parameters()} | (
+        {"lm_head.weight"} if job.shape.tied and source.tied else set()
+    )
+    if extra := sorted(source.names() - wanted):
+        raise InconsistentCheckpoint(
+            f"the checkpoint has {len(extra)} parameters that the model has not, {extra[0]} first", code="E1509",
+            path=start, key=extra[0], faults=extra[1:],
+            hint="it is of another model" + (": its head is not tied to the embedding" if extra == ["lm_head.weight"] else ""),
+        )  # fmt: skip
 
 
 def _die_in_step(trainer: Trainer, comm: Comm) -> None:

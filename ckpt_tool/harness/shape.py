@@ -58,6 +58,7 @@ class ModelShape:
     shared_experts: int = 1
     vocab: int = 97
     rows: int = 100
+    router: DType = "fp32"
     tied: bool = False
     sequence: int = 32
     batch: int = 8  # sequences a step: as many microbatches of one sequence
@@ -77,6 +78,13 @@ class ModelShape:
 
     def with_(self, **changes: object) -> ModelShape:
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        head = "tied" if self.tied else "untied"
+        return (
+            f"{self.layers} layers, {self.heads}/{self.kv_heads} heads, feed-forward {self.dense_ffn}, {self.experts} experts of"
+            f" {self.expert_ffn}, {self.vocab} tokens in {self.rows} rows, head {head}"
+        )
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts."""
@@ -111,7 +119,7 @@ class ModelShape:
         ]
         if not self.is_sparse(layer):
             return found + self._gated(f"{root}.mlp", room, self.dense_ffn)
-        found.append(Param(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype="fp32", std=0.08))
+        found.append(Param(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype=self.router, std=0.08))
         for expert in range(self.experts):
             found += self._gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
         if self.shared_experts:
