@@ -1,0 +1,45 @@
+"""Mutants that nothing can tell from the original, or that no machine of ours can run far enough to tell.
+
+A line of the table: the file, what is in the line as it stands, the change (both regular expressions), and why. `mutants.py`
+asks here about every mutant that survives; one that a test kills all the same is counted as killed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Alike(NamedTuple):
+    file: str
+    line: str
+    change: str
+    why: str
+
+
+SPEED = "another number of loads in flight, or another share of the work, moves the same bytes"
+AGAIN = "the loop's own test is asked again before each access"
+NARROW = "a span, a piece or a tile has less than 4 GiB, so 32 bits hold its offsets"
+LARGER = "an array larger than what is used of it"
+UNUSED = "a value that is not used: what would read it has nothing to do"
+TILES = "shows from 2^32 tiles on: lists of 128 TiB"
+
+EQUIVALENT = (
+    Alike("box_copy.cu", r"AT_ONCE = FLAT \? LOADS : 2", r"2 to ", SPEED),
+    Alike("box_copy.cu", r"for \(uint32_t k = \w+; k < count; k \+= ", r"< to <=", AGAIN),
+    Alike("box_copy.cu", r"uint64_t\(k \+ u \* lanes\) \* 16", r"uint64_t to", NARROW),
+    Alike("box_copy.cu", r"ck_v16 a\[2\] = \{\}, b\[2\]", r"2 to 3", LARGER),
+    Alike("portable.h", r"ck_find\(const ck_desc\* list, uint32_t count, uint64_t tile\)", r"uint64_t to", TILES),
+    Alike("descriptors.py", r"^SPANS_FROM = ", r"", "which way moves a run is a matter of speed"),
+    Alike("descriptors.py", r"sorted\(pieces, key=", r"\(2\)|1 to",
+          "only dims of one stride in the target are told apart by it: their box would meet itself, which is refused"),
+    Alike("descriptors.py", r"dims\[0\] if dims else \(1, 0, 0\)", r"", UNUSED),
+)  # fmt: skip
+
+
+def why_alike(file: str, line: str, change: str) -> str:
+    """Why this mutant can't be told from the original; "" where nobody has said so."""
+    for known in EQUIVALENT:
+        if known.file == file and re.search(known.line, line) and re.search(known.change, change):
+            return known.why
+    return ""
