@@ -259,23 +259,30 @@ CK_DEVICE uint64_t largest(uint64_t v) {
     return v;
 }
 
-// A box's findings of a warp into its record.
+// A box's findings of a warp into its record. Mostly there are none, or none that differ.
 CK_DEVICE void settle(const Found& found, ck_difference* record) {
-    if (!summed(found.elements || found.bad_left || found.bad_right)) return;
-    const uint64_t elements = summed(found.elements), first = ~largest(~found.first), ulp = largest(found.ulp),
-                   gap = largest(found.gap), finite = summed(found.finite), nans = summed(found.nans),
-                   left = summed(found.bad_left), right = summed(found.bad_right);
-    if (ck_tid() % 32) return;
-    if (elements) {
-        ck_atomic_add(&record->elements, elements);
-        ck_atomic_min(&record->first, first);
-        ck_atomic_max(&record->ulp, ulp);
-        ck_atomic_max(&record->gap, gap);
-        ck_atomic_add(&record->finite, finite);
-        ck_atomic_add(&record->nans, nans);
+    uint32_t any = (found.elements ? 1 : 0) | (found.bad_left || found.bad_right ? 2 : 0);
+    for (int mask = 1; mask < 32; mask *= 2) any |= ck_shfl_xor(any, mask);
+    const bool first_lane = ck_tid() % 32 == 0;
+    if (any & 1) {
+        const uint64_t elements = summed(found.elements), first = ~largest(~found.first), ulp = largest(found.ulp),
+                       gap = largest(found.gap), finite = summed(found.finite), nans = summed(found.nans);
+        if (first_lane) {
+            ck_atomic_add(&record->elements, elements);
+            ck_atomic_min(&record->first, first);
+            ck_atomic_max(&record->ulp, ulp);
+            ck_atomic_max(&record->gap, gap);
+            ck_atomic_add(&record->finite, finite);
+            ck_atomic_add(&record->nans, nans);
+        }
     }
-    if (left) ck_atomic_add(&record->bad_left, left);
-    if (right) ck_atomic_add(&record->bad_right, right);
+    if (any & 2) {
+        const uint64_t left = summed(found.bad_left), right = summed(found.bad_right);
+        if (first_lane) {
+            ck_atomic_add(&record->bad_left, left);
+            ck_atomic_add(&record->bad_right, right);
+        }
+    }
 }
 
 CK_KERNEL(THREADS, 2)
