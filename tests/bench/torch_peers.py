@@ -253,6 +253,60 @@ def equal(dtype: torch.dtype, *, gap: bool) -> Callable[[Buffers], Call]:
     return make
 
 
+def _flat(arena: Arena, source: T, target: T) -> dict[str, T]:
+    """The buffers of `workloads.flat_buffers` as tensors."""
+    flat = workloads.flat_buffers(Arena(source.data_ptr(), target.data_ptr(), arena.payload, 1), 0)
+
+    def window(at: int, dtype: torch.dtype) -> T:
+        side = source if source.data_ptr() <= at < source.data_ptr() + len(source) else target
+        first = at - side.data_ptr()
+        return side[first : first + flat.elements * dtype.itemsize].view(dtype)
+
+    names = ("gradient", "master", "exp_avg", "exp_avg_sq", "ema")
+    found = {name: window(getattr(flat, name), torch.float32) for name in names}
+    return found | {"parameter": window(flat.parameter, torch.bfloat16)}
+
+
+def adamw(buffers: Buffers) -> Call:
+    """torch's fused AdamW on the master, then lerp of the average, then the cast."""
+
+    def of_slot(source: T, target: T) -> Call:
+        has = _flat(buffers.arena, source, target)
+        master = torch.nn.Parameter(has["master"])
+        master.grad = has["gradient"]
+        stepper = torch.optim.AdamW([master], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        stepper.state[master] = {
+            "step": torch.tensor(6.0, device=source.device), "exp_avg": has["exp_avg"], "exp_avg_sq": has["exp_avg_sq"],
+        }  # fmt: skip
+
+        def call(_: int) -> None:
+            with torch.no_grad():
+                stepper.step()
+                has["ema"].lerp_(has["master"], 0.01)
+                has["parameter"].copy_(has["master"])
+
+        return call
+
+    return buffers.each(of_slot)
+
+
+def exchange(buffers: Buffers) -> Call:
+    """A clone, two copies and a cast."""
+
+    def of_slot(source: T, target: T) -> Call:
+        has = _flat(buffers.arena, source, target)
+
+        def call(_: int) -> None:
+            kept = has["master"].clone()
+            has["master"].copy_(has["ema"])
+            has["ema"].copy_(kept)
+            has["parameter"].copy_(has["master"])
+
+        return call
+
+    return buffers.each(of_slot)
+
+
 def peers(
     cub_library: Path | None, device: Device
 ) -> Iterator[tuple[tuple[str, str], str, bool, Callable[[Buffers], Call]]]:
@@ -283,3 +337,5 @@ def peers(
     for name, dtype in (("BF16", torch.bfloat16), ("F32", torch.float32)):
         yield ("compare", name), "torch.equal", False, equal(dtype, gap=False)
         yield ("compare", name), "(a-b).abs().max()", False, equal(dtype, gap=True)
+    yield ("adamw_ema", "AdamW and average, BF16 parameters"), "fused AdamW, lerp_, copy_", False, adamw
+    yield ("ema_swap", "weights and average swapped"), "clone, 3 copy_", False, exchange

@@ -42,6 +42,13 @@ def test_a_table_with_its_peers(device: Device, tmp_path: Path, capsys: pytest.C
     assert device.info.name in said.splitlines()[0]
 
 
+def test_the_optimizers_peers_run(device: Device, tmp_path: Path) -> None:
+    status, document = run(device, tmp_path, "--kernel", "adamw_ema", "--kernel", "ema_swap")
+    rows = document["rows"]
+    assert status == 0 and isinstance(rows, list) and len(rows) == 5
+    assert all(row["moved"] % (38 if "AdamW" in row["work"] else 18) == 0 for row in rows[1:])
+
+
 def test_a_peer_that_leaves_other_bytes_is_told(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.run.device.adamw import Constants, Flat, step, swap
 from ckpt_tool.run.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
 from ckpt_tool.run.device.comparisons import RECORD, pack_pairs
 from ckpt_tool.run.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, pack
@@ -185,14 +186,14 @@ def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Aren
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
         count = arena.payload * 8 // max(given.bits, wanted.bits)
-        step = min(pieces_of or count, count)
+        each = min(pieces_of or count, count)
         slots = []
         for k in range(arena.slots):
             begin, to = arena.at(k)
             boxes = [
                 box
-                for at in range(0, count, step)
-                for box in line(begin + at * given.bits // 8, to + at * wanted.bits // 8, min(step, count - at))
+                for at in range(0, count, each)
+                for box in line(begin + at * given.bits // 8, to + at * wanted.bits // 8, min(each, count - at))
             ]
             slots.append(pack_casts(boxes, given, wanted))
         counts = device.upload(np.zeros(2, np.uint64))
@@ -231,12 +232,12 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
         per_row = values.shape[1]
         beside = device.upload(values)
         about = Scales(beside.address, scales, block, (0, per_row * scales.bits // 8))
-        step = wide if given.bits == 4 else wide * given.bits // 8  # F4 counts half bytes
+        pitch = wide if given.bits == 4 else wide * given.bits // 8  # F4 counts half bytes
         lists = []
         for k in range(arena.slots):
             source, target = arena.at(k)
             first = 2 * source if given.bits == 4 else source
-            box = CodeBox(first, target, (1, rows, wide), (0, step), (0, wide * 2), about)
+            box = CodeBox(first, target, (1, rows, wide), (0, pitch), (0, wide * 2), about)
             lists.append(pack_codes([box], given, DTYPES["BF16"]))
         counts = device.upload(np.zeros((max(len(made.scales) for made in lists), 2), np.uint64))
         records = [device.upload(made.scales) for made in lists]
@@ -292,6 +293,36 @@ def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
     return prepare
 
 
+def flat_buffers(arena: Arena, slot: int) -> Flat:
+    """Gradient, master and first moment in the source of a slot, the others in its target: 12 and 10 bytes an element."""
+    source, target = arena.at(slot)
+    count = arena.payload // 12 // 64 * 64
+    return Flat(count, source, source + 4 * count, source + 8 * count, target, target + 4 * count, target + 8 * count)
+
+
+def optimizer(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
+    """A step of AdamW with its average on fp32 state, writing bfloat16 parameters: 20 bytes read and 18 written an element."""
+    device.fill(arena.target, 0, arena.nbytes)  # second moments are never negative
+    flats = [flat_buffers(arena, k) for k in range(arena.slots)]
+    constants = Constants.of(step=7, rate=1e-4)
+
+    def call(slot: int) -> None:
+        step(device, constants, flats[slot % arena.slots], blocks=knobs.blocks, threads=knobs.threads)
+
+    return Prepared(call, flats[0].elements * 38, 1, ())
+
+
+def exchange(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
+    """Weights and their average change places, and the bfloat16 parameters follow: 8 bytes read and 10 written an element."""
+    flats = [flat_buffers(arena, k) for k in range(arena.slots)]
+
+    def call(slot: int) -> None:
+        flat = flats[slot % arena.slots]
+        swap(device, flat.elements, flat.master, flat.ema, parameter=flat.parameter)
+
+    return Prepared(call, flats[0].elements * 18, 1, ())
+
+
 COPIES: dict[str, Lists] = {
     "one run": pieces(1 << 62),
     "pieces of 8 MiB": pieces(8 << 20),
@@ -323,6 +354,8 @@ def _all() -> Iterable[Work]:
     yield Work("leaves of 256 KiB", "digest", "bytes", digest)
     yield Work("BF16", "compare", "BF16", compare("BF16"))
     yield Work("F32", "compare", "F32", compare("F32"))
+    yield Work("AdamW and average, BF16 parameters", "adamw_ema", "F32", optimizer)
+    yield Work("weights and average swapped", "ema_swap", "F32", exchange)
 
 
 WORKS: dict[tuple[str, str], Work] = {(work.kernel, work.name): work for work in _all()}
