@@ -184,12 +184,17 @@ def test_tensors_in_boxes_are_laid_out_first(device: Device, window: int) -> Non
     assert got == want
 
 
-def test_a_transposed_tensor_has_the_digest_of_its_line(device: Device) -> None:
-    stored = np.arange(70 * 33, dtype=np.uint16).reshape(70, 33)  # holds a (33, 70) tensor by columns
-    region = box_region((33, 70), Box((0, 0), (33, 70)), 2, 0, 0, strides=(1, 33))
+@pytest.mark.parametrize("name", ["U8", "U16", "F32", "F64", "C128"])
+def test_a_transposed_tensor_has_the_digest_of_its_line(device: Device, name: str) -> None:
+    kind = DTYPES[name]
+    item = kind.bits // 8
+    stored = (
+        np.arange(70 * 33, dtype=np.uint16).reshape(70, 33).astype(kind.numpy)
+    )  # holds a (33, 70) tensor by columns
+    region = box_region((33, 70), Box((0, 0), (33, 70)), item, 0, 0, strides=(1, 33))
     with device.upload(stored) as memory:
-        got = digests(device, [Placed(DTYPES["U16"], (33, 70), (region,), (memory.address,))])
-    assert got == [digest("U16", (33, 70), stored.T.tobytes())]
+        got = digests(device, [Placed(kind, (33, 70), (region,), (memory.address,))])
+    assert got == [digest(name, (33, 70), stored.T.tobytes())]
 
 
 def test_regions_that_leave_a_gap_are_an_error(device: Device) -> None:

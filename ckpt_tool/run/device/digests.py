@@ -1,8 +1,8 @@
 """Digests of tensors that lie on a device: the same 32 hex digits as `run/digest.py`, the values never leaving it.
 
 A digest is a hash of the hashes of 256-KiB leaves of the tensor's line. The kernel hashes leaves of plain lines; a tensor that
-lies in several boxes, or in strides, is laid out as a line first, window by window, by `box_copy` into a buffer of bounded
-size. Many small tensors share a window, so that thousands of them are two launches.
+lies in several boxes, or in strides, is laid out as a line first, window by window, by `box_copy` or `box_transpose` into a
+buffer of bounded size. Many small tensors share a window, so that thousands of them are two launches.
 
     hexes = digests(device, [Placed(DTYPES["F32"], (4, 6), (region,), (address,))])
 
@@ -21,8 +21,9 @@ import numpy as np
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy, Region, clip
-from ckpt_tool.run.device.descriptors import DESC, Descriptors, Strided, pack, strided
-from ckpt_tool.run.device.kernels import box_copy, digest
+from ckpt_tool.run.device.descriptors import DESC, Descriptors
+from ckpt_tool.run.device.kernels import digest, launch
+from ckpt_tool.run.device.launches import launches
 from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.digest import LEAF, root
 
@@ -111,8 +112,9 @@ def digests(device: Device, tensors: Sequence[Placed], *, window: int = WINDOW, 
         room = min(room, sum(-(-tensor.nbytes // GRID) * GRID for _, tensor in rest))
         with device.alloc(room) as buffer:
             for batch in _batches(rest, room):
-                boxes = [box for part in batch for box in part.boxes(buffer.address)]
-                box_copy(device, pack(boxes), stream=stream)
+                copies = [copy for part in batch for copy in part.copies(buffer.address)]
+                for one in launches(copies, (0,), (0,), apart=True):  # the regions of a line are apart
+                    launch(device, one, stream=stream)
                 lines = [(part.number, Line(buffer.address + part.to, part.nbytes, part.at)) for part in batch]
                 _hash(device, lines, leaves, stream)
     return [root(tensor.dtype.name, tensor.shape, found) for tensor, found in zip(tensors, leaves, strict=True)]
@@ -146,7 +148,8 @@ class _Part(NamedTuple):
     nbytes: int
     to: int
 
-    def boxes(self, base: int) -> Iterator[Strided]:
+    def copies(self, base: int) -> Iterator[tuple[Copy, int]]:
+        """What lays it out in the window at address `base`; offsets are addresses."""
         item, tensor = self.tensor.item, self.tensor
         start, stop, covered = self.at // item, (self.at + self.nbytes) // item, 0
         for region in tensor.regions:
@@ -154,9 +157,9 @@ class _Part(NamedTuple):
                 continue
             for piece in clip(region, start, stop):
                 covered += piece.numel
-                steps = tuple(step * item for step in piece.steps)
-                copy = Copy(piece.file, piece.offset, piece.strides, 0, (piece.at - start) * item, steps, piece.extents)
-                yield from strided(copy, item, tensor.addresses, (base + self.to,))
+                to, steps = base + self.to + (piece.at - start) * item, tuple(step * item for step in piece.steps)
+                source = tensor.addresses[piece.file] + piece.offset
+                yield Copy(0, source, piece.strides, 0, to, steps, piece.extents), item
         if covered != stop - start:
             raise InternalError(
                 f"regions give {covered} of the elements [{start}, {stop}) of a tensor of shape {tensor.shape}",
