@@ -65,7 +65,7 @@ def verify(
                                  "file": None, "tensor": str(key)})  # fmt: skip
         progress.finish()
         findings += _boolean_findings(nonfinite)
-        findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings})
+        findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings}, on)
     return {
         "schema_version": 1,
         "ok": not findings,
@@ -120,16 +120,23 @@ def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
     ]
 
 
-def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any]) -> list[dict[str, Any]]:
+def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device | None) -> list[dict[str, Any]]:
     """Parameters whose 16-bit model is no rounding of their master weights."""
     if MASTER not in catalog.states():
         return []
-    from ckpt_tool.run.rounding import drifts
+    known = frozenset(map(str, skip))
+    if on is not None:
+        from ckpt_tool.run.device.rounding import drifts_there
 
+        found = drifts_there(catalog, opened.tree, on, skip=known, threads=threads_of(None), memory=MEMORY)
+    else:
+        from ckpt_tool.run.rounding import drifts
+
+        found = drifts(catalog, opened.tree, skip=known)
     return [
         {"code": "W-master", "message": f"{drift.elements} elements are not what the fp32 master weights round to, the first at "
          f"{list(drift.first)}: a job that resumes takes the master's", "file": None, "tensor": str(drift.key)}
-        for drift in drifts(catalog, opened.tree, skip=frozenset(map(str, skip)))
+        for drift in found
     ]  # fmt: skip
 
 

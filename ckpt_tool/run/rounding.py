@@ -9,6 +9,7 @@ Cost: one read of both. What it does not do: decide which of the two is right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
 
     skip: tensors, as `str(key)`, that could not be read.
     """
-    pairs = _pairs(catalog, skip)
+    pairs = pairs_of(catalog, skip)
     mine, theirs = readable([a for a, _ in pairs], tree), readable([b for _, b in pairs], tree)
     masters = {move.key.name: move for move in theirs.moves}
     found: dict[TensorKey, list[int]] = {}
@@ -51,7 +52,7 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
             n = len(data) // move.item
             part = buffer[: n * master.item]
             reader.fill(master, part.data, at, at + n)
-            where = _differ(data, part, move.dtype, master.dtype)
+            where = drifted(data, part, move.dtype, master.dtype)
             if where.size:
                 known = found.setdefault(move.key, [0, at + int(where[0])])
                 known[0] += int(where.size)
@@ -62,13 +63,16 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
 
     walk(mine, visit, on_fault=lambda fault: None)
     shapes = {tensor.key: tensor.shape for tensor, _ in pairs}
-    return [
-        Drift(key, count, tuple(int(i) for i in np.unravel_index(first, shapes[key])))
-        for key, (count, first) in found.items()
-    ]
+    return [drift_at(key, shapes[key], count, first) for key, (count, first) in found.items()]
 
 
-def _pairs(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor, LogicalTensor]]:
+def drift_at(key: TensorKey, shape: Sequence[int], elements: int, first: int) -> Drift:
+    """first: element of the row-major line."""
+    return Drift(key, elements, tuple(int(i) for i in np.unravel_index(first, shape)))
+
+
+def pairs_of(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor, LogicalTensor]]:
+    """(model, master) of every parameter that is looked at."""
     out = []
     for key in [key for key in catalog.tensors if key.state == MASTER]:
         twin = TensorKey(key.name, MODEL)
@@ -79,7 +83,7 @@ def _pairs(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor, 
     return out
 
 
-def _differ(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def drifted(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """Positions where the master's rounding is not the model's value."""
     rounded = np.frombuffer(cast(master.data, wide, kind)[0], "u2")
     have = model.view("u2")

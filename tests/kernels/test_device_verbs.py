@@ -431,3 +431,33 @@ def test_windows_cover_the_line_and_end_where_leaves_do() -> None:
         assert all(window.start <= window.stop <= window.end and window.room <= 4 * MIB for window in found)
         for batch in loading.batches(iter(found), 4 * MIB):
             assert batch[-1].at + batch[-1].room <= 4 * MIB and all(window.at % 256 == 0 for window in batch)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_masters_that_do_not_round_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt_tool.run.device import rounding
+
+    torch = pytest.importorskip("torch")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("left to the CPU")
+
+    monkeypatch.setattr(rounding, "drifts", refuse)
+    rng = np.random.default_rng(5)
+    values: dict[str, np.ndarray[Any, Any]] = {}
+    masters: dict[str, np.ndarray[Any, Any]] = {}
+    for number, rows in enumerate((3, 900, 40, 50)):
+        masters[f"w{number}"] = rng.standard_normal((rows, 515), np.float32)
+        values[f"w{number}"] = masters[f"w{number}"].astype(np.float16)
+    values["w0"][2, 514] += np.float16(1)
+    values["w1"][[1, 899], [7, 3]] *= np.float16(2)
+    masters["w2"][3, 4], values["w2"].view(np.uint16)[3, 4] = np.nan, 0xFC07  # NaNs of other bits are equal
+    masters["w3"][3, 4], values["w3"].view(np.uint16)[3, 4] = np.nan, 0xFC07
+    values["w3"][9, 9] -= np.float16(3)
+    joined = tmp_path / "m.pt"
+    torch.save({"model": {k: torch.from_numpy(v) for k, v in values.items()},
+                "master": {k: torch.from_numpy(v) for k, v in masters.items()}}, joined)  # fmt: skip
+    on_cpu, on_device = both("verify", joined, tmp_path=tmp_path)
+    assert on_device == on_cpu
+    told = {finding["tensor"]: finding["message"] for finding in on_cpu.document["findings"]}
+    assert sorted(told) == ["w0", "w1", "w3"] and told["w1"].startswith("2 elements") and "[1, 7]" in told["w1"]
