@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from ckpt_tool.errors import CkptError, UsageError
 
 if TYPE_CHECKING:
     from ckpt_tool.harness.evidence import Case
+    from ckpt_tool.harness.roundtrip import RoundTrip
 
-MATRICES = ("quick", "full")
+MATRICES = ("quick", "full", "round-trip")
 MODES = ("canonical", "native")
 BACKENDS = ("gloo", "nccl", "sim")
 DEVICES = ("cpu", "cuda")
@@ -50,11 +52,11 @@ def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
     formats that can't be had. What a rank dies of is raised where one pair was asked for, and is a failed check of a matrix.
     """
     _torch(wanted)
-    from ckpt_tool.harness import evidence
+    from ckpt_tool.harness import evidence, roundtrip
 
     began, cases = time.perf_counter(), _cases(wanted)
     for case in cases:
-        evidence.check(case)
+        roundtrip.check(case) if isinstance(case, roundtrip.RoundTrip) else evidence.check(case)
     documents = []
     with tempfile.TemporaryDirectory(prefix="ckpt-validate-") as scratch:
         root = _root(wanted.keep, scratch)
@@ -67,11 +69,16 @@ def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
                 progress.note(f"{label}{line}")
 
             try:
-                documents.append(evidence.gather(case, folder, say=say))
+                if isinstance(case, roundtrip.RoundTrip):
+                    documents.append(roundtrip.gather(case, folder, say=say))
+                else:
+                    documents.append(evidence.gather(case, folder, say=say))
             except CkptError as e:
                 if len(cases) == 1:
                     raise
-                documents.append(evidence.failed(case, e))
+                documents.append(
+                    roundtrip.failed(case, e) if isinstance(case, roundtrip.RoundTrip) else evidence.failed(case, e)
+                )
             if wanted.keep is None:
                 _empty(folder)
     return {
@@ -95,8 +102,8 @@ def _torch(wanted: Validating) -> None:
         refuse_without_cuda()
 
 
-def _cases(wanted: Validating) -> list[Case]:
-    from ckpt_tool.harness import matrix
+def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
+    from ckpt_tool.harness import matrix, roundtrip
     from ckpt_tool.harness.evidence import Case, all_faults
     from ckpt_tool.harness.layout import Layout
     from ckpt_tool.harness.runs import Machine
@@ -108,6 +115,8 @@ def _cases(wanted: Validating) -> list[Case]:
         )
     if wanted.source is not None and wanted.matrix is not None:
         raise UsageError("a pair or a matrix, not both", code="E1541", place="--matrix", hint="leave the layouts out")
+    if wanted.matrix == "round-trip":
+        return roundtrip.cases(fmt=wanted.fmt, seed=wanted.seed)
     machine = Machine(wanted.backend, wanted.device)  # type: ignore[arg-type]  # checked by the command line
     planted = all_faults() if wanted.controls and wanted.mode == "canonical" else ()
     if wanted.source is None or wanted.target is None:

@@ -16,7 +16,7 @@ import made_states as made  # noqa: E402
 
 from ckpt_tool.errors import UsageError  # noqa: E402
 from ckpt_tool.harness.loading import Loader, prepared, run_tool  # noqa: E402
-from ckpt_tool.harness.saving import formats  # noqa: E402
+from ckpt_tool.harness.saving import formats, megatron_dist, megatron_model  # noqa: E402
 from ckpt_tool.harness.saving.whole import assemble  # noqa: E402
 
 SPEC = made.Spec()
@@ -94,6 +94,7 @@ def digests(path: Path) -> dict[str, Any]:
 def check(fmt: str, first: dict[str, Any], between: dict[str, Any], tmp_path: Path, spec: made.Spec = SPEC) -> None:
     a = write(fmt, first, tmp_path / "a", spec)
     before = digests(a)
+    assert "ema" in before and "exp_avg_sq" in before
     _is_the_truth(a, tmp_path / "hub_a", spec)
     run_tool("reshard", a, tmp_path / "x", *words(fmt, between, spec))
     run_tool("reshard", tmp_path / "x", tmp_path / "back", *words(fmt, first, spec))
@@ -126,6 +127,19 @@ def test_more_layouts(fmt: str, first: dict[str, Any], between: dict[str, Any], 
 @pytest.mark.parametrize(("fmt", "spec", "first", "between"), FORMS, ids=name)
 def test_more_models(fmt: str, spec: made.Spec, first: dict[str, Any], between: dict[str, Any], tmp_path: Path) -> None:
     check(fmt, first, between, tmp_path, spec)
+
+
+def test_a_wrong_fusion_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above can fail: [up; gate] where Megatron has [gate; up], in the averages alone."""
+
+    def swapped(module: Any, state: str, whole: Any) -> torch.Tensor:
+        tensor = megatron_model.joined(module, state, whole)
+        return tensor.roll(tensor.shape[0] // 2, 0) if (module.kind, state) == ("gated", "ema") else tensor
+
+    monkeypatch.setattr(megatron_dist, "joined", swapped)
+    path = write("megatron-dist", {"tp": 2}, tmp_path / "a")
+    with pytest.raises(AssertionError, match=r"'ema', 'model.layers.0.mlp.gate_proj.weight'"):
+        _is_the_truth(path, tmp_path / "hub", SPEC)
 
 
 def test_every_format_is_tried() -> None:

@@ -1,0 +1,188 @@
+"""A -> X -> A through `ckpt reshard`, in every format: each tensor comes back as it was, to the byte.
+
+    gather(RoundTrip(Layout.parse("tp2,pp2,dp2,ep2"), Layout.parse("dp4,ep2")), folder)    a document with a check a format
+
+    train    once for all pairs: a few steps on one rank, so that moments and averages are a real run's
+    save     a job of layout A holds that state, each rank its pieces, and saves it in every format
+    reshard  A -> X and X -> A, two commands a format; the digest of every tensor, in every state, before and after
+
+The one idea: canonical training gives every layout the same bits, so one training serves all; what differs is who holds what.
+Formats whose systems can't have a layout are named, and not counted. Cost: three commands a format and pair, two at a time.
+What it does not do: resume (`harness.evidence`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.harness import runs
+from ckpt_tool.harness.comm import Comm
+from ckpt_tool.harness.launch import run_ranks
+from ckpt_tool.harness.layout import Layout
+from ckpt_tool.harness.loading import Loader, run_tool
+from ckpt_tool.harness.matrix import ALONE, CROSS, MODELS, Pair
+from ckpt_tool.harness.runs import Saving
+from ckpt_tool.harness.saving import formats
+from ckpt_tool.harness.shape import ModelShape
+from ckpt_tool.harness.store import Store, latest, name_of
+from ckpt_tool.harness.train import Job, Trainer
+
+STEPS = 2
+AT_ONCE = 2  # commands
+Say = Callable[[str], None]
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """One pair. fmt: one format, None for all."""
+
+    source: Layout
+    target: Layout
+    fmt: str | None = None
+    shape: ModelShape = field(default_factory=ModelShape.quick)
+    seed: int = 1234
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return tuple(formats.WRITERS) if self.fmt is None else (self.fmt,)
+
+
+def cases(*, fmt: str | None = None, seed: int = 1234) -> list[RoundTrip]:
+    """Every pair of the full matrix once, in all formats or in one; without the pairs that no format has a place for."""
+    both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
+    every = dict.fromkeys((pair.source, pair.target, pair.model or "full") for pair in (*both, *CROSS))
+    found = [RoundTrip(Layout.parse(a), Layout.parse(b), fmt, MODELS[model], seed) for a, b, model in every]
+    return [trip for trip in found if _fitting(trip)[0]]
+
+
+def check(trip: RoundTrip) -> None:
+    """Raise UsageError (E1501, E1534) for layouts that the model can't take, and formats that the harness does not write."""
+    for layout in (trip.source, trip.target):
+        layout.check(trip.shape, canonical=True, steps=False)
+    for fmt in trip.formats:
+        formats.check_name(fmt)
+
+
+def gather(trip: RoundTrip, folder: Path, *, say: Say = lambda line: None) -> Document:
+    """All formats of one pair, carried out in `folder`; what pairs share lies beside it, in `round-trips`."""
+    check(trip)
+    began = time.perf_counter()
+    fitting, unfit = _fitting(trip)
+    firsts = _saved(trip, fitting, folder.parent / "round-trips", say)
+    say(f"reshard: {trip.source} -> {trip.target} -> {trip.source}, {len(fitting)} formats")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        checks = list(pool.map(lambda fmt: _there_and_back(trip, fmt, firsts[fmt], folder), fitting))
+    return _document(trip, checks, unfit, began)
+
+
+def failed(trip: RoundTrip, error: CkptError) -> Document:
+    """The document of a pair that could not be carried out to its end."""
+    what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
+    return _document(trip, [what], list(error.faults or ()), time.perf_counter())
+
+
+def _document(trip: RoundTrip, checks: list[Document], notes: list[str], began: float) -> Document:
+    return {
+        "ok": bool(checks) and all(check["ok"] for check in checks), "from": str(trip.source), "to": str(trip.target),
+        "format": trip.fmt or f"{len(checks)} formats", "mode": "round trip", "device": "cpu", "seed": trip.seed,
+        "before": STEPS, "after": 0, "checks": checks, "states": [], "curve": [], "controls": [], "notes": notes,
+        "elapsed_s": round(time.perf_counter() - began, 3),
+    }  # fmt: skip
+
+
+def _fitting(trip: RoundTrip) -> tuple[list[str], list[str]]:
+    """The formats that have a place for both layouts; why the others have none."""
+    fitting, unfit = [], []
+    for fmt in trip.formats:
+        try:
+            for layout in (trip.source, trip.target):
+                formats.check(fmt, layout, trip.shape)
+        except UsageError as e:
+            unfit.append(e.message)
+        else:
+            fitting.append(fmt)
+    return fitting, unfit
+
+
+def _saved(trip: RoundTrip, wanted: Sequence[str], shared: Path, say: Say) -> dict[str, Path]:
+    """Format -> the source's checkpoint in it. What is there already is used again: pairs share their sources, and all the
+    training. DeepSpeed's bf16 engine casts the router too, so its model is another one."""
+    firsts: dict[str, Path] = {}
+    models = {fmt: trip.shape.with_(router="bf16") if fmt == "deepspeed" else trip.shape for fmt in wanted}
+    for shape in dict.fromkeys(models.values()):
+        root = shared / f"{zlib.crc32(repr((shape, trip.seed)).encode()):08x}"
+        if not root.exists():
+            say(f"train: {STEPS} steps on one rank")
+            job = Job(shape, Layout(), seed=trip.seed)
+            runs.run(job, STEPS, saving=Saving(root / "trained", "sharded", (STEPS,)))
+        saved = root / str(trip.source)
+        firsts |= {fmt: saved / fmt / name_of(STEPS) for fmt, model in models.items() if model == shape}
+        missing = [fmt for fmt, path in firsts.items() if path.is_relative_to(saved) and not path.exists()]
+        if missing:
+            say(f"save: as {trip.source} in {len(missing)} format{'s' if len(missing) > 1 else ''}")
+            _save(Job(shape, trip.source, seed=trip.seed), root / "trained", saved, missing)
+    return firsts
+
+
+def _save(job: Job, trained: Path, root: Path, wanted: Sequence[str]) -> None:
+    """A job takes the state up and saves it, in one format after the other."""
+    start = latest(trained).path
+
+    def entry(comm: Comm) -> None:
+        trainer, source = Trainer(job, comm, steps=False), Loader(start)
+        trainer.load(source.read, source.scalars)
+        state = trainer.state()
+        for fmt in wanted:
+            store = Store(root / fmt, fmt, rank=comm.rank, world=job.layout.world, durable=False)
+            store.save(state)
+            store.close()
+
+    run_ranks(job.layout.world, entry, groups=job.layout.groups(job.shape), backend="sim")
+
+
+def _there_and_back(trip: RoundTrip, fmt: str, first: Path, folder: Path) -> Document:
+    """One format's check. What the tool refuses is a check that failed, with the tool's words."""
+    away, back = folder / fmt / "away", folder / fmt / "back"
+    away.parent.mkdir(parents=True)
+    try:
+        run_tool("reshard", first, away, *_words(fmt, trip.target, trip.shape))
+        run_tool("reshard", away, back, *_words(fmt, trip.source, trip.shape))
+        return {"check": fmt, **_compared(_kept_digests(first), _digests(back))}
+    except CkptError as e:
+        return {"check": fmt, "ok": False, "text": f"{e.code}: {e.message}"}
+
+
+def _words(fmt: str, layout: Layout, shape: ModelShape) -> list[str]:
+    return formats.words(fmt, layout, [len(layers) for layers in layout.stage_layers(shape)])
+
+
+def _digests(path: Path) -> Mapping[str, str]:
+    """`NAME [STATE]` -> digest, and what `verify` finds fault with."""
+    document = run_tool("verify", path)
+    faults = {f"finding {number}": str(finding["code"]) for number, finding in enumerate(document["findings"])}
+    every = {f"{name} [{state}]": said for state, names in document["digests"].items() for name, said in names.items()}
+    return every | faults
+
+
+def _kept_digests(path: Path) -> Mapping[str, str]:
+    """The same, looked up where another pair has asked already."""
+    kept = path.with_name(f"{path.name}.digests.json")
+    if not kept.exists():
+        kept.write_text(json.dumps(_digests(path)))
+    return dict(json.loads(kept.read_text()))
+
+
+def _compared(want: Mapping[str, str], got: Mapping[str, str]) -> Document:
+    names = [*dict.fromkeys([*want, *got])]
+    differ = [name for name in names if want.get(name) != got.get(name) or name.startswith("finding ")]
+    text = f"{len(names) - len(differ)} of {len(names)} tensors byte for byte"
+    return {"ok": not differ and bool(names), "text": text + (f"; not {', '.join(differ[:3])}" if differ else "")}
