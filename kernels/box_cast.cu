@@ -42,7 +42,7 @@ template <class F> struct Whole {
     static constexpr uint32_t STEP = sizeof(Bits);
     template <uint32_t N> using Raw = ck_group<Bits, N>;
     F type;
-    CK_MEMBER uint32_t wide(uint64_t at, uint32_t& lost) const { return type.wide(load_anywhere<Bits>(at), lost); }
+    template <bool FIT> CK_MEMBER Bits one(uint64_t at) const { return FIT ? ck_load<Bits>(at) : load_anywhere<Bits>(at); }
     template <uint32_t N> CK_MEMBER Raw<N> load(uint64_t at) const { return ck_load<Raw<N>>(at); }
     template <uint32_t N> CK_MEMBER bool usual(const Raw<N>& raw) const { return type.template usual<N>(raw); }
     template <uint32_t N> CK_MEMBER uint32_t quick_wide(const Raw<N>& raw, uint32_t k) const { return type.quick_wide(raw.v[k]); }
@@ -50,12 +50,11 @@ template <class F> struct Whole {
 
 struct Halves {
     using Type = ck_f4;
+    using Bits = uint8_t;
     static constexpr uint32_t STEP = 1; // half a byte
     template <uint32_t N> using Raw = ck_group<uint8_t, N / 2>;
     ck_f4 type;
-    CK_MEMBER uint32_t wide(uint64_t at, uint32_t& lost) const {
-        return type.wide(uint8_t(ck_load<uint8_t>(at / 2) >> (at % 2 * 4) & 15), lost);
-    }
+    template <bool FIT> CK_MEMBER uint8_t one(uint64_t at) const { return uint8_t(ck_load<uint8_t>(at / 2) >> (at % 2 * 4) & 15); }
     template <uint32_t N> CK_MEMBER Raw<N> load(uint64_t at) const { return ck_load<Raw<N>>(at / 2); }
     template <uint32_t N> CK_MEMBER bool usual(const Raw<N>&) const { return true; }
     template <uint32_t N> CK_MEMBER uint32_t quick_wide(const Raw<N>& raw, uint32_t k) const {
@@ -126,18 +125,24 @@ template <class S, class D, class Q> struct Job {
     using At = typename Q::At;
     static constexpr bool HASTY = S::Type::HASTY && D::HASTY;
     static constexpr uint32_t STEP = S::STEP, OUT = sizeof(Out), WIDER = S::STEP > OUT ? S::STEP : OUT, GROUP = 16 / WIDER;
+    using Code = typename S::Bits;
     using Raw = typename S::template Raw<GROUP>;
     S source;
     D target;
     Q scales;
 
-    CK_MEMBER void element(uint64_t from, uint64_t to, float scale, Tally& tally) const {
-        uint32_t bits = source.wide(from, tally.lost);
+    // FIT: the target lies on its own grid.
+    template <bool FIT> CK_MEMBER void element(typename S::Bits code, float scale, uint64_t to, Tally& tally) const {
+        uint32_t bits = source.type.wide(code, tally.lost);
         if constexpr (Q::SCALED) {
             bits = product(bits, scale);
             tally.nans += is_nan(scale);
         }
-        store_anywhere<Out>(to, target.narrow(bits, tally.lost));
+        const Out out = target.narrow(bits, tally.lost);
+        if constexpr (FIT)
+            ck_store<Out>(to, out);
+        else
+            store_anywhere<Out>(to, out);
     }
 
     // Stores a group without anything special in it; false where there is.
@@ -190,18 +195,39 @@ CK_DEVICE void cast_groups(const J& job, const typename J::Of& of, uint32_t coun
         for (uint32_t e = 0; special >> e / J::GROUP; ++e) {
             if (!(special >> e / J::GROUP & 1)) continue;
             const auto p = place(k + e / J::GROUP * lanes);
-            job.element(p.from + e % J::GROUP * J::STEP, p.to + e % J::GROUP * J::OUT, job.scales.scale(of, p.at, p.column), tally);
+            job.template element<true>(job.source.template one<true>(p.from + e % J::GROUP * J::STEP), job.scales.scale(of, p.at, p.column),
+                                       p.to + e % J::GROUP * J::OUT, tally);
         }
     }
 }
 
-template <class J, class P>
+// `count` elements. FIT: both sides lie on the grid of their elements; then four are in flight.
+template <bool FIT, class J, class P>
 CK_DEVICE void cast_elements(const J& job, const typename J::Of& of, uint32_t count, uint32_t lane, uint32_t lanes, Tally& tally,
                              const P& place) {
-    for (uint32_t k = lane; k < count; k += lanes) {
-        const auto p = place(k);
-        job.element(p.from, p.to, job.scales.scale(of, p.at, p.column), tally);
+    constexpr uint32_t DEPTH = FIT && J::HASTY ? 4 : 1;
+    for (uint32_t k = lane; k < count; k += DEPTH * lanes) {
+        typename J::Code code[DEPTH];
+        float scale[DEPTH];
+        CK_UNROLL
+        for (uint32_t u = 0; u < DEPTH; ++u) {
+            const auto p = place(k + u * lanes < count ? k + u * lanes : count - 1);
+            code[u] = job.source.template one<FIT>(p.from);
+            scale[u] = job.scales.scale(of, p.at, p.column);
+        }
+        CK_UNROLL
+        for (uint32_t u = 0; u < DEPTH; ++u)
+            if (k + u * lanes < count) job.template element<FIT>(code[u], scale[u], place(k + u * lanes).to, tally);
     }
+}
+
+template <class J, class P>
+CK_DEVICE void cast_elements(bool fit, const J& job, const typename J::Of& of, uint32_t count, uint32_t lane, uint32_t lanes,
+                             Tally& tally, const P& place) {
+    if (fit)
+        cast_elements<true>(job, of, count, lane, lanes, tally, place);
+    else
+        cast_elements<false>(job, of, count, lane, lanes, tally, place);
 }
 
 // `count` elements that run on without a gap on both sides, by a party of `lanes` threads of which this is number `lane`.
@@ -224,7 +250,8 @@ CK_DEVICE void cast_span(const J& job, const typename J::Of& of, const Place<typ
             cast_groups<4>(job, of, groups, lane, lanes, tally, [&](uint32_t k) { return element(head + k * N); });
         }
     }
-    cast_elements(job, of, head + count - tail, lane, lanes, tally, [&](uint32_t k) { return element(k < head ? k : k - head + tail); });
+    const bool fit = first.from % J::STEP == 0 && first.to % J::OUT == 0;
+    cast_elements(fit, job, of, head + count - tail, lane, lanes, tally, [&](uint32_t k) { return element(k < head ? k : k - head + tail); });
 }
 
 // Short rows, `rows` of them from number `first` on, in groups where the descriptor says that all are on the grid.
@@ -244,7 +271,8 @@ CK_DEVICE void cast_rows(const J& job, const ck_desc& box, uint32_t first, uint3
     if constexpr (J::HASTY) {
         if (grouped) return cast_groups<2>(job, of, rows * width, ck_tid(), ck_nt(), tally, place);
     }
-    cast_elements(job, of, rows * width, ck_tid(), ck_nt(), tally, place);
+    const uint64_t from = d.src | uint64_t(d.sstr[0] | d.sstr[1] | d.sstr[2]), to = d.dst | uint64_t(d.dstr[0] | d.dstr[1] | d.dstr[2]);
+    cast_elements(from % J::STEP == 0 && to % J::OUT == 0, job, of, rows * width, ck_tid(), ck_nt(), tally, place);
 }
 
 template <class J>

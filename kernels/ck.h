@@ -42,14 +42,14 @@ enum ck_kind { CK_F64, CK_F32, CK_BF16, CK_F16, CK_E4M3, CK_E5M2, CK_E8M0, CK_E4
                CK_BOOL, CK_U8, CK_I16, CK_U16, CK_I32, CK_U32, CK_I64, CK_U64, CK_BYTES };  // compare alone has these
 
 // The scales of one box of codes: element (row, column) of matrix i takes the scale at
-//     address + i * matrix_stride + (row0 + row) / height * row_stride + (column0 + column) / width * item
+//     address + i * matrix_stride + (row0 + row) / height * row_stride + (column0 + column) / width * bytes of a scale
 // where row and column are those of the box, and height and width are those of the blocks that share a scale.
 struct ck_scales {
     uint64_t address;
     int64_t matrix_stride, row_stride;  // bytes
     uint64_t div_height, div_width;     // ck_magic of them
     uint32_t row0, column0, width;      // row0 + row and column0 + column stay below 2^32
-    uint32_t kind, item, unused;        // ck_kind of a scale: F32, BF16 or E8M0, on its own grid; its bytes
+    uint32_t kind, unused[2];           // ck_kind of a scale: F32, BF16 or E8M0, on its own grid
 };
 
 struct ck_device_info {

@@ -296,7 +296,7 @@ def test_groups_where_all_lies_on_their_grid(codes: DType, target: DType) -> Non
     )
     assert packed["ext"].tolist() == [1, 2, 5] and packed["sstr"].tolist() == [0, 64 * group, 8 * group]
     assert (scale["address"], scale["row0"], scale["column0"]) == ((1 << 20) + 2 * 16 + 2 * 2, 1, group)
-    assert (scale["width"], scale["item"], scale["kind"]) == (4 * group, 2, kind(DTYPES["BF16"]))
+    assert (scale["width"], scale["kind"]) == (4 * group, kind(DTYPES["BF16"]))
     assert (scale["div_height"], scale["div_width"]) == (magic(3), magic(4 * group))
     half = group // 2
     wide = (box.target_strides[0], box.target_strides[1] + half * item)

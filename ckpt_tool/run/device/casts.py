@@ -47,10 +47,9 @@ UNFIT = "E1573"
 
 SCALES = np.dtype(
     {
-        "names": ["address", "matrix_stride", "row_stride", "div_height", "div_width", "row0", "column0", "width", "kind",
-                  "item"],
-        "formats": ["<u8", "<i8", "<i8", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4", "<u4"],
-        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52, 56],
+        "names": ["address", "matrix_stride", "row_stride", "div_height", "div_width", "row0", "column0", "width", "kind"],
+        "formats": ["<u8", "<i8", "<i8", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4"],
+        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52],
         "itemsize": 64,
     }
 )  # fmt: skip
@@ -212,7 +211,7 @@ def _pieces(box: CodeBox, step: int, item: int) -> Iterator[tuple[Strided, tuple
                 address = of.address + matrix * of.strides[0] + down * of.strides[1] + across * size
                 yield (
                     Strided(source, target, (min(most, matrices - matrix), height), box.source_strides, box.target_strides, width),
-                    (address, *of.strides, magic(tall), magic(wide), row0, column0, wide, number, size),
+                    (address, *of.strides, magic(tall), magic(wide), row0, column0, wide, number),
                 )  # fmt: skip
 
 
