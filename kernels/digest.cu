@@ -76,8 +76,7 @@ CK_DEVICE Pair short_hash(uint64_t src, uint32_t length) { // 0 to 16
         const uint32_t all = last | length << 8 | begin << 16 | middle << 24;
         const uint32_t other = swapped32(all);
         const uint64_t s0 = SECRET[0], s1 = SECRET[1];
-        return {avalanche64(uint32_t(s0 ^ s0 >> 32) ^ uint64_t(all)),
-                avalanche64(uint32_t(s1 ^ s1 >> 32) ^ uint64_t(other << 13 | other >> 19))};
+        return {avalanche64(uint32_t(s0 ^ s0 >> 32) ^ all), avalanche64(uint32_t(s1 ^ s1 >> 32) ^ (other << 13 | other >> 19))};
     }
     if (length <= 8) {
         const uint64_t last = words(span_pieces(end - 4, end)).a;
@@ -119,8 +118,8 @@ CK_DEVICE Pair middle_hash(uint64_t src, uint32_t length) { // 17 to 240
 CK_DEVICE void take_up(Pair& sums, const ck_v16& v, uint64_t s0, uint64_t s1) {
     const Pair data = words(v);
     const uint64_t x = data.a ^ s0, y = data.b ^ s1;
-    sums.a += data.b + uint64_t(uint32_t(x)) * (x >> 32);
-    sums.b += data.a + uint64_t(uint32_t(y)) * (y >> 32);
+    sums.a += data.b + (x & 0xFFFFFFFF) * (x >> 32);
+    sums.b += data.a + (y & 0xFFFFFFFF) * (y >> 32);
 }
 
 // The sums of all threads that have the same two accumulators.
@@ -268,8 +267,7 @@ CK_API int ck_digest(const ck_desc* list, uint32_t count, uint64_t tiles, int la
     if (threads == 0) threads = 64; // few, so that the leaves of a short list lie on many multiprocessors
     if (count == 0 || threads < 0 || threads % 32 || threads > THREADS) return cudaErrorInvalidValue;
     if (lanes != 4 && lanes != 8 && lanes != 16 && lanes != 32) return cudaErrorInvalidValue;
-    const uint64_t groups = threads / lanes;
-    blocks = ck_fill_grid(blocks, 8, (tiles + groups - 1) / groups);
+    blocks = ck_fill_grid(blocks, 8, (tiles - 1) / uint32_t(threads / lanes) + 1);
     if (blocks == 0) return ck_last_error();
     const uint64_t each = tiles / uint64_t(blocks);
     const uint32_t more = uint32_t(tiles % uint64_t(blocks));
