@@ -25,7 +25,7 @@ case "$1" in
 esac
 for last; do :; done
 echo "$@" > "$last"
-echo x >> "$(dirname "$0")/calls"
+echo x >> "${0%/*}/calls"
 """
 
 
