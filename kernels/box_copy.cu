@@ -167,6 +167,7 @@ CK_KERNEL(THREADS, 3) void box_copy(const ck_desc* list, uint32_t count, uint64_
     uint32_t number = ck_find(list, count, tile);
     while (tile < end) {
         const ck_desc& d = list[number++];
+        if (number < count && ck_tid() < 5) ck_prefetch(uint64_t(list + number) + 32 * ck_tid()); // the next one, for small boxes
         const uint64_t start = d.tile0, next = number < count ? list[number].tile0 : tiles;
         const uint32_t stop = uint32_t((next < end ? next : end) - start);
         for (uint32_t t = uint32_t(tile - start); t < stop; ++t) copy_tile(d, t);
@@ -179,8 +180,9 @@ CK_KERNEL(THREADS, 3) void box_copy(const ck_desc* list, uint32_t count, uint64_
 CK_API int ck_box_copy(const ck_desc* list, uint32_t count, uint64_t tiles, int blocks, int threads, void* stream) {
     if (tiles == 0) return cudaSuccess;
     if (count == 0 || threads < 0 || threads % 32 || threads > THREADS) return cudaErrorInvalidValue;
-    blocks = ck_fill_grid(blocks, 6, tiles);
+    if (threads == 0) threads = 128;
+    blocks = ck_fill_grid(blocks, 1536 / threads, tiles); // twice as many as a multiprocessor holds: no waiting for the last
     if (blocks == 0) return ck_last_error();
-    return CK_LAUNCH(box_copy, blocks, threads ? threads : THREADS, stream, list, count, tiles, tiles / uint64_t(blocks),
+    return CK_LAUNCH(box_copy, blocks, threads, stream, list, count, tiles, tiles / uint64_t(blocks),
                      uint32_t(tiles % uint64_t(blocks)));
 }

@@ -15,6 +15,7 @@
 //     ck_load_near<V>(address)            the same by way of L1, for what many threads read; integers, nobody writes them
 //     ck_load_kept(address)               16 bytes through L1: for what a neighbour loads too
 //     ck_load_own<V>(address)             what the kernel itself writes later on; V of 4 or 16 bytes
+//     ck_prefetch(address)                what lies there will be read soon; may be any address of global memory
 //     ck_atomic_add / _min / _max / _or   on uint64_t and uint32_t in global or shared memory
 //     CK_LAUNCH(kernel, blocks, threads, stream, args...)        a kernel without ck_sync, ck_warp_sync, ck_shfl_xor
 //     CK_LAUNCH_SYNC(kernel, blocks, threads, stream, args...)   a kernel with them
@@ -128,6 +129,9 @@ CK_DEVICE ck_v16 ck_load_kept(uint64_t address) {
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                  : "l"(__cvta_generic_to_global((const void*)address)));
     return r;
+}
+CK_DEVICE void ck_prefetch(uint64_t address) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global((const void*)address)));
 }
 template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return __ldg((const V*)address); }
 template <class V> CK_DEVICE V ck_load_own(uint64_t address) {
@@ -250,6 +254,7 @@ template <class V> CK_DEVICE V ck_load(uint64_t address) {
     if (ck_watches) ck_host_seen(address, sizeof(V), false);
     return *reinterpret_cast<const V*>(address);
 }
+CK_DEVICE void ck_prefetch(uint64_t) {}
 CK_DEVICE ck_v16 ck_load_kept(uint64_t address) { return ck_load<ck_v16>(address); }
 template <class V> CK_DEVICE V ck_load_near(uint64_t address) { return ck_load<V>(address); }
 template <class V> CK_DEVICE V ck_load_own(uint64_t address) { return ck_load<V>(address); }

@@ -119,7 +119,9 @@ class Contest:
 
 def sweep(device: Device, payload: int, repeats: int, until: float, folder: Path) -> Iterator[dict[str, Any]]:
     """box_copy with other knobs, one at a time and tile with threads; `loads`: libraries built with other CK_COPY_LOADS."""
-    plans = [Knobs(tile=tile, threads=threads) for tile, threads in product((16384, 32768, 65536, 131072), (128, 256))]
+    plans = [
+        Knobs(tile=tile, threads=threads) for tile, threads in product((8192, 16384, 32768, 65536), (32, 64, 128, 256))
+    ]
     if not device.info.host:
         cores = device.info.multiprocessors
         plans += [Knobs(blocks=cores * n) for n in (2, 3, 4, 8, 12)]

@@ -28,6 +28,7 @@ CK_KERNEL(64) void words(uint64_t from, uint64_t to, const ck_desc* list, uint32
     ck_atomic_min((uint32_t*)&sums[3] + 1, sum32);
     ck_atomic_add((uint32_t*)&sums[4], 1u);
     if (ck_tid() == 0 && ck_bid() + 1 == ck_nb()) {
+        ck_prefetch(from);
         pass_on<uint8_t>(from, to);
         pass_on<uint16_t>(from + 2, to + 2);
         pass_on<uint32_t>(from + 4, to + 4);

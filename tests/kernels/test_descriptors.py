@@ -52,5 +52,5 @@ def test_boxes_are_parted_only_where_they_must(dims: Dims, extents: list[tuple[i
 
 @pytest.mark.parametrize(("run", "pieces"), [(32768, 1), (32769, 2), (65536, 2), (65537, 3), (327680, 10)])
 def test_rows_longer_than_a_tile_are_cut(run: int, pieces: int) -> None:
-    (box,) = pack([Strided(0, 0, (), (), (), run)]).packed
+    (box,) = pack([Strided(0, 0, (), (), (), run)], tile=32768).packed
     assert box["tiles_per_row"] == pieces

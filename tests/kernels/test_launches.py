@@ -11,7 +11,18 @@ from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.device import kernels, overlap, reference
-from ckpt_tool.run.device.descriptors import ELEMENTS, PIECES, SPANS, Strided, levelled, magic, magics, merged, pack
+from ckpt_tool.run.device.descriptors import (
+    ELEMENTS,
+    PIECES,
+    SPANS,
+    TILE,
+    Strided,
+    levelled,
+    magic,
+    magics,
+    merged,
+    pack,
+)
 from ckpt_tool.run.device.launches import launches
 from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.device.transposes import turned
@@ -80,7 +91,7 @@ def test_a_kernel_without_a_stand_in_is_told() -> None:
 @pytest.mark.parametrize(
     ("run", "at", "op", "flags"),
     [(62, 2, ELEMENTS, 0), (64, 2, SPANS, 2), (64, 3, SPANS, 2), (252, 4, ELEMENTS, 0), (260, 4, SPANS, 5),
-     (512, 8, ELEMENTS, 0), (512, 16, ELEMENTS, 0), (32768, 16, ELEMENTS, 0), (32784, 16, PIECES, 0), (32769, 3, PIECES, 0)],
+     (512, 8, ELEMENTS, 0), (512, 16, ELEMENTS, 0), (TILE, 16, ELEMENTS, 0), (TILE + 16, 16, PIECES, 0), (TILE + 1, 3, PIECES, 0)],
 )  # fmt: skip
 def test_the_way_of_a_box(run: int, at: int, op: int, flags: int) -> None:
     (box,) = pack([Strided(at, 1 << 20, (3,), (1 << 16,), (1 << 16,), run)]).packed

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy
 
-TILE = 32768  # bytes that a block moves at a time
+TILE = 16384  # bytes that a block moves at a time
 ELEMENTS, SPANS, PIECES = range(3)  # the ways of box_copy.cu, `op`
 SPANS_FROM = (64, 64, 256)  # bytes of the shortest run that is moved as a span, by log2 of the width both sides allow
 LEVELS = 3
