@@ -371,6 +371,10 @@ class Writer:
         self._spans: Spans = ()
         self.pieces: dict[int, Pieces] = {}
 
+    def files(self) -> StagedFiles:
+        """The files that are written, to be read back."""
+        return StagedFiles(self._staging.open, self._names)
+
     def checksummed(self, file: int) -> bool:
         """Must every byte of the file's arrays pass by here, for the CRC of its records?"""
         return file in self._starts

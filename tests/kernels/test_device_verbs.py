@@ -69,19 +69,19 @@ def cases(every: int) -> list[Any]:
 # -- the same on every checkpoint -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases(6))
+@pytest.mark.parametrize("case", cases(12))
 def test_verify_says_the_same(case: Path, tmp_path: Path) -> None:
     on_cpu, on_device = both("verify", case, tmp_path=tmp_path)
     assert on_device == on_cpu
 
 
-@pytest.mark.parametrize("case", cases(7))
+@pytest.mark.parametrize("case", cases(10))
 def test_the_same_bytes_are_written(case: Path, tmp_path: Path) -> None:
     on_cpu, on_device = both("convert", case, tmp_path=tmp_path, to="sharded", tp=2, dtype="bf16", allow_lossy=True)
     assert on_device == on_cpu
 
 
-@pytest.mark.parametrize("case", cases(11))
+@pytest.mark.parametrize("case", cases(20))
 def test_diff_says_the_same(case: Path, tmp_path: Path) -> None:
     truth = case.parent / f"{case.name}.truth.safetensors"
     on_cpu, on_device = both("diff", case, truth if truth.exists() else case, tmp_path=tmp_path)
@@ -296,6 +296,29 @@ def test_a_device_that_fails_stops_the_run_and_is_no_finding(tmp_path: Path, mon
         found = both(verb, source, tmp_path=tmp_path, **options)[1].document
         assert found.get("error") == "E1551" and found["exit"] == 7, found
     assert not (tmp_path / "cuda" / "out").exists()
+
+
+@pytest.mark.parametrize("verify", ["quick", "full", "off"])
+def test_a_way_back_that_loses_a_bit_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
+    own, calls = station.Station.download, list[int]()
+
+    def losing(self: station.Station, nbytes: int) -> None:
+        own(self, nbytes)
+        calls.append(nbytes)
+        self.host.view[nbytes // 2] ^= 8
+
+    monkeypatch.setattr(station.Station, "download", losing)
+    source = model(tmp_path / "in")
+    if verify == "off":  # as on the CPU: nothing was asked for, nothing is said
+        ckpt.convert(source, tmp_path / "out", to="sharded", tp=2, device="cuda", verify=verify)
+        return
+    with pytest.raises(CkptError) as caught:
+        ckpt.convert(source, tmp_path / "out", to="sharded", tp=2, device="cuda", verify=verify)
+    assert caught.value.code == "E1567" and caught.value.exit_code == 7 and calls and not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    ckpt.convert(source, tmp_path / "out", to="sharded", tp=2)
+    ckpt.convert(source, tmp_path / "whole", to="sharded", tp=2)
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
 
 # -- what there is not ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ reading, writing, checksums of records and the bound on memory are those of `Rea
     file -> pinned -> image -> line -> (cast) -> image -> pinned -> file
                                |hash|   |hash|
 
-Hashes are taken where the values lie in order, on the device. That the way back from there was sound is what `--verify full` reads
-the output for, and what a resumed run checks of what it finds. Casts that the kernels do not know are done by the CPU, tensor by
+Hashes are taken where the values lie in order, on the device. So that they prove what arrived, every item is read back from the
+output, out of the page cache, and hashed by the CPU: not with `--verify off`. Casts that the kernels do not know are done by the CPU, tensor by
 tensor, and `left_to_cpu` names them. Cost: both copies over the bus; what it does not do: keep anything on the device between units.
 """
 
@@ -19,15 +19,20 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.errors import StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.plan.schedule import Item
+from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.device.casting import can_cast_there, cast_there
 from ckpt_tool.run.device.checks import hashes
 from ckpt_tool.run.device.loading import Stopped, Window, batches, compare_replicas, drain, fill, windows
 from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.digest import LEAF, LeafStream
-from ckpt_tool.run.walk import Job, Mover, Walk, Walked
+from ckpt_tool.run.walk import Job, Mover, Walk, Walked, read_back
+
+_FILES = 8  # descriptors open while a unit is read back
+_PANEL = 8 << 20  # bytes for what lies the other way round
 
 
 class DeviceItem:
@@ -100,7 +105,24 @@ class DeviceMover:
             self._run(here)
         except Stopped:
             return None
+        if job.hashing:
+            self._prove(here)
         return None if job.stopped() else walked
+
+    def _prove(self, items: Sequence[DeviceItem]) -> None:
+        """Raise StorageError E1567 where the output does not hold what the device hashed."""
+        reader = Reader(self._job.writer.files(), _FILES, {}, panel=_PANEL)
+        try:
+            for item in items:
+                if self._job.stopped():
+                    return
+                if read_back(reader, item.move, item.start, item.stop) != item.written():
+                    raise StorageError(
+                        f"elements {item.start} to {item.stop} were not written as the device had them", code="E1567",
+                        key=str(item.move.key), hint="ckpt kernels check tests the device; --device cpu does without it",
+                    )  # fmt: skip
+        finally:
+            reader.close()
 
     def _run(self, items: Sequence[DeviceItem]) -> None:
         every = ((item, window) for item in items
