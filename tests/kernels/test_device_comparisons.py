@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import TensorKey
@@ -217,6 +218,25 @@ def test_places_far_beyond_32_bits(device: Device, cut: bool) -> None:
             kernels.compare(device, packed, record.address)
             found = device.download(record.address, 64).view(np.uint64)
     assert found[:3].tolist() == [1, (skipped + TILE // 2 + 6) // 2, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_is_read_outside_the_runs(shim: Device, rows: int) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+    with shim.upload(data) as left, shim.upload(data) as right:
+        for shifts in ((0, 0), (0, 16), (3, 3), (0, 5), (15, 1), (8, 12)):
+            for run in (1, 2, 15, 16, 17, 31, 32, 33, 47, 100, 160):
+                boxes, maps = [], []
+                for memory, shift in ((left, shifts[0]), (right, shifts[1])):
+                    legal = np.zeros(4096, np.uint8)
+                    for row in range(rows):
+                        legal[shift + row * 176 : shift + row * 176 + run] = 1
+                    maps.append((memory.address, legal))
+                    boxes.append(memory.address + shift)
+                box = Strided(boxes[0], boxes[1], (rows,), (176,), (176,), run)
+                with Watched(shim, maps, []) as watched:
+                    compare(shim, [box], [DTYPES["U8"]])
+                assert watched.fault() == "", f"{run=} {shifts=}"
 
 
 def test_nothing_launches_nothing_and_wrong_calls_are_refused(device: Device) -> None:

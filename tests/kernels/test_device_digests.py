@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import xxhash
+from box_cases import Watched
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DTYPES
@@ -104,6 +105,37 @@ def test_leaves_far_beyond_32_bits(device: Device) -> None:
             row["dst"] = np.uint64((out.address - before * 16) % (1 << 64))
             got = hashed(device, lines, out.address, lanes)
             assert got == xxhash.xxh3_128_digest(data[:LEAF]) + xxhash.xxh3_128_digest(data[LEAF:])
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_nothing_is_read_outside_a_line(shim: Device, lanes: int) -> None:
+    """Lines whose last whole KiB ends so near the end that a neighbour of its last vector lies outside, at every alignment."""
+    data = values(8192)
+    with shim.upload(data) as memory, shim.alloc(16) as out:
+        for shift in range(1, 17):
+            for length in (
+                1,
+                17,
+                129,
+                241,
+                1024,
+                1025,
+                1025 + shift,
+                1040 - shift,
+                1039,
+                1040,
+                1041,
+                2049,
+                4097 + shift,
+                5121,
+            ):
+                legal = np.zeros(8192, np.uint8)
+                legal[shift : shift + length] = 1
+                line = pack_lines([Line(memory.address + shift, length)], out.address)
+                with Watched(shim, [(memory.address, legal)], [(out.address, np.ones(16, np.uint8))]) as watched:
+                    kernels.digest(shim, line, lanes=lanes)
+                assert watched.fault() == "", f"{length} bytes at {shift}"
+                assert shim.download(out.address, 16).tobytes() == xxhash.xxh3_128_digest(data[shift : shift + length])
 
 
 def test_no_lines_launch_nothing_and_wrong_calls_are_refused(device: Device) -> None:
