@@ -18,11 +18,12 @@
 
 // One box: `rows` rows of `run`, row (i0, i1, i2) at src + i0*sstr[0] + i1*sstr[1] + i2*sstr[2], and so for dst.
 //
-// run: bytes for box_copy and digest, elements for box_cast and compare; see each .cu for box_transpose.
+// run: bytes for box_copy, digest and compare, elements for box_cast and box_dequantise; see each .cu for what it adds.
 // tile0: the number of this box's first tile: the sum of the tiles of the boxes before it in the list.
 // Either a row is cut into `tiles_per_row` tiles (then rows_per_tile is 1), or a tile has `rows_per_tile` whole rows.
 // div1, div2: ck_magic(ext[1]), ck_magic(ext[2]); divr: ck_magic of what the kernel divides by within a tile.
-// vlog: log2 of the widest access, in bytes, that both addresses, the run and all strides allow (0..4).
+// vlog: log2 of the widest access, in bytes, that both addresses, the run and all strides allow (0..4); in compare 4 or 0, the
+// run aside.
 struct ck_desc {
     uint64_t src, dst;
     int64_t sstr[CK_LEVELS], dstr[CK_LEVELS];
