@@ -215,7 +215,7 @@ uint64_t ck_host_shfl(uint64_t v, unsigned mask) {
 
 // ---- watching -------------------------------------------------------------------------------------------------------
 // Tests say of ranges of memory, byte for byte, what kernels may read (1) and write (2), which they may once; what was written
-// is marked (4). A device has no such functions.
+// is marked (4), and accesses are counted by their width. A device has no such functions.
 namespace {
 struct Watched {
     uint64_t begin, bytes;
@@ -223,12 +223,14 @@ struct Watched {
 };
 Watched ranges[8];
 uint64_t complaints, complaint;
+uint64_t accesses[2][5]; // loads and stores of 1, 2, 4, 8 and 16 bytes
 } // namespace
 int ck_watches = 0;
 
 void ck_host_seen(uint64_t address, uint64_t bytes, bool store) {
     for (int r = 0; r < ck_watches; ++r) {
         const Watched& w = ranges[r];
+        if (address - w.begin < w.bytes) __atomic_fetch_add(&accesses[store][__builtin_ctzll(bytes)], 1, __ATOMIC_RELAXED);
         for (uint64_t at = address; at < address + bytes; ++at) {
             if (at - w.begin >= w.bytes) continue;
             uint8_t& seen = w.map[at - w.begin];
@@ -245,11 +247,14 @@ CK_API int ck_watch(uint64_t begin, uint64_t bytes, uint8_t* map) {
     ranges[ck_watches] = {begin, bytes, map};
     return ++ck_watches;
 }
-// Watch none any more. Returns how many bytes were read or written that should not have been, and the first of them.
-CK_API uint64_t ck_unwatch(uint64_t* first) {
+// Watch none any more. counts: loads of 1, 2, 4, 8 and 16 bytes that began in a range, then stores. Returns how many bytes were read or written that
+// should not have been, and the first of them.
+CK_API uint64_t ck_unwatch(uint64_t* first, uint64_t* counts) {
     const uint64_t all = complaints;
     *first = complaint;
     complaints = complaint = 0;
+    memcpy(counts, accesses, sizeof accesses);
+    memset(accesses, 0, sizeof accesses);
     ck_watches = 0;
     return all;
 }

@@ -232,7 +232,9 @@ class Watched:
             return
         first = c_uint64()
         self.dll.ck_unwatch.restype = c_uint64
-        self.complaints, self.first = self.dll.ck_unwatch(byref(first)), first.value
+        counts = (c_uint64 * 10)()
+        self.complaints, self.first = self.dll.ck_unwatch(byref(first), counts), first.value
+        self.loads, self.stores = ({1 << log: counts[row + log] for log in range(5)} for row in (0, 5))  # by width
 
     def fault(self) -> str:
         """What was wrong; "" where nothing was."""

@@ -29,10 +29,17 @@ EQUIVALENT = (
     Alike("box_copy.cu", r"for \(uint32_t k = \w+; k < count; k \+= ", r"< to <=", AGAIN),
     Alike("box_copy.cu", r"uint64_t\(k \+ u \* lanes\) \* 16", r"uint64_t to", NARROW),
     Alike("box_copy.cu", r"ck_v16 a\[2\] = \{\}, b\[2\]", r"2 to 3", LARGER),
+    Alike("box_copy.cu", r"if \(head > count\) head = count", r"> to >=", "where both are the same, so is what is assigned"),
+    Alike("box_copy.cu", r"ck_prefetch", r"", "what is fetched ahead is a matter of speed"),
+    Alike("box_copy.cu", r"blocks = ck_fill_grid|threads == 0\) threads", r"", SPEED),
     Alike("portable.h", r"ck_find\(const ck_desc\* list, uint32_t count, uint64_t tile\)", r"uint64_t to", TILES),
     Alike("descriptors.py", r"^SPANS_FROM = ", r"", "which way moves a run is a matter of speed"),
     Alike("descriptors.py", r"sorted\(pieces, key=", r"\(2\)|1 to",
           "only dims of one stride in the target are told apart by it: their box would meet itself, which is refused"),
+    Alike("descriptors.py", r"^lanes = ", r"16 to 15 \(1\)|1 to 2 \(1\)", UNUSED + ": spans have 64 bytes or more"),
+    Alike("descriptors.py", r"^per_tile = ", r"1 to 0 \(2\)", UNUSED + ": a run longer than a tile is cut into pieces"),
+    Alike("descriptors.py", r"out\[\"aux\"\] = per_row", r"0 to 1", UNUSED + ": only pieces have a size"),
+    Alike("descriptors.py", r"run >> out\[\"vlog\"\]", r"1 to 2", UNUSED + ": spans divide by nothing"),
     Alike("descriptors.py", r"dims\[0\] if dims else \(1, 0, 0\)", r"", UNUSED),
 )  # fmt: skip
 

@@ -61,10 +61,10 @@ COPY_TESTS = ("test_box_cases.py", "test_box_huge.py", "test_kernels_watched.py"
 TARGETS = {
     "box_copy": Target("kernels/box_copy.cu", ("box_copy",), COPY_TESTS),
     "box_transpose": Target("kernels/box_transpose.cu", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py")),
-    "box_cast": Target("kernels/box_cast.cu", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
+    "box_cast": Target("kernels/box_cast.cu", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_values_huge.py")),
     "adamw_ema": Target("kernels/adamw_ema.cu", (), ("test_device_adamw.py",)),
-    "digest": Target("kernels/digest.cu", ("digest",), ("test_device_digests.py",)),
-    "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py",)),
+    "digest": Target("kernels/digest.cu", ("digest",), ("test_device_digests.py", "test_values_huge.py")),
+    "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py", "test_values_huge.py")),
     "floats": Target("kernels/floats.h", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_device_comparisons.py")),
     "span": Target("kernels/span.h", ("digest", "compare"), ("test_device_digests.py", "test_device_comparisons.py")),
     "walking": Target("kernels/portable.h", ("box_copy",), COPY_TESTS, "// -- walking a descriptor list"),

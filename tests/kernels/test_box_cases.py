@@ -7,10 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from box_cases import POOL, Bench, Case, make_case
+from box_cases import POOL, Bench, Case, Watched, make_case
 
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.device.descriptors import Strided, pack
+from ckpt_tool.run.device.descriptors import SPANS, TILE, Strided, pack
 from ckpt_tool.run.device.kernels import box_copy
 from ckpt_tool.run.device.memory import Device
 
@@ -96,3 +96,45 @@ def test_calls_that_make_no_sense_are_refused(device: Device, count: int, thread
     ):
         device.library.call("box_copy", packed.address, count, 1, 1, threads, 0)
     assert e.value.code == "E1551"
+
+
+def vectors_of(source: int, target: int, nbytes: int, before: int, after: int) -> int:
+    """How many 16-byte stores a span allows: blocks of the target's grid inside it, whose bytes two aligned loads (one, where
+    both sides lie alike) have without going further than `before` and `after` bytes beyond it."""
+    found = 0
+    for block in range(-(-target // 16) * 16, target + nbytes - 15, 16):
+        begin = source + block - target
+        low, high = begin // 16 * 16, -(-(begin + 16) // 16) * 16
+        found += low >= source - before and high <= source + nbytes + after
+    return found
+
+
+@pytest.mark.parametrize("run", [512, 515, 1000])
+def test_spans_move_all_they_can_by_16_bytes(shim: Device, run: int) -> None:
+    """Values can't show it: bytes one by one are as right, and slow."""
+    with shim.alloc(2048) as src, shim.alloc(2048) as dst:
+        for number in range(256):
+            source, target = src.address + number % 16, dst.address + number // 16
+            boxes = pack([Strided(source, target, (), (), (), run)])
+            if boxes.packed["op"][0] != SPANS:
+                continue
+            with Watched(shim, [], [(target, np.ones(run, np.uint8))]) as watched:
+                box_copy(shim, boxes)
+            wide = vectors_of(source, target, run, 0, 0)
+            narrow = (run - 16 * wide) // (2 if source % 2 == target % 2 == run % 2 == 0 else 1)
+            assert (watched.stores[16], sum(watched.stores.values())) == (wide, wide + narrow), (
+                source % 16,
+                target % 16,
+            )
+
+
+def test_pieces_look_beyond_their_ends_rather_than_go_by_bytes(shim: Device) -> None:
+    """A row of several tiles is odd at its own ends only."""
+    run = 3 * TILE + 100
+    with shim.alloc(run + 64) as src, shim.alloc(run + 64) as dst:
+        for from_, to in ((0, 0), (3, 3), (0, 5), (7, 2), (15, 1), (1, 15), (8, 4)):
+            source, target = src.address + from_, dst.address + to
+            with Watched(shim, [], [(target, np.ones(run, np.uint8))]) as watched:
+                box_copy(shim, pack([Strided(source, target, (), (), (), run)]))
+            assert not watched.fault()
+            assert watched.stores[16] == vectors_of(source, target, run, 0, 0), (from_, to)

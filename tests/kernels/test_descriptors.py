@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device.descriptors import MOST_ROWS, Dims, Strided, levelled, merged, pack
+from ckpt_tool.run.device.descriptors import MOST_ROWS, TILE, Dims, Strided, levelled, merged, pack
 
 
 def copy(extents: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> Copy:
@@ -50,7 +50,22 @@ def test_boxes_are_parted_only_where_they_must(dims: Dims, extents: list[tuple[i
     assert [box.extents for box in levelled(0, 0, dims, 1)] == extents
 
 
-@pytest.mark.parametrize(("run", "pieces"), [(32768, 1), (32769, 2), (65536, 2), (65537, 3), (327680, 10)])
+@pytest.mark.parametrize(
+    ("run", "pieces"), [(TILE, 1), (TILE + 1, 2), (2 * TILE, 2), (2 * TILE + 1, 3), (10 * TILE, 10)]
+)
 def test_rows_longer_than_a_tile_are_cut(run: int, pieces: int) -> None:
-    (box,) = pack([Strided(0, 0, (), (), (), run)], tile=32768).packed
+    (box,) = pack([Strided(0, 0, (), (), (), run)]).packed
     assert box["tiles_per_row"] == pieces
+
+
+def test_lists_of_as_many_tiles_as_the_kernel_counts() -> None:
+    most = (1 << 32) - 1
+    one = pack([Strided(0, 0, (), (), (), most * TILE)])
+    assert (one.tiles, int(one.packed["tiles_per_row"][0]), int(one.packed["aux"][0])) == (most, most, TILE)
+    three = pack([Strided(0, 0, (most // 3,), (3 * TILE,), (3 * TILE,), 3 * TILE)])
+    assert (three.tiles, int(three.packed["tiles_per_row"][0])) == (most, 3)
+
+
+def test_a_list_of_nothing() -> None:
+    assert pack([])[1:] == (0, 0)
+    assert len(pack([]).packed) == 0
