@@ -47,10 +47,12 @@ def test_extents_up_to_31_bits(shim: Device) -> None:
     assert not target[rows - 400 : rows - 256].any()
 
 
-@pytest.mark.parametrize("batch", [(1 << 31) + 3, (1 << 32) - 1])
-def test_batches_up_to_32_bits(device: Device, batch: int) -> None:
-    """Three matrices of (20, 24) at the end of as many as a list may have, farther apart than 4 GiB on one side."""
-    by_source, by_target, count = 20 * 24 * 4 + 16, (1 << 33) + 4096, 3
+@pytest.mark.parametrize(
+    ("batch", "by_target"), [(3, (1 << 33) + 4096), ((1 << 31) + 3, 1 << 31), ((1 << 32) - 1, 1 << 30)]
+)
+def test_batches_up_to_32_bits(device: Device, batch: int, by_target: int) -> None:
+    """Three matrices of (20, 24) at the end of as many as a list may have, far apart on one side."""
+    by_source, count = 20 * 24 * 4 + 16, 3
     source = np.arange(count * by_source // 4, dtype=np.uint32)
     with device.upload(source) as src, device.alloc(20 * 24 * 4) as dst:
         for k in range(count):
