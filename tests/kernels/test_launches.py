@@ -25,7 +25,7 @@ from ckpt_tool.run.device.descriptors import (
 )
 from ckpt_tool.run.device.launches import launches
 from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.transposes import turned
+from ckpt_tool.run.device.transposes import pack_turned, turned
 
 
 def whole(shape: tuple[int, ...], item: int, order: tuple[int, ...] | None = None, number: int = 0) -> Copy:
@@ -167,6 +167,13 @@ def test_transposes_of_too_many_tiles_are_parted(batch: int, rows: int, columns:
     assert sum(b * r * c for b, r, c in (box.extents for box in boxes)) == batch * rows * columns
     assert len({(box.source, box.target) for box in boxes}) == len(boxes) > 1
     assert max(max(box.extents[1:]) for box in boxes) <= 1 << 31
+
+
+def test_tiles_that_hang_over_on_both_sides_are_counted() -> None:
+    """63 x 63 from item 7 of 16 bytes on: two tiles each way, 2^32 and some in all, though 63 items are less than a tile."""
+    boxes = list(turned(14, 14, [((1 << 30) + 1, 1 << 14, 1 << 14), (63, 128, 2), (63, 2, 128)], 2))
+    assert [box.extents[0] for box in boxes] == [1 << 29, (1 << 29) + 1]
+    assert pack_turned(boxes).tiles == 4 * ((1 << 30) + 1)
 
 
 def test_a_box_of_more_tiles_than_the_kernel_counts_is_refused() -> None:
