@@ -97,3 +97,12 @@ def test_thin_rows_are_read_with_their_gaps() -> None:
 def test_a_broadcast_dim_is_read_once() -> None:
     (piece,) = fetches(Region(0, 8, 0, (5, 3), (0, 4), (3, 1)), 4, ROOM)
     assert list(piece.spans()) == [(8, 0)] and piece.span == 12
+
+
+@pytest.mark.parametrize("room", [3 << 20, (3 << 20) + 1, 2_500_000])
+def test_a_piece_and_what_aligns_it_fit_the_image(room: int) -> None:
+    """Spans of nearly the whole image: the largest pieces that are worth reading at once."""
+    for count in range(room // 3 - 3, room // 3 + 4):
+        region = Region(0, 1, 0, (2, count), (room - count, 1), (count, 1))
+        for piece in (*fetches(region, 1, room), *stores(region, 1, room)):
+            assert piece.nbytes <= room

@@ -23,7 +23,7 @@ from ckpt_tool.run.device.checks import unequal
 from ckpt_tool.run.device.descriptors import Strided, strided
 from ckpt_tool.run.device.launches import boxes_of
 from ckpt_tool.run.device.pieces import Piece, fetches, stores
-from ckpt_tool.run.device.station import Box, Station
+from ckpt_tool.run.device.station import ALIGNED, Box, Station
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.walk import STRIDED_BLOCK
 
@@ -94,7 +94,7 @@ class _Image:
             raise Stopped
         station = self._station
         begin = _begin(self._used, line + piece.copy.output_offset)
-        if begin + piece.nbytes > station.room:
+        if begin + piece.nbytes > station.room + ALIGNED:
             self.flush()
             begin = _begin(0, line + piece.copy.output_offset)
         view, remote = station.host.view, self._reader.remote(piece.file) is not None
@@ -232,7 +232,7 @@ class _Writes:
         last = self._runs[-1] if self._joins and self._runs else (-1, 0, 0, 0)
         goes_on = (piece.file, piece.offset) == (last[0], last[1] + last[3]) and last[2] + last[3] == self._used
         begin = self._used if goes_on else _begin(self._used, line + copy.output_offset)
-        if begin + piece.nbytes > station.room:
+        if begin + piece.nbytes > station.room + ALIGNED:
             self.flush()
             begin = _begin(0, line + copy.output_offset)
         there = Copy(0, copy.output_offset, copy.output_strides, 0, 0, copy.source_strides, copy.extents)

@@ -29,6 +29,7 @@ LEAST = 4 << 20  # bytes of the smallest line: holds a leaf of what a cast makes
 MOST = 32 << 20  # bytes of the largest: beyond it nothing is gained, a copy of this size takes the bus 0.6 ms
 SLACK = 256 << 10  # bytes of an image beyond its line, for what alignment costs
 LISTS = 256 << 10  # bytes of a list of descriptors that is uploaded at once
+ALIGNED = 32  # bytes of an image that the alignment of one piece may cost
 SHARE = 0.9  # of the device's free memory
 
 
@@ -76,10 +77,10 @@ def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> Sizes:
 
 
 class Station:
-    """One thread's share of a device. Made and used on that thread."""
+    """One thread's share of a device. Made and used on that thread. room: bytes of the largest piece that the image holds."""
 
     def __init__(self, device: Device, pool: Pool, sizes: Sizes) -> None:
-        self.device, self.room = device, sizes.image
+        self.device, self.room = device, sizes.image - ALIGNED
         device.use()
         self._held = ExitStack()
         try:
