@@ -318,6 +318,8 @@ def test_runs_are_joined_where_both_sides_run_on() -> None:
     assert list(cast_boxes(copy, f32, bf16, [1000], [0, 2000])) == [Strided(1040, 2050, (), (), (), 120)]
     double = copy._replace(source_strides=(192, 48, 8))
     assert list(cast_boxes(double, DTYPES["F64"], bf16, [0], [0, 0])) == [Strided(40, 50, (), (), (), 120)]
+    wider = copy._replace(output_strides=(192, 48, 8))
+    assert list(cast_boxes(wider, f32, DTYPES["F64"], [0], [0, 0])) == [Strided(40, 50, (), (), (), 120)]
     gap = copy._replace(source_strides=(100, 24, 4))
     assert list(cast_boxes(gap, f32, bf16, [1000], [0, 2000])) == [Strided(1040, 2050, (5,), (100,), (48,), 24)]
     assert next(cast_boxes(copy._replace(output_strides=(48, 12, 4)), f32, bf16, [0], [0, 0])).run == 1

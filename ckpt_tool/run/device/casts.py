@@ -177,7 +177,7 @@ def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np
         return 0
     run, rows = out["run"], out["rows"].astype(np.uint64)
     per_row = (run + np.uint64(CAST_TILE - 1)) // np.uint64(CAST_TILE)
-    per_tile = np.where(per_row > 1, 1, np.clip(np.uint64(CAST_TILE) // run, 1, rows))
+    per_tile = np.clip(np.uint64(CAST_TILE) // run, 1, rows)  # 1 of rows that are cut
     tiles = np.where(per_row > 1, rows * per_row, (rows + per_tile - np.uint64(1)) // per_tile)
     total = number_tiles(out, tiles)
     out["tiles_per_row"], out["rows_per_tile"] = per_row, per_tile
