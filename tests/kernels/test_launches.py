@@ -160,13 +160,25 @@ def test_boxes_of_too_many_rows_or_levels_are_parted(dims: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "rows", "columns"), [(1, 1 << 33, 64), (1, 64, 1 << 32), (1 << 34, 32, 32), (1, 1 << 30, 1 << 25)]
+    ("batch", "rows", "columns"), [(1, 1 << 33, 64), (1, 64, 1 << 32), (1 << 34, 32, 32), (1, 1 << 28, 1 << 22)]
 )
 def test_transposes_of_too_many_tiles_are_parted(batch: int, rows: int, columns: int) -> None:
-    boxes = list(turned(0, 0, [(batch, rows * columns, rows * columns), (columns, 1, rows), (rows, columns, 1)], 1))
+    by_source, by_target = (rows * columns, columns, 1), (3 * rows * columns, 1, 2 * rows)
+    dims = list(zip((batch, rows, columns), by_source, by_target, strict=True))
+    boxes = list(turned(0, 0, dims, 1))
+    assert len(boxes) > 1 and max(max(box.extents[1:]) for box in boxes) <= 1 << 31
+    starts = []
+    for box in boxes:
+        assert (box.source_strides, box.target_strides) == (by_source[:2], (by_target[0], by_target[2]))
+        number, left = divmod(box.source, by_source[0])
+        starts.append((number, *divmod(left, by_source[1])))
+        assert box.target == sum(n * stride for n, stride in zip(starts[-1], by_target, strict=True))
     assert sum(b * r * c for b, r, c in (box.extents for box in boxes)) == batch * rows * columns
-    assert len({(box.source, box.target) for box in boxes}) == len(boxes) > 1
-    assert max(max(box.extents[1:]) for box in boxes) <= 1 << 31
+    assert all(at + n <= of for start, box in zip(starts, boxes, strict=True)
+               for at, n, of in zip(start, box.extents, (batch, rows, columns), strict=True))  # fmt: skip
+    for (start, one), (begin, other) in itertools.combinations(zip(starts, boxes, strict=True), 2):
+        apart = zip(start, one.extents, begin, other.extents, strict=True)
+        assert any(x + n <= y or y + m <= x for x, n, y, m in apart)
 
 
 def test_tiles_that_hang_over_on_both_sides_are_counted() -> None:
