@@ -80,7 +80,19 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     ),  # codes, target, scales, counts
     "ck_box_transpose": LISTED,
     "ck_adamw_ema": (
-        ADDRESS, c_uint64, c_uint64, c_uint32, c_uint64, c_uint64, c_uint64, c_uint64, c_uint64, c_uint32, c_int, c_int, STREAM,
+        ADDRESS,
+        c_uint64,
+        c_uint64,
+        c_uint32,
+        c_uint64,
+        c_uint64,
+        c_uint64,
+        c_uint64,
+        c_uint64,
+        c_uint32,
+        c_int,
+        c_int,
+        STREAM,
     ),  # constants, count, gradient, its kind, master, exp_avg, exp_avg_sq, ema, parameter, its kind, blocks, threads
     "ck_ema_swap": (c_uint64, c_uint64, c_uint64, c_uint64, c_uint32, c_int, c_int, STREAM),
     "ck_compare": (ADDRESS, c_uint32, c_uint64, ADDRESS, c_int, c_int, STREAM),
@@ -91,7 +103,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 UNUSABLE = {
     "cudaErrorNoDevice": ("E1556", "there is no GPU, or CUDA_VISIBLE_DEVICES hides it; --device cpu does without"),
     "cudaErrorInvalidDevice": ("E1556", "there is no GPU of that number; ckpt kernels info lists them"),
-    "cudaErrorInsufficientDriver": ("E1557", "a newer driver, or kernels built by an older CUDA toolkit: ckpt kernels build"),
+    "cudaErrorInsufficientDriver": ("E1557", "install or update the driver, or build with an older CUDA toolkit: ckpt kernels build"),
     "cudaErrorSystemDriverMismatch": ("E1557", "the driver was updated while it was loaded: start the machine anew"),
     "cudaErrorNoKernelImageForDevice": ("E1558", "build for this GPU: ckpt kernels build --force"),
     "cudaErrorUnsupportedPtxVersion": ("E1558", "the driver is older than the toolkit: build for this GPU, ckpt kernels build"),
