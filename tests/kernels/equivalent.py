@@ -38,6 +38,8 @@ EQUIVALENT = (
     Alike("box_transpose.cu", r"id < S::VECTORS; id \+= ck_nt\(\)\) \{ // 8 vectors", r"< to <=", "the vector after the last lies beyond the tile, and is not whole"),
     Alike("box_transpose.cu", r"const int64_t first_row", r"int64_t to int32_t \(1\)", "extents up to 2^31 and tiles that begin before the box keep it below 2^31"),
     Alike("transposes.py", r"tiles = \[batch, rows // edge \+ 2", r"2 to 3", "a bound that is one too high parts a box before it must"),
+    Alike("box_copy.cu", r"ck_bid\(\) < more \? ck_bid\(\) : more", r"< to <= ", "where both are the same, so is what is taken"),
+    Alike("box_copy.cu", r"if \(d.ext\[2\] == d.rows\)", r"2 to 1", "the way for several levels serves one as well, more slowly"),
     Alike("portable.h", r"ck_find\(const ck_desc\* list, uint32_t count, uint64_t tile\)", r"uint64_t to", TILES),
     Alike("descriptors.py", r"^SPANS_FROM = ", r"", "which way moves a run is a matter of speed"),
     Alike("descriptors.py", r"sorted\(pieces, key=", r"\(2\)|1 to",
