@@ -31,14 +31,16 @@ EQUIVALENT = (
     Alike("box_copy.cu", r"ck_v16 a\[2\] = \{\}, b\[2\]", r"2 to 3", LARGER),
     Alike("box_copy.cu", r"if \(head > count\) head = count", r"> to >=", "where both are the same, so is what is assigned"),
     Alike("box_copy.cu", r"ck_prefetch", r"", "what is fetched ahead is a matter of speed"),
-    Alike("box_copy.cu", r"blocks = ck_fill_grid|threads == 0\) threads", r"", SPEED),
+    Alike("box_copy.cu", r"blocks = ck_fill_grid", r"^1536 to |/ to", SPEED),
     Alike("box_transpose.cu", r"LOADS = VECTORS", r"4 to ", SPEED),
     Alike("box_transpose.cu", r"if \(t\.wide_\w+ && within\(0, S::EDGE", r"0 to 1", "what is left to do is looked for, and is nothing"),
     Alike("box_transpose.cu", r"int64_t\(sizeof\(T\)\)", r"int64_t to int32_t", "a factor of 64 bits makes the product one"),
     Alike("box_transpose.cu", r"id < S::VECTORS; id \+= ck_nt\(\)\) \{ // 8 vectors", r"< to <=", "the vector after the last lies beyond the tile, and is not whole"),
     Alike("box_transpose.cu", r"const int64_t first_row", r"int64_t to int32_t \(1\)", "extents up to 2^31 and tiles that begin before the box keep it below 2^31"),
+    Alike("box_transpose.cu", r"id < S::EDGE \* S::EDGE", r"< to <=", "the item after the last lies beyond the tile"),
     Alike("transposes.py", r"tiles = \[batch, rows // edge \+ 2", r"2 to 3", "a bound that is one too high parts a box before it must"),
     Alike("box_copy.cu", r"ck_bid\(\) < more \? ck_bid\(\) : more", r"< to <= ", "where both are the same, so is what is taken"),
+    Alike("box_copy.cu", r"begin < 16 \?|d.run - end < 16 \?", r"< to <= ", "where both are the same, so is what is taken"),
     Alike("box_copy.cu", r"if \(d.ext\[2\] == d.rows\)", r"2 to 1", "the way for several levels serves one as well, more slowly"),
     Alike("portable.h", r"ck_find\(const ck_desc\* list, uint32_t count, uint64_t tile\)", r"uint64_t to", TILES),
     Alike("descriptors.py", r"^SPANS_FROM = ", r"", "which way moves a run is a matter of speed"),
@@ -48,7 +50,7 @@ EQUIVALENT = (
     Alike("descriptors.py", r"^per_tile = ", r"1 to 0 \(2\)", UNUSED + ": a run longer than a tile is cut into pieces"),
     Alike("descriptors.py", r"out\[\"aux\"\] = per_row", r"0 to 1", UNUSED + ": only pieces have a size"),
     Alike("descriptors.py", r"run >> out\[\"vlog\"\]", r"1 to 2", UNUSED + ": spans divide by nothing"),
-    Alike("descriptors.py", r"dims\[0\] if dims else \(1, 0, 0\)", r"", UNUSED),
+    Alike("descriptors.py", r"dims\[0\] if dims else \(1, 0, 0\)", r"^1 to|\([23]\)$", UNUSED),
 )  # fmt: skip
 
 
