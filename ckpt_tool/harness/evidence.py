@@ -102,27 +102,24 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     end = runs.killed(case.job(case.source), case.before, saving=saving, machine=case.machine)
     good = latest(folder / "run")
     said(f"reshard: {case.source} -> {case.target}")
-    command: list[str | Path] = [
-        "reshard",
-        good.path,
-        folder / "resharded",
-        *_words(case, case.target),
-        "--verify",
-        "full",
-    ]
+    command = _reshard(case, good.path, folder / "resharded", case.target)
     moved = run_tool(*command)
     here = prepared(folder / "resharded", folder / "hub")
-    states = [_digest_check("reshard", _digests(good.path), _digests(folder / "resharded"), case.unkept)]
+    states = [_digest_check("reshard", _digests(case, good.path), _digests(case, folder / "resharded"), case.unkept)]
     said(f"resume: {case.after} steps as {case.target}")
     ends = Saving(folder / "resumed", "sharded", (case.before + case.after,))
     got = runs.run(case.job(case.target), case.after, start=here, saving=ends, machine=case.machine)
     curve = _curve(want, got, case)
-    states.append(_digest_check("end of the run", _digests(latest(final.root).path), _digests(latest(ends.root).path)))
+    states.append(
+        _digest_check("end of the run", _digests(case, latest(final.root).path), _digests(case, latest(ends.root).path))
+    )
     if not case.canonical:
         states[-1]["counted"] = False  # other layouts round otherwise: the curve is what counts
     said(f"back: {case.target} -> {case.source}")
-    run_tool("reshard", folder / "resharded", folder / "back", *_words(case, case.source), "--verify", "full")
-    states.append(_digest_check("there and back", _digests(good.path), _digests(folder / "back"), case.unkept))
+    run_tool(*_reshard(case, folder / "resharded", folder / "back", case.source))
+    states.append(
+        _digest_check("there and back", _digests(case, good.path), _digests(case, folder / "back"), case.unkept)
+    )
     controls = _controls(case, here, folder, want, said) if case.planted and case.after else []
     noise = _noise(case, want, folder, said) if not case.canonical and case.after else None
     return _document(case, curve, states, controls, noise, {
@@ -144,9 +141,10 @@ class _Said:
         self._say(line)
 
 
-def _words(case: Case, layout: Layout) -> list[str]:
-    """The options that ask `ckpt` for a layout."""
-    return formats.words(case.fmt, layout, [len(layers) for layers in layout.stage_layers(case.model)])
+def _reshard(case: Case, path: Path, out: Path, layout: Layout) -> list[str | Path]:
+    """The command that lays a checkpoint out for `layout`, as a user would write it."""
+    words = formats.words(case.fmt, layout, [len(layers) for layers in layout.stage_layers(case.model)])
+    return ["reshard", path, out, *words, "--verify", "full", *case.machine.words]
 
 
 def _shown(command: Sequence[object]) -> str:
@@ -156,9 +154,9 @@ def _shown(command: Sequence[object]) -> str:
 # -- states ---------------------------------------------------------------------------------------------------------------
 
 
-def _digests(path: Path) -> dict[str, dict[str, str]]:
+def _digests(case: Case, path: Path) -> dict[str, dict[str, str]]:
     """State -> tensor -> digest, by `ckpt verify`; what it finds fault with is a fault of the case too."""
-    document = run_tool("verify", path)
+    document = run_tool("verify", path, *case.machine.words)
     unsound = {f"finding {number}": f"{f['code']}: {f['message']}" for number, f in enumerate(document["findings"])}
     return {**document["digests"], **({"findings": unsound} if unsound else {})}
 

@@ -50,8 +50,8 @@ def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, cos: Ten
         return (wide @ weight.t()).view(tokens, -1, depth).transpose(0, 1)
 
     def turned(states: Tensor) -> Tensor:
-        left, right = states.chunk(2, -1)
-        return states * cos + torch.cat([-right, left], -1) * sin
+        even, odd = states[..., ::2], states[..., 1::2]
+        return states * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
 
     queries, keys, values = turned(heads(q)), turned(heads(k)), heads(v)
     shared = queries.shape[0] // keys.shape[0]
@@ -106,8 +106,8 @@ class Model:
         angles = torch.outer(
             torch.arange(shape.sequence).float(), shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         )
-        self._cos = torch.cat([angles, angles], -1).cos().to(comm.device)
-        self._sin = torch.cat([angles, angles], -1).sin().to(comm.device)
+        self._cos = angles.repeat_interleave(2, -1).cos().to(comm.device)  # ERNIE turns neighbours, not halves
+        self._sin = angles.repeat_interleave(2, -1).sin().to(comm.device)
 
     def embed(self, tape: Tape, tokens: Tensor, moment: Moment) -> Node:
         name, shape = "model.embed_tokens.weight", self._shape

@@ -3,14 +3,22 @@
 The one idea: every operation is one multiplication, addition, division or square root of an element, never a fused pair, so the
 bits of an element don't depend on the slice it lies in. Formulas as in torch's AdamW: decoupled decay (before the step), bias
 correction; then ema = d * ema + (1 - d) * master.
+
+On a GPU the step is the kernel `adamw_ema`, one pass over the buffers, by this formula to the bit. torch's operations are that on a
+CPU alone, and with the square root taken in fp64: its fp32 one is a bit off in places, and on a GPU it divides by a number by
+multiplying with the reciprocal.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 
 import torch
+
+from ckpt_tool.run.device import adamw, choose
+from ckpt_tool.run.device.memory import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +56,51 @@ class AdamW:
         """What gradients are multiplied with so that their norm is at most `clip`."""
         return min(1.0, self.clip / (norm + 1e-6))
 
-    def update(self, slices: Slices, gradient: torch.Tensor, *, step: int, rate: float, decays: bool) -> None:
-        """One step in place; `gradient` is fp32 of the slice's length, already clipped."""
+    def update(
+        self,
+        slices: Slices,
+        gradient: torch.Tensor,
+        *,
+        step: int,
+        rate: float,
+        decays: bool,
+        device: Device | None = None,
+    ) -> None:
+        """One step in place; `gradient` is fp32 of the slice's length, already clipped. device: whose kernel does it."""
+        if device is not None:
+            self._by_kernel(device, slices, gradient, step=step, rate=rate, decays=decays)
+            return
         slices.exp_avg.mul_(self.beta1).add_(gradient * (1 - self.beta1))
         slices.exp_avg_sq.mul_(self.beta2).add_(gradient.square() * (1 - self.beta2))
         mean = slices.exp_avg / (1 - self.beta1**step)
-        spread = (slices.exp_avg_sq / (1 - self.beta2**step)).sqrt_().add_(self.eps)
+        spread = (slices.exp_avg_sq / (1 - self.beta2**step)).double().sqrt_().float().add_(self.eps)
         if decays:
             slices.master.mul_(1 - rate * self.weight_decay)
         slices.master.sub_((mean / spread).mul_(rate))
         slices.ema.mul_(self.ema).add_(slices.master * (1 - self.ema))
+
+    def _by_kernel(
+        self, device: Device, slices: Slices, gradient: torch.Tensor, *, step: int, rate: float, decays: bool
+    ) -> None:
+        constants = adamw.Constants.of(
+            step=step, rate=rate, beta1=self.beta1, beta2=self.beta2, eps=self.eps, ema=self.ema,
+            weight_decay=self.weight_decay if decays else 0.0,
+        )  # fmt: skip
+        buffers = (gradient, slices.master, slices.exp_avg, slices.exp_avg_sq, slices.ema)
+        stream = torch.cuda.current_stream(gradient.device).cuda_stream if gradient.is_cuda else 0
+        if gradient.numel():
+            g, p, m, v, e = (buffer.data_ptr() for buffer in buffers)
+            flat = adamw.Flat(gradient.numel(), g, p, m, v, e)
+            adamw.step(device, constants, flat, stream=stream)
+
+
+def kernels_for(device: torch.device) -> Device | None:
+    """The kernels for tensors on `device`: the GPU's, where they can be had; on a CPU none, or their host shim where CKPT_KERNELS
+    asks for it (for tests: the same bits, slower)."""
+    asked = os.environ.get("CKPT_KERNELS")
+    if asked == "host" if device.type == "cpu" else choose.chosen().level != "numpy":
+        return choose.open_device(device.index or 0)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

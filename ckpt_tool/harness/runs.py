@@ -45,6 +45,11 @@ class Machine:
     device: str = "cpu"
     limit: float = 600.0
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options that have `ckpt` reshard and hash by kernels: on the GPU, or on their host shim where CKPT_KERNELS says so."""
+        return ("--device", "cuda") if self.device == "cuda" or os.environ.get("CKPT_KERNELS") == "host" else ()
+
 
 def run(
     job: Job,

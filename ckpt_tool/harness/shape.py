@@ -138,16 +138,10 @@ class ModelShape:
         return dim if self.splits(size) else None
 
     def config(self) -> dict[str, object]:
-        """The `config.json` that Hugging Face's `ernie4_5_moe` would have for these sizes."""
+        """The `config.json` that Hugging Face's `ernie4_5_moe` (`ernie4_5` without experts) would have for these sizes."""
         return {
-            "architectures": ["Ernie4_5_MoeForCausalLM"],
-            "model_type": "ernie4_5_moe",
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.dense_ffn,
+            "architectures": ["Ernie4_5_MoeForCausalLM" if self.experts else "Ernie4_5ForCausalLM"],
+            "model_type": "ernie4_5_moe" if self.experts else "ernie4_5",
             "moe_intermediate_size": self.expert_ffn,
             "moe_num_experts": self.experts,
             "moe_num_shared_experts": self.shared_experts,
@@ -155,6 +149,12 @@ class ModelShape:
             "moe_layer_start_index": self.dense_layers,
             "moe_layer_end_index": self.layers - 1,
             "moe_layer_interval": 1,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.dense_ffn,
             "vocab_size": self.rows,
             "tie_word_embeddings": self.tied,
             "rms_norm_eps": self.epsilon,

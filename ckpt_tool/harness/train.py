@@ -24,7 +24,7 @@ from ckpt_tool.harness.comm import Comm
 from ckpt_tool.harness.gradients import GradientSums
 from ckpt_tool.harness.layout import Group, Layout
 from ckpt_tool.harness.model import Model, Moment
-from ckpt_tool.harness.optimizer import AdamW, Schedule
+from ckpt_tool.harness.optimizer import AdamW, Schedule, kernels_for
 from ckpt_tool.harness.pieces import RankState, Read
 from ckpt_tool.harness.randomness import sample
 from ckpt_tool.harness.schedule import Op, schedule
@@ -75,6 +75,7 @@ class Trainer:
         self.at = job.layout.at(comm.rank, job.shape)
         self.step, self.consumed, self.seed = 0, 0, job.seed
         self._tp = job.layout.tp_group(self.at)
+        self._kernels = kernels_for(comm.device)
         self._build()
 
     def _build(self) -> None:
@@ -232,7 +233,8 @@ class Trainer:
         scale = adam.scale(norm)
         for name, item in self.weights.params.items():
             gradient = gradients.pop(name).mul_(scale)
-            adam.update(self.weights.slices[name], gradient, step=self.step, rate=rate, decays=item.param.decays)
+            slices, decays = self.weights.slices[name], item.param.decays
+            adam.update(slices, gradient, step=self.step, rate=rate, decays=decays, device=self._kernels)
         self.weights.rebuild()
 
     # -- state --------------------------------------------------------------------------------------------------------

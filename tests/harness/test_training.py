@@ -6,6 +6,7 @@ code with it. Arrays: a trained state, put together by slices.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,7 @@ from ckpt_tool.errors import Incomplete  # noqa: E402
 from ckpt_tool.harness.launch import run_ranks  # noqa: E402
 from ckpt_tool.harness.layout import Layout  # noqa: E402
 from ckpt_tool.harness.model import attention, gated, norm  # noqa: E402
-from ckpt_tool.harness.optimizer import AdamW, Schedule, Slices  # noqa: E402
+from ckpt_tool.harness.optimizer import AdamW, Schedule, Slices, kernels_for  # noqa: E402
 from ckpt_tool.harness.pieces import STATES  # noqa: E402
 from ckpt_tool.harness.randomness import sample  # noqa: E402
 from ckpt_tool.harness.schedule import schedule  # noqa: E402
@@ -174,8 +175,8 @@ def plain_loss(shape: ModelShape, weights: dict[str, torch.Tensor], tokens: torc
     def turn(x: torch.Tensor) -> torch.Tensor:  # (tokens, heads, head_dim), as complex numbers
         half = shape.head_dim // 2
         angle = torch.arange(len(x))[:, None] * shape.theta ** (-torch.arange(half) / half)
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-        return torch.cat([turned.real, turned.imag], -1)
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.view_as_real(turned).flatten(-2)
 
     x = weights["model.embed_tokens.weight"][tokens[:-1]]
     for layer in range(shape.layers):
@@ -204,6 +205,38 @@ def plain_loss(shape: ModelShape, weights: dict[str, torch.Tensor], tokens: torc
     return torch.nn.functional.cross_entropy(logits, tokens[1:])
 
 
+@pytest.mark.parametrize("shape", ["quick", "tied", "dense"])
+def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
+    """The loss of transformers' own model with the trained weights, fp32."""
+    transformers = pytest.importorskip("transformers")
+    sizes = SHAPES[shape].with_(dropout=0.0)
+    made = Job(sizes, Layout.parse("tp2,pp2"))
+    trained = trained_states.run(made, 2, tmp_path)
+    said = {
+        key: value for key, value in sizes.config().items() if key not in ("architectures", "model_type", "torch_dtype")
+    }
+    kind = "Ernie4_5_Moe" if sizes.experts else "Ernie4_5"
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**said)).float().eval()
+    weights = {name: whole.float() for (name, state), whole in trained.whole.items() if state == "model"}
+    for layer in filter(sizes.is_sparse, range(sizes.layers)):
+        root = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = ([weights.pop(f"{root}.{e}.{part}_proj.weight") for e in range(sizes.experts)]
+                          for part in ("gate", "up", "down"))  # fmt: skip
+        weights[f"{root}.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
+        weights[f"{root}.down_proj"] = torch.stack(down)
+    if sizes.tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert not unexpected and all("e_score_correction_bias" in name for name in missing)
+    losses = []
+    for number in range(sizes.batch):
+        tokens = sample(sizes, made.seed, trained.scalars["consumed"] + number)
+        logits = theirs(tokens[None, :-1]).logits[0, :, : sizes.vocab]
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:]).item())
+    ours = trained_states.run(made, 1, tmp_path, start=trained).steps[0][1]
+    assert ours == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+
+
 @pytest.mark.parametrize("shape", ["quick", "tied", "indivisible"])
 def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> None:
     """Clipping off: the first moment after one step is a tenth of the gradient."""
@@ -220,7 +253,7 @@ def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> Non
     assert after.steps[0][2] == pytest.approx(norm_of_all, rel=1e-2)
     for name, leaf in leaves.items():
         error = (after.whole[name, "exp_avg"] * 10 - leaf.grad).norm() / leaf.grad.norm()
-        assert error < 3e-2, (name, error)
+        assert error < 0.2, (name, error)  # bf16 between blocks; a token whose two best experts are near may go elsewhere
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(folder: Path) -> None:
@@ -263,6 +296,21 @@ def test_the_update_is_torchs(tmp_path: Path) -> None:
     torch.testing.assert_close(whole.master, leaf.data)
     for state in STATES[1:]:
         assert torch.equal(torch.cat([getattr(half, state) for half in halves]), getattr(whole, state))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the host shim of the kernels is built by g++")
+def test_the_kernel_of_the_update_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, on the shim that compiles the same source for the CPU."""
+    assert kernels_for(torch.device("cpu")) is None
+    monkeypatch.setenv("CKPT_KERNELS", "host")
+    device = kernels_for(torch.device("cpu"))
+    start, adam = torch.linspace(-1, 1, 1003), AdamW()
+    ours, theirs = Slices.fresh(start), Slices.fresh(start)
+    for step, gradient in enumerate(torch.randn(4, 1003), 1):
+        adam.update(ours, gradient, step=step, rate=1e-2, decays=step % 2 == 0)
+        adam.update(theirs, gradient, step=step, rate=1e-2, decays=step % 2 == 0, device=device)
+        for state in STATES[1:]:
+            assert torch.equal(getattr(ours, state), getattr(theirs, state)), (step, state)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
