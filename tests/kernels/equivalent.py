@@ -53,6 +53,18 @@ EQUIVALENT = (
     Alike("descriptors.py", r"out\[\"aux\"\] = per_row", r"0 to 1", UNUSED + ": only pieces have a size"),
     Alike("descriptors.py", r"run >> out\[\"vlog\"\]", r"1 to 2", UNUSED + ": spans divide by nothing"),
     Alike("descriptors.py", r"dims\[0\] if dims else \(1, 0, 0\)", r"^1 to|\([23]\)$", UNUSED),
+    Alike("digest.cu", r"LOADS = LANES < 16 \? 4 : 8", r"8 to |4 to |16 to |< to", SPEED),
+    Alike("digest.cu", r"for \(int mask = LANES; mask < 32; mask \*= 2\)", r"2 to 3 ", "4 lanes exchange nothing in the loop; of 8 and 16 the same groups meet"),
+    Alike("digest.cu", r"for \(int mask = 1; mask < 4; mask \*= 2\)", r"\*= to \+=", "1 and 3 reach the same four threads as 1 and 2"),
+    Alike("digest.cu", r"for \(uint64_t base = from", r"< to <=", "the range is empty by then: no thread has a leaf"),
+    Alike("digest.cu", r"for \(uint64_t base = from", r"uint64_t to", TILES),
+    Alike("digest.cu", r"case (4|8|16): return CK_LAUNCH_SYNC", r"\(1\)", "32 lanes make the same hashes"),
+    Alike("digest.cu", r"^t\[i\] = AT_ONCE > 1", r"0 to 1", UNUSED),
+    Alike("digest.cu", r"last_edge = shift", r"> to >=", "a block that could go the quick way goes the careful one"),
+    Alike("digest.cu", r"threads < 0 \|\| threads % 32", r"0 to 1 \(2\)", "0 has been replaced before"),
+    Alike("compare.cu", r"if \(index < found.first\)|v = other > v \?", r"< to <=|> to >=", "where both are the same, so is what is taken"),
+    Alike("compare.cu", r"case CK_(F64|F32|BF16|F16|E4M3|E5M2|E8M0): return", r"0 to 1", UNUSED + ": floats are ordered by their sign"),
+    Alike("compare.cu", r"case CK_I(8|16|32): return", r"^0x80+ to ", "the order backwards: distances stay"),
 )  # fmt: skip
 
 
