@@ -110,10 +110,10 @@ def test_windows_meet_where_leaves_do(tmp_path: Path, options: dict[str, Any]) -
 @pytest.mark.usefixtures("small_windows", "no_cpu")
 @pytest.mark.parametrize("dtype", ["bf16", "F64"])
 def test_items_that_begin_and_end_inside_leaves(tmp_path: Path, dtype: str) -> None:
-    """Tensors above 4 MiB go to the threads in the shares of their output files: here 367 rows each, no whole leaves, and a
-    leaf of one side of the cast is several of the other."""
+    """Tensors above 4 MiB go to the threads in the shares of their output files: here 400 rows each, no whole leaves, and a
+    leaf of one side of the cast is several of the other, so that they end at other elements."""
     (tmp_path / "in").mkdir()
-    values = np.random.default_rng(1).standard_normal((3 * 367, 1031), np.float32)
+    values = np.random.default_rng(1).standard_normal((3 * 400, 1031), np.float32)
     save_file({"w": values}, tmp_path / "in" / "model.safetensors")
     on_cpu, on_device = both("convert", tmp_path / "in", tmp_path=tmp_path, to="sharded", dp=3, dtype=dtype)
     assert on_device == on_cpu and len(on_cpu.files) == 4

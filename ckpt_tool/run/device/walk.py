@@ -76,7 +76,7 @@ def _leaves(
 ) -> Iterator[tuple[LeafStream, int, int]]:
     """The leaves of a stream that begin in the window and before element `stop`."""
     low, high = window.start * item, window.end * item
-    begin = max(stream.begin, -(-low // LEAF) * LEAF)
+    begin = -(-low // LEAF) * LEAF
     while begin < min(high, stop * item):
         yield stream, line + window.at + begin - low, min(begin + LEAF, window.move.numel * item) - begin
         begin += LEAF
