@@ -126,7 +126,9 @@ def test_batches_and_heads(shim: Device) -> None:
 
 
 def test_work_of_nothing_launches_nothing(device: Device) -> None:
-    kernels.box_transpose(device, pack_turned([]))
+    nothing = pack_turned([])
+    assert (len(nothing.packed), nothing.tiles, nothing.nbytes) == (0, 0, 0)
+    kernels.box_transpose(device, nothing)
     device.library.call("box_transpose", 0, 0, 0, 0, 0, 0)
 
 
