@@ -1,12 +1,23 @@
 """The reshard kernels at work: a plan's copies on a GPU, or, for tests, on the CPU by the same sources.
 
-    descriptors.py   copies -> the packed list that every kernel reads
-    reference.py     the same list carried out by NumPy: what the kernels are held against, and what runs without a GPU
-    build.py         nvcc (or g++ for the host shim), cached by a hash of all that decides the result
-    library.py       the C ABI by ctypes, every call checked
-    memory.py        device memory, streams, and the pool of pinned host memory
-    kernels.py       one function a kernel
-    choose.py        which of these a run uses, and why
+What a kernel reads, made of copies
+    descriptors.py transposes.py casts.py digests.py comparisons.py    a packed list for each kernel
+    launches.py overlap.py    which kernel moves which copy; boxes that meet are refused
+    reference.py              the same list carried out by NumPy: what the kernels are held against
+
+Kernels
+    build.py cache.py         nvcc (or g++ for the host shim), kept by a hash of all that decides the result, privately
+    driver.py choose.py       what GPUs there are; which library a run uses, and why
+    library.py memory.py      the C ABI by ctypes, every call checked; device memory and streams
+    kernels.py adamw.py       one function a kernel
+
+Verbs on a device
+    station.py pool.py pieces.py loading.py casting.py checks.py rounding.py walk.py scan.py compare.py    files to the device and back
+    resharding.py             shards that lie on the device already
+
+Looked at
+    trial*.py                 ckpt kernels check
+    bench.py workloads.py     ckpt kernels bench
 
 The tool never needs them: a reshard on disk is bound by the disk. They pay where values already lie on the device.
 """
