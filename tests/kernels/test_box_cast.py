@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.compute import cast
+from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
 from ckpt_tool.run.device.descriptors import Strided, magic
 from ckpt_tool.run.device.kernels import box_cast
@@ -299,6 +300,48 @@ def test_groups_where_all_lies_on_their_grid(source: DType, target: DType) -> No
     ):
         packed = pack_casts([off], source, target).boxes.packed
         assert packed["vlog"][0] == 0 and packed["divr"][0] == magic(off.run), off
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(COMMON, 2)), ids=lambda dtype: dtype.name)
+def test_groups_go_by_their_width(shim: Device, source: DType, target: DType) -> None:
+    """The wider side by 16 bytes at a time, wherever both are on their grid together; else by element, or byte."""
+    s, t = source.bits // 8, target.bits // 8
+    group, count = 16 // max(s, t), 2 * CAST_TILE + 1003
+    values = np.ones(count, numpy_type(source)).view(np.uint8)
+    tiles = (CAST_TILE, CAST_TILE, 1003)
+    for shifts, groups, by in (
+        ((0, 0), count // group, t),
+        ((s, t), sum((n - group + 1) // group for n in tiles), t),
+        ((s, 0), 0, t),
+        ((1, t), sum((n - group + 1) // group for n in tiles) if s == 1 else 0, t),
+        ((0, 1), 0, 1),
+    ):
+        with (
+            shim.upload(np.concatenate([np.zeros(shifts[0], np.uint8), values])) as begin,
+            shim.alloc(count * t + shifts[1]) as end,
+        ):
+            mine, theirs = begin.address + shifts[0], end.address + shifts[1]
+            with Watched(shim, [(mine, np.ones(count * s))], [(theirs, np.ones(count * t))]) as watched:
+                box_cast(shim, pack_casts(line(mine, theirs, count), source, target))
+        if (shifts, t) == ((0, 1), 1):  # one byte is an element
+            groups = 0
+        assert not watched.fault()
+        wide = {width: n for width, n in watched.stores.items() if n}
+        rest = (count - groups * group) * t // by
+        assert wide == {k: n for k, n in ((group * t, groups), (by, rest)) if n}, shifts
+        assert watched.loads[group * s] >= groups and (groups > 0) == (watched.loads[group * s] > 0), shifts
+
+
+def test_short_rows_go_in_groups(shim: Device) -> None:
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    for run, rows in ((8, 700), (252, 70), (256, 64), (260, 3)):
+        with shim.upload(np.ones(run * rows, np.float32)) as begin, shim.alloc(run * rows * 4) as end:
+            boxes = [Strided(begin.address, end.address, (rows,), (4 * run,), (4 * run,), run)]
+            written = np.arange(run * rows * 4) % (4 * run) < 2 * run
+            with Watched(shim, [(begin.address, np.ones(4 * run * rows))], [(end.address, written)]) as watched:
+                box_cast(shim, pack_casts(boxes, f32, bf16))
+        assert not watched.fault() and {k: n for k, n in watched.stores.items() if n} == {8: run * rows // 4}
+        assert {k for k, n in watched.loads.items() if n} == {16}
 
 
 def test_rows_are_cut_at_tiles() -> None:

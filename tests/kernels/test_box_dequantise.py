@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.quantised import BYTES, NIBBLES
@@ -255,6 +256,7 @@ def test_huge_boxes_stay_below_32_bits_in_the_kernel() -> None:
         for part, scale in zip(listed.boxes.packed, listed.scales, strict=True):
             n, width, column0 = int(part["run"]), int(scale["width"]), int(scale["column0"])
             assert column0 + n < 1 << 32
+            assert int(part["src"]) == (1 << 54) + columns and int(part["dst"]) == (1 << 56) + 2 * columns
             first = (int(scale["address"]) - scales.address) // 4
             assert first + column0 // width == (40 + columns) // block
             assert first + (column0 + n - 1) // width == (40 + columns + n - 1) // block
@@ -312,6 +314,38 @@ def test_groups_where_all_lies_on_their_grid(codes: DType, target: DType) -> Non
     ):
         packed = pack_codes([off], codes, target).boxes.packed[0]
         assert packed["vlog"] == 0 and packed["divr"] == magic(int(packed["run"])), off
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", ["F8_E4M3", "F4"])
+def test_groups_go_by_their_width(shim: Device, name: str, target: DType) -> None:
+    """Floats are stored 16 bytes at a time where every group has one scale; else one by one."""
+    codes, item = DTYPES[name], target.bits // 8
+    group, half = 16 // item, codes.bits == 4
+    for columns, column, wide in (
+        (1024, 0, 128),
+        (1024, 16, 32),
+        (64, 32, 128),
+        (1024, 1, 128),
+        (1024, 0, 100),
+        (64, 0, 6),
+    ):
+        with (
+            shim.upload(np.full(3 * columns, 0x22, np.uint8)) as source,
+            shim.upload(np.ones((3, 400), np.float32)) as scales,
+            shim.alloc(3 * columns * item) as out,
+        ):
+            of = Scales(scales.address, DTYPES["F32"], (1, wide), (0, 1600))
+            base = source.address * 2 if half else source.address
+            box = CodeBox(base, out.address, (1, 3, columns), (0, columns), (0, columns * item), of, column=column)
+            read = np.ones(3 * columns // (2 if half else 1))
+            with Watched(shim, [(source.address, read)], [(out.address, np.ones(3 * columns * item))]) as watched:
+                box_dequantise(shim, pack_codes([box], codes, target))
+        grouped = column % group == 0 and wide % group == 0
+        assert not watched.fault()
+        assert {k: n for k, n in watched.stores.items() if n} == (
+            {16: 3 * columns // group} if grouped else {item: 3 * columns}
+        )
 
 
 def test_boxes_are_numbered_as_they_were_given() -> None:

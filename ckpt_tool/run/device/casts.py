@@ -203,7 +203,7 @@ def _pieces(box: CodeBox, step: int, item: int) -> Iterator[tuple[Strided, tuple
     number, size = _SCALES[of.dtype.name]
     for row, height, down, row0, tall in _stretches(box.row, rows, of.block[0]):
         for column, width, across, column0, wide in _stretches(box.column, columns, of.block[1]):
-            most = max(1, MOST_ROWS // height)
+            most = MOST_ROWS // height
             for matrix in range(0, matrices, most):
                 at = (matrix, row)
                 source = box.source + sum(n * s for n, s in zip(at, box.source_strides, strict=True)) + column * step
