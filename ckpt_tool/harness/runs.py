@@ -131,7 +131,12 @@ def _entry(
 
 def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
     """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model has not: they would be lost in silence.
-    (What it lacks, reading says.) An untied head is the case that no shape gives away."""
+    (What it lacks, reading says.) A head that is tied or not is the case that no shape gives away."""
+    if source.tied and not job.shape.tied:
+        raise InconsistentCheckpoint(
+            "the checkpoint's head is its embedding, and the model has one of its own", code="E1509", path=start, key="lm_head.weight",
+            hint="train on as a tied model: where the two part, no optimizer state says how",
+        )  # fmt: skip
     wanted = {param.name for param in job.shape.parameters()} | (
         {"lm_head.weight"} if job.shape.tied and source.tied else set()
     )

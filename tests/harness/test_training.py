@@ -239,8 +239,9 @@ def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["quick", "tied", "indivisible"])
 def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> None:
-    """Clipping off: the first moment after one step is a tenth of the gradient."""
-    sizes = SHAPES[shape].with_(dropout=0.0)
+    """Clipping off: the first moment after one step is a tenth of the gradient. The indivisible model has a token whose second and
+    third expert are as good as equal, so that rounding to bf16 decides: there all four are taken."""
+    sizes = SHAPES[shape].with_(dropout=0.0, top=4 if shape == "indivisible" else 2)
     made = Job(sizes, Layout(), adam=AdamW(clip=1e9))
     before = trained_states.run(made, 0, tmp_path)
     after = trained_states.run(made, 1, tmp_path)
@@ -253,7 +254,7 @@ def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> Non
     assert after.steps[0][2] == pytest.approx(norm_of_all, rel=1e-2)
     for name, leaf in leaves.items():
         error = (after.whole[name, "exp_avg"] * 10 - leaf.grad).norm() / leaf.grad.norm()
-        assert error < 0.2, (name, error)  # bf16 between blocks; a token whose two best experts are near may go elsewhere
+        assert error < 3e-2, (name, error)
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(folder: Path) -> None:
