@@ -7,12 +7,13 @@ and a box whose base lies far off has only these tiles in a small buffer. The or
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from box_cases import POISON, POOL, Bytes
+from box_cases import POISON, POOL, Bytes, Watched
 
-from ckpt_tool.run.device.descriptors import PIECES, Descriptors, Strided, pack
+from ckpt_tool.run.device.descriptors import PIECES, TILE, Descriptors, Strided, pack
 from ckpt_tool.run.device.kernels import box_copy
 from ckpt_tool.run.device.memory import Device
 
@@ -28,23 +29,33 @@ def offset(row: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return total
 
 
-def spans_of(box: Strided, one: np.void, first: int, count: int) -> list[tuple[int, int, int]]:
-    """(offset in the source, offset in the target, bytes) of what tiles first..first+count of the box move."""
+class Span(NamedTuple):
+    """What a tile moves of a row: offsets in the source and in the target, bytes, and how many beside them it may read."""
+
+    source: int
+    target: int
+    nbytes: int
+    before: int
+    after: int
+
+
+def spans_of(box: Strided, one: np.void, first: int, count: int) -> list[Span]:
+    """What tiles first..first+count of the box move."""
     if one["op"] != PIECES:
         per = int(one["rows_per_tile"])
         rows = range(first * per, min((first + count) * per, prod(box.extents)))
         return [
-            (offset(r, box.extents, box.source_strides), offset(r, box.extents, box.target_strides), box.run)
+            Span(*(offset(r, box.extents, s) for s in (box.source_strides, box.target_strides)), box.run, 0, 0)
             for r in rows
         ]
     found, per, size = [], int(one["tiles_per_row"]), int(one["aux"])
     for tile in range(first, first + count):
         row, piece = divmod(tile, per)
-        to = offset(row, box.extents, box.target_strides)
+        from_, to = (offset(row, box.extents, strides) for strides in (box.source_strides, box.target_strides))
         skew = (box.target + to) % 16
         begin = piece * size - skew if piece else 0
         end = (piece + 1) * size - skew if piece + 1 < per else box.run
-        found.append((offset(row, box.extents, box.source_strides) + begin, to + begin, end - begin))
+        found.append(Span(from_ + begin, to + begin, end - begin, min(16, begin), min(16, box.run - end)))
     return found
 
 
@@ -56,13 +67,17 @@ def check(device: Device, box: Strided, first: int, count: int) -> None:
     room = [max(span[side] + span[2] for span in moved) - low[side] + 64 for side in (0, 1)]
     assert max(room) < 64 << 20
     source, want = np.resize(POOL, room[0]), np.full(room[1], POISON, np.uint8)
-    for from_, to, nbytes in moved:
-        at, into = from_ - low[0] + box.source, to - low[1] + box.target
-        want[into : into + nbytes] = source[at : at + nbytes]
+    legal = np.zeros_like(source)
+    for span in moved:
+        at, into = span.source - low[0] + box.source, span.target - low[1] + box.target
+        want[into : into + span.nbytes] = source[at : at + span.nbytes]
+        legal[max(at - span.before, 0) : at + span.nbytes + span.after] = 1
     with device.upload(source) as src, device.upload(np.full_like(want, POISON)) as dst:
         packed["src"], packed["dst"] = src.address - low[0] + box.source, dst.address - low[1] + box.target
         packed["tile0"] = -first % (1 << 64)
-        box_copy(device, Descriptors(packed, count, 0), blocks=3)
+        with Watched(device, [(src.address, legal)], []) as watched:
+            box_copy(device, Descriptors(packed, count, 0), blocks=3)
+        assert not watched.fault()
         got: Bytes = device.download(dst.address, len(want))
     assert np.array_equal(got, want), f"byte {np.flatnonzero(got != want)[0]} of the target's window"
 
@@ -91,6 +106,15 @@ def test_runs_beyond_4_gib(device: Device, skew: int) -> None:
     per = int(pack([box]).packed["tiles_per_row"][0])
     for first in (0, per // 2, per - 2, 2 * per - 3, 3 * per - 2):
         check(device, box, first, 2)
+
+
+@pytest.mark.parametrize("run", [130 * TILE + 5, (1 << 18) * TILE + 5, (1 << 18) * TILE + 14])
+def test_the_last_piece_of_a_row_may_be_shorter_than_a_vector(device: Device, run: int) -> None:
+    """Then the one before it may read no further than that."""
+    for from_, to in ((0, 1), (1, 0), (9, 2), (2, 13), (15, 0), (6, 6)):
+        box = Strided(from_, to, (), (), (), run)
+        tiles = pack([box]).tiles
+        check(device, box, tiles - 2, 2)
 
 
 @pytest.mark.parametrize("run", [1, 16, 48, 100, 600])
