@@ -143,7 +143,7 @@ def check(*, cases: int = CASES, seed: int = 0, only: tuple[str, ...] = ()) -> d
     device = choose.open_device()
     outcomes = trial.trials(device, cases=cases, seed=seed, only=only)
     findings = [
-        {"code": "E1571", "kernel": outcome.kernel, "message": text}
+        {"code": "E1579", "kernel": outcome.kernel, "message": text}
         for outcome in outcomes
         for text in outcome.findings
     ]
