@@ -69,6 +69,11 @@ EQUIVALENT = (
     Alike("compare.cu", r"if \(index < found.first\)|v = other > v \?", r"< to <=|> to >=", "where both are the same, so is what is taken"),
     Alike("compare.cu", r"case CK_(F64|F32|BF16|F16|E4M3|E5M2|E8M0): return", r"0 to 1", UNUSED + ": floats are ordered by their sign"),
     Alike("compare.cu", r"case CK_I(8|16|32): return", r"^0x80+ to ", "the order backwards: distances stay"),
+    Alike("box_cast.cu", r"if \(\(tally\.lost \| tally\.nans\) >> 24\)", r"24 to", "counts are reported earlier or later, and added up"),
+    Alike("box_cast.cu", r"if \(!cut && d\.run < WARP_ROW\)", r"run to rows|< to <=", SPEED),
+    Alike("casts.py", r"_LONGEST = 1 << 31", r"31 to 30", "any limit below it keeps the kernel's sums in 32 bits"),
+    Alike("casts.py", r"step, item = max\(1, codes\.bits // 8\)", r"8 to 7", "a seventh of 4, 8, 16 or 32 bits, rounded down, is an eighth"),
+    Alike("casts.py", r"if block > _LONGEST", r"> to >=", "of a block of just that size no more than one fits a part either way"),
 )  # fmt: skip
 
 
