@@ -9,6 +9,11 @@ static_assert(sizeof(ck_device_info) == 216, "library.py, _Info");
 
 namespace {
 
+struct Counter {
+    uint32_t n = 0;
+    CK_MEMBER void add(uint32_t k) { n += k; }
+};
+
 template <class V> CK_DEVICE void pass_on(uint64_t from, uint64_t to) { ck_store<V>(to, ck_load<V>(from)); }
 
 CK_CONSTANT uint64_t TABLE[2] = {3, ~uint64_t(0)};
@@ -41,13 +46,16 @@ CK_KERNEL(64) void words(uint64_t from, uint64_t to, const ck_desc* list, uint32
     }
 }
 
-CK_KERNEL(32) void alone(uint64_t* sums) {
+CK_KERNEL(32, 1) void alone(uint64_t from, uint64_t* sums) {
     uint64_t sum = 0;
     CK_UNROLL
     for (int u = 0; u < 4; ++u) sum += u;
     CK_ROLLED
     for (uint32_t u = 0; u < 2; ++u) sum += ck_mul_high(TABLE[u], TABLE[1]) - ck_ones(uint32_t(TABLE[u]));
     sum += ck_load_own<uint32_t>(uint64_t(&sums[9])) * 0;
+    Counter counter;
+    for (uint32_t u = 0; u < 3; ++u) counter.add(ck_fresh(u));
+    sum += counter.n + ck_load_near<uint32_t>(from + 4) + ck_load_kept(from + 16).w;
     if (ck_tid() == 0) sums[9] = sum;
 }
 
@@ -57,5 +65,5 @@ CK_API int ck_words(uint64_t from, uint64_t to, const ck_desc* list, uint32_t co
     blocks = ck_fill_grid(blocks, 1, 2);
     if (blocks == 0) return ck_last_error();
     const int status = CK_LAUNCH_SYNC(words, blocks, 64, stream, from, to, list, count, ck_magic(7), sums);
-    return status != cudaSuccess ? status : CK_LAUNCH(alone, 1, 32, stream, sums);
+    return status != cudaSuccess ? status : CK_LAUNCH(alone, 1, 32, stream, from, sums);
 }

@@ -123,7 +123,13 @@ def test_every_word_of_the_header_on_the_shim(tmp_path: Path) -> None:
     assert call(read.ctypes.data, written.ctypes.data, lists.ctypes.data, 4, sums.ctypes.data, 0, None) == 0
     assert list(sums[:3]) == [2 * 64 * 65 // 2, 1, 64]
     assert (int(sums[3]) & 0xFFFFFFFF, int(sums[3]) >> 32, int(sums[4])) == (63, 0, 2 * 64)
-    assert list(sums[5:]) == [2, 2 * 100 + 1 * 10, 0x55443322, 1000003 // 7 + 5, (6 + 2 - 2 + 2**64 - 2 - 32) % 2**64]
+    assert list(sums[5:]) == [
+        2,
+        2 * 100 + 1 * 10,
+        0x55443322,
+        1000003 // 7 + 5,
+        (6 + 2 - 2 + 2**64 - 2 - 32 + 3 + 0x07060504 + 0x1F1E1D1C) % 2**64,
+    ]
     want = read.copy()
     want[1] = 0
     assert list(written) == list(want)
