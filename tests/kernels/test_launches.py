@@ -56,6 +56,20 @@ def test_a_list_chooses_its_kernel(shape: tuple[int, ...], item: int, order: tup
     assert launch.boxes.nbytes == item * np.prod(shape)
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "by_source", "by_target"),
+    [(1, 0, (8192, 128, 2), (8192, 2, 128)), (0, 1, (8192, 128, 2), (8192, 2, 128)), (0, 0, (8192, 129, 2), (8192, 2, 128)),
+     (0, 0, (8192, 128, 2), (9000, 2, 129)), (0, 0, (9001, 128, 2), (8192, 2, 128)), (0, 0, (8192, 128, 2), (9001, 2, 128))],
+)  # fmt: skip
+def test_items_off_their_own_size_are_no_transpose(
+    source: int, target: int, by_source: tuple[int, ...], by_target: tuple[int, ...]
+) -> None:
+    even = Copy(0, 0, (8192, 128, 2), 0, 0, (8192, 2, 128), (3, 64, 64))
+    odd = Copy(0, source, by_source, 0, target, by_target, (3, 64, 64))
+    assert [launch.kernel for launch in launches([(even, 2)], [0], [1 << 30])] == ["box_transpose"]
+    assert [launch.kernel for launch in launches([(odd, 2)], [0], [1 << 30])] == ["box_copy"]
+
+
 def test_one_launch_a_kernel_and_the_same_bytes_from_numpy(shim: Device) -> None:
     shapes = [((70, 80), (1, 0)), ((70, 80), (0, 1)), ((5, 64, 66), (0, 2, 1)), ((0, 4), (1, 0)), ((), ())]
     copies = [(whole(shape, 2, order, number), 2) for number, (shape, order) in enumerate(shapes)]
