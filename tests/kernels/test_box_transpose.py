@@ -108,6 +108,25 @@ def test_every_first_byte_and_every_ragged_end(device: Device, dtype: str) -> No
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize(("item", "edge"), [(1, 128), (2, 64), (4, 64), (8, 32), (16, 16)])
+def test_sizes_about_whole_tiles(device: Device, item: int, edge: int) -> None:
+    sizes = [n * edge + off for n in (1, 2) for off in (-1, 0, 1)]
+    shapes = [(rows, columns) for rows in sizes for columns in sizes]
+    room = (2 * edge + 1) ** 2 * item // 16 * 16 + 16
+    source = np.random.default_rng(item).integers(0, 256, room, np.uint8)
+    want = np.full((len(shapes), room), POISON, np.uint8)
+    with device.upload(source) as src, device.upload(want) as dst:
+        boxes = []
+        for k, (rows, columns) in enumerate(shapes):
+            given = source[: rows * columns * item].view(f"V{item}").reshape(rows, columns)
+            want[k, : rows * columns * item] = np.ascontiguousarray(given.T).view(np.uint8).ravel()
+            strides = (0, columns * item), (0, rows * item)
+            boxes.append(Turned(src.address, dst.address + k * room, item, (1, rows, columns), *strides))
+        kernels.box_transpose(device, pack_turned(boxes))
+        got = device.download(dst.address, want.size).reshape(want.shape)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_batches_and_heads(shim: Device) -> None:
     """(layer, head, position, 8 bytes) to (position, head, ...), many boxes in one launch; NumPy's stand-in agrees."""
     shape, swapped = (3, 5, 70, 4), (3, 70, 5, 4)

@@ -43,6 +43,8 @@ def whole(shape: tuple[int, ...], item: int, order: tuple[int, ...] | None = Non
         ((64, 96), 2, (1, 0), "box_transpose"),
         ((16, 16), 2, (1, 0), "box_transpose"),  # a sector on both sides
         ((15, 96), 2, (1, 0), "box_copy"),
+        ((31, 40), 1, (1, 0), "box_copy"),
+        ((32, 40), 1, (1, 0), "box_transpose"),
         ((8, 4, 64, 32), 4, (0, 2, 1, 3), "box_copy"),  # rows of 128 bytes
         ((8, 16, 64, 4), 4, (0, 2, 1, 3), "box_transpose"),  # of items of 16 bytes
         ((8, 16, 64, 3), 2, (0, 2, 1, 3), "box_copy"),  # items of 6 bytes are none
