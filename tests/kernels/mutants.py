@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from equivalent import why_alike
-from planting import ADDRESS, run_under
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -226,6 +225,8 @@ class Shim:
     def dirty(self, name: str, text: str, kernels: tuple[str, ...]) -> bool:
         """Does a sanitizer of addresses complain of the cases of these kernels? The shim's lists and records are no tensors:
         nobody watches what is read beside them."""
+        from planting import ADDRESS, run_under
+
         original = (self.plain / name).read_text()
         (self.folder / name).write_text(text)
         try:
