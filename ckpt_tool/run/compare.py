@@ -96,8 +96,8 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
         return
     x, y = a.view(numpy_type(kind)), b.view(numpy_type(other))
     wide = np.complex128 if "C" in (kind.name[0], other.name[0]) else np.float64
-    u, v = x.astype(wide), y.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
+        u, v = x.astype(wide), y.astype(wide)  # signalling NaNs are no news
         gaps = np.abs(u - v)
         if rtol or atol:
             near = (gaps <= atol + rtol * np.abs(v)) | (u == v) | (np.isnan(u) & np.isnan(v))
