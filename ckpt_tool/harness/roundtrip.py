@@ -78,7 +78,7 @@ def gather(trip: RoundTrip, folder: Path, *, say: Say = lambda line: None) -> Do
     began = time.perf_counter()
     fitting, unfit = _fitting(trip)
     firsts = _saved(trip, fitting, folder.parent / "round-trips", say)
-    say(f"reshard: {trip.source} -> {trip.target} -> {trip.source}, {len(fitting)} formats")
+    say(f"reshard: {trip.source} -> {trip.target} -> {trip.source}, {_count(fitting)}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         checks = list(pool.map(lambda fmt: _there_and_back(trip, fmt, firsts[fmt], folder), fitting))
     return _document(trip, checks, unfit, began)
@@ -93,7 +93,7 @@ def failed(trip: RoundTrip, error: CkptError) -> Document:
 def _document(trip: RoundTrip, checks: list[Document], notes: list[str], began: float) -> Document:
     return {
         "ok": bool(checks) and all(check["ok"] for check in checks), "from": str(trip.source), "to": str(trip.target),
-        "format": trip.fmt or f"{len(checks)} formats", "mode": "round trip", "device": "cpu", "seed": trip.seed,
+        "format": trip.fmt or _count([check["check"] for check in checks]), "mode": "round trip", "device": "cpu", "seed": trip.seed,
         "before": STEPS, "after": 0, "checks": checks, "states": [], "curve": [], "controls": [], "notes": notes,
         "elapsed_s": round(time.perf_counter() - began, 3),
     }  # fmt: skip
@@ -128,9 +128,13 @@ def _saved(trip: RoundTrip, wanted: Sequence[str], shared: Path, say: Say) -> di
         firsts |= {fmt: saved / fmt / name_of(STEPS) for fmt, model in models.items() if model == shape}
         missing = [fmt for fmt, path in firsts.items() if path.is_relative_to(saved) and not path.exists()]
         if missing:
-            say(f"save: as {trip.source} in {len(missing)} format{'s' if len(missing) > 1 else ''}")
+            say(f"save: as {trip.source} in {_count(missing)}")
             _save(Job(shape, trip.source, seed=trip.seed), root / "trained", saved, missing)
     return firsts
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} formats" if len(names) != 1 else names[0]
 
 
 def _save(job: Job, trained: Path, root: Path, wanted: Sequence[str]) -> None:
