@@ -84,6 +84,7 @@ def check(case: Case) -> None:
     for layout in (case.source, case.reference or case.source):
         layout.check(case.model, canonical=case.canonical)
     case.target.check(case.model, canonical=case.canonical, steps=case.after > 0)
+    case.machine.check(max(case.source.world, case.target.world))
     formats.check(case.fmt, case.source, case.model)
     formats.check(case.fmt, case.target, case.model)
 

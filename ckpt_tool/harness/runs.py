@@ -50,6 +50,17 @@ class Machine:
         """The options that have `ckpt` reshard and hash by kernels: on the GPU, or on their host shim where CKPT_KERNELS says so."""
         return ("--device", "cuda") if self.device == "cuda" or os.environ.get("CKPT_KERNELS") == "host" else ()
 
+    def check(self, world: int) -> None:
+        """Raise UsageError E1543 where nccl has no GPU for each of `world` ranks: two of its ranks can't share one."""
+        if self.backend != "nccl":
+            return
+        gpus = _gpus() if self.device == "cuda" else 0
+        if gpus < world:
+            raise UsageError(
+                f"nccl wants a GPU for each of {world} ranks, and there are {gpus}" + (" on the device cpu" if self.device == "cpu" else ""),
+                code="E1543", place="--backend nccl", hint="--backend gloo: its ranks share one GPU, or need none",
+            )  # fmt: skip
+
 
 def run(
     job: Job,
@@ -164,11 +175,16 @@ def _die_in_step(trainer: Trainer, comm: Comm) -> None:
 
 def refuse_without_cuda() -> None:
     """Raise UsageError E1542 where torch sees no GPU. Asked in a process of its own: a fork can't use CUDA that is already begun."""
-    asked = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
-    if subprocess.run([sys.executable, "-c", asked], check=False, capture_output=True).returncode:
+    if not _gpus():
         raise UsageError(
             "torch sees no GPU here",
             code="E1542",
             place="--device cuda",
             hint="leave --device out: everything is proved on the CPU too",
         )
+
+
+def _gpus() -> int:
+    asked = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    said = subprocess.run([sys.executable, "-c", asked], check=False, capture_output=True, text=True).stdout.strip()
+    return int(said) if said.isdigit() else 0

@@ -28,6 +28,7 @@ PAIR = ("--from-layout", "tp2", "--to-layout", "dp2", "--steps", "1", "--no-cont
     (["--from-layout", "tp2", "--to-layout", "dp2", "--format", "deepspeed"], "E1535", "nearest"),
     (["--from-layout", "tp2", "--to-layout", "dp2", "--format", "sharedd"], "E1534", "sharded"),
     (["--from-layout", "two", "--to-layout", "dp2"], "E1500", "tpN"),
+    (["--from-layout", "tp2", "--to-layout", "dp2", "--backend", "nccl"], "E1543", "--backend gloo"),
     (["--from-layout", "tp2"], "E1541", "both"),
     (["--from-layout", "tp2", "--to-layout", "dp2", "--matrix", "quick"], "E1541", "leave the layouts out"),
 ])  # fmt: skip
