@@ -245,6 +245,38 @@ def _check_strided(device: Device, rng: np.random.Generator, source: DType, targ
     assert lost_there + [0] * (len(known) - len(lost_there)) == known
 
 
+@pytest.mark.parametrize("run", [16, 300, CAST_TILE + 9])
+def test_rows_may_lie_backwards(device: Device, run: int) -> None:
+    f32, bf16, rows = DTYPES["F32"], DTYPES["BF16"], 5
+    values: Bits = np.arange(rows * run, dtype=np.float32).view(np.uint32)
+    want = wanted(values, f32, bf16)[0].reshape(rows, run)
+    for mine, theirs in ((1, -1), (-1, 1), (-1, -1)):
+        with device.upload(values) as begin, device.alloc(rows * run * 2) as end:
+            first = (
+                begin.address + (0 if mine > 0 else (rows - 1) * run * 4),
+                end.address + (0 if theirs > 0 else (rows - 1) * run * 2),
+            )
+            box_cast(
+                device, pack_casts([Strided(*first, (rows,), (mine * run * 4,), (theirs * run * 2,), run)], f32, bf16)
+            )
+            got = device.download(end.address, rows * run * 2).view(np.uint16).reshape(rows, run)
+        assert (got == (want if mine == theirs else want[::-1])).all()
+
+
+def test_the_end_of_a_line_of_more_than_2_32_elements(device: Device) -> None:
+    """A list whose first tile number is -F begins with tile F of its box: only these elements are there."""
+    f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
+    skipped = (1 << 32) // CAST_TILE - 1
+    first, numel = skipped * CAST_TILE, (1 << 32) + CAST_TILE + 777
+    values: Bits = np.arange(numel - first, dtype=np.float32).view(np.uint32)
+    with device.upload(values) as begin, device.alloc(len(values) * 2) as end:
+        casts = pack_casts(line(begin.address - first * 4, end.address - first * 2, numel), f32, bf16)
+        casts.boxes.packed["tile0"] = (1 << 64) - skipped
+        box_cast(device, casts._replace(boxes=casts.boxes._replace(tiles=casts.boxes.tiles - skipped)))
+        got = device.download(end.address, len(values) * 2).view(np.uint16)
+    assert (got == wanted(values, f32, bf16)[0]).all()
+
+
 def test_nothing_launches_nothing(device: Device) -> None:
     f32, bf16 = DTYPES["F32"], DTYPES["BF16"]
     assert box_cast(device, pack_casts([], f32, bf16)) == [0]
