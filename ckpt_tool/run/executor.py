@@ -20,6 +20,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
+from ckpt_tool.run.crew import Crew
 from ckpt_tool.run.digest import root
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, read_back
@@ -240,21 +242,11 @@ class Executor:
             for file in unit.files:
                 state.waiting[file] += unit.nbytes
         room = _fd_room(count)
-        workers = [
-            threading.Thread(target=self._worker, args=(staging, state, room), name=f"ckpt-{i}", daemon=True)
-            for i in range(count)
-        ]
-        for worker in workers:
-            worker.start()
-        try:
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.2)
-        except BaseException:  # an interruption: the rim tells which signal it was
+
+        def stop(interruption: BaseException) -> None:  # the rim tells which signal it was
             state.stop = True
-            for worker in workers:
-                worker.join()
-            raise
+
+        Crew(partial(self._worker, staging, state, room), count).run(stop)
         if state.error is not None:
             raise state.error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from ckpt_tool.run.blocks import Reader, Sources
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import record_faults
 from ckpt_tool.run.compute import Bytes
+from ckpt_tool.run.crew import Crew
 from ckpt_tool.run.digest import LeafStream, root
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -74,7 +75,7 @@ def walk(
 
     lock = threading.Lock()
 
-    def read(reader: Reader, queue: Iterator[int]) -> None:
+    def read(reader: Reader, queue: Queue) -> None:
         block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
         for index in queue:
             _read_one(reader, source.moves[index], visit, block, advance, on_fault, lock)
@@ -82,14 +83,18 @@ def walk(
     share_out(source, read, threads=threads, on_fault=on_fault)
 
 
-class _Queue:
+class Queue:
     """Numbers for several threads, until one of them fails."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._numbers, self._lock, self.errors = iter(numbers), threading.Lock(), list[BaseException]()
 
-    def __iter__(self) -> _Queue:
+    def __iter__(self) -> Queue:
         return self
+
+    def stopped(self) -> bool:
+        """Has one of the threads failed, or the run been interrupted?"""
+        return bool(self.errors)
 
     def __next__(self) -> int:
         with self._lock:
@@ -100,17 +105,19 @@ class _Queue:
 
 def share_out(
     source: Readable,
-    read: Callable[[Reader, Iterator[int]], None],
+    read: Callable[[Reader, Queue], None],
     *,
     threads: int | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
+    waits: bool = False,
 ) -> None:
     """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the files.
 
-    Checksums of records are settled at the end, their faults go where `walk` says.
+    Checksums of records are settled at the end, their faults go where `walk` says. waits: an interruption is handed on when all
+    threads have noticed it (`Queue.stopped`), for those that work in memory of the caller's.
     """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
-    queue, lock = _Queue(order), threading.Lock()
+    queue, lock = Queue(order), threading.Lock()
     pieces: dict[int, list[Piece]] = {}
     starts: dict[int, set[int]] = {}
     for record in source.records:
@@ -129,12 +136,7 @@ def share_out(
             reader.close()
 
     count = max(1, min(threads or min(os.cpu_count() or 1, 8), len(order)))
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        while worker.is_alive():
-            worker.join(0.2)
+    Crew(work, count).run(queue.errors.append, waits=waits)
     if queue.errors:
         raise queue.errors[0]
     for fault in record_faults(source.records, source.files, pieces):

@@ -19,7 +19,7 @@ from ckpt_tool.run.device.loading import Window, batches, compare_replicas, fill
 from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.device.scan import gathered
 from ckpt_tool.run.device.station import Station, Stations
-from ckpt_tool.run.scan import readable, share_out
+from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
 
@@ -56,17 +56,17 @@ def _bits(
     found = {id(move): Worst(move.shape) for move in mine.moves}
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in mine.moves)) as stations:
 
-        def read(reader: Reader, queue: Iterator[int]) -> None:
+        def read(reader: Reader, queue: Queue) -> None:
             other = Reader(theirs.files, 16, {})
             try:
                 with stations.station() as station:
-                    two = _Two(station, reader, other, twins, found)
+                    two = _Two(station, (reader, other), twins, found, queue.stopped)
                     for some in gathered(mine.moves, queue, station.line):
                         two.compare(some, advance)
             finally:
                 other.close()
 
-        share_out(mine, read, threads=stations.sizes.threads)
+        share_out(mine, read, threads=stations.sizes.threads, waits=True)
     return [found[id(move)] for move in mine.moves]
 
 
@@ -74,9 +74,11 @@ class _Two:
     """One thread's comparisons: the first line holds ours, the second theirs."""
 
     def __init__(
-        self, station: Station, ours: Reader, theirs: Reader, twins: dict[int, Move], found: dict[int, Worst]
-    ) -> None:
-        self._station, self._ours, self._theirs, self._twins, self._found = station, ours, theirs, twins, found
+        self, station: Station, readers: tuple[Reader, Reader], twins: dict[int, Move], found: dict[int, Worst],
+        stopped: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._station, self._twins, self._found, self._stopped = station, twins, found, stopped
+        self._ours, self._theirs = readers
 
     def compare(self, moves: Sequence[Move], advance: Advance | None) -> None:
         """Compare some tensors with their twins."""
@@ -87,15 +89,15 @@ class _Two:
                 advance(2 * sum(window.nbytes for window in batch))
 
     def _batch(self, batch: Sequence[Window]) -> None:
-        station = self._station
+        station, stopped = self._station, self._stopped
         other = [window._replace(move=self._twins[id(window.move)]) for window in batch]
         doubled = [window for window in other if any(region.replica for region in window.move.sources)]
         if doubled:  # their replicas are looked at where both lines are free for them
-            fill(station, self._theirs, doubled, station.first)
-            compare_replicas(station, self._theirs, doubled)
-        fill(station, self._ours, batch, station.first)
-        compare_replicas(station, self._ours, batch)
-        fill(station, self._theirs, other, station.second)
+            fill(station, self._theirs, doubled, station.first, stopped=stopped)
+            compare_replicas(station, self._theirs, doubled, stopped=stopped)
+        fill(station, self._ours, batch, station.first, stopped=stopped)
+        compare_replicas(station, self._ours, batch, stopped=stopped)
+        fill(station, self._theirs, other, station.second, stopped=stopped)
         blocks = [block for window in batch for block in _blocks(window)]
         for block, difference in differences(station, blocks):
             self._found[id(block.move)].merge(difference)

@@ -7,7 +7,7 @@ NaNs count as equal: where pairs of them differ in their bits the CPU looks at t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.device.scan import gathered
 from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.rounding import Drift, drift_at, drifted, drifts, pairs_of
-from ckpt_tool.run.scan import readable, share_out
+from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.storage.source import Tree
 
 
@@ -44,12 +44,14 @@ def drifts_there(
     try:
         with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in casts)) as stations:
 
-            def read(reader: Reader, queue: Iterator[int]) -> None:
+            def read(reader: Reader, queue: Queue) -> None:
                 model_reader = Reader(models.files, 16, {})
                 try:
                     with stations.station() as station:
                         for some in gathered(casts, queue, station.line):
-                            for window, count, first in _looked_at(station, reader, model_reader, some, twins):
+                            for window, count, first in _looked_at(
+                                station, (reader, model_reader), some, twins, queue.stopped
+                            ):
                                 with lock:
                                     known = found.setdefault(twins[window.move.key].key, [0, first])
                                     known[0] += count
@@ -57,7 +59,7 @@ def drifts_there(
                 finally:
                     model_reader.close()
 
-            share_out(masters, read, threads=stations.sizes.threads, on_fault=lambda fault: None)
+            share_out(masters, read, threads=stations.sizes.threads, waits=True, on_fault=lambda fault: None)
     except (InputError, StorageError) as fault:
         if of_device(fault):
             raise
@@ -66,16 +68,21 @@ def drifts_there(
 
 
 def _looked_at(
-    station: Station, masters: Reader, models: Reader, moves: Sequence[Move], twins: dict[TensorKey, Move]
+    station: Station,
+    readers: tuple[Reader, Reader],
+    moves: Sequence[Move],
+    twins: dict[TensorKey, Move],
+    stopped: Callable[[], bool],
 ) -> Iterator[tuple[Window, int, int]]:
     """(window, elements that differ, the first of them) of the windows where any do."""
+    masters, models = readers
     every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, station.line))
     for batch in batches(every, station.line):
-        fill(station, masters, batch, station.first)
-        compare_replicas(station, masters, batch)
+        fill(station, masters, batch, station.first, stopped=stopped)
+        compare_replicas(station, masters, batch, stopped=stopped)
         cast_there(station, batch)
         other = [window._replace(move=twins[window.move.key]) for window in batch]
-        fill(station, models, other, station.first)
+        fill(station, models, other, station.first, stopped=stopped)
         boxes = [Strided(station.first + w.at, station.second + w.at, (), (), (), w.nbytes) for w in other]
         found = comparisons.compare(station.device, boxes, [w.move.dtype for w in other], stream=station.stream)
         for window, model, difference in zip(batch, other, found, strict=True):

@@ -23,7 +23,7 @@ from ckpt_tool.run.device.loading import Window, batches, compare_replicas, fill
 from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.digest import LEAF, root
-from ckpt_tool.run.scan import Readable, readable, share_out
+from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.run.stats import count_nonfinite
 from ckpt_tool.storage.source import Tree
 
@@ -63,13 +63,13 @@ def scanned(
 
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in source.moves)) as stations:
 
-        def read(reader: Reader, queue: Iterator[int]) -> None:
+        def read(reader: Reader, queue: Queue) -> None:
             with stations.station() as station:
-                scan = _Scan(station, reader, source, seen, note, advance)
+                scan = _Scan(station, reader, seen, note, advance, queue.stopped)
                 for some in gathered(source.moves, queue, station.line):
                     scan.read(some)
 
-        share_out(source, read, threads=stations.sizes.threads, on_fault=note)
+        share_out(source, read, threads=stations.sizes.threads, waits=True, on_fault=note)
     digests = {
         move.key: root(move.dtype.name, move.shape, seen[move.key].leaves)
         for move in source.moves if str(move.key) not in broken
@@ -106,11 +106,11 @@ class _Scan:
     """One thread's scan."""
 
     def __init__(
-        self, station: Station, reader: Reader, source: Readable, seen: dict[TensorKey, _Seen], note: Fault,
-        advance: Callable[[int], None] | None,
+        self, station: Station, reader: Reader, seen: dict[TensorKey, _Seen], note: Fault,
+        advance: Callable[[int], None] | None, stopped: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._station, self._reader, self._source, self._seen = station, reader, source, seen
-        self._note, self._advance = note, advance
+        self._station, self._reader, self._seen = station, reader, seen
+        self._note, self._advance, self._stopped = note, advance, stopped
 
     def read(self, moves: Sequence[Move], *, count: bool = True) -> None:
         """Read some tensors. A fault of one is told and the others are read again without it."""
@@ -121,9 +121,7 @@ class _Scan:
         except (InputError, StorageError) as fault:
             if of_device(fault):
                 raise
-            for move in moves:
-                self._seen[move.key] = _Seen()
-            if len(moves) > 1:
+            if len(moves) > 1:  # they came in one batch, of which nothing was kept
                 for move in moves:
                     self.read([move], count=False)
             else:
@@ -131,8 +129,8 @@ class _Scan:
 
     def _batch(self, batch: Sequence[Window], *, count: bool) -> None:
         station, reader = self._station, self._reader
-        fill(station, reader, batch, station.first, count=count)
-        compare_replicas(station, reader, batch, count=count)
+        fill(station, reader, batch, station.first, stopped=self._stopped, count=count)
+        compare_replicas(station, reader, batch, stopped=self._stopped, count=count)
         ranges = [
             (window, station.first + window.at + at, min(LEAF, window.nbytes - at))
             for window in batch for at in range(0, window.nbytes, LEAF)
