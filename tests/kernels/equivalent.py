@@ -78,7 +78,7 @@ EQUIVALENT = (
     Alike("casts.py", r"_LONGEST = 1 << 31", r"31 to 30", "any limit below it keeps the kernel's sums in 32 bits"),
     Alike("casts.py", r"step, item = max\(1, codes\.bits // 8\)", r"8 to 7", "a seventh of 4, 8, 16 or 32 bits, rounded down, is an eighth"),
     Alike("casts.py", r"if block > _LONGEST", r"> to >=", "of a block of just that size no more than one fits a part either way"),
-    Alike("box_cast.cu", r"return source << 8 \| target", r"8 to [4-79]|<< to", "kinds are numbers below 9, and fit 4 bits"),
+    Alike("box_cast.cu", r"return source << 8 \| target", r"8 to [4-79]", "kinds are numbers below 9, and fit 4 bits"),
     Alike("box_cast.cu", r"counts \+ 2 \* uint64_t\(record\)", r"uint64_t to uint32_t", "shows from 2^31 boxes on: a list of 290 GB"),
     Alike("box_cast.cu", r"WARP_ROW = 256", r"256 to", SPEED),
     Alike("box_cast.cu", r"d\.[sd]str, first \+ row\)\) \+ uint64_t\(column\)", r"uint64_t to uint32_t \(2\)", "rows here are shorter than WARP_ROW"),
