@@ -47,6 +47,7 @@ EQUIVALENT = (
     Alike("box_copy.cu", r"begin < 16 \?|d.run - end < 16 \?", r"16 to 17 \(1\)", "where it is 16, 16 is taken either way"),
     Alike("box_copy.cu", r"begin < 16 \?|d.run - end < 16 \?", r"16 to 1[57] \(2\)", "a shifted vector needs 15 bytes more at most"),
     Alike("box_copy.cu", r"constexpr int THREADS = 256", r"256 to 257", "threads come in warps"),
+    Alike("box_copy.cu", r"void box_copy\(const ck_desc", r"uint64_t to", TILES),
     Alike("box_copy.cu", r"row \+= whole \?", r"1 to 2", "the only row of a piece is the first"),
     Alike("box_copy.cu", r"const uint64_t start = d.tile0", r"uint64_t to", TILES),
     Alike("box_copy.cu", r"tiles / uint64_t\(blocks\)|tiles % uint64_t\(blocks\)", r"uint64_t to", "the number of blocks fits 32 bits"),
