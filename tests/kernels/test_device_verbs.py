@@ -249,6 +249,16 @@ def test_diff_counts_what_differs(tmp_path: Path, tolerance: dict[str, float]) -
     assert on_device == on_cpu
 
 
+@pytest.mark.usefixtures("small_windows")
+def test_a_difference_in_a_later_block_has_its_own_index(tmp_path: Path) -> None:
+    a, b = model(tmp_path / "a", rows=600), model(tmp_path / "b", rows=600)
+    values = load_file(b / "model.safetensors")
+    values["big.weight"][599, 1030] += 1
+    save_file(values, b / "model.safetensors")
+    on_cpu, on_device = both("diff", a, b, tmp_path=tmp_path)
+    assert on_device == on_cpu and on_cpu.document["differences"][0]["first_index"] == [599, 1030]
+
+
 # -- runs that stop -------------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +389,7 @@ def test_a_small_device_takes_fewer_threads_and_smaller_windows(
 def test_the_bound_on_memory_holds(tmp_path: Path) -> None:
     source = model(tmp_path / "in", rows=1500)
     document = ckpt.convert(
-        source, tmp_path / "out", to="sharded", device="cuda", threads=4, memory="20MiB", dtype="bf16", allow_lossy=True
+        source, tmp_path / "out", to="sharded", device="cuda", threads=8, memory="20MiB", dtype="bf16", allow_lossy=True
     )
     assert document["device"]["pinned_memory"] <= 20 * MIB
     assert document["plan"]["peak_memory"] >= document["device"]["pinned_memory"]
