@@ -26,13 +26,13 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tool.errors import CkptError, Incomplete, StorageError
+from ckpt_tool.errors import Incomplete, StorageError
 from ckpt_tool.harness import spool
 from ckpt_tool.harness.pieces import RankState
 from ckpt_tool.harness.saving import formats
@@ -68,8 +68,8 @@ class Store:
         self.waited = 0.0  # seconds that steps spent waiting for the disk
         self.copied = 0.0  # seconds that steps spent copying
         self._snapshot = spool.Snapshot()
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writer = ThreadPoolExecutor(1, f"save-{rank}")
+        self._saving: Future[None] | None = None
         root.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: RankState) -> None:
@@ -80,38 +80,37 @@ class Store:
         copy = self._snapshot.take(state)
         self.waited += copying - started
         self.copied += time.perf_counter() - copying
-        self._thread = threading.Thread(target=self._write, args=(copy,), name=f"save-{self.rank}", daemon=True)
-        self._thread.start()
+        self._saving = self._writer.submit(self._write, copy)
 
     def wait(self) -> None:
-        """Until the last save's files are there: the rank's own, and on rank 0 the whole checkpoint."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        """Until the last save's files are there: the rank's own, and on rank 0 the whole checkpoint. Raises what it failed with;
+        StorageError E1539 for what the disk refused."""
+        last, self._saving = self._saving, None
+        if last is None:
+            return
+        try:
+            last.result()
+        except OSError as e:
+            raise StorageError(
+                f"saving failed: {e.strerror}", code=FAILED, path=str(self.root), hint="make room, or save elsewhere"
+            ) from e
 
-    close = wait
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self.wait()
+        self._writer.shutdown()
 
     # -- beside the steps ---------------------------------------------------------------------------------------------
 
     def _write(self, state: RankState) -> None:
-        try:
-            saving(self.rank, int(state.scalars["step"]))
-            fault_point("snapshot")
-            partial = self.root / f".{name_of(int(state.scalars['step']))}.{self.run}.partial"
-            ranks = partial / "ranks"
-            ranks.mkdir(parents=True, exist_ok=True)
-            spool.write(state, ranks)
-            if self.rank == 0:
-                self._finish(state, partial, ranks)
-        except OSError as e:
-            self._failure = StorageError(
-                f"saving failed: {e.strerror}", code=FAILED, path=str(self.root), hint="make room, or save elsewhere"
-            )
-        except CkptError as e:
-            self._failure = e
+        saving(self.rank, int(state.scalars["step"]))
+        fault_point("snapshot")
+        partial = self.root / f".{name_of(int(state.scalars['step']))}.{self.run}.partial"
+        ranks = partial / "ranks"
+        ranks.mkdir(parents=True, exist_ok=True)
+        spool.write(state, ranks)
+        if self.rank == 0:
+            self._finish(state, partial, ranks)
 
     def _finish(self, state: RankState, partial: Path, ranks: Path) -> None:
         while len(spool.done(ranks)) < self.world:

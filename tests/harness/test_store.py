@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import made_states as made  # noqa: E402
 
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError  # noqa: E402
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, StorageError, UsageError  # noqa: E402
 from ckpt_tool.harness.loading import Loader  # noqa: E402
 from ckpt_tool.harness.saving.fault_point import POINTS, VARIABLE  # noqa: E402
 from ckpt_tool.harness.saving.whole import assemble  # noqa: E402
@@ -150,6 +150,22 @@ def test_nothing_good_is_said(tmp_path: Path) -> None:
     with pytest.raises(Incomplete, match="no whole checkpoint") as caught:
         latest(tmp_path)
     assert caught.value.code == "E1538"
+
+
+def test_a_save_that_fails_is_told_at_the_next(tmp_path: Path) -> None:
+    """Drifted replicas, a full disk: the thread's failure is the rank's, whatever it is."""
+    one = made.ranks(SPEC, made.layout(zero=0))[0]
+    store = Store(tmp_path, "sharded", rank=0, world=1)
+    one.pieces.pop()
+    store.save(one)
+    with pytest.raises(Incomplete, match="no rank holds"):
+        store.save(one)
+    (tmp_path / ".step_0000007.0.partial").rename(tmp_path / "aside")
+    (tmp_path / ".step_0000007.0.partial").write_text("in the way")
+    store.save(made.ranks(SPEC, made.layout(zero=0))[0])
+    with pytest.raises(StorageError, match="saving failed: ") as caught:
+        store.close()
+    assert caught.value.code == "E1539"
 
 
 def test_an_unknown_format_is_said_before_the_run(tmp_path: Path) -> None:
