@@ -25,6 +25,7 @@ def folder(root: Path) -> Path:
     return root / "001"
 
 
+@pytest.mark.slow  # test_saving_formats.py does the same of made-up states
 @pytest.mark.timeout(240)
 def test_there_and_back(tmp_path: Path) -> None:
     document = gather(trip("dp2,ep2", "tp2", "megatron-dist"), folder(tmp_path))
