@@ -234,7 +234,12 @@ def test_diff_counts_what_differs(tmp_path: Path, tolerance: dict[str, float]) -
     a, b = model(tmp_path / "a", rows=600), model(tmp_path / "b", rows=600)
     values = load_file(b / "model.safetensors")
     flat = values["big.weight"].reshape(-1)
-    flat[[3, 99, 300_000, 618_599]] = [np.nan, flat[99] * 1.5, -flat[300_000], np.inf]
+    flat[[3, 299_999, 300_000, 618_599]] = [
+        np.nan,
+        flat[99] * 1.5,
+        -flat[300_000],
+        7,
+    ]  # by block: no finite gap, two, one
     values["half"][7, 5] = np.float16(-1) * values["half"][7, 5]
     values["codes"][129, 65] ^= 3
     values["wide"][6, 5, 4] += 1 << 40
@@ -320,7 +325,7 @@ def test_a_device_that_fails_stops_the_run_and_is_no_finding(tmp_path: Path, mon
 
     def failing(self: Library, name: str, *arguments: Any) -> None:
         calls.append(name)
-        if calls.count("box_copy") >= 2:
+        if name == "box_copy" and calls.count(name) >= 2:
             raise StorageError("box_copy failed on the device", code="E1551")
         own(self, name, *arguments)
 
@@ -389,9 +394,9 @@ def test_a_small_device_takes_fewer_threads_and_smaller_windows(
 def test_the_bound_on_memory_holds(tmp_path: Path) -> None:
     source = model(tmp_path / "in", rows=1500)
     document = ckpt.convert(
-        source, tmp_path / "out", to="sharded", device="cuda", threads=8, memory="20MiB", dtype="bf16", allow_lossy=True
+        source, tmp_path / "out", to="sharded", device="cuda", threads=8, memory="6MiB", dtype="bf16", allow_lossy=True
     )
-    assert document["device"]["pinned_memory"] <= 20 * MIB
+    assert document["device"]["pinned_memory"] <= 6 * MIB
     assert document["plan"]["peak_memory"] >= document["device"]["pinned_memory"]
 
 
