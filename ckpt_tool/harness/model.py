@@ -110,21 +110,22 @@ class Model:
         self._sin = angles.repeat_interleave(2, -1).sin().to(comm.device)
 
     def embed(self, tape: Tape, tokens: Tensor, moment: Moment) -> Node:
+        """The embeddings of (sequence,) token ids, (sequence, hidden) bf16."""
         name, shape = "model.embed_tokens.weight", self._shape
         rows = shape.rows // (self.shards * self._layout.tp)
 
-        def body(x: Sequence[Node], shard: int) -> Node:
-            first = shard * rows if shape.splits(shape.rows) else 0
+        def found(shard: int) -> Node:
+            first = shard * rows
             return tape.block(
                 lambda weight: lookup(weight, tokens=tokens, first=first), (), [Ref(name, shard)], moment.microbatch
             )
 
-        split = shape.splits(shape.rows)
-        x = tape.join([body((), shard) for shard in self._own()]) if split else body((), 0)
+        x = tape.join([found(shard) for shard in self._own()]) if shape.splits(shape.rows) else found(0)
         mask = self._mask(moment, -1, 0)
         return tape.block(lambda x: (x.float() * mask).to(x.dtype), [x])
 
     def layer(self, tape: Tape, x: Node, layer: int, moment: Moment) -> Node:
+        """One decoder layer, `layer` its global number: x in, x out, (sequence, hidden) bf16."""
         root, m = f"model.layers.{layer}", moment.microbatch
         a = self._norm(tape, x, f"{root}.input_layernorm.weight", m)
         names = [f"{root}.self_attn.{part}_proj.weight" for part in "qkvo"]

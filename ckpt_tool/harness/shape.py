@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from ckpt_tool.errors import UsageError
+
 VIRTUAL = 4  # virtual tensor-parallel shards: every TP degree divides it
 
 DType = Literal["bf16", "fp32"]
@@ -65,6 +67,21 @@ class ModelShape:
     dropout: float = 0.1
     theta: float = 10_000.0
     epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        """Raise UsageError E1502 for sizes that the model can't have."""
+        for name in ("heads", "kv_heads"):
+            if getattr(self, name) % VIRTUAL:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}, want a multiple of the {VIRTUAL} virtual shards", code="E1502"
+                )
+        if (
+            self.heads % self.kv_heads
+            or self.head_dim % 2
+            or self.rows < self.vocab
+            or self.top > (self.experts or self.top)
+        ):
+            raise UsageError(f"sizes that don't go together: {self}", code="E1502")
 
     @classmethod
     def quick(cls) -> ModelShape:

@@ -191,7 +191,7 @@ class Trainer:
         if tied:
             line = self._tied_line(group, own)
         else:
-            line = self.comm_joined(group, own)
+            line = self._sums.joined(self.comm, group, own)
         line = line / self.job.shape.batch
         start, places = 0, self._places()
         for item in bucket:
@@ -206,17 +206,14 @@ class Trainer:
             )
             start += size
 
-    def comm_joined(self, group: Group, refs: list[Ref]) -> torch.Tensor:
-        return self._sums.joined(self.comm, group, refs)
-
     def _tied_line(self, group: Group, refs: list[Ref]) -> torch.Tensor:
         """A tied embedding's gradient: as a table, plus as a head, from the first and the last stage."""
         layout = self.job.layout
         lines = []
         if self.at.pp == 0:
-            lines.append(self.comm_joined(group, refs))
+            lines.append(self._sums.joined(self.comm, group, refs))
         if self.at.pp == layout.pp - 1:
-            lines.append(self.comm_joined(group, [ref._replace(name=_HEAD) for ref in refs]))
+            lines.append(self._sums.joined(self.comm, group, [ref._replace(name=_HEAD) for ref in refs]))
         if layout.pp > 1:
             lines = self.comm.all_gather(layout.ends_group(self.at), lines[0])
         return lines[0] + lines[1]

@@ -234,3 +234,10 @@ def test_who_sits_where() -> None:
     assert layout.tp_group(at) == (12, 13) and layout.dp_group(at) == (9, 11, 13, 15)
     assert layout.ep_group(at) == (13, 15) and layout.edp_group(at) == (9, 13) and layout.ends_group(at) == (5, 13)
     assert Layout.parse("pp3").stage_layers(shape) == [(0, 1), (2,), (3,)]
+
+
+@pytest.mark.parametrize("sizes", [{"kv_heads": 2}, {"heads": 6}, {"head_dim": 7}, {"rows": 96}, {"top": 5}])
+def test_sizes_that_the_model_cannot_have_are_usage_errors(sizes: dict[str, int]) -> None:
+    with pytest.raises(UsageError) as e:
+        ModelShape(**sizes)
+    assert e.value.code == "E1502"
