@@ -127,6 +127,8 @@ def _process(
     from ckpt_tool.harness.comm_process import ProcessComm
 
     where = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     comm = ProcessComm(rank, world, meeting, groups, "nccl" if backend == "nccl" else "gloo", where)
     result = entry(comm)
     comm.close()
