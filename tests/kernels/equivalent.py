@@ -22,7 +22,7 @@ AGAIN = "the loop's own test is asked again before each access"
 NARROW = "a span, a piece or a tile has less than 4 GiB, so 32 bits hold its offsets"
 LARGER = "an array larger than what is used of it"
 UNUSED = "a value that is not used: what would read it has nothing to do"
-TILES = "shows from 2^32 tiles on: lists of 128 TiB"
+TILES = "shows from 2^32 tiles on: lists of 64 TiB"
 
 EQUIVALENT = (
     Alike("box_copy.cu", r"AT_ONCE = FLAT \? LOADS : 2", r"2 to ", SPEED),
@@ -56,10 +56,12 @@ EQUIVALENT = (
     Alike("descriptors.py", r"^SPANS_FROM = ", r"", "which way moves a run is a matter of speed"),
     Alike("descriptors.py", r"sorted\(pieces, key=", r"\(2\)|1 to",
           "only dims of one stride in the target are told apart by it: their box would meet itself, which is refused"),
-    Alike("descriptors.py", r"^lanes = ", r"16 to 15 \(1\)|1 to 2 \(1\)", UNUSED + ": spans have 64 bytes or more"),
+    Alike("descriptors.py", r"if len\(out\) > MOST_ROWS", r"^> to >= \(1\)", "a list of 2^32 boxes has 544 GiB"),
+    Alike("descriptors.py", r"^least = ", r"^5 to 6|^- to \+", LARGER),
+    Alike("descriptors.py", r"^lanes = ", r"16 to 1[57] \(1\)|1 to [02] \(1\)", UNUSED + ": spans have 64 bytes or more"),
     Alike("descriptors.py", r"^per_tile = ", r"1 to 0 \(2\)", UNUSED + ": a run longer than a tile is cut into pieces"),
     Alike("descriptors.py", r"out\[\"aux\"\] = per_row", r"0 to 1", UNUSED + ": only pieces have a size"),
-    Alike("descriptors.py", r"run >> out\[\"vlog\"\]", r"1 to 2", UNUSED + ": spans divide by nothing"),
+    Alike("descriptors.py", r"run >> out\[\"vlog\"\]", r"1 to [02]", UNUSED + ": spans divide by nothing"),
     Alike("descriptors.py", r"dims\[0\] if dims else \(1, 0, 0\)", r"^1 to|\([23]\)$", UNUSED),
     Alike("digest.cu", r"LOADS = LANES < 16 \? 4 : 8", r"8 to |4 to |16 to |< to", SPEED),
     Alike("digest.cu", r"for \(int mask = LANES; mask < 32; mask \*= 2\)", r"2 to 3 ", "4 lanes exchange nothing in the loop; of 8 and 16 the same groups meet"),
