@@ -212,13 +212,21 @@ def kinds(boxes: Descriptors) -> Iterable[str]:
 class Watched:
     """The shim watches what the kernels read and write: nothing outside `reads` and `writes`, and all of `writes` once.
 
-    reads, writes: (address, a byte for each byte from there: may it be read, must it be written). A GPU is not watched.
+    reads, writes, updates: (address, a byte for each byte from there: may it be read, must it be written, both). A GPU is not
+    watched.
     """
 
-    def __init__(self, device: Device, reads: list[tuple[int, Bytes]], writes: list[tuple[int, Bytes]]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        reads: list[tuple[int, Bytes]],
+        writes: list[tuple[int, Bytes]],
+        updates: list[tuple[int, Bytes]] | None = None,
+    ) -> None:
         self.dll = ctypes.CDLL(str(device.library.path)) if device.info.host else None
         self.maps = [(address, legal.astype(np.uint8)) for address, legal in reads]
         self.written = [(address, legal.astype(np.uint8) * 2) for address, legal in writes]
+        self.written += [(address, legal.astype(np.uint8) * 3) for address, legal in updates or ()]
 
     def __enter__(self) -> Watched:
         if self.dll is not None:
@@ -246,7 +254,7 @@ class Watched:
             return (
                 f"{self.complaints} bytes were read or written, or written twice, against the rules: first byte {near}"
             )
-        left = sum(int((legal == 2).sum()) for _, legal in self.written)
+        left = sum(int(((legal & 6) == 2).sum()) for _, legal in self.written)
         return f"{left} bytes were not written" if left else ""
 
 

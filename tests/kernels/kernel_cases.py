@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -21,6 +23,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.device import kernels
+from ckpt_tool.run.device.adamw import Constants, Flat, step
 from ckpt_tool.run.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
 from ckpt_tool.run.device.comparisons import compare
 from ckpt_tool.run.device.descriptors import Strided
@@ -219,6 +222,57 @@ def compared(device: Device, seed: int) -> str:
     return f"{dtype.name} {extents}: {fault or watched.fault()}" if fault or watched.fault() else ""
 
 
+def stepped(device: Device, seed: int) -> str:
+    """A step of AdamW over flat buffers that lie anywhere on their grid, the average and the parameter there or not."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.choice([0, 1, 3, 4, 5, 63, 257, 2000]))
+    has_ema, kind, out = bool(rng.integers(2)), str(rng.choice(["F32", "BF16"])), str(rng.choice(["", "F32", "BF16"]))
+    types = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+    arrays = {name: rng.standard_normal(count, np.float32) for name in ("master", "exp_avg", "exp_avg_sq", "ema")}
+    arrays["exp_avg_sq"] **= 2
+    arrays["gradient"] = rng.standard_normal(count, np.float32).astype(types[kind])
+    arrays["parameter"] = np.zeros(count, types[out or "F32"])
+    constants = Constants.of(step=int(rng.integers(1, 9)), rate=1e-2, scale=0.5)
+    want = _adamw(constants, arrays)
+    with ExitStack() as stack:
+        held: dict[
+            str, tuple[int, int, int]
+        ] = {}  # address of the buffer, where the array begins in it, bytes of the buffer
+        for name, array in arrays.items():
+            start = int(rng.choice([0, 16, array.itemsize, 256 + array.itemsize]))
+            raw = np.full(start + array.nbytes + int(rng.integers(0, 20)), POISON, np.uint8)
+            raw[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+            held[name] = (stack.enter_context(device.upload(raw)).address, start, raw.nbytes)
+        at = {name: address + start for name, (address, start, _) in held.items()}
+        legal = {name: np.zeros(nbytes, np.uint8) for name, (_, _, nbytes) in held.items()}
+        for name, array in arrays.items():
+            legal[name][held[name][1] : held[name][1] + array.nbytes] = 1
+        updated = ["master", "exp_avg", "exp_avg_sq", *["ema"] * has_ema]
+        written = ["parameter"] if out else []
+        flat = Flat(count, at["gradient"], at["master"], at["exp_avg"], at["exp_avg_sq"], at["ema"] if has_ema else 0,
+                    at["parameter"] if out else 0, kind, out or "BF16")  # fmt: skip
+        maps = {name: (held[name][0], legal[name]) for name in held}
+        with Watched(device, [maps["gradient"]], [maps[n] for n in written], [maps[n] for n in updated]) as watched:
+            step(device, constants, flat, **grid_of(rng))
+            device.sync()
+        for name in [*updated, *written]:
+            got = device.download(at[name], arrays[name].nbytes)
+            if fault := first_fault(got, np.frombuffer(want[name].tobytes(), np.uint8), watched, f"{name} of {count}"):
+                return fault
+    return ""
+
+
+def _adamw(c: Constants, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The formula of adamw_ema.cu."""
+    k = {name: np.float32(value) for name, value in c._asdict().items()}
+    g = arrays["gradient"].astype(np.float32) * k["scale"]
+    m = arrays["exp_avg"] * k["beta1"] + g * k["beta1_rest"]
+    v = arrays["exp_avg_sq"] * k["beta2"] + (g * g) * k["beta2_rest"]
+    p = arrays["master"] * k["decay"] - (m / k["correction1"]) / (np.sqrt(v / k["correction2"]) + k["eps"]) * k["rate"]
+    ema = arrays["ema"] * k["average"] + p * k["average_rest"]
+    return {"master": p, "exp_avg": m, "exp_avg_sq": v, "ema": ema, "parameter": p.astype(arrays["parameter"].dtype)}
+
+
 KERNELS: dict[str, Callable[[Device, int], str]] = {
     "box_copy": box_copy,
     "box_transpose": box_transpose,
@@ -226,6 +280,7 @@ KERNELS: dict[str, Callable[[Device, int], str]] = {
     "box_dequantise": box_dequantise,
     "digest": digest,
     "compare": compared,
+    "adamw_ema": stepped,
 }
 
 

@@ -49,7 +49,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
 
 # what each kernel's cases need; a transpose that moves whole rows is a copy
 SOURCES = {"box_copy": ("box_copy",), "box_transpose": ("box_transpose", "box_copy"), "digest": ("digest",),
-           "compare": ("compare",), "box_cast": ("box_cast",), "box_dequantise": ("box_cast",)}  # fmt: skip
+           "compare": ("compare",), "box_cast": ("box_cast",), "box_dequantise": ("box_cast",), "adamw_ema": ("adamw_ema",)}  # fmt: skip
 BARRIERS = ("box_transpose", "digest", "compare")
 
 
