@@ -48,7 +48,10 @@ EXAMPLES = {
     "verify": ("ckpt verify out", "ckpt verify out --mode quick --json"),
     "apply": ("ckpt convert in out --to dcp --plan p.json && ckpt apply p.json", "ckpt apply p.json --part 3/8"),
     "kernels": ("ckpt kernels info", "ckpt kernels build --arch native", "ckpt kernels check --cases 1000"),
-    "validate": ("ckpt validate --report proof.html", "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2"),
+    "validate": (
+        "ckpt validate --report proof.html",
+        "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2",
+    ),
     "doctor": ("ckpt doctor",),
     "clean": ("ckpt clean .", "ckpt clean . --remove"),
 }

@@ -331,4 +331,3 @@ def _kernels_action(word: str, given: Given) -> str:
                     f"--{name} belongs to ckpt kernels {action}", code="E0284", place=f"ckpt kernels {word}"
                 )
     return word
-

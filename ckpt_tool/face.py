@@ -122,7 +122,12 @@ def diff(
 
 
 def verify(
-    path: StrPath, *, mode: str = "full", device: str = "cpu", progress: Progress = SILENT, **options: Unpack[ReadingOptions]
+    path: StrPath,
+    *,
+    mode: str = "full",
+    device: str = "cpu",
+    progress: Progress = SILENT,
+    **options: Unpack[ReadingOptions],
 ) -> Document:
     """Is it complete and sound? `ckpt verify SRC`; look at `ok` in the result."""
     from ckpt_tool.commands.verify import verify as command

@@ -13,6 +13,7 @@ The parent never computes: a fork can't use CUDA that is already begun, nor auto
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -21,7 +22,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,8 +78,9 @@ def run_ranks(
         life = os.pipe()  # nobody writes: it ends when the parent does
         ranks: list[_Rank] = []
         try:
-            for rank in range(1 if backend == "sim" else world):
-                ranks.append(_fork(rank, work, life))
+            with _nothing_to_collect():
+                for rank in range(1 if backend == "sim" else world):
+                    ranks.append(_fork(rank, work, life))
             results = _collected(ranks, time.monotonic() + timeout)
         finally:
             _end(ranks)
@@ -87,6 +90,18 @@ def run_ranks(
         return results
     together: list[Any] = results[0]
     return together
+
+
+@contextmanager
+def _nothing_to_collect() -> Iterator[None]:
+    """What this process has left for the garbage collector is never collected in a fork: a process group of the caller's would wait
+    there for ever for threads that only the caller has."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(slots=True)

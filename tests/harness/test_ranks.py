@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -150,6 +151,34 @@ def test_a_rank_that_is_killed_ends_the_run() -> None:
 def test_a_rank_that_leaves_without_a_word_ends_the_run() -> None:
     with pytest.raises(InternalError, match="ended with 3 and said nothing"):
         on("gloo", lambda comm: os._exit(3) if comm.rank == 0 else comm.barrier())
+
+
+class _OfTheParent:
+    """Like a process group that a caller has dropped: to finalise it in a fork is to wait for ever. It is part of a cycle."""
+
+    def __init__(self) -> None:
+        self.me, self.pid = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            os._exit(77)
+
+
+def test_a_rank_does_not_collect_what_its_parent_left() -> None:
+    """Garbage of before the fork, and what becomes garbage after it."""
+    held = [_OfTheParent()]
+    gc.disable()  # the parent has not come round to it
+    try:
+        _OfTheParent()
+
+        def entry(comm: Comm) -> int:
+            held.clear()
+            return gc.collect() and 0
+
+        assert on("gloo", entry, 2) == [0, 0]
+    finally:
+        gc.enable()
+    held[0].me = None  # type: ignore[assignment]
 
 
 def test_a_rank_that_hangs_is_ended_after_the_limit() -> None:

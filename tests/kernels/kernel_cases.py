@@ -23,7 +23,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.adamw import Constants, Flat, step
+from ckpt_tool.run.device.adamw import Constants, Flat, step, swap
 from ckpt_tool.run.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
 from ckpt_tool.run.device.comparisons import compare
 from ckpt_tool.run.device.descriptors import Strided
@@ -223,9 +223,9 @@ def compared(device: Device, seed: int) -> str:
 
 
 def stepped(device: Device, seed: int) -> str:
-    """A step of AdamW over flat buffers that lie anywhere on their grid, the average and the parameter there or not."""
+    """A step of AdamW, or the swap, over flat buffers that lie anywhere on their grid, the average and the parameter there or not."""
     rng = np.random.default_rng(seed)
-    count = int(rng.choice([0, 1, 3, 4, 5, 63, 257, 2000]))
+    count = int(rng.choice([0, 1, 3, 4, 5, 63, 257, 2000, 9001]))
     has_ema, kind, out = bool(rng.integers(2)), str(rng.choice(["F32", "BF16"])), str(rng.choice(["", "F32", "BF16"]))
     types = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
     arrays = {name: rng.standard_normal(count, np.float32) for name in ("master", "exp_avg", "exp_avg_sq", "ema")}
@@ -233,13 +233,18 @@ def stepped(device: Device, seed: int) -> str:
     arrays["gradient"] = rng.standard_normal(count, np.float32).astype(types[kind])
     arrays["parameter"] = np.zeros(count, types[out or "F32"])
     constants = Constants.of(step=int(rng.integers(1, 9)), rate=1e-2, scale=0.5)
-    want = _adamw(constants, arrays)
+    swaps = bool(rng.integers(2))
+    want = _swapped(arrays) if swaps else _adamw(constants, arrays)
+    read = [] if swaps else ["gradient"]
+    updated = ["master", "ema"] if swaps else ["master", "exp_avg", "exp_avg_sq", *["ema"] * has_ema]
+    written = ["parameter"] if out else []
     with ExitStack() as stack:
         held: dict[
             str, tuple[int, int, int]
         ] = {}  # address of the buffer, where the array begins in it, bytes of the buffer
+        grid = rng.choice([16, 8, 4, 0])  # all on 16 bytes, or some on less
         for name, array in arrays.items():
-            start = int(rng.choice([0, 16, array.itemsize, 256 + array.itemsize]))
+            start = int(rng.choice([0, 16, max(int(grid), array.itemsize), 256 + array.itemsize if grid == 0 else 32]))
             raw = np.full(start + array.nbytes + int(rng.integers(0, 20)), POISON, np.uint8)
             raw[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
             held[name] = (stack.enter_context(device.upload(raw)).address, start, raw.nbytes)
@@ -247,19 +252,34 @@ def stepped(device: Device, seed: int) -> str:
         legal = {name: np.zeros(nbytes, np.uint8) for name, (_, _, nbytes) in held.items()}
         for name, array in arrays.items():
             legal[name][held[name][1] : held[name][1] + array.nbytes] = 1
-        updated = ["master", "exp_avg", "exp_avg_sq", *["ema"] * has_ema]
-        written = ["parameter"] if out else []
-        flat = Flat(count, at["gradient"], at["master"], at["exp_avg"], at["exp_avg_sq"], at["ema"] if has_ema else 0,
-                    at["parameter"] if out else 0, kind, out or "BF16")  # fmt: skip
         maps = {name: (held[name][0], legal[name]) for name in held}
-        with Watched(device, [maps["gradient"]], [maps[n] for n in written], [maps[n] for n in updated]) as watched:
-            step(device, constants, flat, **grid_of(rng))
+        watched = Watched(device, [maps[n] for n in read], [maps[n] for n in written], [maps[n] for n in updated])
+        with watched:
+            if swaps:
+                swap(device, count, at["master"], at["ema"], parameter=at["parameter"] if out else 0, parameter_kind=out or "BF16",
+                     **grid_of(rng))  # fmt: skip
+            else:
+                flat = Flat(count, at["gradient"], at["master"], at["exp_avg"], at["exp_avg_sq"], at["ema"] if has_ema else 0,
+                            at["parameter"] if out else 0, kind, out or "BF16")  # fmt: skip
+                step(device, constants, flat, **grid_of(rng))
             device.sync()
+        about = f"{'swap' if swaps else 'step'} of {count}, {at}"
         for name in [*updated, *written]:
             got = device.download(at[name], arrays[name].nbytes)
-            if fault := first_fault(got, np.frombuffer(want[name].tobytes(), np.uint8), watched, f"{name} of {count}"):
+            if fault := first_fault(got, np.frombuffer(want[name].tobytes(), np.uint8), watched, f"{name}: {about}"):
                 return fault
+        touched = [*read, *updated, *written]
+        if device.info.host and count >= 4 and all(at[name] % (arrays[name].itemsize * 4) == 0 for name in touched):
+            odd = sum(watched.loads[k] + watched.stores[k] for k in (1, 2, 4))
+            if odd > (count % 4) * 2 * len(touched):
+                return f"{odd} accesses of one element, though all lies on 16 bytes: {about}"
     return ""
+
+
+def _swapped(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Weights and average change places; the parameter follows the weights."""
+    master, ema = arrays["ema"], arrays["master"]
+    return {"master": master, "ema": ema, "parameter": master.astype(arrays["parameter"].dtype)}
 
 
 def _adamw(c: Constants, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:

@@ -62,7 +62,7 @@ TARGETS = {
     "box_copy": Target("kernels/box_copy.cu", ("box_copy",), COPY_TESTS),
     "box_transpose": Target("kernels/box_transpose.cu", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py")),
     "box_cast": Target("kernels/box_cast.cu", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_values_huge.py")),
-    "adamw_ema": Target("kernels/adamw_ema.cu", (), ("test_device_adamw.py",)),
+    "adamw_ema": Target("kernels/adamw_ema.cu", ("adamw_ema",), ("test_device_adamw.py",)),
     "digest": Target("kernels/digest.cu", ("digest",), ("test_device_digests.py", "test_values_huge.py")),
     "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py", "test_values_huge.py")),
     "floats": Target("kernels/floats.h", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_device_comparisons.py")),
@@ -74,7 +74,7 @@ TARGETS = {
 }  # fmt: skip
 
 UNITS = {"box_copy": ("box_copy.cu",), "box_transpose": ("box_transpose.cu", "box_copy.cu"), "digest": ("digest.cu",),
-         "compare": ("compare.cu",), "box_cast": ("box_cast.cu",), "box_dequantise": ("box_cast.cu",)}  # fmt: skip
+         "compare": ("compare.cu",), "box_cast": ("box_cast.cu",), "box_dequantise": ("box_cast.cu",), "adamw_ema": ("adamw_ema.cu",)}  # fmt: skip
 
 # -- making them --------------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from ctypes import byref
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.run.device.adamw import Constants, Flat, step, swap
+from ckpt_tool.run.device.adamw import Constants, Flat, _Constants, step, swap
 from ckpt_tool.run.device.memory import Device
 
 STATES = ("master", "exp_avg", "exp_avg_sq", "ema")
@@ -201,6 +202,18 @@ def test_nothing_is_done_with_nothing_and_wrong_calls_are_refused(device: Device
         for threads in (33, 512, -32):
             with pytest.raises(StorageError):
                 step(device, constants, flat, threads=threads)
+            with pytest.raises(StorageError):
+                swap(device, 4, at, at + 16, threads=threads)
+        for where in ((at + 2, at + 16), (at, at + 18)):
+            with pytest.raises(StorageError):
+                swap(device, 4, *where)
+        for kind in (0, 3):  # no BF16, no F32: what a caller of the C ABI may say
+            with pytest.raises(StorageError):
+                device.library.call("ema_swap", 4, at, at + 16, at + 32, kind, 0, 0, 0)
+            for gradient, parameter in ((kind, 1), (1, kind)):
+                with pytest.raises(StorageError):
+                    device.library.call("adamw_ema", byref(_Constants(*constants)), 4, at, gradient, at + 16, at + 32, at + 48,
+                                        0, at + 64, parameter, 0, 0, 0)  # fmt: skip
         with pytest.raises(UsageError) as error:
             step(device, constants, flat._replace(parameter_kind="F16"))
         assert error.value.code == "E1575"

@@ -86,10 +86,11 @@ def step(
 
 
 def swap(
-    device: Device, count: int, master: int, ema: int, *, parameter: int = 0, parameter_kind: str = "BF16", stream: int = 0
+    device: Device, count: int, master: int, ema: int, *, parameter: int = 0, parameter_kind: str = "BF16", blocks: int = 0,
+    threads: int = 0, stream: int = 0,
 ) -> None:  # fmt: skip
     """Exchange two fp32 buffers in place and write the parameter from what `master` then is."""
-    device.library.call("ema_swap", count, master, ema, parameter, _kind(parameter_kind), 0, 0, stream)
+    device.library.call("ema_swap", count, master, ema, parameter, _kind(parameter_kind), blocks, threads, stream)
 
 
 def _kind(name: str) -> int:
