@@ -222,7 +222,7 @@ def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], said: 
     """A row a fault: which checks see it. The first row plants nothing, and no check may see anything."""
     clean = folder / "controls" / "clean"
     clean.parent.mkdir()
-    run_tool("convert", here, clean, "--to", "sharded", "--dialect", "hf", "--force")
+    run_tool("convert", here, clean, "--to", "sharded", "--dialect", "keep", "--force")
     steps = min(CONTROL_STEPS, case.after)
     truth = _fingerprint(case, clean, steps)
     rows = [_row("nothing", "nothing planted", case, truth, truth, want, steps)]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.harness.pieces import STATES
@@ -95,7 +95,8 @@ def _one_ulp(tensors: Tensors, scalars: Scalars) -> None:
 
 def _ema_reset(tensors: Tensors, scalars: Scalars) -> None:
     for key in _keys(tensors, "ema", ""):
-        tensors[key] = tensors["master", key[1]].clone()
+        twin = ("master", key[1])  # what is fp32 itself may have none
+        tensors[key] = (tensors[twin] if twin in tensors else tensors["model", key[1]].float()).clone()
 
 
 def _step_back(tensors: Tensors, scalars: Scalars) -> None:
@@ -132,12 +133,13 @@ FAULTS: Mapping[str, Fault] = {
 def plant(fault: Fault, folder: Path) -> None:
     """Change the checkpoint in `folder` in place: `sharded`, of one rank. Raises Incomplete E1508 where there is nothing to break."""
     index = json.loads((folder / INDEX).read_text())
-    scalars = index["extras"][HARNESS]
+    extras = index["extras"]
+    scalars = (extras if HARNESS in extras else extras["scheduler"])[HARNESS]  # where `loading.scalars_of` looks
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     marks: dict[str, dict[str, str]] = {}
     for state in STATES:
+        marks[state] = _marks(folder / f"{state}.safetensors")
         with safe_open(folder / f"{state}.safetensors", "pt") as file:
-            marks[state] = dict(file.metadata() or {})
             tensors.update({(state, name): file.get_tensor(name) for name in file.keys()})
     before = dict(tensors), dict(scalars)
     fault.apply(tensors, scalars)
@@ -148,10 +150,19 @@ def plant(fault: Fault, folder: Path) -> None:
     # a forger's care: the save id covers mesh, extras and boxes, so that the reader can't tell
     boxes = {file["path"]: file["boxes"] for file in index["files"]}
     index["save"] = digits(canonical([index["mesh"], index["extras"], boxes]))
-    for state in STATES:
-        held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == state}
-        save_file(held, folder / f"{state}.safetensors", {**marks[state], "save": index["save"]})
+    for path in boxes:  # a format may have brought states of its own along (`step`): they keep their values
+        state = path.removesuffix(".safetensors")
+        if state in STATES:
+            held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == state}
+        else:
+            held, marks[state] = load_file(folder / path), _marks(folder / path)
+        save_file(held, folder / path, {**marks[state], "save": index["save"]})
     (folder / INDEX).write_text(json.dumps(index))
+
+
+def _marks(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
 
 
 def _keys(tensors: Tensors, state: str, pattern: str) -> list[tuple[str, str]]:

@@ -45,13 +45,20 @@ def run_tool(*arguments: str | Path, json_output: bool = True) -> dict[str, Any]
     words = [str(argument) for argument in arguments] + (["--json", "--progress", "none"] if json_output else [])
     done = subprocess.run([sys.executable, "-m", "ckpt_tool", *words], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
-        error = ToolFailed(
-            f"ckpt {' '.join(words)} ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}", code=TOOL,
-            hint="run the line by hand",
-        )  # fmt: skip
+        line, (what, hint) = " ".join(map(str, arguments)), _said(done.stderr)
+        error = ToolFailed(f"ckpt {line} ended with exit code {done.returncode}: {what}", code=TOOL, hint=hint)
         error.exit_code = done.returncode  # type: ignore[misc]  # per instance: the tool's own
         raise error
     return dict(json.loads(done.stdout)) if json_output else {}
+
+
+def _said(errors: str) -> tuple[str, str]:
+    """What a command of ours said on stderr, and its hint."""
+    try:
+        error = json.loads(errors)["error"]
+        return f"{error['code']}: {error['message']}", error["hint"] or "run the line by hand"
+    except (ValueError, KeyError, TypeError):
+        return errors.strip()[-2000:] or "nothing was said", "run the line by hand"
 
 
 def folder_of(path: Path) -> Path:
