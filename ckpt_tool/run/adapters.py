@@ -9,13 +9,13 @@ A folded tensor is a recipe of `run.computed`: the base tensor plus, for each ad
 
 seen as E matrices of R rows and C columns whatever the tensor's rank (a convolution has the columns in x kernel). Arithmetic
 is fp32 in PEFT's order: the product, times s, rounded, added, rounded; several adapters one after another; rounding to the
-output's dtype comes last, once. Every product is made in blocks of 4 rows by up to 512 columns on a grid fixed by the
-tensor alone, so an element has the same bits whatever range it is asked for in. A block is at most 2^18 multiply-adds:
-OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2
-at r = 64 in such blocks; 1 to 15 ns in one piece). Products of NumPy's OpenBLAS and torch's MKL are one chain of fused
-multiply-adds along r, and DoRA's norms are summed in torch's order (eight lanes along a row, one row after another where the
-weight lies turned), so all of them equal PEFT's merge bit for bit up to r = 384
-(tests/commands/test_adapters.py); beyond it each library parts the chain at a place of its own.
+output's dtype comes last, once. Every product is made in blocks of up to 4 rows by up to 512 columns on a grid fixed by the
+tensor and the machine, each element one chain of fused multiply-adds along r (`run/chain.py`), so it has the same bits whatever
+range it is asked for in, and on whatever processor. A block is at most 2^18 multiply-adds: OpenBLAS takes larger ones to threads
+of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2 at r = 64 in such blocks, with AVX-512; two
+to four times that with AVX2; 1 to 15 ns in one piece). DoRA's norms are summed in torch's order (eight lanes along a row, one row
+after another where the weight lies turned), so all of them equal PEFT's merge bit for bit as long as torch makes one chain too
+(tests/commands/test_adapters.py): up to r = 320 with AVX-512, some 192 with AVX2.
 
 Cost: 2 to 4 ns an element; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads its base twice.
 Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
@@ -33,12 +33,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt_tool.run import chain
 from ckpt_tool.run.computed import Floats, Read, Recipe
 
-ROWS, COLUMNS = 4, 512  # of a block: few rows, so that little is made twice where a range ends within them
+COLUMNS = 512  # of a block; few rows, so that little is made twice where a range ends within them
 PRODUCTS = 1 << 18  # multiply-adds of a block at most: OpenBLAS's own threads begin above
 LANES = 8  # of torch's vectors of fp32, whatever the machine
 _TILE = 1 << 20  # elements of one step of a pass over a tensor
+_EVEN = 12  # rows of such a step are a multiple of this: of any block's rows
 
 
 class Kept:
@@ -139,39 +141,40 @@ class Folded(Recipe):
         """s B A (or its transpose) of expert `e` in [rows) x [columns), C-contiguous."""
         term = self.terms[number]
         left, right = self.kept.factors((self.key, number, e), lambda: self._thin(read, term, e))
-        wide = right.shape[-1]
-        low, high = rows[0] // ROWS, -(-rows[1] // ROWS)
+        tall, wide = left.shape[1], right.shape[-1]
+        low, high = rows[0] // tall, -(-rows[1] // tall)
         first, last = columns[0] // wide, -(-columns[1] // wide)
         where = (self.key, number, e, low, first, last)
         if strip and getattr(self.kept.strips, "at", None) == where:
             block: Floats = self.kept.strips.block
         else:
-            block = np.empty(((high - low) * ROWS, (last - first) * wide), np.float32)
-            by_block = block.reshape(high - low, ROWS, last - first, wide).transpose(2, 0, 1, 3)
-            np.matmul(left[low:high], right[first:last, None], out=by_block)
+            block = np.empty(((high - low) * tall, (last - first) * wide), np.float32)
+            by_block = block.reshape(high - low, tall, last - first, wide).transpose(2, 0, 1, 3)
+            chain.product(left[low:high], right[first:last, None], by_block, blas=chain.rows_of(term.rank, wide) > 0)
             if not _exact(term.scaling):
                 block *= np.float32(term.scaling)
             if strip:  # the next rows of a panel are most often asked for the same columns
                 self.kept.strips.at, self.kept.strips.block = where, block
         return np.ascontiguousarray(
-            block[rows[0] - low * ROWS : rows[1] - low * ROWS, columns[0] - first * wide : columns[1] - first * wide]
+            block[rows[0] - low * tall : rows[1] - low * tall, columns[0] - first * wide : columns[1] - first * wide]
         )
 
     def _thin(self, read: Read, term: Term, e: int) -> tuple[Floats, Floats]:
-        """The factors on the grid: (blocks of rows, 4, r) and (blocks of columns, r, columns of a block), padded by zeros."""
+        """The factors on the grid: (blocks of rows, rows of a block, r) and (blocks of columns, r, columns of a block), padded by zeros."""
         inner = prod(self.inputs[term.a].tensor.shape[1:])
         step = term.rank * inner
         a = _floats(read(term.a, e * step, (e + 1) * step)).reshape(term.rank, inner)
         (outputs,) = self.kept.factors((self.key, term.b), lambda: (self._by_expert(read, term),))
         b = outputs[e]
         tall, flat = (a.T, b.T) if term.turned else (b, a)
-        wide = max(16, min(COLUMNS, PRODUCTS // (ROWS * term.rank) // 16 * 16))
-        left = np.zeros((-(-tall.shape[0] // ROWS) * ROWS, term.rank), np.float32)
+        wide = max(16, min(COLUMNS, PRODUCTS // (chain.MOST_ROWS * term.rank) // 16 * 16))
+        rows = chain.rows_of(term.rank, wide) or chain.MOST_ROWS
+        left = np.zeros((-(-tall.shape[0] // rows) * rows, term.rank), np.float32)
         left[: tall.shape[0]] = tall * np.float32(term.scaling) if _exact(term.scaling) else tall
         right = np.zeros((term.rank, -(-flat.shape[1] // wide) * wide), np.float32)
         right[:, : flat.shape[1]] = flat
         blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
-        return left.reshape(-1, ROWS, term.rank), blocks
+        return left.reshape(-1, rows, term.rank), blocks
 
     def _by_expert(self, read: Read, term: Term) -> Floats:
         """B (out, e r), whose experts alternate, as (e, out, r)."""
@@ -186,7 +189,7 @@ class Folded(Recipe):
     def _norm(self, read: Read, number: int) -> Floats:
         term, (height, width) = self.terms[number], self.matrix
         squares = np.zeros(width if term.turned else height, np.float32)
-        step = max(1, _TILE // max(width, 1) // ROWS) * ROWS
+        step = max(1, _TILE // max(width, 1) // _EVEN) * _EVEN
         for low in range(0, height, step):
             high = min(height, low + step)
             tile = _floats(read(0, low * width, high * width)).reshape(high - low, width)

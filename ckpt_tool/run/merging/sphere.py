@@ -4,7 +4,8 @@
 
 Norms and dot products are sums in fp64 over fixed segments of the line (`whole`), the coefficients are rounded to fp32 and
 the sum is fp32, as mergekit 0.1.5 `merge_methods/slerp.py`, `nuslerp.py` have it; those sum in fp32, so coefficients differ
-by a few units in the last place. Vectors that are nearly parallel (slerp: |cos| > 0.9995, nuslerp: sin^2 <= 1e-16) are
+by a few units in the last place. Angles and sines are taken in fp64 and rounded: NumPy's own of fp32 differ between
+processors. Vectors that are nearly parallel (slerp: |cos| > 0.9995, nuslerp: sin^2 <= 1e-16) are
 interpolated in a straight line.
 """
 
@@ -42,6 +43,14 @@ def _products(x: Array, y: Array, axis: int | None) -> Products:
     """Sums of the products along `axis` of fp32 arrays, in fp64, where products of fp32 are exact."""
     a, b = x.astype(np.float64), y.astype(np.float64)
     return Products((a * a).sum(axis=axis), (b * b).sum(axis=axis), (a * b).sum(axis=axis))
+
+
+def _arccos(cosine: Any) -> Any:
+    return np.float32(np.arccos(np.float64(cosine)))
+
+
+def _sin(angle: Any) -> Any:
+    return np.float32(np.sin(np.float64(angle)))
 
 
 def _line_products(numel: int) -> Whole[Products, Products, Products]:
@@ -87,9 +96,9 @@ class Slerp(Tiled):
         t, cosine = np.float32(self.t), np.float32(min(max(found.xy / (x * y), -1.0), 1.0))
         if abs(cosine) > PARALLEL:
             return np.float32(1) - t, t
-        angle = np.arccos(cosine)
-        sine = np.sin(angle)
-        return np.sin((np.float32(1) - t) * angle) / sine, np.sin(t * angle) / sine
+        angle = _arccos(cosine)
+        sine = _sin(angle)
+        return _sin((np.float32(1) - t) * angle) / sine, _sin(t * angle) / sine
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,9 +169,9 @@ class NuSlerp(Tiled):
         norm_x, norm_y = (np.maximum(np.sqrt(each), TINY_ROW) for each in (sums.xx, sums.yy))
         cosine = np.clip(sums.xy / (norm_x * norm_y), -1, 1).astype(np.float32)
         parallel = 1 - cosine * cosine <= TINY**2
-        t, angle = np.float32(self.t), np.arccos(np.where(parallel, np.float32(0), cosine))
+        t, angle = np.float32(self.t), _arccos(np.where(parallel, np.float32(0), cosine))
         rest = np.float32(1) - t
-        arc = (np.sin(rest * angle) * x + np.sin(t * angle) * y) / np.sin(angle)
+        arc: Floats = (_sin(rest * angle) * x + _sin(t * angle) * y) / _sin(angle)
         if not np.any(parallel):
             return arc.astype(np.float32, copy=False)
         straight = rest * x + t * y
