@@ -39,7 +39,8 @@ for name in "${steps[@]}"; do
     case $name in
     build) step build 300 "${ckpt[@]}" kernels build --arch "${ARCH:-native}" ;;
     check) step check 300 "${ckpt[@]}" kernels check --cases "$cases" ;;
-    tests) step tests 600 python -m pytest -q tests/kernels ;;
+    tests) # one process: one GPU, and no plugin needed
+        step tests 600 python -m pytest -q -o addopts=--import-mode=importlib -rs -m 'not slow and not peers and not crash' tests/kernels ;;
     memcheck | racecheck | initcheck) sanitizer "$name" ;;
     table) step table 580 python tests/bench/kernel_peers.py --out "$out" "${size[@]}" ;;
     sweep) step sweep 580 python tests/bench/kernel_peers.py --sweep --out "$out" "${size[@]}" ;;

@@ -7,6 +7,7 @@ under a hash of all that it is made of; `cuda` is the GPU at hand; `path:FILE` i
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -43,23 +44,29 @@ def built(
     cache = getattr(config, "cache", None)  # there is none with -p no:cacheprovider
     folder = Path(tempfile.mkdtemp(prefix="ckpt-kernels-")) if cache is None else cache.mkdir("kernels")
     path = folder / f"{name}-{key.hexdigest()[:16]}.so"
-    if not path.exists():
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
-        os.close(handle)
-        try:
-            if compiler == "g++":
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(build, "KERNELS", kernels)
-                    build.build_host(Path(temporary), extra)
-            else:
-                build_device(Path(temporary), program)
-            os.replace(temporary, path)
-        except (StorageError, subprocess.CalledProcessError) as e:
-            said = getattr(e, "stderr", None) or "\n".join(map(str, getattr(e, "faults", ())))
-            pytest.fail(f"{compiler} refused the kernels: {e}\n{said}", pytrace=False)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers of this run wait for it
+        if not path.exists():
+            make(path, compiler, program, extra, kernels)
     return path
+
+
+def make(path: Path, compiler: str, program: str, extra: tuple[str, ...], kernels: tuple[str, ...]) -> None:
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        if compiler == "g++":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(build, "KERNELS", kernels)
+                build.build_host(Path(temporary), extra)
+        else:
+            build_device(Path(temporary), program)
+        os.replace(temporary, path)
+    except (StorageError, subprocess.CalledProcessError) as e:
+        said = getattr(e, "stderr", None) or "\n".join(map(str, getattr(e, "faults", ())))
+        pytest.fail(f"{compiler} refused the kernels: {e}\n{said}", pytrace=False)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def build_device(target: Path, nvcc: str) -> None:

@@ -302,6 +302,7 @@ def _run(target: Target, library: Path) -> int:
     options = [
         word for plugin in ("cacheprovider", "faulthandler", "xdist", "anyio") for word in ("-p", f"no:{plugin}")
     ]
+    options += ["-o", "addopts=--import-mode=importlib", "-m", "not slow and not peers and not crash"]  # one process
     return int(pytest.main(["-x", "-q", *options, "--rootdir", str(ROOT), *files]))
 
 
