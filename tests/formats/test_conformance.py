@@ -122,8 +122,11 @@ def test_values_equal_the_live_run(name, path):
 
 
 @each_case
-def test_there_and_back_through_every_format(name, path, tmp_path):
-    for other in registry.NAMES:
+@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_there_and_back_through_every_format(name, path, share, tmp_path):
+    """A third of the formats by default, the next fixture of the same format the next third."""
+    turn = [param.values[1] for param in CASES if param.values[0] == name].index(path)
+    for other in registry.NAMES[(turn + share) % 3 :: 3]:
         through, back = tmp_path / f"to_{other}", tmp_path / f"from_{other}"
         done = _convert(path, through, other)
         if not done:
