@@ -164,14 +164,13 @@ class Staging:
         """Refuse a staging folder that this user's earlier run cannot have left."""
         if os.fstat(self._folder_fd).st_uid != os.geteuid():
             raise self._foreign("belongs to another user")
-        if not any(name.startswith(JOURNAL) for name in os.listdir(self.path)) and not _was_replaced(self.path):
-            found = {
-                os.path.relpath(os.path.join(at, name), self.path)
-                for at, _, names in os.walk(self.path)
-                for name in names
-            }
-            if not found <= self._names:
-                raise self._foreign("holds files that no run of this plan has written")
+        found = {
+            os.path.relpath(os.path.join(at, name), self.path) for at, _, names in os.walk(self.path) for name in names
+        }  # one look: between two, another part may begin its journal
+        if any(name.startswith(JOURNAL) for name in found) or _was_replaced(self.path):
+            return
+        if not found <= self._names:
+            raise self._foreign("holds files that no run of this plan has written")
 
     def _journal_name(self, part: tuple[int, int] | None) -> str:
         return JOURNAL if part is None else f"{JOURNAL}-{part[0]}-of-{part[1]}"

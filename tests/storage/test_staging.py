@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,19 @@ def test_a_part_does_not_wait_for_a_whole_run(tmp_path: Path) -> None:
         with pytest.raises(OutputExists) as caught:
             Staging(out, "plan", ["f"], part=(1, 2))
         assert caught.value.code == "E0503"
+
+
+def test_a_part_that_begins_while_another_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part has made the folder, and writes its journal in the moment in which the second looks what lies there."""
+    out, walk = tmp_path / "out", os.walk
+    staged = staging_path(out)
+
+    def begin_late(top: str) -> Iterator[tuple[str, list[str], list[str]]]:
+        monkeypatch.setattr(os, "walk", walk)
+        (staged / f"{JOURNAL}-1-of-2").write_text("")
+        return walk(top)
+
+    staged.mkdir(0o700)
+    monkeypatch.setattr(os, "walk", begin_late)
+    with Staging(out, "plan", ["f"], part=(2, 2)) as second:
+        assert second.part_journals(2)[0] == []
