@@ -1,11 +1,16 @@
-"""What holds for every test: property tests judge values, not how busy the machine is."""
+"""What holds for every test: property tests judge values, not how busy the machine is, and of many like cases some run by default."""
 
 from __future__ import annotations
 
 import gc
+import os
 import signal
+from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run a process a core already
 
 settings.register_profile("ckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ckpt")
@@ -18,6 +23,19 @@ def pytest_configure() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`share(n)`: of the cases of this test the first, the one n later, and so on; the others are slow."""
+    met: Counter[str] = Counter()
+    for item in items:
+        share = item.get_closest_marker("share")
+        if share is not None:
+            name = item.nodeid.partition("[")[0]
+            if met[name] % share.args[0]:
+                item.add_marker(pytest.mark.slow)
+            met[name] += 1
 
 
 def pytest_collection_finish() -> None:

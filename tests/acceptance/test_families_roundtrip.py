@@ -65,6 +65,7 @@ def assert_same(found: Path, want: Path) -> None:
         assert torch.equal(mine[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize(("to", "spec"), ROUTES)
 @pytest.mark.parametrize("family", NAMES)
 def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def hop(source: Path, out: Path, to: str, config: Path | None = None, **writing:
     return convert(str(source), str(out), reading, Writing(to=to, fsync=False, **writing), Silent())
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("to", "tp"), ROUTES)
 @pytest.mark.parametrize("family", NAMES)
 def test_there_and_back(family: str, to: str, tp: int, saved: Any, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def raw(path: Path) -> bytes:
     return b"".join(file.read_bytes() for file in files)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("pattern", [GONE, "lm_head.*", "re:^lm_head\\.", "layers.*.w1.weight"])
 def test_the_key_its_twins_and_its_bytes_are_gone(source: Any, pattern: str, ckpt: Runner, tmp_path: Path) -> None:
     kind, path, truth = source

@@ -38,6 +38,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("fixture", "pattern"), ROWS)
 def test_the_keys_their_twins_and_their_bytes_are_gone(
     fixture: str, pattern: str, ckpt: Runner, tmp_path: Path

@@ -108,6 +108,7 @@ def raw(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("model", "first", "second"), pairs())
 def test_there_and_back(
     model: str, first: str, second: str, sources: dict[str, tuple[Path, Tensors]], laid: Any, tmp_path: Path

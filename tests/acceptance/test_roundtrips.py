@@ -147,6 +147,7 @@ def there_and_back(first: str, second: str, drawn: Drawn, out: Mapping[str, Any]
         assert [{**group, "betas": tuple(group["betas"])} for group in groups] == drawn.groups
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda pair: pair)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())

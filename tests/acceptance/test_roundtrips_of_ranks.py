@@ -114,6 +114,7 @@ def there_and_back(first: str, second: str, drawn: Drawn, one: Mapping[str, Any]
         assert state == "step" or state == "master" and raw(got[key]) == raw(weight), key
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda pair: pair)
 @settings(
     max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]

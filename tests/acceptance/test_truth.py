@@ -98,6 +98,7 @@ def shown_as_length(got: object, want: object) -> bool:
     return isinstance(got, str) and isinstance(want, str) and got == f"<{len(want) // 2} bytes>"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", ALL + cases("sharded"))
 def test_verify_finds_it_sound_and_sharded_holds_every_bit(case: Case, ckpt: Runner, tmp_path: Path) -> None:
     said = ckpt("verify", case.path)
@@ -113,6 +114,7 @@ def test_verify_finds_it_sound_and_sharded_holds_every_bit(case: Case, ckpt: Run
     assert ckpt("inspect", tmp_path / "out")["extras"] == ckpt("inspect", case.path)["extras"], "extras changed"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", cases("dcp", "torch"))
 def test_convert_to_torch_loads_with_weights_only(case: Case, ckpt: Runner, tmp_path: Path) -> None:
     ckpt("convert", case.path, tmp_path / "out.pt", "--to", "torch")
@@ -120,6 +122,7 @@ def test_convert_to_torch_loads_with_weights_only(case: Case, ckpt: Runner, tmp_
     assert_same(unwrapped(named(by_state(loaded), case.extras().get("ids", {}))), case.truth())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", cases("dcp", "torch"))
 def test_convert_to_dcp_loads_with_torch(case: Case, ckpt: Runner, tmp_path: Path) -> None:
     ckpt("convert", case.path, tmp_path / "out", "--to", "dcp", "--dp", "3")

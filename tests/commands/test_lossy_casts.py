@@ -23,6 +23,7 @@ def ckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ckpt_tool", *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", SOURCES)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 def test_what_overflows_is_refused_and_counted(dtype: str, source: torch.dtype, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_arithmetic_refuses_codes() -> None:
     refuse_codes([tensor for tensor in tensors if tensor.dtype.name == "BF16"], "merge --method linear", opened.path)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("to", ["dcp", "torch", "sharded"])
 def test_there_and_back_every_byte(case: str, to: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_threads_hash_seed_locale_zone_and_folder(made: Made, tmp_path: Path) ->
         assert not any(mode & 0o077 for mode in modes(out).values()), "the user's umask counts"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("threads", ["2", "7"])
 def test_any_number_of_threads(made: Made, quick: Callable[..., None], tmp_path: Path, threads: str) -> None:
     first, source, name, options = made
@@ -129,6 +130,7 @@ def test_another_place_and_another_order_of_the_files(made: Made, quick: Callabl
         assert b"ckpt-partial" not in data and str(tmp_path).encode() not in data and str(ROOT).encode() not in data
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tmp_path: Path, count: int) -> None:
     first, source, name, options = made
@@ -141,6 +143,7 @@ def test_parts_of_a_plan_in_any_order(made: Made, quick: Callable[..., None], tm
     assert sorted(os.listdir(tmp_path)) == sorted(["plan.json", name])
 
 
+@pytest.mark.share(2)
 def test_parts_at_the_same_time(made: Made, tmp_path: Path) -> None:
     first, source, name, options = made
     plan, out = tmp_path / "plan.json", tmp_path / name

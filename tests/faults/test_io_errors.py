@@ -440,6 +440,7 @@ def test_a_part_that_fails_leaves_the_others_work(server: Any, folder_ground: An
     ground.check_clean()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("at", ["mkdir", "fsync", "renameat2", "fsync parent"])
 def test_two_equal_runs(ground: Any, tmp_path: Path, at: str) -> None:
     """H5: the first waits at one operation, the second comes: exit 5, and its words name the first while it works."""

@@ -7,7 +7,6 @@ so the oracle shares nothing with our readers.
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -173,19 +172,18 @@ def _convert(source, target, to):
         return None
 
 
+@pytest.mark.share(3)
 @each_case
-def test_digests_do_not_depend_on_the_mesh(name, path, tmp_path):
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 3}, {"tp": 3, "dp": 2}], ids=str)
+def test_digests_do_not_depend_on_the_mesh(name, path, degrees, tmp_path):
     fmt = registry.by_name("sharded")
     opened = open_source(str(path), Reading())
     want = digests_of(opened.catalog, opened.tree)
     if any(t.dtype.name in fmt.holds.dtypes for t in opened.catalog.tensors.values()):
         pytest.skip("holds a dtype that safetensors has no name for")
-    for degrees in ({"tp": 2}, {"dp": 3}, {"tp": 3, "dp": 2}):
-        out = tmp_path / "_".join(f"{k}{v}" for k, v in degrees.items())
-        convert(str(path), str(out), Reading(), Writing(to="sharded", degrees=degrees), Silent())
-        back = open_source(str(out), Reading())
-        assert digests_of(back.catalog, back.tree) == want == dict(back.catalog.digests)
-        shutil.rmtree(out)
+    convert(str(path), str(tmp_path / "out"), Reading(), Writing(to="sharded", degrees=degrees), Silent())
+    back = open_source(str(tmp_path / "out"), Reading())
+    assert digests_of(back.catalog, back.tree) == want == dict(back.catalog.digests)
 
 
 def test_a_key_that_is_missing_is_told_with_near_misses():

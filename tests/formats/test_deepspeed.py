@@ -196,6 +196,7 @@ ROUNDS: dict[str, list[tuple[int | None, dict[str, int]]]] = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("case", "zero", "degrees"), [(c, z, d) for c, rounds in ROUNDS.items() for z, d in rounds])
 def test_there_and_back(case: str, zero: int | None, degrees: dict[str, int], tmp_path: Path) -> None:
     write(HERE / case, tmp_path / "there", zero=zero, **degrees)

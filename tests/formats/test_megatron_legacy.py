@@ -187,6 +187,7 @@ LAYOUTS = [
 WHERE = {"moe": (MOE, {"tp": 2, "ep": 2, "etp": 1, "dp": 2}), "adamw": (ADAMW, {"pp": 2, "dp": 1})}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("which", "layout"), [
     (which, layout) for which in WHERE for layout in LAYOUTS if which == "moe" or layout.get("ep", 1) == 1 and "etp" not in layout
 ])  # fmt: skip

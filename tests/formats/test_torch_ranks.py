@@ -186,6 +186,7 @@ def test_what_is_in_the_folder() -> None:
     assert both.mesh.to_json() == {"tp": 2, "dp": 2}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", ["ranks_fsdp2_dp4", "ranks_tp2_dp2", "ranks_hsdp_2x2"])
 @pytest.mark.parametrize("degrees", [{"dp": 3}, {"tp": 2}, {"tp": 2, "dp": 2}, {"tp": 5, "dp": 2}])
 def test_other_layouts_and_back_hold_the_same_bits(case: str, degrees: dict[str, int], tmp_path: Path) -> None:

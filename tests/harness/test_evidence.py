@@ -100,6 +100,7 @@ def test_native_mode_is_held_to_a_tolerance(tmp_path: Path) -> None:
     assert not end["counted"] and all(state["ok"] for state in document["states"] if state["counted"])
 
 
+@pytest.mark.slow
 def test_three_data_ranks_hold_what_they_cannot_train(tmp_path: Path) -> None:
     document = gather(case("dp2", "dp3,zero1", after=0), tmp_path)
     assert document["ok"] and [check["check"] for check in document["checks"]] == [

@@ -68,6 +68,7 @@ def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path
 # -- canonical: bitwise ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("text", [
     "tp2", "tp4", "pp2", "dp2", "dp2,ep2", "dp4,ep4,zero2", "dp2,zero3", "dp2,zero0", "tp2,pp2,dp2,ep2", "dp4,ep2,zero3",
 ])  # fmt: skip
@@ -81,6 +82,7 @@ def test_processes_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: 
     assert_same_bits("quick", text, "gloo", folder, tmp_path)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("shape", "text"), [
     ("tied", "pp2"), ("tied", "tp2,dp2,zero3"), ("tied", "tp4,pp2"), ("indivisible", "tp2,dp2,ep2"), ("indivisible", "tp4,pp2"),
     ("dense", "tp2,pp2,dp2"), ("full", "pp2,vpp2"), ("full", "pp3,split=1-2-1"),
@@ -105,6 +107,7 @@ def test_whole_matrix_on_gloo(text: str, folder: Path, tmp_path: Path) -> None:
 # -- going on -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("first", "second"), [
     ("tp2,pp2,dp2,ep2", "dp4,ep2"), ("dp4,ep4,zero3", "tp2,pp2,dp2"), ("dp2,zero2", "tp4,pp2"),
 ])  # fmt: skip
@@ -149,6 +152,7 @@ def test_a_checkpoint_without_its_counters_is_refused() -> None:
 # -- native: a tolerance --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("text", ["tp2,pp2,dp2,ep2", "tp4,dp2,zero3"])
 def test_native_mode_is_near(text: str, folder: Path, tmp_path: Path) -> None:
     want = alone("quick", False, 4, folder)
@@ -205,6 +209,7 @@ def plain_loss(shape: ModelShape, weights: dict[str, torch.Tensor], tokens: torc
     return torch.nn.functional.cross_entropy(logits, tokens[1:])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("shape", ["quick", "tied", "dense"])
 def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
     """The loss of transformers' own model with the trained weights, fp32."""

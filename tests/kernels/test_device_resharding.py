@@ -58,6 +58,7 @@ def part(values: np.ndarray, box: Box) -> np.ndarray:
     return values[tuple(slice(low, low + count) for low, count in zip(box.offset, box.shape, strict=True))]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_cut_becomes_any_other(held: Held, seed: int) -> None:
     rng = np.random.default_rng(seed)
