@@ -36,6 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if met[name] % share.args[0]:
                 item.add_marker(pytest.mark.slow)
             met[name] += 1
+    items.sort(
+        key=lambda item: item.get_closest_marker("first") is None
+    )  # the longest: nothing waits for it at the end
 
 
 def pytest_collection_finish() -> None:

@@ -122,6 +122,7 @@ def clone(tmp_path_factory):
     return target
 
 
+@pytest.mark.first
 @pytest.mark.timeout(900)
 def test_every_block_works_as_typed(clone):
     outside = clone.parent / "bin"

@@ -136,6 +136,7 @@ def test_more_ranks_than_query_groups_are_told(to: str, saved: Saved, tmp_path: 
     assert caught.value.code == "E0273"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("to", ["megatron-dist", "megatron"])
 @pytest.mark.parametrize("family", [name for name in NAMES if name not in NO_ARGUMENTS])
 def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: Saved, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_the_truth_is_what_torch_loads(case: Case) -> None:
     assert_same(got, case.truth())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", ALL + cases("sharded"))
 def test_inspect_lists_what_the_run_held(case: Case, ckpt: Runner) -> None:
     said = ckpt("inspect", case.path)
@@ -79,6 +80,7 @@ def test_inspect_lists_what_the_run_held(case: Case, ckpt: Runner) -> None:
     assert said["schema_version"] == 1
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", ALL)
 def test_inspect_shows_the_extras(case: Case, ckpt: Runner) -> None:
     """Each plain value of the run stands in `extras` at the place where the checkpoint nested it."""
@@ -98,7 +100,7 @@ def shown_as_length(got: object, want: object) -> bool:
     return isinstance(got, str) and isinstance(want, str) and got == f"<{len(want) // 2} bytes>"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", ALL + cases("sharded"))
 def test_verify_finds_it_sound_and_sharded_holds_every_bit(case: Case, ckpt: Runner, tmp_path: Path) -> None:
     said = ckpt("verify", case.path)

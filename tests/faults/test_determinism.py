@@ -77,6 +77,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return out, source, name, options
 
 
+@pytest.mark.share(2)
 def test_threads_hash_seed_locale_zone_and_folder(made: Made, tmp_path: Path) -> None:
     first, source, name, options = made
     out = tmp_path / name
@@ -162,6 +163,7 @@ def test_parts_at_the_same_time(made: Made, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(["plan.json", name])
 
 
+@pytest.mark.share(2)
 def test_another_host_another_time(made: Made, tmp_path: Path) -> None:
     """In a UTS namespace with another host name; skips where there is none."""
     first, source, name, options = made

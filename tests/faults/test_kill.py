@@ -81,6 +81,7 @@ def test_a_kill_at_every_operation_leaves_old_or_new(ground: Any, how: str) -> N
     print(f"{how} ({ground.kind}): {sum(seen.values())} kills, {seen}")
 
 
+@pytest.mark.share(2)
 def test_kills_leave_nothing_of_a_training_state_of_ranks(ranked_ground: Any) -> None:
     """The same for the formats of Megatron, DeepSpeed and Paddle: at the beginning, in the data, before and after the commit."""
     total = len(ranked_ground.operations)

@@ -92,6 +92,7 @@ def test_a_broken_reshard_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert any("experts.0" in name and "[exp_avg]" in name for name in reshard["differ"])
 
 
+@pytest.mark.slow
 def test_native_mode_is_held_to_a_tolerance(tmp_path: Path) -> None:
     document = gather(case("tp2", "dp2", canonical=False), tmp_path)
     assert document["ok"] and document["mode"] == "native" and 0 < document["noise"] < 2e-3

@@ -143,6 +143,7 @@ def carry_out(trial: Trial, truth: Truth, root: Path) -> tuple[int, int]:
     return step, torn
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", range(2))
 def test_killed_jobs_go_on(truth: Truth, number: int, tmp_path: Path) -> None:
