@@ -7,8 +7,8 @@ import re
 import shutil
 
 import pytest
-from conftest import CHOICE
 from equivalent import EQUIVALENT
+from library_builds import CHOICE
 from mutants import ROOT, TARGETS, Target, judge, mutants_of
 
 from ckpt_tool.run.device import build

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CHOICE, built
+from library_builds import CHOICE, built
 from planting import ADDRESS, HERE, THREAD, plant, run_under
 
 from ckpt_tool.run.device import build
