@@ -80,6 +80,7 @@ EQUIVALENT = (
     Alike("digest.cu", r"last_edge = shift", r"> to >=", "a block that could go the quick way goes the careful one"),
     Alike("digest.cu", r"threads < 0 \|\| threads % 32", r"0 to 1 \(2\)", "0 has been replaced before"),
     Alike("span.h", r"if \(shift == 0 && at \+ 16 <= end\)", r"<= to <", "the last 16 bytes come in pieces, more slowly"),
+    Alike("span.h", r"k \+ [24] <= count", r"<= to <", "the last bytes come in smaller loads"),
     Alike("compare.cu", r"if \(index < found.first\)|v = other > v \?", r"< to <=|> to >=", "where both are the same, so is what is taken"),
     Alike("compare.cu", r"case CK_(F64|F32|BF16|F16|E4M3|E5M2|E8M0): return", r"0 to 1", UNUSED + ": floats are ordered by their sign"),
     Alike("compare.cu", r"case CK_I(8|16|32): return", r"^0x80+ to ", "the order backwards: distances stay"),
