@@ -12,12 +12,12 @@ is fp32 in PEFT's order: the product, times s, rounded, added, rounded; several 
 output's dtype comes last, once. Every product is made in blocks of up to 4 rows by up to 512 columns on a grid fixed by the
 tensor and the machine, each element one chain of fused multiply-adds along r (`run/chain.py`), so it has the same bits whatever
 range it is asked for in, and on whatever processor. A block is at most 2^18 multiply-adds: OpenBLAS takes larger ones to threads
-of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2 at r = 64 in such blocks, with AVX-512; two
-to four times that with AVX2; 1 to 15 ns in one piece). DoRA's norms are summed in torch's order (eight lanes along a row, one row
+of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and 1.2 at r = 64 in such blocks with AVX-512,
+1.6 to 2.8 and 7 to 11 with AVX2; 1 to 15 ns in one piece). DoRA's norms are summed in torch's order (eight lanes along a row, one row
 after another where the weight lies turned), so all of them equal PEFT's merge bit for bit as long as torch makes one chain too
 (tests/commands/test_adapters.py): up to r = 320 with AVX-512, some 192 with AVX2.
 
-Cost: 2 to 4 ns an element; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads its base twice.
+Cost: 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads its base twice.
 Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
 `utils/save_and_load.py`, `tuners/trainable_tokens/layer.py`.
 """
@@ -40,7 +40,6 @@ COLUMNS = 512  # of a block; few rows, so that little is made twice where a rang
 PRODUCTS = 1 << 18  # multiply-adds of a block at most: OpenBLAS's own threads begin above
 LANES = 8  # of torch's vectors of fp32, whatever the machine
 _TILE = 1 << 20  # elements of one step of a pass over a tensor
-_EVEN = 12  # rows of such a step are a multiple of this: of any block's rows
 
 
 class Kept:
@@ -150,7 +149,7 @@ class Folded(Recipe):
         else:
             block = np.empty(((high - low) * tall, (last - first) * wide), np.float32)
             by_block = block.reshape(high - low, tall, last - first, wide).transpose(2, 0, 1, 3)
-            chain.product(left[low:high], right[first:last, None], by_block, blas=chain.rows_of(term.rank, wide) > 0)
+            chain.product(left[low:high], right[first:last, None], by_block)
             if not _exact(term.scaling):
                 block *= np.float32(term.scaling)
             if strip:  # the next rows of a panel are most often asked for the same columns
@@ -168,7 +167,7 @@ class Folded(Recipe):
         b = outputs[e]
         tall, flat = (a.T, b.T) if term.turned else (b, a)
         wide = max(16, min(COLUMNS, PRODUCTS // (chain.MOST_ROWS * term.rank) // 16 * 16))
-        rows = chain.rows_of(term.rank, wide) or chain.MOST_ROWS
+        rows = chain.rows_of(term.rank, wide)
         left = np.zeros((-(-tall.shape[0] // rows) * rows, term.rank), np.float32)
         left[: tall.shape[0]] = tall * np.float32(term.scaling) if _exact(term.scaling) else tall
         right = np.zeros((term.rank, -(-flat.shape[1] // wide) * wide), np.float32)
@@ -189,7 +188,7 @@ class Folded(Recipe):
     def _norm(self, read: Read, number: int) -> Floats:
         term, (height, width) = self.terms[number], self.matrix
         squares = np.zeros(width if term.turned else height, np.float32)
-        step = max(1, _TILE // max(width, 1) // _EVEN) * _EVEN
+        step = max(1, _TILE // max(width, 1) // chain.EVEN_ROWS) * chain.EVEN_ROWS
         for low in range(0, height, step):
             high = min(height, low + step)
             tile = _floats(read(0, low * width, high * width)).reshape(high - low, width)

@@ -13,6 +13,7 @@ own, and the parts are added up one after another.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ import numpy as np
 from ckpt_tool.run.computed import Floats
 
 LENGTH = 320  # of a chain at most
-MOST_ROWS = 4  # of a block
-_TRIED = (4, 2, 3)  # numbers of rows, the fastest first
+ROWS = (4, 2, 3)  # of a block: the numbers that are tried, the fastest first
+MOST_ROWS, EVEN_ROWS = max(ROWS), lcm(*ROWS)  # EVEN_ROWS: whole blocks, whatever number was chosen
 
 
 def parts(length: int) -> list[tuple[int, int]]:
@@ -29,39 +30,48 @@ def parts(length: int) -> list[tuple[int, int]]:
     return [(start, min(length, start + LENGTH)) for start in range(0, length, LENGTH)]
 
 
-@lru_cache(maxsize=256)
 def rows_of(length: int, wide: int) -> int:
-    """In blocks of how many rows by `wide` columns this machine's BLAS makes chains of `length`; 0: in none."""
-    sizes = {stop - start for start, stop in parts(length)}
-    return next((rows for rows in _TRIED if all(_is_chain(rows, size, wide) for size in sizes)), 0)
+    """How many rows blocks with `wide` columns should have; MOST_ROWS where this machine's BLAS makes chains with none."""
+    return next((rows for rows in ROWS if blas_makes_chains(rows, length, wide)), MOST_ROWS)
 
 
-def _is_chain(rows: int, length: int, wide: int) -> bool:
-    rng = np.random.default_rng(length)
-    left = rng.standard_normal((rows, length)).astype(np.float32)
-    right = rng.standard_normal((length, wide)).astype(np.float32)
-    return np.array_equal(np.matmul(left, right), written_out(left, right))
+@lru_cache(maxsize=256)
+def blas_makes_chains(rows: int, length: int, wide: int) -> bool:
+    """By trial: (rows, length) @ (length, wide), part by part."""
+    for size in {stop - start for start, stop in parts(length)}:
+        rng = np.random.default_rng(size)
+        left = rng.standard_normal((rows, size)).astype(np.float32)
+        right = rng.standard_normal((size, wide)).astype(np.float32)
+        if not np.array_equal(np.matmul(left, right), written_out(left, right)):
+            return False
+    return True
 
 
-def product(left: Floats, right: Floats, out: Floats, *, blas: bool) -> None:
-    """out = left @ right for stacks of blocks (..., rows, length) and (..., length, wide). blas: `rows_of` was not 0."""
-    for number, (start, stop) in enumerate(parts(left.shape[-1])):
-        a, b = left[..., start:stop], right[..., start:stop, :]
-        if number:
-            out += np.matmul(a, b) if blas else written_out(a, b)
-        elif blas:
-            np.matmul(a, b, out=out)
-        else:
-            out[...] = written_out(a, b)
+def product(left: Floats, right: Floats, out: Floats) -> None:
+    """out = left @ right for stacks of blocks (..., rows, length) and (..., length, wide); fast where rows are `rows_of`'s."""
+    length = left.shape[-1]
+    multiply: Any = np.matmul if blas_makes_chains(left.shape[-2], length, right.shape[-1]) else _block_by_block
+    for start, stop in parts(length):
+        part = np.empty(out.shape, np.float32) if start else out
+        multiply(left[..., start:stop], right[..., start:stop, :], out=part)
+        if start:
+            out += part
+
+
+def _block_by_block(left: Floats, right: Floats, *, out: Floats) -> None:
+    """A block at a time: what a chain needs in fp64 is many times its block."""
+    stack = out.shape[:-2]
+    lefts, rights = (np.broadcast_to(each, stack + each.shape[-2:]) for each in (left, right))
+    for at in np.ndindex(stack):
+        out[at] = written_out(lefts[at], rights[at])
 
 
 def written_out(left: Floats, right: Floats) -> Floats:
-    """left @ right, as one chain whatever the machine."""
-    shape = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    out: Floats = np.zeros((*shape, left.shape[-2], right.shape[-1]), np.float32)
+    """left @ right, two matrices, as one chain whatever the machine."""
+    out: Floats = np.zeros((left.shape[0], right.shape[1]), np.float32)
     with np.errstate(all="ignore"):
-        for k in range(left.shape[-1]):
-            _fused(left[..., k : k + 1], right[..., k : k + 1, :], out)
+        for k in range(left.shape[1]):
+            _fused(left[:, k : k + 1], right[k : k + 1], out)
     return out
 
 

@@ -167,9 +167,8 @@ class Staging:
         found = {
             os.path.relpath(os.path.join(at, name), self.path) for at, _, names in os.walk(self.path) for name in names
         }  # one look: between two, another part may begin its journal
-        if any(name.startswith(JOURNAL) for name in found) or _was_replaced(self.path):
-            return
-        if not found <= self._names:
+        begun = any(name.startswith(JOURNAL) for name in found)
+        if not begun and not found <= self._names and not _was_replaced(self.path):
             raise self._foreign("holds files that no run of this plan has written")
 
     def _journal_name(self, part: tuple[int, int] | None) -> str:

@@ -120,43 +120,39 @@ def test_values_equal_the_live_run(name, path):
             assert raw(lazy.numpy()) == theirs, f"{state}/{key}"
 
 
+@pytest.mark.share(3)
+@pytest.mark.parametrize("other", registry.NAMES)
 @each_case
-@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_there_and_back_through_every_format(name, path, share, tmp_path):
-    """A third of the formats by default, the next fixture of the same format the next third."""
-    turn = [param.values[1] for param in CASES if param.values[0] == name].index(path)
-    for other in registry.NAMES[(turn + share) % 3 :: 3]:
-        through, back = tmp_path / f"to_{other}", tmp_path / f"from_{other}"
-        done = _convert(path, through, other)
-        if not done:
-            continue
-        same = diff(str(path), str(through), Reading(), progress=Silent())
-        left = {d["state"] for d in same["differences"]}
-        holds_all = registry.by_name(other).holds.all_states
-        kinds = {d["kind"] for d in same["differences"]}
-        if isinstance(
-            registry.by_name(other), Fitting
-        ):  # it keeps some states with other tensors, and names the states
-            said = {entry["state"] for entry in done["dropped"]}
-            assert left <= said and kinds <= {"missing_left", "missing_right"}, (other, same["differences"][:3])
-            tied = other.startswith("paddle")  # whose jobs keep the states of a tied pair under other names
-            assert tied or left <= {"step"} or "master" in {d.key.state for d in _tensors(path)}
-        else:
-            assert same["equal"] or not holds_all and kinds == {"missing_right"}, (other, same["differences"][:3])
-        returned = _convert(through, back, name) if same["equal"] else None
-        if returned:
-            states = ("model",) if not registry.by_name(name).holds.all_states else ()
-            again = diff(str(path), str(back), Reading(), states=states, progress=Silent())
-            made = {
-                d["state"] for d in again["differences"] if d["kind"] == "missing_left"
-            }  # what only `back` has, and said
-            fits = isinstance(registry.by_name(name), Fitting) and len(made) == len(
-                {d["state"] for d in again["differences"]}
-            )
-            assert again["equal"] or fits and made <= {entry["state"] for entry in returned["dropped"]}, (
-                other, again["differences"][:3],
-            )  # fmt: skip
-        assert "model" not in left or holds_all is False or isinstance(registry.by_name(other), Fitting)
+def test_there_and_back_through_every_format(name, path, other, tmp_path):
+    through, back = tmp_path / "through", tmp_path / "back"
+    done = _convert(path, through, other)
+    if not done:
+        return
+    same = diff(str(path), str(through), Reading(), progress=Silent())
+    left = {d["state"] for d in same["differences"]}
+    holds_all = registry.by_name(other).holds.all_states
+    kinds = {d["kind"] for d in same["differences"]}
+    if isinstance(registry.by_name(other), Fitting):  # it keeps some states with other tensors, and names the states
+        said = {entry["state"] for entry in done["dropped"]}
+        assert left <= said and kinds <= {"missing_left", "missing_right"}, (other, same["differences"][:3])
+        tied = other.startswith("paddle")  # whose jobs keep the states of a tied pair under other names
+        assert tied or left <= {"step"} or "master" in {d.key.state for d in _tensors(path)}
+    else:
+        assert same["equal"] or not holds_all and kinds == {"missing_right"}, (other, same["differences"][:3])
+    returned = _convert(through, back, name) if same["equal"] else None
+    if returned:
+        states = ("model",) if not registry.by_name(name).holds.all_states else ()
+        again = diff(str(path), str(back), Reading(), states=states, progress=Silent())
+        made = {
+            d["state"] for d in again["differences"] if d["kind"] == "missing_left"
+        }  # what only `back` has, and said
+        fits = isinstance(registry.by_name(name), Fitting) and len(made) == len(
+            {d["state"] for d in again["differences"]}
+        )
+        assert again["equal"] or fits and made <= {entry["state"] for entry in returned["dropped"]}, (
+            other, again["differences"][:3],
+        )  # fmt: skip
+    assert "model" not in left or holds_all is False or isinstance(registry.by_name(other), Fitting)
 
 
 def _tensors(path):
