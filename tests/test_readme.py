@@ -6,7 +6,6 @@ has typed that block itself when it comes here, and says so by CKPT_TESTS_INSTAL
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.families import registry as families
-from ckpt_tool.families import rewrite
 from ckpt_tool.formats import capabilities, registry
 
 ROOT = Path(__file__).parents[1]
@@ -65,25 +63,25 @@ def test_the_table_of_families_is_the_registry(name):
     assert not missing, "put this into the README:\n" + families.markdown()
 
 
-def test_the_family_that_is_added_is_the_real_one(tmp_path):
-    """OLMo 2's table, as the READMEs show it: transformers' names and shapes, and back from Megatron's."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers", minversion="5")
+def test_the_family_that_is_shown_is_all_of_it(tmp_path):
+    """OLMo 2 as the READMEs show it: a copy of the package without that file does not know the model; with the listing, it does."""
     (body,) = [body for _, body in blocks("README.md", "python") if "OLMo 2" in body]
     assert len(body.splitlines()) <= 60
-    (tmp_path / "olmo2.py").write_text(body)
-    spec = importlib.util.spec_from_file_location("olmo2", tmp_path / "olmo2.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = transformers.Olmo2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1)
-    with torch.device("meta"):
-        model = transformers.Olmo2ForCausalLM(config)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    made = rewrite.mapping(module.FAMILY, "hf", "megatron", shapes, config.to_dict())
-    there = {tensor.name: tensor.shape for tensor in made.made}
-    back = rewrite.mapping(module.FAMILY, "megatron", "hf", there, config.to_dict())
-    assert {tensor.name: tensor.shape for tensor in back.made} == shapes and not made.dropped + back.dropped
-    assert there["decoder.layers.1.self_attention.linear_qkv.weight"] == (32, 16)
+    shutil.copytree(ROOT / "ckpt_tool", tmp_path / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "ckpt_tool/families/models/olmo2.py"
+    assert file.read_text() == body
+    program = """if True:
+        from ckpt_tool.families.registry import find, markdown
+        found = find({"model_type": "olmo2"}, {"model.layers.0.self_attn.q_norm.weight": (24,)})
+        print(found.family.name, found.dialect, "| `olmo2` |" in markdown())"""
+    command = [sys.executable, "-P", "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    file.unlink()
+    without = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "for which there is no family" in without.stderr
+    file.write_text(body)
+    known = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert known.stdout.split() == ["olmo2", "hf", "True"], known.stderr
 
 
 def test_the_first_blocks_install_and_then_test():

@@ -7,10 +7,20 @@ weights as they are in Paddle, the others transposed.
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import CONTIGUOUS, DECODER, NLP_HEAD, OWN_KEYS, PADDLE_FUSED, SHARED_KEYS, Family, Variant
+from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="ernie4_5", model_types=("ernie4_5",),
-    architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5Model"),
+    name="ernie4_5",
+    classes=(
+        ModelClass(
+            "ernie4_5", "Ernie4_5ForCausalLM", ("sizes", "heads", "rope", "tied", "silu", "use_bias"),
+            megatron={**GATED, "rotary_interleaved": True},
+            paddle_defaults={"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+                      "head_dim": 128, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_bias": False},
+            also=("Ernie4_5_ForCausalLM",),
+        ),
+    ),
     axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h

@@ -5,9 +5,17 @@ Paddle: PaddleFormers 1.2.0, transformers/phi3: the same, turned. Megatron-Bridg
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="phi3", model_types=("phi3",), architectures=("Phi3ForCausalLM", "Phi3Model"),
+    name="phi3",
+    classes=(
+        ModelClass(  # Megatron's arguments are Llama's: which of the two a job is of, --family says
+            "phi3", "Phi3ForCausalLM", (*DECODER_FORMS, "window"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 4096},
+        ),
+    ),
     axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h
@@ -37,4 +45,5 @@ FAMILY = Family(
             model.layers.{i}.mlp.down_proj.weight : f h = : h f
         """,
     },
+    tiny={"pad_token_id": None},
 )  # fmt: skip

@@ -2,9 +2,21 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="qwen2_moe", model_types=("qwen2_moe",), architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+    name="qwen2_moe",
+    classes=(
+        ModelClass(
+            "qwen2_moe", "Qwen2MoeForCausalLM",
+            (*DECODER_FORMS, "qkv_bias", "experts", "sparse_layers", "softmax", "shared_expert"),
+            megatron={**GATED, "moe_shared_expert_gate": True},
+            unsayable={"use_sliding_window": False},
+            defaults={**DEFAULTS, **EXPERT_DEFAULTS, "max_position_embeddings": 32768, "qkv_bias": True,
+                      "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                      "shared_expert_intermediate_size": 5632},
+        ),
+    ),
     axes={
         **DECODER, "e": "num_experts? or n_routed_experts",
         "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
@@ -44,4 +56,6 @@ FAMILY = Family(
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-nlp": Variant("paddle", root="qwen2_moe.", over=NLP_HEAD),
     },
+    tiny={"num_experts": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 9, "mlp_only_layers": [0],
+          "qkv_bias": True},
 )  # fmt: skip

@@ -2,10 +2,37 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DEFAULTS, GATED, SIGMOID, ModelClass
+
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 FAMILY = Family(
-    name="deepseek_v3", model_types=("deepseek_v3", "deepseek_v2"),
-    architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model", "DeepseekV2ForCausalLM", "DeepseekV2Model"),
+    name="deepseek_v3",
+    classes=(
+        ModelClass(
+            "deepseek_v3", "DeepseekV3ForCausalLM",
+            ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "groups", "shared_experts",
+             "ahead"),
+            keys={"num_experts": "n_routed_experts"},
+            megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True},
+            paddle={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+            unsayable={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
+            defaults={**DEFAULTS, **_LATENT, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8,
+                      "topk_group": 4, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+                      "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        ),
+        ModelClass(
+            "deepseek_v2", "DeepseekV2ForCausalLM",
+            ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "limited",
+             "shared_experts"),
+            keys={"num_experts": "n_routed_experts"},
+            megatron={**GATED, "qk_layernorm": True, "moe_router_pre_softmax": True},
+            unsayable={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+            defaults={**DEFAULTS, **_LATENT, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
+                      "num_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy",
+                      "routed_scaling_factor": 1.0, "norm_topk_prob": False},
+        ),
+    ),
     axes={
         "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
         "f": "intermediate_size", "a": "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
@@ -57,4 +84,7 @@ FAMILY = Family(
         """,
         "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
     },
+    tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+          "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+          "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
 )  # fmt: skip

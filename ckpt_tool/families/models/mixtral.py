@@ -2,9 +2,20 @@
 
 from ckpt_tool.families import megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="mixtral", model_types=("mixtral",), architectures=("MixtralForCausalLM", "MixtralModel"),
+    name="mixtral",
+    classes=(
+        ModelClass(
+            "mixtral", "MixtralForCausalLM", (*DECODER_FORMS, "experts", "all_sparse", "window"),
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            megatron=GATED,
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "max_position_embeddings": 131072,
+                      "num_experts": 8, "num_key_value_heads": 8, "num_experts_per_tok": 2,
+                      "router_aux_loss_coef": 0.001},
+        ),
+    ),
     axes={
         **DECODER, "e": "num_local_experts", "c": "d // 2",
     },
@@ -48,4 +59,5 @@ FAMILY = Family(
             model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : f h = : h f
         """, root="mixtral.", over=NLP_HEAD),
     },
+    tiny={"num_local_experts": 3},
 )  # fmt: skip

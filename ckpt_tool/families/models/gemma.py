@@ -5,9 +5,21 @@ Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import GEMMA, ModelClass
 
 FAMILY = Family(
-    name="gemma", model_types=("gemma",), architectures=("GemmaForCausalLM", "GemmaModel"),
+    name="gemma",
+    classes=(
+        ModelClass(
+            "gemma", "GemmaForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu"),
+            keys={"hidden_activation": "hidden_act"},
+            megatron=GEMMA,
+            unsayable={"attention_bias": False},
+            defaults={"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "tie_word_embeddings": True,
+                      "initializer_range": 0.02, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
+                      "head_dim": 256, "num_key_value_heads": 16},
+        ),
+    ),
     axes=DECODER, centred=True,
     hub="""
         [model.embed_tokens|lm_head].weight : v h

@@ -2,9 +2,26 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import CONTIGUOUS, DECODER, FUSED_EXPERTS, NLP_HEAD, OWN_KEYS, SHARED_KEYS, Family, Variant
+from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="ernie4_5_moe", model_types=("ernie4_5_moe",), architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
+    name="ernie4_5_moe",
+    classes=(
+        ModelClass(
+            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+            ("sizes", "heads", "rope", "tied", "silu", "use_bias", "experts", "interval", "shared_experts", "ahead"),
+            keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k",
+                  "n_shared_experts": "moe_num_shared_experts"},
+            megatron={**GATED, "rotary_interleaved": True, "moe_router_enable_expert_bias": True},
+            paddle_defaults={"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+                      "num_key_value_heads": 4, "tie_word_embeddings": True, "use_bias": False, "num_experts": 64,
+                      "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1536,
+                      "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+                      "router_aux_loss_coef": 0.001},
+            also=("Ernie4_5_MoEForCausalLM",),
+        ),
+    ),
     axes={
         **DECODER, "n": "num_nextn_predict_layers? or 1", "w": "2 * h", "e": "moe_num_experts",
         "m": "moe_intermediate_size", "s": "m * moe_num_shared_experts",
@@ -57,4 +74,5 @@ FAMILY = Family(
         "paddle-grouped": Variant("paddle", root="ernie.", over=NLP_HEAD, when=OWN_KEYS),
         "paddle-contiguous": Variant("paddle", "ernie.", NLP_HEAD, swap=CONTIGUOUS, when=SHARED_KEYS),
     },
+    tiny={"moe_num_experts": 3, "moe_intermediate_size": 5, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
 )  # fmt: skip

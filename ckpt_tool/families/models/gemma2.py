@@ -6,9 +6,22 @@ Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import GEMMA, ModelClass
 
 FAMILY = Family(
-    name="gemma2", model_types=("gemma2",), architectures=("Gemma2ForCausalLM", "Gemma2Model"),
+    name="gemma2",
+    classes=(
+        ModelClass(
+            "gemma2", "Gemma2ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_second"),
+            megatron=GEMMA,
+            unsayable={"attention_bias": False},
+            defaults={"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "tie_word_embeddings": True,
+                      "initializer_range": 0.02, "hidden_activation": "gelu_pytorch_tanh",
+                      "max_position_embeddings": 8192, "head_dim": 256, "num_key_value_heads": 4,
+                      "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+                      "query_pre_attn_scalar": 256},
+        ),
+    ),
     axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h

@@ -6,10 +6,23 @@ Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's laye
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.model_class import GEMMA, ModelClass
 
 FAMILY = Family(
-    name="gemma3", model_types=("gemma3_text", "gemma3"),
-    architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration", "Gemma3Model"),
+    name="gemma3",
+    classes=(
+        ModelClass(
+            "gemma3_text", "Gemma3ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_sixth"),
+            megatron={**GEMMA, "qk_layernorm": True},
+            unsayable={"attention_bias": False},
+            defaults={"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+                      "initializer_range": 0.02, "hidden_activation": "gelu_pytorch_tanh",
+                      "max_position_embeddings": 131072, "head_dim": 256, "num_attention_heads": 8,
+                      "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+            also=("Gemma3TextModel",),
+        ),
+        ModelClass("gemma3", "Gemma3ForConditionalGeneration"),
+    ),
     axes={  # a `text_config` leaves out what is the class's default
         "i": "text_config.num_hidden_layers? or num_hidden_layers", "v": "text_config.vocab_size? or vocab_size",
         "h": "text_config.hidden_size? or hidden_size", "f": "text_config.intermediate_size? or intermediate_size",

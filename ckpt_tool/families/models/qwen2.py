@@ -2,9 +2,18 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="qwen2", model_types=("qwen2",), architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+    name="qwen2",
+    classes=(
+        ModelClass(
+            "qwen2", "Qwen2ForCausalLM", (*DECODER_FORMS, "window"),
+            megatron={**GATED, "add_qkv_bias": True},
+            defaults={**DEFAULTS, "max_position_embeddings": 32768, "use_sliding_window": False,
+                      "max_window_layers": 28},
+        ),
+    ),
     axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h
@@ -27,4 +36,5 @@ FAMILY = Family(
         "paddle-hf": Variant("paddle", like_hub=True),
         "paddle-nlp": Variant("paddle", root="qwen2.", over=NLP_HEAD),
     },
+    tiny={"attention_bias": True},
 )  # fmt: skip

@@ -2,10 +2,22 @@
 
 from ckpt_tool.families import megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="llama", model_types=("llama", "mistral"),
-    architectures=("LlamaForCausalLM", "LlamaModel", "MistralForCausalLM", "MistralModel"),
+    name="llama",
+    classes=(
+        ModelClass(
+            "llama", "LlamaForCausalLM", (*DECODER_FORMS, "biases"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+        ),
+        ModelClass(
+            "mistral", "MistralForCausalLM", (*DECODER_FORMS, "window"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+    ),
     axes={**DECODER, "c": "d // 2"},
     hub="""
         [model.embed_tokens|lm_head].weight : v h

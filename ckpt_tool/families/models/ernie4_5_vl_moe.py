@@ -6,10 +6,14 @@ lie as in the hub. `paddle-ernie`: releases named -Paddle, as ERNIE's tools/padd
 
 from ckpt_tool.families import ernie_vision
 from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import ModelClass
 
 FAMILY = Family(
-    name="ernie4_5_vl_moe", model_types=("ernie4_5_vl_moe", "ernie4_5_moe_vl"),
-    architectures=("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration"),
+    name="ernie4_5_vl_moe",
+    classes=(
+        ModelClass("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
+        ModelClass("ernie4_5_moe_vl", "Ernie4_5_VL_MoeForConditionalGeneration"),
+    ),
     axes={
         "i": "text_config.num_hidden_layers? or num_hidden_layers", "v": "text_config.vocab_size? or vocab_size",
         "h": "text_config.hidden_size? or hidden_size", "f": "text_config.intermediate_size? or intermediate_size",
@@ -52,4 +56,7 @@ FAMILY = Family(
         """,
         "paddle-ernie": Variant("paddle", root="ernie.", over=ernie_vision.FUSED),
     },
+    tiny={"moe_num_experts": [3, 3], "moe_intermediate_size": [5, 7], "moe_num_shared_experts": 2,
+          "vision_config": {"depth": 2, "hidden_size": 8, "intermediate_size": 11, "num_heads": 2, "patch_size": 2},
+          "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [0, 0, 2]}},
 )  # fmt: skip

@@ -6,9 +6,23 @@ a group a head. That is Megatron's order too. PaddleFormers 1.2.0 has none. Mega
 """
 
 from ckpt_tool.families.base import Family
+from ckpt_tool.families.model_class import ModelClass
 
 FAMILY = Family(
-    name="falcon", model_types=("falcon",), architectures=("FalconForCausalLM", "FalconModel"),
+    name="falcon",
+    classes=(
+        ModelClass(
+            "falcon", "FalconForCausalLM", ("sizes", "rope", "tied", "falcon"),
+            keys={"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads",
+                  "rms_norm_eps": "layer_norm_epsilon"},
+            megatron={"normalization": "LayerNorm", "swiglu": False, "position_embedding_type": "rope",
+                      "bias_gelu_fusion": False, "attention_dropout": 0.0},
+            unsayable={"activation": "gelu"},
+            defaults={"layer_norm_epsilon": 1e-05, "rope_theta": 10000.0, "initializer_range": 0.02,
+                      "tie_word_embeddings": True, "max_position_embeddings": 2048, "multi_query": True,
+                      "parallel_attn": True, "bias": False, "alibi": False, "new_decoder_architecture": False},
+        ),
+    ),
     axes={
         "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "ffn_hidden_size? or 4 * h",
         "g": "new_decoder_architecture? and (num_kv_heads? or num_attention_heads)"
@@ -47,4 +61,5 @@ FAMILY = Family(
                 = transformer.h.{i}.mlp.dense_4h_to_h.<weight|bias> : h f, h
         """,
     },
+    tiny={"new_decoder_architecture": True},
 )  # fmt: skip

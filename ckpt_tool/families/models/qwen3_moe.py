@@ -2,9 +2,19 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="qwen3_moe", model_types=("qwen3_moe",), architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    name="qwen3_moe",
+    classes=(
+        ModelClass(
+            "qwen3_moe", "Qwen3MoeForCausalLM", (*DECODER_FORMS, "experts", "sparse_layers", "softmax"),
+            megatron={**GATED, "qk_layernorm": True},
+            unsayable={"attention_bias": False, "use_sliding_window": False},
+            defaults={**DEFAULTS, **EXPERT_DEFAULTS, "max_position_embeddings": 32768, "num_experts": 128,
+                      "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        ),
+    ),
     axes={
         **DECODER, "m": "moe_intermediate_size",
         "e": "num_experts? or n_routed_experts? or num_local_experts",
@@ -36,4 +46,5 @@ FAMILY = Family(
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },
+    tiny={"num_experts": 3, "moe_intermediate_size": 5, "mlp_only_layers": [0]},
 )  # fmt: skip

@@ -6,10 +6,30 @@ gate_up_proj is [gate; up], as Megatron's fc1. Megatron: slime's layer (slime_pl
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+_DEFAULTS = {
+    **DEFAULTS, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+    "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2,
+}  # fmt: skip
 
 FAMILY = Family(
-    name="glm4", model_types=("glm4", "glm"),
-    architectures=("Glm4ForCausalLM", "Glm4Model", "GlmForCausalLM", "GlmModel"),
+    name="glm4",
+    classes=(
+        ModelClass(
+            "glm4", "Glm4ForCausalLM", (*DECODER_FORMS, "qkv_bias"),
+            keys={"qkv_bias": "attention_bias"},
+            megatron={**GATED, "rotary_interleaved": True, "post_self_attn_layernorm": True,
+                      "post_mlp_layernorm": True},
+            defaults=_DEFAULTS,
+        ),
+        ModelClass(
+            "glm", "GlmForCausalLM", (*DECODER_FORMS, "qkv_bias"),
+            keys={"qkv_bias": "attention_bias"},
+            megatron={**GATED, "rotary_interleaved": True},
+            defaults=_DEFAULTS,
+        ),
+    ),
     axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h
@@ -30,4 +50,5 @@ FAMILY = Family(
             decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
         """,
     },
+    tiny={"pad_token_id": None, "attention_bias": True},
 )  # fmt: skip

@@ -4,9 +4,16 @@ Neither Megatron-Core nor PaddleFormers 1.2.0 has it (ALiBi, the norm of the emb
 """
 
 from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.model_class import ModelClass
 
 FAMILY = Family(
-    name="bloom", model_types=("bloom",), architectures=("BloomForCausalLM", "BloomModel"),
+    name="bloom",
+    classes=(
+        ModelClass(
+            "bloom", "BloomForCausalLM",
+            keys={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        ),
+    ),
     axes={
         "i": "n_layer? or num_hidden_layers", "v": "vocab_size", "h": "n_embed? or hidden_size", "f": "4 * h",
         "a": "n_head? or num_attention_heads", "d": "h // a",

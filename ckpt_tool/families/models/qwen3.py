@@ -2,9 +2,19 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
-    name="qwen3", model_types=("qwen3",), architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    name="qwen3",
+    classes=(
+        ModelClass(
+            "qwen3", "Qwen3ForCausalLM", (*DECODER_FORMS, "window"),
+            megatron={**GATED, "qk_layernorm": True},
+            unsayable={"attention_bias": False},
+            defaults={**DEFAULTS, "max_position_embeddings": 32768, "head_dim": 128, "use_sliding_window": False,
+                      "max_window_layers": 28},
+        ),
+    ),
     axes=DECODER,
     hub="""
         [model.embed_tokens|lm_head].weight : v h

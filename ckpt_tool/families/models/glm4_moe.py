@@ -2,9 +2,24 @@
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
 FAMILY = Family(
-    name="glm4_moe", model_types=("glm4_moe",), architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    name="glm4_moe",
+    classes=(
+        ModelClass(
+            "glm4_moe", "Glm4MoeForCausalLM",
+            (*DECODER_FORMS, "qkv_bias", "qk_norm", "experts", "first_dense", "groups", "shared_experts", "ahead"),
+            keys={"num_experts": "n_routed_experts", "qkv_bias": "attention_bias"},
+            megatron={**GATED, **SIGMOID, "moe_router_pre_softmax": False},
+            unsayable={"norm_topk_prob": True},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072,
+                      "partial_rotary_factor": 0.5, "qkv_bias": False, "use_qk_norm": False, "n_group": 1,
+                      "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_experts": 128,
+                      "num_key_value_heads": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+                      "routed_scaling_factor": 1.0},
+        ),
+    ),
     axes={
         **DECODER, "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "w": "2 * h",
         "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
@@ -48,4 +63,7 @@ FAMILY = Family(
         """),
         "paddle-hf": Variant("paddle", like_hub=True),
     },
+    tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+          "use_qk_norm": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "attention_bias": True,
+          "qkv_bias": True},
 )  # fmt: skip

@@ -7,9 +7,25 @@ alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax
 
 from ckpt_tool.families import megatron
 from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import DEFAULTS, ModelClass
 
 FAMILY = Family(
-    name="gpt_oss", model_types=("gpt_oss",), architectures=("GptOssForCausalLM", "GptOssModel"),
+    name="gpt_oss",
+    classes=(
+        ModelClass(
+            "gpt_oss", "GptOssForCausalLM",
+            ("sizes", "heads", "rope", "tied", "experts", "all_sparse", "clamp", "every_second"),
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            megatron={"normalization": "RMSNorm", "swiglu": False, "quick_geglu": True, "add_bias_linear": True,
+                      "glu_linear_offset": 1.0, "softmax_type": "learnable", "position_embedding_type": "rope",
+                      "moe_router_pre_softmax": False, "attention_dropout": 0.0},
+            unsayable={"attention_bias": True, "swiglu_alpha": 1.702},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 150000.0, "max_position_embeddings": 131072,
+                      "head_dim": 64, "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 4,
+                      "router_aux_loss_coef": 0.001, "sliding_window": 128, "swiglu_limit": 7.0,
+                      "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}},
+        ),
+    ),
     axes={**DECODER, "e": "num_local_experts? or num_experts", "m": "intermediate_size"},
     hub="""
         [model.embed_tokens|lm_head].weight : v h
@@ -47,4 +63,5 @@ FAMILY = Family(
             model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
         """,
     },
+    tiny={"num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": True},
 )  # fmt: skip

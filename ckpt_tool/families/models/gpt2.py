@@ -6,9 +6,23 @@ plain Megatron-Core (LayerNorm, learned_absolute, no gated MLP).
 """
 
 from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.model_class import ModelClass
 
 FAMILY = Family(
-    name="gpt2", model_types=("gpt2",), architectures=("GPT2LMHeadModel", "GPT2Model"),
+    name="gpt2",
+    classes=(
+        ModelClass(
+            "gpt2", "GPT2LMHeadModel", ("sizes", "gelu", "tied"),
+            keys={"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+                  "intermediate_size": "n_inner", "rms_norm_eps": "layer_norm_epsilon",
+                  "max_position_embeddings": "n_positions"},
+            megatron={"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "attention_dropout": 0.0,
+                      "position_embedding_type": "learned_absolute"},
+            unsayable={"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False},
+            defaults={"n_inner": None, "layer_norm_epsilon": 1e-05, "n_positions": 1024, "initializer_range": 0.02,
+                      "tie_word_embeddings": True, "activation_function": "gelu_new"},
+        ),
+    ),
     axes={
         "i": "n_layer? or num_hidden_layers", "v": "vocab_size", "h": "n_embd? or hidden_size", "f": "n_inner? or 4 * h",
         "a": "n_head? or num_attention_heads", "d": "h // a", "p": "n_positions? or max_position_embeddings",
@@ -43,4 +57,5 @@ FAMILY = Family(
         """,
         "hf-bare": Variant("hf", root=""),
     },
+    tiny={"n_positions": 12},
 )  # fmt: skip
