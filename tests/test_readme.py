@@ -1,4 +1,4 @@
-"""Both READMEs say the same, and every command block of them works as typed, in a copy of the tree, from nothing.
+"""Both READMEs say the same, so do the guide's pages, and every command block works as typed, in a copy of the tree, from nothing.
 
 The block that runs the tests is run with the selection narrowed (`PYTEST_ADDOPTS`), or it would run itself for ever. `.ci/run`
 has typed that block itself when it comes here, and says so by CKPT_TESTS_INSTALLED: its packages are lent to the others then.
@@ -16,11 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool import guide
 from ckpt_tool.families import registry as families
 from ckpt_tool.formats import capabilities, registry
+from ckpt_tool.report.guide import page_of
+from ckpt_tool.report.plain import Look, render
 
 ROOT = Path(__file__).parents[1]
 BOTH = ("README.md", "README_zh.md")
+TOPICS = [topic.name for topic in guide.topics()]
+PAIRS = [BOTH, *((f"ckpt_tool/guide/en/{topic}.md", f"ckpt_tool/guide/zh/{topic}.md") for topic in TOPICS)]
+PAGES = [name for pair in PAIRS for name in pair]
+ENGLISH = [pair[0] for pair in PAIRS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
 
 
@@ -38,29 +45,52 @@ def rows(name):
     return [line.count("|") for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
 
 
-def test_both_say_the_same():
-    english, chinese = BOTH
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
+def test_both_say_the_same(pair):
+    english, chinese = pair
     assert blocks(english, "bash", "python") == blocks(chinese, "bash", "python")
     assert outline(english) == outline(chinese)
     assert rows(english) == rows(chinese)
-    names = [set(re.findall(r"`([^`\n]+)`", (ROOT / name).read_text(encoding="utf-8"))) for name in BOTH]
+    names = [set(re.findall(r"`([^`\n]+)`", (ROOT / name).read_text(encoding="utf-8"))) for name in pair]
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("name", BOTH)
+def test_the_guide_has_the_same_pages_in_both_languages():
+    assert TOPICS == [topic.name for topic in guide.topics("zh")]
+    listed = [set(re.findall(r"ckpt_tool/guide/\w+/([\w-]+)\.md", (ROOT / name).read_text("utf-8"))) for name in BOTH]
+    assert listed == [set(TOPICS)] * 2
+
+
+def test_the_readmes_are_short():
+    assert all(len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 250 for name in BOTH)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith("/formats.md")])
 def test_the_table_of_formats_is_the_registry(name):
     """Rows are equal; the Chinese file translates the column names of states alone."""
     text = (ROOT / name).read_text(encoding="utf-8")
     want = capabilities.markdown().splitlines()
-    assert all(row in text.splitlines() for row in want[2:]), "put this into the README:\n" + capabilities.markdown()
+    assert all(row in text.splitlines() for row in want[2:]), f"put this into {name}:\n" + capabilities.markdown()
     assert len(want[2:]) == len(registry.NAMES)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith("/pretrained.md")])
 def test_the_table_of_families_is_the_registry(name):
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     missing = [row for row in families.markdown().splitlines()[1:] if row not in lines]
-    assert not missing, "put this into the README:\n" + families.markdown()
+    assert not missing, f"put this into {name}:\n" + families.markdown()
+
+
+@pytest.mark.parametrize("language", guide.LANGUAGES)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_page_is_shown_whole(topic, language):
+    """`ckpt help` leaves no word out, in a window of 60 columns too."""
+    text = guide.text_of(topic, language)
+    page = page_of({"topic": topic, "text": text})
+    for width in (None, 60):
+        shown = re.sub(r"\s", "", render(page, Look(width=width)))
+        for word in re.findall(r"\w+", FENCE.sub(lambda match: match.group(2), text).replace("ckpt_tool/guide", "")):
+            assert word in shown, word
 
 
 def test_the_family_that_is_shown_is_all_of_it(tmp_path):
@@ -85,12 +115,14 @@ def test_the_family_that_is_shown_is_all_of_it(tmp_path):
 
 
 def test_the_first_blocks_install_and_then_test():
-    first, second = blocks("README.md", "bash")[:2]
-    assert "pip install ." in first[1] and "ckpt reshard" in first[1]
-    assert "pip install" in second[1] and "pytest" in second[1]
+    """Set-up is two commands of one line each: from nothing to a verified reshard, from nothing to the tests."""
+    first, second = (body for _, body in blocks("README.md", "bash")[:2])
+    assert first.count("\n") == second.count("\n") == 1
+    assert "pip install -q ." in first and "ckpt reshard" in first and "ckpt diff" in first
+    assert "pip install" in second and "pytest" in second
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "text")])
 def test_outputs_that_are_shown_are_real(name):
     """Each `$ ckpt ...` of a text block prints what stands below it, in a terminal of 100 columns."""
     for folder in ("/tmp/ckpt-paddle", "/tmp/ckpt-pretrained"):
@@ -132,7 +164,7 @@ def test_every_block_works_as_typed(clone):
         "PYTEST_ADDOPTS": "tests/test_house.py",
         "PATH": f"{outside}{os.pathsep}{os.environ['PATH']}",
     }
-    for number, (kind, body) in enumerate(blocks("README.md", "bash", "python")):
+    for number, (kind, body) in enumerate(block for name in ENGLISH for block in blocks(name, "bash", "python")):
         if number == 1 and os.environ.get("CKPT_TESTS_INSTALLED"):
             (inside,) = clone.glob(".venv/lib/python*/site-packages")
             (inside / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -162,7 +162,7 @@ def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
 
 
 def markdown() -> str:
-    """The table of the READMEs: each family, its model types, and the systems whose names it knows."""
+    """The table of the guide (`ckpt help pretrained`): each family, its model types, and the systems whose names it knows."""
     systems = ("hf", "megatron", "paddle", "meta")
     lines = ["| family | `model_type` | Hugging Face | Megatron | Paddle | Meta |", "|---|---|---|---|---|---|"]
     for family in FAMILIES:
