@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.device.checks import Block, differences
+from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, windows
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.scan import gathered
+from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.compare import Difference, Worst, compare
-from ckpt_tool.run.device.checks import Block, differences
-from ckpt_tool.run.device.loading import Window, batches, compare_replicas, fill, windows
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.scan import gathered
-from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.device import kernels
+from ckpt_tool.device.descriptors import Descriptors, Strided, filled, magics, number_tiles
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InternalError
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.descriptors import Descriptors, Strided, filled, magics, number_tiles
-from ckpt_tool.run.device.memory import Device
 
 TILE = 32768  # bytes, as in compare.cu
 ONE_SIDE = 1  # `flags`

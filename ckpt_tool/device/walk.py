@@ -19,15 +19,15 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.device.casting import can_cast_there, cast_there
+from ckpt_tool.device.checks import hashes
+from ckpt_tool.device.loading import Stopped, Window, batches, compare_replicas, drain, fill, windows
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.errors import StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.plan.schedule import Item
 from ckpt_tool.run.blocks import Reader
-from ckpt_tool.run.device.casting import can_cast_there, cast_there
-from ckpt_tool.run.device.checks import hashes
-from ckpt_tool.run.device.loading import Stopped, Window, batches, compare_replicas, drain, fill, windows
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.walk import Job, Mover, Walk, Walked, read_back
 

@@ -23,9 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device.descriptors import (
+from ckpt_tool.device.descriptors import (
     MOST_ROWS,
     Descriptors,
     Strided,
@@ -36,6 +34,8 @@ from ckpt_tool.run.device.descriptors import (
     merged,
     number_tiles,
 )
+from ckpt_tool.errors import InternalError
+from ckpt_tool.plan.copy import Copy
 
 CAST_TILE = 8192  # elements, as in box_cast.cu
 # as `ck_kind` numbers them; U8 are E8M0 where they are scales

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ckpt_tool.device.descriptors import Descriptors, Strided, levelled, merged, pack
+from ckpt_tool.device.overlap import refuse_overlap
+from ckpt_tool.device.transposes import Turned, pack_turned, turned
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device.descriptors import Descriptors, Strided, levelled, merged, pack
-from ckpt_tool.run.device.overlap import refuse_overlap
-from ckpt_tool.run.device.transposes import Turned, pack_turned, turned
 
 
 class Launch(NamedTuple):

@@ -17,10 +17,10 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ckpt_tool.device import build, cache, driver
+from ckpt_tool.device.library import Library
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import StorageError, UsageError, near_misses
-from ckpt_tool.run.device import build, cache, driver
-from ckpt_tool.run.device.library import Library
-from ckpt_tool.run.device.memory import Device
 
 Level = Literal["numpy", "host", "cuda", "path"]
 SETTINGS = ("off", "host", "cuda", "path:FILE")

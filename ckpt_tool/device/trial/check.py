@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial import boxes as trial_boxes
+from ckpt_tool.device.trial import values as trial_values
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.device import trial_boxes, trial_values
-from ckpt_tool.run.device.memory import Device
 
 Trial = Callable[[Device, np.random.Generator], tuple[int, str]]  # bytes of work, what is wrong ("" for nothing)
 

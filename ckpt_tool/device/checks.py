@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckpt_tool.device import comparisons
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.digests import HASH, Line, leaf_hashes
+from ckpt_tool.device.station import Station
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compare import Worst, differ
-from ckpt_tool.run.device import comparisons
-from ckpt_tool.run.device.descriptors import Strided
-from ckpt_tool.run.device.digests import HASH, Line, leaf_hashes
-from ckpt_tool.run.device.station import Station
 from ckpt_tool.run.stats import bad_values, may_be_bad
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.descriptors import Strided, pack
-from ckpt_tool.run.device.launches import as_strided
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.transposes import Turned, pack_turned
+from ckpt_tool.device import kernels
+from ckpt_tool.device.descriptors import Strided, pack
+from ckpt_tool.device.launches import as_strided
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.transposes import Turned, pack_turned
 
 Bytes = npt.NDArray[np.uint8]
 

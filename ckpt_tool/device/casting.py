@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.device import casts, kernels
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.loading import Window
+from ckpt_tool.device.station import Station
 from ckpt_tool.run.compute import can_cast
-from ckpt_tool.run.device import casts, kernels
-from ckpt_tool.run.device.descriptors import Strided
-from ckpt_tool.run.device.loading import Window
-from ckpt_tool.run.device.station import Station
 
 
 def can_cast_there(source: DType, target: DType) -> bool:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from ckpt_tool.device.descriptors import Strided
 from ckpt_tool.errors import InternalError
-from ckpt_tool.run.device.descriptors import Strided
 
 MOST_TRIES = 100_000
 Levels = Sequence[tuple[int, int, int]]  # lowest index, highest index, stride: of a sum of products

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.device import kernels
+from ckpt_tool.device.launches import Launch, launches
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.launches import Launch, launches
-from ckpt_tool.run.device.memory import Device
 
 
 class Shard(NamedTuple):

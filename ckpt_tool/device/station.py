@@ -18,11 +18,11 @@ from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from ckpt_tool.device.descriptors import DESC, Descriptors, Strided, pack
+from ckpt_tool.device.memory import Bytes, Device
+from ckpt_tool.device.pool import GRAIN, Pool, up
+from ckpt_tool.device.transposes import Turned, pack_turned
 from ckpt_tool.errors import UsageError
-from ckpt_tool.run.device.descriptors import DESC, Descriptors, Strided, pack
-from ckpt_tool.run.device.memory import Bytes, Device
-from ckpt_tool.run.device.pool import GRAIN, Pool, up
-from ckpt_tool.run.device.transposes import Turned, pack_turned
 
 Box = Strided | Turned
 LEAST = 4 << 20  # bytes of the smallest line: holds a leaf of what a cast makes four times as long, with room to spare

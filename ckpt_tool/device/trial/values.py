@@ -7,15 +7,15 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.device import adamw, comparisons, kernels
+from ckpt_tool.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.digests import Line, leaf_hashes
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial.boxes import POISON, Bytes, difference
 from ckpt_tool.run import compute
 from ckpt_tool.run.compare import Worst, differ
 from ckpt_tool.run.dequantize.codes import of_bytes
-from ckpt_tool.run.device import adamw, comparisons, kernels
-from ckpt_tool.run.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
-from ckpt_tool.run.device.descriptors import Strided
-from ckpt_tool.run.device.digests import Line, leaf_hashes
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.trial_boxes import POISON, Bytes, difference
 from ckpt_tool.run.digest import LEAF
 
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"))

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.run.device.adamw import Constants, Flat, step, swap
-from ckpt_tool.run.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
-from ckpt_tool.run.device.comparisons import RECORD, pack_pairs
-from ckpt_tool.run.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, pack
-from ckpt_tool.run.device.digests import Line, pack_lines
-from ckpt_tool.run.device.memory import Device, Memory
-from ckpt_tool.run.device.transposes import Turned, pack_turned
+from ckpt_tool.device.adamw import Constants, Flat, step, swap
+from ckpt_tool.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
+from ckpt_tool.device.comparisons import RECORD, pack_pairs
+from ckpt_tool.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, pack
+from ckpt_tool.device.digests import Line, pack_lines
+from ckpt_tool.device.memory import Device, Memory
+from ckpt_tool.device.transposes import Turned, pack_turned
 
 PAD = 4096  # bytes after each slot, for what begins a little off
 

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.run.device.library import DeviceInfo, Library
+from ckpt_tool.device.library import DeviceInfo, Library
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,16 +13,16 @@ import numpy as np
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.device import comparisons
+from ckpt_tool.device.casting import cast_there
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, of_device, windows
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.scan import gathered
+from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.errors import InputError, StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader
-from ckpt_tool.run.device import comparisons
-from ckpt_tool.run.device.casting import cast_there
-from ckpt_tool.run.device.descriptors import Strided
-from ckpt_tool.run.device.loading import Window, batches, compare_replicas, fill, of_device, windows
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.scan import gathered
-from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.rounding import Drift, drift_at, drifted, drifts, pairs_of
 from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.storage.source import Tree

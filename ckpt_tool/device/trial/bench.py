@@ -18,8 +18,8 @@ from ctypes import byref, c_void_p
 from statistics import median
 from typing import NamedTuple
 
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.workloads import WORKS, Arena, Knobs, Work, values
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs, Work, values
 
 PASSES = 2
 SEED_BYTES = 32 << 20  # random values are made once and laid out again and again

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ckpt_tool.device.checks import unequal
+from ckpt_tool.device.descriptors import Strided, strided
+from ckpt_tool.device.launches import boxes_of
+from ckpt_tool.device.pieces import Piece, fetches, stores
+from ckpt_tool.device.station import ALIGNED, Box, Station
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.plan.copy import Copy, Region, clip, hull
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader, Writer
-from ckpt_tool.run.device.checks import unequal
-from ckpt_tool.run.device.descriptors import Strided, strided
-from ckpt_tool.run.device.launches import boxes_of
-from ckpt_tool.run.device.pieces import Piece, fetches, stores
-from ckpt_tool.run.device.station import ALIGNED, Box, Station
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.walk import STRIDED_BLOCK
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tool.run.device.descriptors import DESC, MOST_ROWS, Descriptors, Dims, magic, number_tiles, width_log
+from ckpt_tool.device.descriptors import DESC, MOST_ROWS, Descriptors, Dims, magic, number_tiles, width_log
 
 EDGES = {1: 128, 2: 64, 4: 64, 8: 32, 16: 16}  # items of a tile's side by bytes of an item, as in box_transpose.cu
 SECTOR = 32  # bytes: the least that memory moves

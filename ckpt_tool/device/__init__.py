@@ -3,7 +3,6 @@
 What a kernel reads, made of copies
     descriptors.py transposes.py casts.py digests.py comparisons.py    a packed list for each kernel
     launches.py overlap.py    which kernel moves which copy; boxes that meet are refused
-    reference.py              the same list carried out by NumPy: what the kernels are held against
 
 Kernels
     build.py cache.py         nvcc (or g++ for the host shim), kept by a hash of all that decides the result, privately
@@ -16,8 +15,7 @@ Verbs on a device
     resharding.py             shards that lie on the device already
 
 Looked at
-    trial*.py                 ckpt kernels check
-    bench.py workloads.py     ckpt kernels bench
+    trial/                    ckpt kernels check, ckpt kernels bench
 
 The tool never needs them: a reshard on disk is bound by the disk. They pay where values already lie on the device.
 """

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt_tool.run.device.casts import Casts, CodeList, Counted
-from ckpt_tool.run.device.descriptors import Descriptors
-from ckpt_tool.run.device.launches import Launch
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device.casts import Casts, CodeList, Counted
+from ckpt_tool.device.descriptors import Descriptors
+from ckpt_tool.device.launches import Launch
+from ckpt_tool.device.memory import Device
 
 
 def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.device.descriptors import DESC, Descriptors
+from ckpt_tool.device.kernels import digest, launch
+from ckpt_tool.device.launches import launches
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy, Region, clip
-from ckpt_tool.run.device.descriptors import DESC, Descriptors
-from ckpt_tool.run.device.kernels import digest, launch
-from ckpt_tool.run.device.launches import launches
-from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.digest import LEAF, root
 
 HASH = 16  # bytes of a leaf's hash

@@ -13,8 +13,8 @@ from __future__ import annotations
 from ctypes import Structure, byref, c_float
 from typing import NamedTuple, Self
 
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import UsageError
-from ckpt_tool.run.device.memory import Device
 
 KINDS = {"F32": 1, "BF16": 2}  # ck_kind (kernels/ck.h)
 

@@ -22,8 +22,8 @@ from ctypes import byref, c_void_p
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InternalError, UsageError
-from ckpt_tool.run.device.memory import Device
 
 SMALL = 1 << 20  # bytes: blocks up to here come from slabs
 LEAST = 512  # bytes of the smallest small block

@@ -7,8 +7,8 @@ from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int, c_int32, c_
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_tool.device.descriptors import DESC
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.run.device.descriptors import DESC
 
 ABI_VERSION = 1
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.device.checks import hashes, nonfinite
+from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, of_device, read_again, windows
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader
-from ckpt_tool.run.device.checks import hashes, nonfinite
-from ckpt_tool.run.device.loading import Window, batches, compare_replicas, fill, of_device, read_again, windows
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.station import Station, Stations
 from ckpt_tool.run.digest import LEAF, root
 from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.run.stats import count_nonfinite
