@@ -56,6 +56,10 @@ class PartTable(Mapping[TensorKey, LogicalTensor]):
             dtype = self._dtype(name)
             yield Row(name, MODEL, dtype, shape, dtype.nbytes(whole(shape).numel))
 
+    def parted(self) -> Iterator[LogicalTensor]:
+        """The tensors that lie in parts."""
+        return iter(self.values())
+
     def _dtype(self, name: str) -> DType:
         first = self._parts[name][0]
         return first.header.kinds[first.row].dtype
