@@ -20,7 +20,7 @@ Cost: a pass over the rows, where there are other states than the model. What it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
@@ -49,9 +49,9 @@ def unsound(catalog: Catalog) -> Iterator[CkptError]:
         yield from _experts(catalog)
 
 
-def check_sound(catalog: Catalog) -> None:
-    """Raise the first fault, with the others beside it."""
-    faults = list(unsound(catalog))
+def check_sound(catalog: Catalog, more: Iterable[CkptError] = ()) -> None:
+    """Raise the first fault, with the others beside it. more: faults that were found by values (`formats.steps`)."""
+    faults = [*unsound(catalog), *more]
     if faults:
         first = faults[0]
         raise type(first)(
