@@ -9,8 +9,9 @@ but constants differs between them (biases at zero, moments before the first ste
 How it is seen: by CRC-32 and size of the stored records where the container has them (nothing is read), else by the middle of
 files of one size; then by both ends, and by the start of every array for which the two files stand differently.
 
-What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; a file of one tensor that another
-file holds under another name (tied weights), unless the paths say the names, and these differ in numbers alone.
+What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; files of one tensor each that may be
+tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers alone; and
+weights, masters and averages of one name.
 
 Cost: under a microsecond a chunk; a read of PROBE bytes for a file without CRCs that has another's size. What it does not do: find a file of
 which only some arrays were copied, or one that comes from another save (formats compare their counters).
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.tensor import EXTRAS, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.storage.inline_arrays import base_of
 from ckpt_tool.storage.source import Tree
@@ -34,6 +35,7 @@ PROBE = 4096  # bytes of an array, or in the middle of a file
 ENDS = 1 << 16  # bytes at both ends of a file: there lie the headers, and the directory of a zip with all its CRCs
 LEAST = 16  # bytes of an array: less is no evidence
 SHOWN = 50
+_WEIGHTS = frozenset((MODEL, MASTER, EMA))
 _NUMBER = re.compile(r"\d+")
 
 
@@ -60,7 +62,8 @@ def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note
     tensors = [tensor for tensor in every if tensor.key.state != EXTRAS]
     pairs = list(_pairs(tree, tensors))
     parts = _parts_of(tensors, {path for pair in pairs for path in pair})
-    found = [(path, other, *at) for path, other in pairs if (at := _contradiction(tree, parts, path, other))]
+    whole = {tensor.key: tensor for tensor in tensors} if pairs else {}
+    found = [(path, other, *at) for path, other in pairs if (at := _contradiction(tree, whole, parts, path, other))]
     if not found:
         return []
     lines = [_line(*one) for one in found]
@@ -183,15 +186,17 @@ def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _P
     return out
 
 
-def _contradiction(tree: Tree, parts: Mapping[str, _Parts], path: str, other: str) -> tuple[_Part, _Part] | None:
+def _contradiction(
+    tree: Tree, whole: Mapping[TensorKey, LogicalTensor], parts: Mapping[str, _Parts], path: str, other: str
+) -> tuple[_Part, _Part] | None:
     """A place at which two files hold equal bytes for different parts; None where they differ, or where that says nothing."""
     mine, theirs = parts[path], parts[other]
-    other_roles = [(at, part) for at, part in mine.items() if at not in theirs or part[:2] != theirs[at][:2]]
-    several = len({part.key.name for _, part in other_roles}) > 1
+    apart = [(at, part) for at, part in mine.items() if at not in theirs or part[:2] != theirs[at][:2]]
+    several = len({part.key.name for _, part in apart}) > 1
     found = None
-    for (view, _), a, b in ((at, part, theirs[at]) for at, part in other_roles if at in theirs):
-        named = several or _alike(a.key.name, b.key.name) and a.key.name in path and b.key.name in other
-        if a.key != b.key and not (named and a.key.state == b.key.state):
+    for (view, _), a, b in ((at, part, theirs[at]) for at, part in apart if at in theirs):
+        named = _alike(a.key.name, b.key.name) and a.key.name in path and b.key.name in other
+        if not (several or named) and _may_be_equal(tree, whole, a.key, b.key):
             continue
         nbytes = min(a.nbytes, b.nbytes, PROBE)
         data, same = tree.read(path + view, a.offset, nbytes), tree.read(other + view, b.offset, nbytes)
@@ -200,6 +205,25 @@ def _contradiction(tree: Tree, parts: Mapping[str, _Parts], path: str, other: st
         if found is None and _changes(data):
             found = a, b
     return found
+
+
+def _may_be_equal(tree: Tree, whole: Mapping[TensorKey, LogicalTensor], a: TensorKey, b: TensorKey) -> bool:
+    """May two tensors be equal by right? Those of one name that are its weights, and tied ones: equal in every state."""
+    if a == b:
+        return False
+    if a.state != b.state:
+        return a.state in _WEIGHTS and b.state in _WEIGHTS
+    for state in {key.state for key in whole if key.name == a.name} - {a.state, STEP}:
+        one, other = whole[TensorKey(a.name, state)], whole.get(TensorKey(b.name, state))
+        if other is None or _front(tree, one) != _front(tree, other):
+            return False
+    return True
+
+
+def _front(tree: Tree, tensor: LogicalTensor) -> tuple[tuple[int, ...], bytes]:
+    """What two equal tensors have in common: the shape, and how the bytes of the first chunk begin."""
+    array = tensor.chunks[0].array
+    return tensor.shape, tree.read(array.path, array.offset, min(array.dtype.nbytes(_extent(array)), PROBE))
 
 
 def _extent(array: StoredArray) -> int:

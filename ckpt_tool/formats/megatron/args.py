@@ -217,9 +217,12 @@ class _Watched(dict[str, Any]):
         super().__init__(args)
         self.used: dict[str, None] = {}
 
+    def __contains__(self, key: object) -> bool:
+        self.used[str(key)] = None
+        return super().__contains__(key)
+
     def get(self, key: str, default: Any = None) -> Any:
-        self.used[key] = None
-        return super().get(key, default)
+        return super().get(key, default) if key in self else default
 
 
 def differences(args: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], list[str]]:
