@@ -88,7 +88,9 @@ def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
 
 def _pairs(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[tuple[str, str]]:
     """Files that are equal as far as was looked, and that stand for different parts: each with the first of its like."""
-    for group in (*_by_crc(tree, tensors), *_by_size(tree, tensors)):
+    again, plain = _records_met_again(tensors)
+    groups = [*_by_crc(tree, tensors, again)] if again else []
+    for group in (*groups, *(_by_size(tree, tensors) if plain else ())):
         for alike in _split(group, lambda path: _middle(tree, path)):
             for equal in _split(alike, lambda path: _ends(tree, path)):
                 first = next(iter(equal))
@@ -119,19 +121,23 @@ def _ends(tree: Tree, path: str) -> int:
     return hash((tree.read(path, 0, ends), tree.read(path, size - ends, ends)))
 
 
-def _by_crc(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[dict[str, int]]:
-    """Files that share a record of changing bytes by size and CRC, but not what it stands for. Path -> a hash of the latter."""
+def _records_met_again(tensors: Sequence[LogicalTensor]) -> tuple[set[int], bool]:
+    """(size << 32 | CRC of the records that several files hold; are there arrays without a record?)"""
     first: dict[int, str] = {}
     again: set[int] = set()
+    plain = False
     for tensor in tensors:
         for chunk in tensor.chunks:
-            array = chunk.array
-            if array.crc is not None and array.crc[1] >= LEAST:
-                record = array.crc[1] << 32 | array.crc[2]
-                if first.setdefault(record, array.path) != array.path:
-                    again.add(record)
-    if not again:
-        return
+            crc, path = chunk.array.crc, chunk.array.path
+            if crc is None:
+                plain = True
+            elif first.setdefault(record := crc[1] << 32 | crc[2], path) != path:
+                again.add(record)
+    return again, plain
+
+
+def _by_crc(tree: Tree, tensors: Sequence[LogicalTensor], again: Set[int]) -> Iterator[dict[str, int]]:
+    """Files that share a record of changing bytes, but not what it stands for. Path -> a hash of the latter."""
     stands: dict[int, dict[str, int]] = {record: {} for record in again}
     sample: dict[int, StoredArray] = {}
     for tensor in tensors:
@@ -162,7 +168,8 @@ def _by_size(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[dict[str,
         listed = tree.listing()
         for path, value in stands.items():
             base = base_of(path)
-            sizes[listed.get(base, -1)][base] = value
+            files = sizes[listed.get(base, -1)]
+            files[base] = files.get(base, 0) ^ value
     yield from (files for size, files in sizes.items() if size > 0 and len(set(files.values())) > 1)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.commands.source import open_source
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, UsageError
@@ -143,6 +145,29 @@ def test_equal_constants_are_no_copies(tmp_path: Path) -> None:
     assert inspect(str(source), Reading())["total"]["tensors"]
 
 
+def test_tied_weights_in_files_of_their_own_are_no_copies(tmp_path: Path) -> None:
+    """One array under two names, a file each, equal in every state."""
+    made = tmp_path / "made"
+    source = FIXTURES / "dcp" / "tied"
+    convert(str(source), str(made), Reading(), Writing(to="deepspeed-universal", dialect="keep"), Silent())
+    assert diff(str(source), str(made), Reading(), progress=Silent())["equal"]
+
+
+@pytest.mark.parametrize("case", ["dcp_hf_sharded", "dcp_uneven"])
+def test_a_part_saved_twice_is_taken_with_lenient(case: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / "safetensors" / case, source)
+    one, other = sorted(path.name for path in source.glob("shard-*-model-00001-*"))[:2]
+    put(source, one, other)
+    with pytest.raises(CkptError, match=f"{one} and {other} hold the same part") as caught:
+        inspect(str(source), Reading())
+    assert caught.value.code == "E1631"
+    try:
+        assert any("hold the same part" in note for note in inspect(str(source), Reading(lenient=True))["notes"])
+    except CkptError as fault:
+        assert fault.code == "E0309"  # what the lost file held is missing
+
+
 # -- another step ---------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +193,32 @@ def test_a_file_of_another_step(path: Path, tmp_path: Path) -> None:
             assert fault.exit_code == 3 and fault.path, (file, fault)
             continue
         pytest.fail(f"{file} of another step went in silence ({stale})")
+
+
+def test_counters_tell_files_of_two_saves_apart(tmp_path: Path) -> None:
+    source, file = tmp_path / "source", "__1_0.distcp"
+    shutil.copytree(FIXTURES / "dcp" / "fsdp2_dp3_bf16", source)
+    of_another_step(source, file)
+    with pytest.raises(CkptError, match=r"all step in \S+ are [23], all in \S+ [23]") as caught:
+        convert(str(source), str(tmp_path / "out"), Reading(), Writing(to="sharded"), Silent())
+    assert caught.value.code == "E0305" and "--lenient" in (caught.value.hint or "")
+    found = verify(str(source), Reading(), progress=Silent())["findings"]
+    assert [one["code"] for one in found] == ["E0305"]
+    convert(str(source), str(tmp_path / "out"), Reading(lenient=True), Writing(to="sharded"), Silent())
+
+
+def test_parameters_that_count_apart_are_none(tmp_path: Path) -> None:
+    """torch counts a parameter without a gradient apart: one of a file's counters differs."""
+    source, file = tmp_path / "source", "__1_0.distcp"
+    shutil.copytree(FIXTURES / "dcp" / "safetensors_inside", source)
+    catalog = open_source(str(source), Reading()).catalog
+    array = next(
+        t.chunks[0].array for t in catalog.tensors.values() if t.key.state == "step" and t.chunks[0].array.path == file
+    )
+    raw = bytearray((source / file).read_bytes())
+    raw[array.offset : array.offset + 4] = struct.pack("<f", 1.0)
+    (source / file).write_bytes(raw)
+    convert(str(source), str(tmp_path / "out"), Reading(), Writing(to="sharded"), Silent())
 
 
 def _alone(root: Path, file: str) -> bool:
