@@ -22,6 +22,7 @@ from ckpt_tool.core.soundness import check_sound
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
 
 
@@ -54,7 +55,7 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
     catalog = opened.catalog
     catalog.check()
     if not reading.lenient:
-        check_sound(catalog)
+        check_sound(catalog, other_steps(opened.tree, catalog))
     present = catalog.states()
     asked = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
@@ -15,6 +15,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.storage.source import Tree, safe_relative
 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
@@ -76,6 +77,9 @@ def open_source(src: str, reading: Reading) -> Opened:
             gc.enable()
     if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
         _check_names(catalog)
+    if not catalog.unsafe:  # code is told first
+        notes = look_for_copies(tree, catalog, lenient=reading.lenient)
+        catalog = replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
     return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
 
 

@@ -18,6 +18,7 @@ from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.megatron_dist.folder import late_faults
+from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def verify(
     for fault in faults_of(catalog.tensors.values()):
         note(fault)
         broken.add(fault.key)
-    for fault in unsound(catalog):
+    for fault in (*unsound(catalog), *other_steps(opened.tree, catalog)):
         note(fault)
     for line in catalog.notes:
         if line.code in UNSOUND:

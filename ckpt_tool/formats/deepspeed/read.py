@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import MASTER
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.deepspeed.agree import refuse_other_shapes
 from ckpt_tool.formats.deepspeed.files import Files, model3_name, model_name, optim_name
 from ckpt_tool.formats.deepspeed.flat import Piece, partition, shares, undeal
 from ckpt_tool.formats.deepspeed.moe import expert_name_of, global_names, holders
@@ -32,7 +33,7 @@ from ckpt_tool.storage.source import Tree
 
 SHOWN = 100
 FILES = 1 << 20  # ranks of one checkpoint
-_COUNTERS = frozenset(
+COUNTERS = frozenset(
     {"global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version"}
 )
 _OF_A_RANK = frozenset({"module", "checkpoint_parallel_dimensions"})  # values that are not compared between ranks
@@ -147,7 +148,7 @@ class Reader:
                 mine, theirs = modules[0].values.get(key), other.values.get(key)
                 if key in _OF_A_RANK or same(mine, theirs):
                     continue
-                if key in _COUNTERS:
+                if key in COUNTERS:
                     raise self._other(other.path, str(key), theirs, mine, modules[0].path)
                 self.notes.append(Note(
                     "W-ranks-differ", f"{key} of {other.path.rpartition('/')[2]} differs from rank 0's, which is kept", other.path
@@ -168,6 +169,7 @@ class Reader:
             for key in sorted(first.rest.keys() | file.rest.keys(), key=str):
                 if not same(first.rest.get(key), file.rest.get(key)):
                     raise self._other(file.path, key, file.rest.get(key), first.rest.get(key), first.path)
+        refuse_other_shapes(self.modules, stage3=self.stage == 3)
         self._steps()
 
     def _steps(self) -> None:

@@ -154,7 +154,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
     notes += [Note(HEADER_WARNING, warning, header.path) for header in headers for warning in header.warnings]
     tensors: Mapping[TensorKey, LogicalTensor]
     if chosen.kind == "dcp" or any(hf_shards.INFO in header.metadata for header in headers):
-        tensors, found = _gather(tree, headers)
+        tensors, found = _gather(tree, headers, lenient=lenient)
         notes += found
         if chosen.index is None:
             notes.append(_NO_SHAPES)
@@ -302,9 +302,9 @@ def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
         )  # fmt: skip
 
 
-def _gather(tree: Tree, headers: Sequence[Header]) -> tuple[hf_shards.PartTable, list[Note]]:
+def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf_shards.PartTable, list[Note]]:
     """DCP shards as one table, its cover checked here because no global shape says what it should be."""
-    tensors, found = hf_shards.gather(headers, {header.path: tree.display(header.path) for header in headers})
+    tensors, found = hf_shards.gather(headers, {h.path: tree.display(h.path) for h in headers}, lenient=lenient)
     faults = list(faults_of(tensors.values()))
     if faults:
         _raise_first(faults)

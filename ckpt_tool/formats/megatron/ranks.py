@@ -202,23 +202,39 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
 
 
 def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], degrees: Mapping[str, int]) -> None:
-    """Raise InconsistentCheckpoint E0305 for a folder whose `args.rank` is another's: its slices would go to a wrong place.
+    """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong place.
 
     ranks: each with its arguments. Converters of one process write one number into all files; then nothing can be said.
     Order of ranks: tp-cp-ep-dp-pp, with --use-tp-pp-dp-mapping tp-cp-ep-pp-dp.
     """
     known = [(rank, args, args.get("rank"), args.get("world_size")) for rank, args in ranks]
-    tp, pp, cp = (degrees[dim] for dim in ("tp", "pp", "cp"))
+    if len({number for _, _, number, _ in known if type(number) is int}) < 2 and len(known) > 1:
+        return
+    tp, pp, cp, ep, etp = (degrees[dim] for dim in ("tp", "pp", "cp", "ep", "etp"))
+    faults = []
     for rank, args, number, world in known:
         if type(number) is not int or type(world) is not int or not 0 <= number < world or world % (tp * pp * cp):
-            return
-        if sum(number == other for _, _, other, _ in known) > 1:
-            return
-        within = tp * cp if args.get("use_tp_pp_dp_mapping") else world // pp
-        inside = (number % tp, number // within % pp)
-        if inside != (rank.tp, rank.pp):
-            raise InconsistentCheckpoint(
-                f"the folder's name says tensor rank {rank.tp} of stage {rank.pp}, the file in it tensor rank {inside[0]} of "
-                f"stage {inside[1]} (args.rank {number} of {world})", code=CONTRADICTION, path=tree.display(rank.path),
-                hint="two folders were renamed: give them back their own names",
-            )  # fmt: skip
+            continue
+        mixed = bool(args.get("use_tp_pp_dp_mapping"))
+        within = tp * cp if mixed else world // pp
+        inside = Rank("", number % tp, number // within % pp, rank.ep if mixed else number % within // etp % ep, 0)
+        if inside[1:4] != rank[1:4]:
+            others = [other.path for other, _, theirs, _ in known if theirs == number and other is not rank]
+            faults.append((rank, f"{_coordinates(inside, degrees)} (args.rank {number} of {world}{_as(others)})"))
+    if faults:
+        rank, what = faults[0]
+        raise InconsistentCheckpoint(
+            f"the folder's name says {_coordinates(rank, degrees)}, the file in it {what}", code=CONTRADICTION,
+            path=tree.display(f"{rank.path}/{MODEL_FILE}"), faults=[f"{rank.path} holds {what}" for rank, what in faults[1:50]],
+            hint="folders were renamed, or one was copied over another: fetch every rank's own",
+        )  # fmt: skip
+
+
+def _coordinates(rank: Rank, degrees: Mapping[str, int]) -> str:
+    expert = f", expert rank {rank.ep}" if degrees["ep"] > 1 else ""
+    return f"tensor rank {rank.tp} of stage {rank.pp}{expert}"
+
+
+def _as(folders: list[str]) -> str:
+    """The folders that hold the same rank's file."""
+    return f", as in {', '.join(folders[:4])}" if folders else ""

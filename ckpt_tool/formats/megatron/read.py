@@ -9,7 +9,7 @@ What it does not do: read values, but for RNG states (some KiB a rank, for up to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of
+from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
 from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
 from ckpt_tool.formats.megatron.optimizer import Param, chained, groups_of
 from ckpt_tool.formats.megatron.ranks import (
@@ -173,28 +173,39 @@ class _Reading:
     # -- what the ranks agree on -----------------------------------------------------------------------------------------
 
     def _same_run(self) -> None:
-        """Raise InconsistentCheckpoint E0305 for ranks of another iteration or other degrees."""
-        want = self.first.extras.get("iteration")
-        faults = []
+        """Raise InconsistentCheckpoint E0305 for ranks of another iteration, of other degrees, or of another model."""
+        faults: list[tuple[str, str]] = []
         for rank in self.ranks:
-            have = rank.extras.get("iteration")
-            if have != want:
-                faults.append(f"{rank.path} is of iteration {have}")
-            elif self.args and facts_of(arguments(rank.extras)).degrees != self.degrees:
-                faults.append(f"{rank.path} was written with other degrees")
-            elif len(rank.chunks) != len(self.first.chunks):
-                faults.append(f"{rank.path} has {len(rank.chunks)} model chunks, not {len(self.first.chunks)}")
+            faults += ((rank.path, what) for what in self._unlike(rank))
         folder = (self.first.path.rpartition("/")[0] or self.tree.shown).rstrip("/").rpartition("/")[2]
+        want = self.first.extras.get("iteration")
         if type(want) is int and folder.startswith("iter_") and folder[5:].isdecimal() and int(folder[5:]) != want:
             self.notes.append(
                 Note("N0304", f"the folder is {folder}, the files are of iteration {want}", self.first.path)
             )
         if faults:
+            path, what = faults[0]
             raise InconsistentCheckpoint(
-                f"{self.first.path} is of iteration {want}, but {faults[0]}", code=CONTRADICTION,
-                path=self.tree.display(faults[0].split(" ")[0]), faults=faults[1:50],
+                f"{path} {what} in {self.first.path}", code=CONTRADICTION, path=self.tree.display(f"{path}/{MODEL_FILE}"),
+                faults=[f"{path} {what}" for path, what in faults[1:50]],
                 hint="rank files of different saves lie together: take all ranks from one",
             )  # fmt: skip
+
+    def _unlike(self, rank: _Rank) -> Iterator[str]:
+        """What a rank says otherwise than the first does; of what decides nothing, a note."""
+        mine, theirs = rank.extras, self.first.extras
+        for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
+            if mine.get(key) != theirs.get(key):
+                yield f"is of {key} {_short(mine.get(key))}, not {_short(theirs.get(key))} as"
+        args = arguments(mine)
+        decide, others = differences(self.args, args)
+        for key in decide:
+            yield f"was written with {key} {_short(args.get(key))}, not {_short(self.args.get(key))} as"
+        if others:
+            what = f"{len(others)} arguments differ from those of {self.first.path}, which are kept: {', '.join(others[:10])}"
+            self.notes.append(Note("N0305", what, f"{rank.path}/{MODEL_FILE}"))
+        if len(rank.chunks) != len(self.first.chunks):
+            yield f"has {len(rank.chunks)} model chunks, not {len(self.first.chunks)} as"
 
     def _stages(self) -> Stages:
         """Layers of each chunk, as the files show them. Raises Incomplete E0302 when some are missing."""
@@ -398,6 +409,10 @@ def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
             if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
                 return shape[0] == 2 * other[1]
     return bool(facts.gated)
+
+
+def _short(value: Any) -> str:
+    return str(value)[:80]
 
 
 def _rank_number(rank: _Rank) -> int | None:

@@ -162,6 +162,7 @@ class _Reading:
             if save.metadata is None:
                 continue
             listing = read_metadata(self.tree, save.folder, save.metadata)
+            paddle_flex_folders.refuse_other_save(save, listing.files, self.tree.display(save.folder + save.metadata))
             check_files(self.tree, save.folder, listing.files, save.metadata)
             self.listings[save.folder] = listing
         for save in self.saves:

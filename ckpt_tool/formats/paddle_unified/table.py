@@ -52,6 +52,10 @@ class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
             else:
                 yield Row(name, state, entry.dtype, entry.shape, entry.nbytes)
 
+    def parted(self) -> Iterator[LogicalTensor]:
+        """The tensors that ranks hold in parts, or several times."""
+        return (entry for entry in self._entries.values() if not isinstance(entry, Lying))
+
     def __getitem__(self, key: TensorKey) -> LogicalTensor:
         entry = self._entries[key]
         return simple_tensor(key, entry.array()) if isinstance(entry, Lying) else entry
