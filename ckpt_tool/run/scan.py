@@ -143,6 +143,22 @@ def share_out(
             on_fault(fault)
 
 
+def each_of(count: int, do: Callable[[int], None]) -> None:
+    """`do(0)` to `do(count - 1)`, by a few threads. Raises the first error of one."""
+    queue = Queue(range(count))
+
+    def work() -> None:
+        try:
+            for number in queue:
+                do(number)
+        except BaseException as e:  # handed to the caller's thread, which raises it
+            queue.errors.append(e)
+
+    Crew(work, max(1, min(os.cpu_count() or 1, 8, count))).run(queue.errors.append, waits=False)
+    if queue.errors:
+        raise queue.errors[0]
+
+
 def _read_one(
     reader: Reader,
     move: Move,
