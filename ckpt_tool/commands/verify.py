@@ -115,8 +115,14 @@ def _read(
 
 
 def _finding(fault: CkptError) -> dict[str, Any]:
-    return {"code": fault.code, "message": fault.message, "file": fault.path, "tensor": fault.key, "offset": fault.offset,
-            "place": fault.place}  # fmt: skip
+    return {
+        "code": fault.code,
+        "message": fault.message,
+        "file": fault.path,
+        "tensor": fault.key,
+        "offset": fault.offset,
+        "place": fault.place,
+    }
 
 
 def _files(
@@ -139,8 +145,12 @@ def _files(
                 holders.setdefault((array.path, array.crc[0]), str(key))
             elif key in catalog.digests:
                 covered[array.path] = covered.get(array.path, 0) + array.dtype.nbytes(chunk.box.numel)
-    read.update((chunk.array.path, chunk.array.crc[0]) for key in keys for chunk in catalog.tensors[key].chunks
-                if chunk.array.crc is not None and chunk.box.numel)  # fmt: skip
+    read.update(
+        (chunk.array.path, chunk.array.crc[0])
+        for key in keys
+        for chunk in catalog.tensors[key].chunks
+        if chunk.array.crc is not None and chunk.box.numel
+    )
     shown = {tree.display(path): path for path in files}
     known = {id(fault): (shown[fault.path or ""], fault.offset or 0) for fault in damaged if fault.path in shown}
     looked = look(tree, files, read, set(known.values()))

@@ -95,8 +95,9 @@ def stored(tree: Tree, path: str, extent: Extent) -> list[Stored]:
     archive = Archive(tree, path, extent.start, extent.nbytes)
     return [
         Stored(extent.start + each.data, each.nbytes, each.crc32, shown(each.name))
-        for each in members(archive) if each.nbytes and each.crc32
-    ]  # fmt: skip
+        for each in members(archive)
+        if each.nbytes and each.crc32
+    ]
 
 
 def damaged_records(tree: Tree, path: str, records: Sequence[Stored]) -> Iterator[CkptError]:

@@ -84,6 +84,9 @@ def damaged(path: str, crc: tuple[int, int, int], have: int, place: str | None =
     offset, nbytes, want = crc
     return CorruptFile(
         f"the stored CRC-32 of a record is {want:08x}, its {nbytes} bytes give {have:08x}",
-        code=DAMAGED, path=path, offset=offset, place=place,
+        code=DAMAGED,
+        path=path,
+        offset=offset,
+        place=place,
         hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
-    )  # fmt: skip
+    )

@@ -231,6 +231,25 @@ def sound_copy(path: Path, out: Path) -> Path:
     return made
 
 
+@pytest.mark.share(4)
+@pytest.mark.parametrize("path", list(fixtures()))
+def test_required_checksums_are_there_or_the_source_is_refused(path: Path) -> None:
+    opened = open_source(str(path), Reading())
+    without = [
+        key
+        for key, tensor in opened.catalog.tensors.items()
+        if key not in opened.catalog.digests
+        and tensor.numel
+        and any(chunk.array.crc is None for chunk in tensor.chunks)
+    ]
+    if not without:
+        open_source(str(path), Reading(require_checksums=True))
+        return
+    with pytest.raises(CkptError) as raised:
+        open_source(str(path), Reading(require_checksums=True))
+    assert raised.value.code == "E0397"
+
+
 # -- whoever reads the bytes ----------------------------------------------------------------------------------------------
 
 NAMES = ("block.q_proj.weight", "block.up_proj.weight", "norm.weight")
