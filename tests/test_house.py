@@ -126,6 +126,9 @@ def _call_faults(file: str, tree: ast.AST) -> Iterator[Fault]:
         name = ast.unparse(node.func)
         if name in WALLS["forbidden"]["calls"]:
             yield Fault(file, node.lineno, f"calls {name}")
+        makers = WALLS["makers"].get(name)
+        if makers is not None and not inside(file, makers):
+            yield Fault(file, node.lineno, f"makes a {name} from nothing: derive it from the one that it is a view of")
         if name == "print" and not inside(file, WALLS["forbidden"]["print"]):
             yield Fault(file, node.lineno, "prints: return a value, report/ shows it")
 
@@ -315,6 +318,7 @@ PLANTED = {
     "except BaseException": ("plan/planted.py", "try:\n    pass\nexcept BaseException as e:\n    raise ValueError from e\n"),
     "assert": ("core/planted.py", "def f(n):\n    assert n\n"),
     "print": ("commands/planted.py", "print('done')\n"),
+    "an array made of another's parts": ("formats/planted.py", "def f(a):\n    return StoredArray(a.path, 0, a.dtype, ())\n"),
 }  # fmt: skip
 
 

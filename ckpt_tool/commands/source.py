@@ -13,7 +13,7 @@ from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, UnsafeInput
-from ckpt_tool.formats import registry
+from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -51,7 +51,8 @@ class Opened:
 
 
 def open_source(src: str, reading: Reading) -> Opened:
-    """The checkpoint at `src`. Raises UnknownFormat, InputError, UnsafeInput, StorageError."""
+    """The checkpoint at `src`. Raises UnknownFormat, InputError (E0397: no checksum where one is required), UnsafeInput,
+    StorageError."""
     from ckpt_tool.storage.opening import open_tree
 
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
@@ -80,6 +81,9 @@ def open_source(src: str, reading: Reading) -> Opened:
     if not catalog.unsafe:  # code is told first
         notes = look_for_copies(tree, catalog, lenient=reading.lenient)
         catalog = replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
+    if reading.require_checksums:  # of every format, also of those whose readers do not ask
+        unproved = (tensor for key, tensor in catalog.tensors.items() if key not in catalog.digests)
+        checksums.missing(tree, unproved, required=True)
     return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
 
 

@@ -1,7 +1,8 @@
 """`ckpt verify`: is a checkpoint complete and sound? Headers, extents, cover, replicas, checksums, finite values.
 
 quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
-value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf.
+value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf; and every record of the checkpoint's files that no
+tensor is read from. What no checksum covers is said: damage there can't be seen.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.megatron_dist.folder import late_faults
+from ckpt_tool.formats.megatron_dist.folder import hashed, late_faults
 from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
@@ -37,9 +39,13 @@ def verify(
     catalog, findings = opened.catalog, list[dict[str, Any]]()
     _refuse_twins(opened)
 
+    records = list[CkptError]()
+
     def note(fault: CkptError) -> None:
-        findings.append({"code": fault.code, "message": fault.message, "file": fault.path, "tensor": fault.key,
-                         "offset": fault.offset})  # fmt: skip
+        if fault.code == DAMAGED:
+            records.append(fault)
+        else:
+            findings.append(_finding(fault))
 
     broken = set()
     for fault in faults_of(catalog.tensors.values()):
@@ -52,6 +58,7 @@ def verify(
             findings.append({"code": line.code, "message": line.message, "file": line.path, "tensor": line.key})
     digests = dict(catalog.digests)
     nonfinite: dict[str, int] = {}
+    uncovered: list[dict[str, Any]] | None = None
     if mode == "full":
         keys = [key for key in catalog.tensors if str(key) not in broken]
         total = sum(catalog.tensors[key].nbytes for key in keys)
@@ -60,6 +67,8 @@ def verify(
             for fault in late_faults(opened.tree):
                 note(fault)
         digests, nonfinite = _read(opened, keys, on, progress, note)
+        damage, uncovered = _files(opened, keys, records)
+        findings += damage
         for key, want in catalog.digests.items():
             if digests.get(key, want) != want:
                 findings.append({"code": "E0352", "message": f"the values have digest {digests[key]}, recorded was {want}",
@@ -75,6 +84,7 @@ def verify(
         "mode": mode,
         "findings": findings,
         "digests": _by_state(digests),
+        "uncovered": uncovered,
         "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
         "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
     }
@@ -103,6 +113,61 @@ def _read(
 
     digests = digests_of(catalog, tree, keys=keys, advance=progress.advance, on_fault=note)
     return digests, count_nonfinite(catalog, tree, keys)
+
+
+def _finding(fault: CkptError) -> dict[str, Any]:
+    return {
+        "code": fault.code,
+        "message": fault.message,
+        "file": fault.path,
+        "tensor": fault.key,
+        "offset": fault.offset,
+        "place": fault.place,
+    }
+
+
+def _files(
+    opened: Opened, keys: Sequence[TensorKey], damaged: Sequence[CkptError]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers). keys: the tensors that
+    were read; damaged: the records that were found damaged then."""
+    from ckpt_tool.run.cover import look
+
+    catalog, tree = opened.catalog, opened.tree
+    there = tree.listing()
+    files = [path for path in dict.fromkeys((*catalog.files, *catalog.sidefiles)) if there.get(path, -1) >= 0]
+    holders: dict[tuple[str, int], str] = {}  # of a record: the first tensor in it
+    read = set[tuple[str, int]]()
+    covered = dict[str, int]()
+    for key, tensor in catalog.tensors.items():
+        for chunk in tensor.chunks:
+            array = chunk.array
+            if array.crc is not None and chunk.box.numel:
+                holders.setdefault((array.path, array.crc[0]), str(key))
+            elif key in catalog.digests:
+                covered[array.path] = covered.get(array.path, 0) + array.dtype.nbytes(chunk.box.numel)
+    read.update(
+        (chunk.array.path, chunk.array.crc[0])
+        for key in keys
+        for chunk in catalog.tensors[key].chunks
+        if chunk.array.crc is not None and chunk.box.numel
+    )
+    shown = {tree.display(path): path for path in files}
+    known = {id(fault): (shown[fault.path or ""], fault.offset or 0) for fault in damaged if fault.path in shown}
+    looked = look(tree, files, read, set(known.values()))
+    for fault in damaged:
+        fault.place = looked.members.get(known.get(id(fault), ("", 0)))
+    faults = [*damaged, *looked.damaged]
+    for fault in faults:
+        fault.key = fault.key or holders.get((shown.get(fault.path or "", ""), fault.offset or 0))
+    whole = hashed(tree) if catalog.format == "megatron-dist" else frozenset[str]()
+    left = {path: nbytes - covered.get(path, 0) for path, nbytes in looked.uncovered.items() if path not in whole}
+    rows = [
+        {"file": tree.display(path), "bytes": nbytes, "size": there[path]}
+        for path, nbytes in left.items()
+        if nbytes > 0
+    ]
+    return [_finding(fault) for fault in faults], rows
 
 
 def _refuse_twins(opened: Opened) -> None:

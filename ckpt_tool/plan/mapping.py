@@ -23,7 +23,7 @@ from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.catalog import mark_replicas
-from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.moves import Stored
 
@@ -187,10 +187,7 @@ def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Ite
 
 def _chunk(chunk: Chunk, box: Box, offset: int, strides: Shape) -> Chunk:
     """`box` of a new tensor, whose element 0 lies `offset` elements behind the array's start."""
-    array = chunk.array
-    there = StoredArray(
-        array.path, array.offset + offset * (array.dtype.bits // 8), array.dtype, box.shape, strides, array.crc
-    )
+    there = chunk.array.view(offset, box.shape, strides)
     return Chunk(box, there, Box((0,) * len(box.shape), box.shape), chunk.replica)
 
 

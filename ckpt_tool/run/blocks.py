@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -89,6 +89,7 @@ class Files(Protocol):
     def changed(self, number: int) -> CkptError: ...
     def remote(self, number: int) -> Tree | None: ...
     def path(self, number: int) -> str: ...
+    def late_faults(self) -> Iterable[CkptError]: ...
 
 
 class Sources:
@@ -108,6 +109,11 @@ class Sources:
         """The tree to read through where the file has no descriptor (a URL, a view of text arrays), else None."""
         tree = self.trees[self.files[number].root]
         return None if tree.local and not self.files[number].path.endswith(INLINE) else tree
+
+    def late_faults(self) -> Iterator[CkptError]:
+        """What is wrong with the files and shows only when all has been read (`Tree.late_faults`)."""
+        for root, tree in self.trees.items():
+            yield from tree.late_faults(file.path for file in self.files if file.root == root)
 
     def open(self, number: int) -> int:
         file = self.files[number]
@@ -144,6 +150,9 @@ class StagedFiles:
         return self._names[number]
 
     shown = path
+
+    def late_faults(self) -> Iterable[CkptError]:
+        return ()
 
     def remote(self, number: int) -> Tree | None:
         return None

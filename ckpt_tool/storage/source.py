@@ -17,6 +17,8 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ from ckpt_tool.errors import (
     wrap_os_error,
 )
 from ckpt_tool.storage.inline_arrays import INLINE, base_of, view
+from ckpt_tool.storage.records import Met
 
 FILE_LIMIT = 1_000_000  # entries of one tree
 DEPTH_LIMIT = 6  # folders below the root
@@ -154,6 +157,16 @@ class Tree:
             return self.shown
         base = os.path.dirname(self.shown) if self.single is not None else self.shown
         return os.path.join(base, path) if path else self.shown
+
+    @cached_property
+    def met(self) -> Met:
+        """What readers met in the files so far."""
+        return Met()
+
+    def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
+        """What is wrong with files that were read and shows only at the end: of files that are computed, the damaged
+        records of what they are computed from."""
+        return iter(())
 
     # -- listing ------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ class TorchZip:
         head, behind = (storages[0].data, storages[-1].data + storages[-1].nbytes) if storages else (nbytes, 0)
         opened = TorchZip(tree, path, start, nbytes, root, records, "little", head, nbytes - behind, archive)
         opened._check_byteorder()
+        tree.met.zip(path, start, nbytes)
         return opened
 
     def pickled(self, *, opcodes: int = pickles.OPCODE_LIMIT) -> Pickled:

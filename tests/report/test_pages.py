@@ -213,9 +213,17 @@ def test_verification() -> None:
     shown = text(verification({"ok": False, "findings": [finding], "digests": {}, "path": "x", "format": "torch"}))
     assert "E0331" in shown and "CRC is 3, want 4" in shown and "a.pt" in shown
     assert shown.splitlines()[-1] == "not sound: 1 finding"
+    assert "a.pt, byte 7" in shown
     sound = {"ok": True, "findings": [], "digests": {"model": {"w": "8f" * 16}}, "nonfinite": {"w": 3}}
     shown = text(verification(sound))
     assert "8f" * 16 in shown and "w: 3" in shown and shown.splitlines()[-1] == "sound: no findings, 1 tensor"
+    rows = [{"file": "config.json", "bytes": 651, "size": 651}, {"file": "a.pt", "bytes": 1206, "size": 90_000}]
+    shown = text(verification({**sound, "uncovered": rows}))
+    assert "no checksum covers  1 file, 651 B; 1.21 kB around the records of 1 other" in shown
+    assert "no checksum covers  1.21 kB around the records of 1 file" in text(
+        verification({**sound, "uncovered": rows[1:]})
+    )
+    assert "no checksum" not in text(verification({**sound, "uncovered": None}))
 
 
 def test_listing_takes_any_document() -> None:

@@ -213,7 +213,7 @@ class _Reading:
                 yield Note(
                     "N-rank-objects",
                     f"{len(listing.differing)} objects were saved by every rank; rank 0's are taken, such as "
-                    f"{listing.differing[0]}",
+                    f"{listing.differing[0].fqn}",
                 )
         beside = [
             name for name in self.tree.names()

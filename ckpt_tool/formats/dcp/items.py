@@ -149,6 +149,7 @@ class Items:
         if twin is not None and piece.at + piece.length <= self.tree.size(piece.file):
             found = twin.of(self.tree, piece.file, piece.at)
             if found is not None:
+                self.tree.met.zip(piece.file, piece.at, piece.length)
                 return found
         zip_, pickled = self._open(piece.file, piece.at, piece.length, tensor.fqn)
         ref = pickled.value

@@ -77,7 +77,7 @@ class TensorEntry:
 class Listing:
     """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
     keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
-    stored flattened (`formats.megatron_dist.pieces`)."""
+    stored flattened (`formats.megatron_dist.pieces`). differing: objects that other ranks saved too, and nobody reads."""
 
     folder: str
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Listing:
     planner: bool = True
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)
-    differing: list[str] = field(default_factory=list)
+    differing: list[ObjectEntry] = field(default_factory=list)
     reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -121,6 +121,8 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
             pickles.refuse_unsafe(pickled, shown)  # what is wrong may be the doing of a name that asks for code
             e.path = e.path or shown
             raise
+    for entry in listing.differing:
+        tree.met.zip(entry.file, entry.at, entry.length)
     return listing
 
 
@@ -240,7 +242,7 @@ class _Reading:
     def object(self, entry: ObjectEntry) -> None:
         known = self.listing.objects.setdefault(entry.fqn, entry)
         if known is not entry:
-            self.listing.differing.append(entry.fqn)
+            self.listing.differing.append(entry)
 
     def tensor(self, fqn: str, path: Path, entry: Record, items: dict[Any, Any], missing: list[str]) -> None:
         shape = _size(entry.get("size"), fqn)

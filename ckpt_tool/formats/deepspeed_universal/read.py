@@ -22,6 +22,7 @@ from ckpt_tool.formats.deepspeed.rank import plain
 from ckpt_tool.formats.deepspeed_universal.module import DISAGREE, MISSING, Modules, malformed, shaped
 from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, Recorded
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
@@ -138,9 +139,7 @@ class Reader:
             array = content.leaves[0][1]
             code = _SCALARS.get(array.dtype.name)
             if code is not None and array.numel == 1:
-                value: float | int = struct.unpack(
-                    code, self.tree.read(array.path, array.offset, struct.calcsize(code))
-                )[0]
+                value: float | int = struct.unpack(code, read_array(self.tree, array))[0]
                 return value
         value = extras.get("value")  # type: ignore[assignment]
         if content.leaves or type(value) not in (int, float):
@@ -232,9 +231,7 @@ class Reader:
             if path[:2] == ("optimizer_state_dict", "state") and path[2] in numbers and path[-1] == STEP:
                 code = _SCALARS.get(array.dtype.name)
                 if code is not None and array.numel == 1:
-                    found: float | int = struct.unpack(
-                        code, self.tree.read(array.path, array.offset, struct.calcsize(code))
-                    )[0]
+                    found: float | int = struct.unpack(code, read_array(self.tree, array))[0]
                     return found
         return None
 

@@ -35,6 +35,7 @@ from ckpt_tool.formats.megatron.stages import Stages, from_counts
 from ckpt_tool.formats.megatron.states import Owned, read_flat, read_numbered
 from ckpt_tool.formats.state_dict.tree import dotted, join
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 OURS = "ckpt"  # the key of what Megatron has no place for
@@ -371,7 +372,7 @@ class _Reading:
                         Note("N0302", f"an RNG state of {nbytes} bytes is left unread", array.path, dotted(leaf))
                     )
                     continue
-                values.append((leaf, self.tree.read(array.path, array.offset, nbytes)))
+                values.append((leaf, read_array(self.tree, array)))
             joined = join({"rng_state": rank.extras.get("rng_state", [])}, values)
             out[rank.path.rpartition("/")[2]] = joined["rng_state"]
         return out

@@ -193,6 +193,5 @@ def _buffers(
 def _spread(owned: Owned, buffer: Buffer, states: Mapping[str, StoredArray], out: Gathering) -> None:
     for state, array in states.items():
         for at, member in enumerate(buffer.members):
-            start = array.offset + array.dtype.nbytes(buffer.flat.coalesced(at))
-            view = StoredArray(array.path, start, array.dtype, owned.params[member].shape)
+            view = array.view(buffer.flat.coalesced(at), owned.params[member].shape)
             out.add(MASTER if state == "param" else state, owned.slots[member], view)

@@ -180,6 +180,14 @@ def sha256(tree: Tree, path: str) -> str:
     return digest.hexdigest()
 
 
+def hashed(tree: Tree) -> frozenset[str]:
+    """The files whose hash `integrity.json` states; none where there is no such file."""
+    found = find(tree)
+    if found is None or not tree.exists(found[0] + INTEGRITY):
+        return frozenset()
+    return frozenset(found[0] + name for name in _hashes(tree, found[0] + INTEGRITY))
+
+
 def late_faults(tree: Tree) -> Iterator[CkptError]:
     """Every file too large to be hashed when the folder is opened that differs from `integrity.json`: for a verb that
     reads everything anyway. Nothing for a tree without one."""

@@ -39,6 +39,7 @@ from ckpt_tool.formats.state_dict.tree import part
 from ckpt_tool.formats.torch.content import read_content
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 COMMON_STATE = "common_state"
@@ -219,7 +220,7 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
             "a tensor inside an object is not contiguous", code="E0399", path=tree.display(read.entry.file),
             key=read.entry.fqn, hint="the object is of a kind that this version does not know",
         )  # fmt: skip
-    data = tree.read(array.path, array.offset, array.dtype.nbytes(array.numel))
+    data = read_array(tree, array)
     if kind == "|u1" and len(ref.shape) == 1:
         return data
     return as_extras(NumpyArray(kind, ref.shape, False, data))
@@ -240,6 +241,7 @@ def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) 
         if same is not None and entry.length <= _SMALL:
             offset, data = same
             if tree.read(entry.file, entry.at + offset, len(data)) == data:
+                tree.met.zip(entry.file, entry.at, entry.length)
                 continue
         try:
             (one,) = items.objects([entry])
@@ -315,7 +317,7 @@ def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> 
     told = {step for step in _steps(inner) if isinstance(step, int | float)} if isinstance(inner, dict) else set()
     if len(told) != 1 or array.shape != () or array.dtype.name != "F32":
         return False
-    (have,) = struct.unpack("<f", tree.read(array.path, array.offset, 4))
+    (have,) = struct.unpack("<f", read_array(tree, array))
     if have not in told:
         raise InconsistentCheckpoint(
             f"a parameter was stepped {have:g} times, its group {told.pop():g} times", code=STEPS,

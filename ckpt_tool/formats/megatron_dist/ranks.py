@@ -59,8 +59,7 @@ class Segment(NamedTuple):
         ):
             if begin >= end or (not self.split and begin != column):
                 continue
-            offset = array.offset + array.dtype.nbytes(at + begin - column)
-            piece = StoredArray(array.path, offset, array.dtype, (end - begin, rows), (1, columns), array.crc)
+            piece = array.view(at + begin - column, (end - begin, rows), (1, columns))
             down = begin + (self.jump if self.split and begin >= self.split else 0)
             target = Box((self.corner[0] + down, self.corner[1] + row), (end - begin, rows))
             yield Chunk(target, piece, Box((0, 0), (end - begin, rows)))

@@ -54,7 +54,7 @@ from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MODEL_FOLDER, Save
 from ckpt_tool.formats.paddle_flex.keys import plain_keys, trainer_key
 from ckpt_tool.formats.paddle_flex.mesh import degrees_of
 from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, Listing, read_metadata
-from ckpt_tool.formats.paddle_flex.names import statics
+from ckpt_tool.formats.paddle_flex.names import META, statics
 from ckpt_tool.formats.paddle_flex.read import DataFiles, check_files, chunks_of_entry, fused_blocks
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -146,7 +146,7 @@ class _Reading:
             self.tensors,
             beside.extras,
             Mesh.of_degrees(degrees) if degrees.get("dp", 1) % degrees.get("ep", 1) == 0 else Mesh(),
-            (*metadata, *dict.fromkeys(data), *beside.files),
+            (*metadata, *dict.fromkeys(data), *beside.files, *(name for name in (META,) if self.tree.exists(name))),
             tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
             (*self.notes, *self._job_notes(), *(checks if required else ())),
             tuple(

@@ -205,5 +205,5 @@ def _pieces(line: StoredArray, start: int, shard: Shard, pairs: Pairs) -> Iterat
             if shared == piece:  # without gaps in the line
                 yield Chunk(there, line, Box((first,), (shared.numel,)), shard.replica)
                 continue
-            array = StoredArray(line.path, line.offset + line.dtype.nbytes(first), line.dtype, shared.shape, strides)
+            array = line.view(first, shared.shape, strides)
             yield Chunk(there, array, whole(shared.shape), shard.replica)

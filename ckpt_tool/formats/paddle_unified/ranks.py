@@ -83,7 +83,7 @@ def read_ranks(
             for row, name in enumerate(header.names):
                 array = header.stored(row)
                 if array.dtype.name == "U16":  # no accumulator is an integer of 16 bits: Paddle's way to hold bf16
-                    array = StoredArray(array.path, array.offset, DTYPES["BF16"], array.shape)
+                    array = array.view(0, array.shape, dtype=DTYPES["BF16"])
                 key = TensorKey(name, MASTER) if stem == MASTER_STEM else optimizer_key(
                     name, array.dtype, path=tree.display(file.path)
                 )  # fmt: skip
@@ -234,10 +234,10 @@ def _slices(
     array: StoredArray, start: int, stop: int, local: Shape, pairs: Sequence[tuple[Box, Box]]
 ) -> Iterator[Chunk]:
     """Elements [start, stop) of a share's line, which `array` begins with."""
-    offset = array.offset
+    first = 0
     for part in flat_boxes(local, min(start, stop), stop):
-        lying = StoredArray(array.path, offset, array.dtype, part.shape)
-        offset += array.dtype.nbytes(part.numel)
+        lying = array.view(first, part.shape)
+        first += part.numel
         for there, here in pairs:
             shared = part & here
             if shared is not None:

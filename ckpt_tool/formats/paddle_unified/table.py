@@ -36,7 +36,7 @@ class Lying(NamedTuple):
     def array(self) -> StoredArray:
         stored = self.header.stored(self.row)
         strides = (1, stored.shape[1]) if self.flip else None
-        return StoredArray(stored.path, stored.offset, self.dtype, self.shape, strides)
+        return stored.view(0, self.shape, strides, dtype=self.dtype)
 
 
 class UnifiedTable(Mapping[TensorKey, LogicalTensor]):

@@ -40,6 +40,7 @@ from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.formats.torch.dtensor_spec import Placed, RankMesh
 from ckpt_tool.storage.pickle_values import Record, TensorRef, WrapperRef
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 DISAGREE, UNPLACED = "E0354", dtensor_spec.UNPLACED
@@ -218,7 +219,7 @@ def _integers(tree: Tree, content: TorchContent, ref: TensorRef) -> list[int]:
     ):
         raise InputError("a mesh whose ranks are no list of integers", code=UNPLACED, hint="save it with torch >= 2.2")
     width = array.dtype.bits // 8
-    data = tree.read(array.path, array.offset, array.numel * width)
+    data = read_array(tree, array)
     return [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
 
 
