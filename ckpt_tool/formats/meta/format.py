@@ -34,7 +34,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.errors import UnknownFormat
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose
 from ckpt_tool.storage.source import Tree
 
@@ -53,9 +53,9 @@ class _Meta:
         chosen = _choose(tree)
         if chosen is None:
             return None
-        return Evidence(
-            f"{len(chosen.shards)} shards consolidated.NN.pth" if chosen.shards else "params.json, consolidated"
-        )
+        why = f"{len(chosen.shards)} shards consolidated.NN.pth" if chosen.shards else "params.json, consolidated"
+        named = frozenset(chosen.shards or (name for name in tree.names() if name.startswith("consolidated")))
+        return Evidence(why, Specificity.OWN if PARAMS in tree.names() else Specificity.NAMES, named)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog. Options: `lenient` (bool) leaves out tensors that no rule can join; `require_checksums` (bool).
