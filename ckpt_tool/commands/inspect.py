@@ -52,11 +52,7 @@ def inspect(
     else:
         rows = list(_rows(catalog, match, states))
         tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
-    by_state: dict[str, dict[str, int]] = {}
-    for (state, (_, _, nbytes)), count in tally.items():
-        entry = by_state.setdefault(state, {"tensors": 0, "bytes": 0})
-        entry["tensors"] += count
-        entry["bytes"] += count * nbytes
+    by_state = _by_state(tally)
     document: dict[str, Any] = {
         "schema_version": 1,
         "format": catalog.format,
@@ -80,11 +76,20 @@ def inspect(
         _add_chunks(catalog, rows)
     if security or catalog.unsafe:
         document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
-    if security:
-        add_survey(document["security"], opened.tree)
+        if security:
+            add_survey(document["security"], opened.tree)
     if stats:
         _add_statistics(opened.refuse_unsafe(), rows)
     return document
+
+
+def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (state, (_, _, nbytes)), count in tally.items():
+        entry = found.setdefault(state, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += count
+        entry["bytes"] += count * nbytes
+    return found
 
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:

@@ -202,15 +202,17 @@ def claims(tree: Tree) -> list[Claim]:
 def settle(found: Sequence[Claim]) -> list[Claim]:
     """The claims that stand; two of them are two checkpoints, or one that could be either.
 
-    A claim falls to a more specific one that accounts for every file of it, and to one of an earlier turn where the same
-    software loads both and takes one of them.
+    A claim falls to a more specific one that accounts for every file of it; of what is left, to one of an earlier turn where
+    the same software loads both and takes one of them.
     """
-    return [claim for claim in found if not any(_falls(claim.evidence, other.evidence) for other in found)]
+    left = [one for one in found if not any(_covers(other.evidence, one.evidence) for other in found)]
+    turns = [(claim.evidence.loader, claim.evidence.turn) for claim in left]
+    first = {loader: min(turn for other, turn in turns if other == loader) for loader, _ in turns}
+    return [claim for claim, (loader, turn) in zip(left, turns, strict=True) if not loader or turn == first[loader]]
 
 
-def _falls(one: Evidence, other: Evidence) -> bool:
-    covered = other.specificity > one.specificity and one.files <= other.files
-    return covered or bool(one.loader) and one.loader == other.loader and other.turn < one.turn
+def _covers(other: Evidence, one: Evidence) -> bool:
+    return other.specificity > one.specificity and one.files <= other.files
 
 
 def detect(tree: Tree) -> tuple[Format, Evidence]:

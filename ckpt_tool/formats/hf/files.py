@@ -80,6 +80,8 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     dcp = [name for name in weights if _DCP_SHARD.fullmatch(name)]
     whole = [name for name in weights if name not in set(dcp)]
     below = [path for path in paths if path.startswith(DCP_FOLDER) and _DCP_SHARD.fullmatch(path[len(DCP_FOLDER) :])]
+    if not prefer and "model" + SUFFIX in whole and "model" + INDEX_SUFFIX not in indexes:
+        indexes = []  # transformers opens it, whatever else has an index
     if indexes or whole:
         chosen = _indexed(indexes, prefer) if indexes else _whole_files(whole)
         message = f"{DCP_FOLDER} holds the per-rank shards that the whole files were made of: not read"
@@ -93,14 +95,15 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
 
 
 def claimed(chosen: FileSet, listing: Iterable[str]) -> frozenset[str]:
-    """The files of the set, by names: those of an index are the files with its stem."""
+    """The files of the set, by names: those of an index are the files with its stem. DCP's shards beside it count too: they
+    are another model, or the same again."""
+    listing = list(listing)
+    shards = [name for name in listing if _DCP_SHARD.fullmatch(name)]
     if chosen.index is None:
-        return frozenset(chosen.files)
+        return frozenset((*chosen.files, *shards))
     stem = chosen.index.removesuffix(INDEX_SUFFIX)
-    shards = (
-        name for name in listing if name == stem + SUFFIX or name.startswith(stem + "-") and _NUMBERED.fullmatch(name)
-    )
-    return frozenset((chosen.index, *shards))
+    parts = (n for n in listing if n == stem + SUFFIX or n.startswith(stem + "-") and _NUMBERED.fullmatch(n))
+    return frozenset((chosen.index, *parts, *shards))
 
 
 def one_file(name: str, why: str) -> FileSet:

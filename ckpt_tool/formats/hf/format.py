@@ -89,7 +89,7 @@ class HfSafetensors:
             chosen.why,
             Specificity.NAMES if named else Specificity.CONTAINER,
             hf_files.claimed(chosen, tree.names()),
-            loader="transformers" if named else "",
+            loader="transformers" if named and chosen.kind != "dcp" else "",
         )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
@@ -102,8 +102,7 @@ class HfSafetensors:
             raise CorruptFile(
                 "no safetensors files here", code=FOREIGN, path=tree.display(), hint="pass the folder that holds them"
             )
-        with gc_paused():
-            catalog = _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
+        catalog = _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
         return catalog
@@ -154,6 +153,15 @@ def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
     return None
 
 
+def read_of(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> Catalog:
+    """The catalog of these files (safetensors and perhaps their index) of a folder, whatever else lies there."""
+    chosen = hf_files.choose(files)
+    if chosen is None:
+        raise InternalError(f"no safetensors among {files}")
+    return _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
+
+
+@gc_paused()
 def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalog:
     listing = [] if tree.single else list(tree.listing())
     hf_files.check(chosen, path=tree.display())

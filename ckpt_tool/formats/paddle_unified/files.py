@@ -67,9 +67,8 @@ class UnifiedFiles(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """`model`, or `peft_model` in a folder of LoRA weights alone."""
-        peft = PEFT_STEM in self.indexes or PEFT_STEM in self.numbered
-        return PEFT_STEM if peft and MODEL_STEM not in self.indexes else MODEL_STEM
+        """`model`, or `peft_model` in a folder of LoRA weights."""
+        return PEFT_STEM if PEFT_STEM in self.indexes or PEFT_STEM in self.numbered else MODEL_STEM
 
 
 def classify(names: Iterable[str]) -> UnifiedFiles:
@@ -107,12 +106,16 @@ def why(tree: Tree) -> str | None:
 
 
 def claimed(names: Iterable[str]) -> frozenset[str]:
-    """The files of the checkpoint, by names."""
+    """The files of the checkpoint, by names: of a model and its LoRA the LoRA, of a whole file and numbered ones the latter."""
+    names = set(names)
     found = classify(names)
-    ranks = [file.path for files in found.ranks.values() for file in files]
-    numbered = [path for paths in found.numbered.values() for path in paths]
-    whole = {stem + SUFFIX for stem in STEMS}.intersection(names)
-    return frozenset((*found.indexes.values(), *numbered, *ranks, *whole))
+    files = {file.path for ranks in found.ranks.values() for file in ranks}
+    for stem in STEMS:
+        if stem == MODEL_STEM and found.stem != MODEL_STEM:
+            continue
+        parts = {*found.numbered.get(stem, ()), *filter(None, (found.indexes.get(stem),))}
+        files |= parts or {stem + SUFFIX} & names
+    return frozenset(files)
 
 
 def says_paddle_layout(tree: Tree, path: str) -> bool:
