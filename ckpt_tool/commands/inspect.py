@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.commands.reading import Reading
+from ckpt_tool.commands.security import add_survey, unread
 from ckpt_tool.commands.select import matcher, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
@@ -15,6 +16,7 @@ from ckpt_tool.core.extras import display
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.quantised import DTYPES as CODED
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
+from ckpt_tool.errors import InputError, UnsafeInput
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
@@ -34,7 +36,12 @@ def inspect(
 
     columns: `tensors` may be a `core.listing.Listing`, which makes its rows when asked (it is no list for JSON).
     """
-    opened = open_source(src, reading)
+    try:
+        opened = open_source(src, reading)
+    except (InputError, UnsafeInput) as fault:
+        if not security:
+            raise
+        return unread(src, reading, fault)
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
@@ -45,11 +52,7 @@ def inspect(
     else:
         rows = list(_rows(catalog, match, states))
         tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
-    by_state: dict[str, dict[str, int]] = {}
-    for (state, (_, _, nbytes)), count in tally.items():
-        entry = by_state.setdefault(state, {"tensors": 0, "bytes": 0})
-        entry["tensors"] += count
-        entry["bytes"] += count * nbytes
+    by_state = _by_state(tally)
     document: dict[str, Any] = {
         "schema_version": 1,
         "format": catalog.format,
@@ -73,9 +76,20 @@ def inspect(
         _add_chunks(catalog, rows)
     if security or catalog.unsafe:
         document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
+        if security:
+            add_survey(document["security"], opened.tree)
     if stats:
         _add_statistics(opened.refuse_unsafe(), rows)
     return document
+
+
+def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (state, (_, _, nbytes)), count in tally.items():
+        entry = found.setdefault(state, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += count
+        entry["bytes"] += count * nbytes
+    return found
 
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:

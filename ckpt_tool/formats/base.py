@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpt_tool.core.catalog import Catalog
@@ -20,11 +21,29 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import Target, Wanted
 
 
+class Specificity(IntEnum):
+    """What a claim rests on. Of two claims on the same files the more specific one counts (`formats.registry`)."""
+
+    CONTAINER = 0  # files of a container that many formats use, under no particular names
+    NAMES = 1  # names that the format's own writers give
+    OWN = 2  # names, or words inside the files, that only this format has
+    SIGNED = 3  # a file of the checkpoint says which format it is
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Why a tree is of a format, in words for a person."""
+    """Why a tree is of a format: `why`, in words for a person.
+
+    files: every file of the checkpoint, as far as names tell; side files are left out. loader, turn: the software that
+    opens such a folder and, where the folder holds one model in several forms, takes the form of the lowest turn
+    (`transformers` takes model.safetensors, and pytorch_model.bin only without it); "" where there is no such rule.
+    """
 
     why: str
+    specificity: Specificity = Specificity.NAMES
+    files: frozenset[str] = frozenset()
+    loader: str = ""
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

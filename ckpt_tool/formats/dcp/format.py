@@ -40,11 +40,11 @@ from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.dcp import folders as dcp_folders
+from ckpt_tool.formats.dcp import systems as dcp_systems
 from ckpt_tool.formats.dcp.folders import Save
 from ckpt_tool.formats.dcp.items import Items, ReadObject
 from ckpt_tool.formats.dcp.metadata import INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
 from ckpt_tool.formats.hf import files as hf_files
-from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import SLOT, part
 from ckpt_tool.storage import pickles
@@ -64,19 +64,20 @@ class _Dcp:
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names: see `formats.dcp.folders`; Megatron's own folders are left to `megatron-dist`."""
+        """By names: see `formats.dcp.folders`."""
         if tree.single is not None:
             return None
-        saves = [
-            save for save in dcp_folders.find(tree.listing()) if not megatron_dist_folder.claims(tree, save.folder)
-        ]
-        return Evidence(dcp_folders.why(saves)) if saves else None
+        saves = dcp_folders.find(tree.listing())
+        if not saves:
+            return None
+        return Evidence(dcp_folders.why(saves), files=dcp_folders.files(saves, tree.listing()))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
-        `require_checksums` (bool) refuses files without CRCs (E0397).
+        `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so keys that
+        have another system's meaning are read as they are.
 
-        Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes), InconsistentCheckpoint (E0308
+        Raises UnknownFormat (E1640 another system's), Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes), InconsistentCheckpoint (E0308
         overlap, E0389, E0394), InputError (E0393, E0395, E0396, E0399), and what the containers raise.
         """
         saves = dcp_folders.find(tree.listing())
@@ -88,7 +89,8 @@ class _Dcp:
         dcp_folders.check(saves, tree.display())
         listings = [read_listing(tree, save.folder, save.metadata) for save in saves]
         for listing in listings:
-            megatron_dist_folder.refuse_unfinished(listing.objects, tree.display(listing.folder))
+            if not options.get("forced"):
+                dcp_systems.refuse(listing.tensors, listing.objects, tree.display(listing.folder))
         _check_files(tree, saves, listings)
         catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
         catalog.check()

@@ -69,14 +69,15 @@ class _DeepSpeed:
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By file names alone; a universal checkpoint has module files too, and a folder `zero`."""
-        if tree.single is not None or any(path.startswith("zero/") for path in tree.listing()):
+        """By file names alone."""
+        if tree.single is not None:
             return None
         files = sort_files(tree.names())
         if not files:
             return None
         return Evidence(
-            f"{len(files.optim)} optimizer files and {len(files.model) + len(files.model3)} module files of DeepSpeed"
+            f"{len(files.optim)} optimizer files and {len(files.model) + len(files.model3)} module files of DeepSpeed",
+            files=frozenset(files.all()),
         )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:

@@ -14,7 +14,7 @@ safetensors 0.8.0 `tensor.rs`.
 
 Also read: numbered files without an index (all must be there); folders of plain safetensors files (their union); the
 per-rank shards of torch's `HuggingFaceStorageWriter` (`formats.hf.shards`), also those in `sharded/` where the
-consolidated files were never written. Other formats keep safetensors files too; `hf.files.choose` leaves them alone.
+consolidated files were never written.
 
 Example: a folder with `config.json`, the index and two files of 10 tensors gives a catalog of 20 tensors of state
 `model`, `sidefiles == ("config.json",)`, and `files` the index and the two.
@@ -31,15 +31,20 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, InternalError
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    Incomplete,
+    InconsistentCheckpoint,
+    InputError,
+    InternalError,
+    UnknownFormat,
+)
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
-from ckpt_tool.formats.meta import files as meta_files
-from ckpt_tool.formats.paddle_unified import files as paddle_unified_files
-from ckpt_tool.storage.magic import what_is
 from ckpt_tool.storage.safetensors_file import (
     FOREIGN,
     Header,
@@ -59,6 +64,8 @@ STEM = "model"
 METADATA = {"format": "pt"}
 HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
+DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
+NOT_READ = "E1640"
 MISSING_SHARDS, NOT_IN_SHARD, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
 NO_GLOBAL_SHAPE, TOTAL_SIZE, HEADER_WARNING, EXTRA = "W-no-global-shape", "W-total-size", "W-header", "W-extra-tensors"
 
@@ -71,15 +78,19 @@ class HfSafetensors:
     holds = Holds(all_states=False, extras=False, single=True, dialect="hf", dtypes=frozenset({"C128"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder; by the first bytes of a single file. A folder whose first file says that it is in
-        Paddle's layout is `paddle-unified`, one with `consolidated` files and params.json alone `meta`."""
+        """By the names in a folder; by the first bytes of a single file, a damaged one by its name."""
         chosen = _choose(tree, None)
-        if chosen is None or tree.single is None and paddle_unified_files.why(tree) is not None:
+        if chosen is None:
             return None
-        theirs = meta_files.choose(tree.names()) if tree.single is None else None
-        if theirs is not None and theirs.safetensors:
-            return None
-        return Evidence(chosen.why)
+        named = chosen.kind in ("index", "numbered", "dcp") or chosen.files == (STEM + SUFFIX,)
+        if tree.single is not None:
+            named = chosen.why != BY_NAME
+        return Evidence(
+            chosen.why,
+            Specificity.NAMES if named else Specificity.CONTAINER,
+            hf_files.claimed(chosen, tree.names()),
+            loader="transformers" if named and chosen.kind != "dcp" else "",
+        )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are told at once."""
@@ -91,8 +102,7 @@ class HfSafetensors:
             raise CorruptFile(
                 "no safetensors files here", code=FOREIGN, path=tree.display(), hint="pass the folder that holds them"
             )
-        with gc_paused():
-            catalog = _read(tree, chosen, lenient=bool(options.get("lenient")))
+        catalog = _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
         return catalog
@@ -104,7 +114,7 @@ class HfSafetensors:
 
 FORMAT = HfSafetensors()
 BIN_INDEX = "pytorch_model.bin.index.json"
-_TORCH_KINDS = ("a zip archive", "a bare pickle", "a torch file")  # what the torch formats claim by content
+BY_NAME = "its name"  # all that speaks for a single file
 _NO_SHAPES = Note(
     NO_GLOBAL_SHAPE, "the shards record no global shapes: a tensor whose last part is missing reads as a smaller one"
 )
@@ -136,18 +146,28 @@ def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
     mapped = b'"weight_map"' in head and b'.safetensors"' in head
     if head.lstrip()[:1] == b"{" and (mapped or name.endswith(INDEX_SUFFIX)):
         return FileSet("index", "an index of safetensors files", index=name)
-    # Damaged, but by its name ours to say so; other formats claim what is theirs by content.
-    if name.endswith(SUFFIX) and not (what_is(head) or "").startswith(_TORCH_KINDS):
-        return hf_files.one_file(name, "its name")
+    if name.endswith(
+        SUFFIX
+    ):  # damaged, but by its name ours to say so; what is another format's by content is more specific
+        return hf_files.one_file(name, BY_NAME)
     return None
 
 
-def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
+def read_of(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> Catalog:
+    """The catalog of these files (safetensors and perhaps their index) of a folder, whatever else lies there."""
+    chosen = hf_files.choose(files)
+    if chosen is None:
+        raise InternalError(f"no safetensors among {files}")
+    return _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
+
+
+@gc_paused()
+def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalog:
     listing = [] if tree.single else list(tree.listing())
     hf_files.check(chosen, path=tree.display())
     notes = list(chosen.notes)
     if chosen.index is not None:
-        headers, found = _read_indexed(tree, chosen.index, lenient=lenient)
+        headers, found = _read_indexed(tree, chosen.index, lenient=lenient, forced=forced)
         notes += found
     else:
         headers = _read_headers(tree, chosen.files, lenient=lenient)
@@ -187,13 +207,26 @@ def _raise_first(faults: Sequence[CkptError]) -> None:
     raise first
 
 
-def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header], list[Note]]:
+def _delta(tree: Tree, path: str) -> UnknownFormat:
+    """A folder of slime's `weight_vNNNNNN`: compressed differences to the version before, under the model's names."""
+    return UnknownFormat(
+        "the changes since another version of the model (slime's disk deltas), not a model",
+        code=NOT_READ,
+        path=tree.display(path),
+        place=f"/metadata/{DELTA}",
+        hint="pass the base or a whole version; --from safetensors shows the compressed differences as they lie there",
+    )
+
+
+def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tuple[list[Header], list[Note]]:
     """The headers of every file that the index at `path` names, and what is odd about them.
 
     Raises Incomplete (E0380) when files are missing, (E0381) when tensors are; InconsistentCheckpoint (E0383) for a
     tensor in two files, (E0382) for one that the index does not name.
     """
     index = read_index(tree, path)
+    if DELTA in index.metadata and not forced:
+        raise _delta(tree, path)
     _refuse_missing(tree, index)
     shards, metadata, total = dict(index.shards), index.metadata, len(index)
     del index  # its names go file by file as the headers' come, so that both never lie in memory whole

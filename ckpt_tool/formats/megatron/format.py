@@ -54,7 +54,12 @@ class _Megatron:
         folders = rank_folders(tree)
         if not folders:
             return None
-        return Evidence(f"{len(folders)} rank folders with model_optim_rng.pt, {next(iter(folders))} first")
+        return Evidence(
+            f"{len(folders)} rank folders with model_optim_rng.pt, {next(iter(folders))} first",
+            files=frozenset(
+                path for path in tree.listing() if path.rpartition("/")[0] in folders and path.endswith(".pt")
+            ),
+        )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the pickles of every rank. Raises Incomplete (E0302 ranks, layers, experts; E0309 boxes),

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.formats.dcp.folders import DATA, METADATA, UNFINISHED
+from ckpt_tool.formats.dcp.systems import MEGATRON_OBJECTS
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree, safe_relative
 
@@ -36,7 +37,7 @@ _CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
 _BLOCK = 4 << 20  # bytes of a read while hashing
 _FOLDERS = ("", "weights/")
 _METADATA_HEAD = 24 << 10  # bytes of .metadata in which a key of Megatron's is looked for
-_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_state/shard_0")
+_STEP = re.compile(r"iter_\d{7,}/")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -71,9 +72,20 @@ def claims(tree: Tree, folder: str) -> str:
         return f"{folder}{COMMON} beside .distcp files"
     if METADATA in names and CONFIG in names:  # a metadata.json that is damaged
         head = tree.head(folder + METADATA, _METADATA_HEAD)
-        if any(word in head for word in _OBJECTS):
+        if any(word in head for word in MEGATRON_OBJECTS):
             return f"{folder}{METADATA} names Megatron's objects"
     return ""
+
+
+def files(tree: Tree, folder: str) -> frozenset[str]:
+    """The files of the checkpoint in `folder`; of a run's step, those of its other steps too."""
+    found = set()
+    for path in tree.listing():
+        other, slash, name = path.rpartition("/")
+        same = other + slash == folder or _STEP.fullmatch(folder) and _STEP.fullmatch(other + slash)
+        if same and (name in (METADATA, COMMON, CONFIG, INTEGRITY) or DATA.fullmatch(name)):
+            found.add(path)
+    return frozenset(found)
 
 
 def _names(tree: Tree, folder: str) -> set[str]:
@@ -98,16 +110,6 @@ def check(tree: Tree, folder: str) -> None:
         raise InputError(
             f"the backend is {str(backend)[:100]!r}, want 'torch_dist'", code=BACKEND, path=shown, place="/sharded_backend",
             hint="zarr checkpoints (core 0.7 and before) are not read: load and save them with core 0.14",
-        )  # fmt: skip
-
-
-def refuse_unfinished(objects: Iterable[str], shown: str) -> None:
-    """Raise Incomplete (E0385) when the keys of a DCP's objects are Megatron's: a save of core >= 0.19 without its
-    metadata.json and common.pt looks like any other DCP."""
-    if any(word.decode() in fqn for fqn in objects for word in _OBJECTS):
-        raise Incomplete(
-            f"a Megatron save that was not finished: there is no {CONFIG}, which is written last", code=UNFINISHED,
-            path=shown, hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
         )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ from ckpt_tool.core.tensor import (
 )
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp.items import Items
 from ckpt_tool.formats.dcp.metadata import CONTRADICTION, INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
@@ -81,7 +81,9 @@ class _MegatronDist:
     def detect(self, tree: Tree) -> Evidence | None:
         """By `metadata.json`, or `common.pt` beside items."""
         found = megatron_dist_folder.find(tree)
-        return Evidence(found[1]) if found else None
+        if found is None:
+            return None
+        return Evidence(found[1], Specificity.OWN, megatron_dist_folder.files(tree, found[0]))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from `.metadata`, the common state and the heads of the items; objects are read whole. Options:

@@ -86,6 +86,17 @@ def _nothing_else(names: Sequence[str]) -> bool:
     return all(DATA.fullmatch(name) for name in names if name.endswith((".safetensors", ".index.json")))
 
 
+def files(saves: Sequence[Save], listing: Iterable[str]) -> frozenset[str]:
+    """Everything in the saves' folders that is called as a file of theirs, older saves' too."""
+    folders = {save.folder for save in saves}
+    found = set()
+    for path in listing:
+        folder, slash, name = path.rpartition("/")
+        if folder + slash in folders and any(kind.fullmatch(name) for kind in (METADATA, DATA, _LOCK)):
+            found.add(path)
+    return frozenset(found)
+
+
 def why(saves: Sequence[Save]) -> str:
     """What was found, in words."""
     if saves[0].folder:

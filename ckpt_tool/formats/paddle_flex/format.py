@@ -80,7 +80,9 @@ class _Flex:
         if tree.single is not None:
             return None
         saves = paddle_flex_folders.find(tree.listing())
-        return Evidence(paddle_flex_folders.why(saves)) if saves else None
+        if not saves:
+            return None
+        return Evidence(paddle_flex_folders.why(saves), files=paddle_flex_folders.files(saves, tree.listing()))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the metadata and the headers of the data files. Options: `config` (a model's config),

@@ -65,13 +65,12 @@ class Peft:
     holds = Holds(all_states=False, extras=False, dialect="hf", dtypes=frozenset({"C128"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder."""
+        """By the names in a folder. An adapter beside its base's weights accompanies them: transformers opens the base."""
         names = tree.names() if tree.single is None else ()
-        if CONFIG not in names or (SAFE not in names and BIN not in names) or hf_files.choose(tree.listing()):
+        if CONFIG not in names or (SAFE not in names and BIN not in names):
             return None
-        if "pytorch_model.bin" in names or any(name.endswith(".bin.index.json") for name in names):
-            return None
-        return Evidence(f"{CONFIG} and {SAFE if SAFE in names else BIN}")
+        weights = SAFE if SAFE in names else BIN
+        return Evidence(f"{CONFIG} and {weights}", files=frozenset((CONFIG, weights)), loader="transformers", turn=2)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog from headers alone. Raises CorruptFile E1430 (config), Incomplete E1431 (no weights), E1432 (a .bin that

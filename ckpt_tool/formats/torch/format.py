@@ -76,8 +76,7 @@ class _Torch:
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By names and first bytes: see `formats.torch.choice`."""
-        chosen = torch_choice.choose(tree)
-        return Evidence(chosen.why) if chosen else None
+        return torch_choice.evidence(tree)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from pickles and directories alone. Options: `lenient` (bool) allows tensors that the index does
