@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -75,7 +75,8 @@ def _run(job: Job) -> int:
     if show.report:
         from ckpt_tool.report import html
 
-        html.check_target(show.report, job.sources)
+        _check_report(show.report, job, {})
+        html.check_target(show.report)
     mode = "none" if show.quiet else show.progress
     progress = SILENT
     if mode != "none":
@@ -134,10 +135,24 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _check_report(path: str, job: Job, document: Mapping[str, Any]) -> None:
+    """Refuse a report in a source or an output: those of the command line, and those that the document names."""
+    from ckpt_tool.storage.destination import check_beside
+
+    source, target = document.get("source") or {}, document.get("target") or {}
+    read = source.get("paths") or [source.get("path")]
+    check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
+
+
 def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
     from ckpt_tool import __version__
     from ckpt_tool.report import html
 
+    try:
+        _check_report(path, job, document)  # of `apply` and of a merge's config only the run knows what is read
+    except CkptError as e:
+        e.hint = "the run itself is done; name the report elsewhere"
+        raise
     page = job.page(document, True)
     if job.writes:
         from ckpt_tool.report.writing import whole
