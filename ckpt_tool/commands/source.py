@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import gc
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, UnsafeInput
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
 from ckpt_tool.storage.source import Tree, safe_relative
 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 _OF_FORMAT = {"deepspeed-universal": ("latest_universal",)}  # pointers that a format has for itself
+FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
+LINKS = 20  # that are named one by one
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 _STEP = re.compile(r"(iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
 
@@ -54,6 +56,17 @@ def open_source(src: str, reading: Reading) -> Opened:
     from ckpt_tool.storage.opening import open_tree
 
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    try:
+        return _opened(given, reading)
+    except InputError as e:
+        links = _odd_links(given)
+        if links:
+            e.faults = (*e.faults, *links)
+            e.hint = f"{FOLLOW}; {e.hint}" if e.hint else FOLLOW
+        raise
+
+
+def _opened(given: Tree, reading: Reading) -> Opened:
     tree, resolved = resolve(given, reading)
     if reading.from_format is not None:
         fmt = registry.by_name(reading.from_format)
@@ -76,7 +89,17 @@ def open_source(src: str, reading: Reading) -> Opened:
             gc.enable()
     if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
         _check_names(catalog)
+    if given.odd_links or tree.odd_links:
+        note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
+        catalog = replace(catalog, notes=(*catalog.notes, note))
     return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
+
+
+def _odd_links(*trees: Tree) -> list[str]:
+    """`mp_rank_01 is a link that leaves the folder`, for the links that were met and not followed."""
+    shown = {tree.display(path): why for tree in trees for path, why in tree.odd_links.items()}
+    lines = [f"{path} is a link that {why}" for path, why in shown.items()]
+    return lines if len(lines) <= LINKS else [*lines[:LINKS], f"and {len(lines) - LINKS} more links"]
 
 
 def _check_names(catalog: Catalog) -> None:

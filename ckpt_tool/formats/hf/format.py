@@ -150,7 +150,7 @@ def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
 
 
 def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
-    listing = [] if tree.single else list(tree.listing())
+    listing = [] if tree.single else tree.seen(tree.listing())
     hf_files.check(chosen, path=tree.display())
     notes = list(chosen.notes)
     if chosen.index is not None:
