@@ -77,13 +77,15 @@ def _run(job: Job) -> int:
 
         _check_report(show.report, job, {})
         html.check_target(show.report)
+    told = _Told(show)
     mode = "none" if show.quiet else show.progress
     progress = SILENT
     if mode != "none":
         from ckpt_tool.report.progress import progress_of
 
+        announce = _nothing if not job.plans else None if show.json else told.plan
         progress = progress_of(
-            mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, plans=job.plans
+            mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
     try:
         document = job.run(progress)
@@ -93,26 +95,45 @@ def _run(job: Job) -> int:
     if show.json:
         _result(as_json(document))
     elif not (show.quiet and job.writes):
-        _result(_as_text(job, document, show, brief=show.quiet or _plan_is_in_sight(job, mode)))
+        _result(_as_text(job, document, show, told=told.done))
     if show.report:
         _save_report(job, document, show.report)
     return 0 if sound else 1
 
 
-def _plan_is_in_sight(job: Job, mode: str) -> bool:
-    """Did the same terminal show the plan, with all that goes or stays behind, a moment ago?"""
-    from ckpt_tool.report.plain import is_terminal
+class _Told:
+    """The plan of a run, which is the first part of its result: shown on stdout before the first byte moves. done: it was."""
 
-    return job.plans and mode in ("auto", "tty", "plain") and is_terminal(sys.stderr) and is_terminal(sys.stdout)
+    def __init__(self, show: Show) -> None:
+        self._show, self.done = show, False
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        from ckpt_tool.report.plain import look_of, render
+        from ckpt_tool.report.writing import before
+
+        self.done = True
+        text = render(before(document, everything=self._show.verbose > 0), look_of(sys.stdout, self._show.color))
+        try:
+            _result(f"{text}\n")
+        except (OSError, StorageError):  # a reader that has gone, a full disk: the end of the run tells
+            return
 
 
-def _as_text(job: Job, document: dict[str, Any], show: Show, *, brief: bool) -> str:
-    """The result for people. brief: its last line alone, where it has one."""
+def _nothing(document: Mapping[str, Any]) -> None:
+    """A plan that is the result itself (`--dry-run`, `--plan`) is shown as that."""
+
+
+def _as_text(job: Job, document: dict[str, Any], show: Show, *, told: bool) -> str:
+    """The result for people. told: the plan of this run has been shown."""
     from ckpt_tool.report.plain import look_of, render
 
+    if told:
+        from ckpt_tool.report.writing import after
+
+        return render(after(document, everything=show.verbose > 0, told=True), look_of(sys.stdout, show.color))
     page = job.page(document, show.verbose > 0)
     last = page.verdict()
-    return render(last if brief and last.blocks else page, look_of(sys.stdout, show.color))
+    return render(last if show.quiet and last.blocks else page, look_of(sys.stdout, show.color))
 
 
 def as_json(document: dict[str, Any]) -> str:
@@ -153,12 +174,7 @@ def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
     except CkptError as e:
         e.hint = "the run itself is done; name the report elsewhere"
         raise
-    page = job.page(document, True)
-    if job.writes:
-        from ckpt_tool.report.writing import whole
-
-        page = whole(document)
-    html.save(page, path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
+    html.save(job.page(document, True), path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
 
 
 def _result(text: str) -> None:

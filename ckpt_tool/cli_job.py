@@ -106,7 +106,7 @@ def write_job(verb: str, src: str, dst: str, show: Show, reading: Reading, writi
         run,
         written,
         writes=True,
-        plans=not writing.dry_run,
+        plans=not (writing.dry_run or writing.plan_file),
         sources=(src,),
         outputs=(dst, writing.plan_file),
     )

@@ -130,7 +130,14 @@ def merge(
 
     outputs = (dst, writing.plan_file)
     return Job(
-        "merge", show, run, written, writes=True, plans=not writing.dry_run, sources=tuple(sources), outputs=outputs
+        "merge",
+        show,
+        run,
+        written,
+        writes=True,
+        plans=not (writing.dry_run or writing.plan_file),
+        sources=tuple(sources),
+        outputs=outputs,
     )
 
 
@@ -217,7 +224,7 @@ def apply(
 
         return command(plan, part, writing, progress)
 
-    return Job("apply", show, run, written, writes=True, plans=not writing.dry_run)
+    return Job("apply", show, run, written, writes=True, plans=not (writing.dry_run or writing.plan_file))
 
 
 @takes()
