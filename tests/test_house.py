@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -259,6 +260,23 @@ def _loads(name: str) -> bool:
         assert e.name is not None and e.name.startswith("ckpt_tool.formats")
         return False
     return True
+
+
+EXTRAS = ("torch", "remote", "ray")  # for verbs that not everybody runs: without them these say what to install
+
+
+def test_every_library_is_a_dependency() -> None:
+    """What an option needs comes with the tool, but for three extras of large frameworks and stores."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = (*project["dependencies"], *(row for name in EXTRAS for row in project["optional-dependencies"][name]))
+    have = {re.split(r"[<>=\[; ]", row)[0].lower().replace("-", "_") for row in stated}
+    libraries = {
+        module
+        for file, source in MODULES.items()
+        for _, module, _ in imports_of(ast.parse(source), MODULES)
+        if not (module.endswith(".py") or module in MODULES or module in sys.stdlib_module_names)
+    }
+    assert {{"yaml": "pyyaml"}.get(module, module) for module in libraries} <= have
 
 
 def test_policies_are_those_of_the_layout() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import wrap_os_error
+from ckpt_tool.storage.destination import local_path
 
 SUFFIX = ".ckpt-partial"
 
@@ -17,6 +18,7 @@ SUFFIX = ".ckpt-partial"
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     """Staging folders directly below `folder`: path, bytes, whether a run still holds the lock; removed with `remove`."""
     found = []
+    local_path(folder)
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as e:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
-from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.options import DEFAULT_POLICY, Writing
 from ckpt_tool.commands.quantised import held_together
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh, divisors_near
@@ -17,8 +17,6 @@ from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
 from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
-
-_SHARED = ("paddle", "paddle-flex")  # formats whose ranks share states as --sharding says
 
 
 def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
@@ -37,12 +35,7 @@ def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
 
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
     """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
-    _refuse_foreign(fmt, writing)
     if fmt.holds.own_layout:
-        if writing.layout:
-            raise UsageError(
-                f"--layout: {fmt.name} lays its ranks out itself", code="E0260", hint="give degrees: --tp, --pp, --ep"
-            )
         return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
@@ -76,7 +69,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
         Wishes(
             Mesh.of(**degrees),
             zero,
-            writing.on_indivisible,
+            writing.on_indivisible or DEFAULT_POLICY,
             rules,
             cuts,
             writing.pp_split,
@@ -84,19 +77,6 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
         ),
     )
-
-
-def _refuse_foreign(fmt: Format, writing: Writing) -> None:
-    """Raise UsageError E0261 for an option that would change nothing in silence."""
-    stages = fmt.holds.own_layout or "pp" in fmt.holds.mesh
-    for name, given, takes, whose in (
-        ("sharding", writing.sharding, fmt.name in _SHARED, " and ".join(_SHARED)),
-        ("pp-split", writing.pp_split, stages, "formats of pipeline stages"),
-    ):
-        if given and not takes:
-            raise UsageError(
-                f"--{name} has no meaning for {fmt.name}", code="E0261", hint=f"it belongs to {whose}: leave it off"
-            )
 
 
 def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:

@@ -38,6 +38,7 @@ METHODS = (
 TIED_HEAD = ("keep", "tie", "untie")
 VERIFY = ("off", "quick", "full")
 DEVICES = ("cpu", "cuda")
+DEFAULT_POLICY = "largest-dim"
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
 DEFAULT_MEMORY = 1 << 30  # bytes
 
@@ -61,7 +62,7 @@ class Writing:
     zero: int | None = None
     sharding: str | None = None
     spec: str | None = None
-    on_indivisible: str = "largest-dim"
+    on_indivisible: str | None = None
     states: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     as_model: str | None = None
@@ -73,7 +74,7 @@ class Writing:
     remove_keys: tuple[str, ...] = ()
     keep_keys: tuple[str, ...] = ()
     model_only: bool = False
-    max_shard_size: int = DEFAULT_SHARD_SIZE
+    max_shard_size: int | None = None
     force: bool = False
     resume: bool = True
     fsync: bool = True
@@ -298,7 +299,7 @@ def _writing(taken: Taken) -> Writing:
         zero=take("zero", values.between(0, 3), None),
         sharding=take("sharding", values.one_of(SHARDINGS), None),
         spec=take("spec", values.one_of(SPECS), None),
-        on_indivisible=policy or "largest-dim",
+        on_indivisible=policy or None,
         states=take("state", values.words, ()),
         drop=take("drop", values.words, ()),
         as_model=take("as_model", values.one_of(("ema", "master")), None),
@@ -310,7 +311,7 @@ def _writing(taken: Taken) -> Writing:
         remove_keys=take("remove_keys", values.patterns, ()),
         keep_keys=take("keep_keys", values.patterns, ()),
         model_only=take("model_only", bool, False),
-        max_shard_size=take("max_shard_size", values.size, DEFAULT_SHARD_SIZE),
+        max_shard_size=take("max_shard_size", values.size, None),
         force=take("force", bool, False),
         resume=take("resume", bool, True),
         fsync=take("fsync", bool, True),
@@ -318,7 +319,7 @@ def _writing(taken: Taken) -> Writing:
         threads=take("threads", values.count, None),
         verify=take("verify", values.one_of(VERIFY), "quick"),
         dry_run=take("dry_run", bool, False),
-        plan_file=take("plan", values.text, None),
+        plan_file=take("plan", values.output, None),
         ray=take("ray", values.text, None),
         device=take("device", values.one_of(DEVICES), "cpu"),
         pinned=take("pinned", values.sizes, (0, 0)),

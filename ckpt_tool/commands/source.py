@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ckpt_tool.commands import hub_cache
 from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, Specificity
@@ -21,6 +21,8 @@ from ckpt_tool.storage.source import Tree, safe_relative
 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 _OF_FORMAT = {"deepspeed-universal": ("latest_universal",)}  # pointers that a format has for itself
+FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
+LINKS = 20  # that are named one by one
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 _STEP = re.compile(r"(iter_|global_step_?|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
 
@@ -57,6 +59,17 @@ def open_source(src: str, reading: Reading) -> Opened:
     from ckpt_tool.storage.opening import open_tree
 
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    try:
+        return _opened(given, reading)
+    except InputError as e:
+        links = _odd_links(given)
+        if links:
+            e.faults = (*e.faults, *links)
+            e.hint = f"{FOLLOW}; {e.hint}" if e.hint else FOLLOW
+        raise
+
+
+def _opened(given: Tree, reading: Reading) -> Opened:
     tree, resolved = given, ""
     try:
         tree, resolved = resolve(given, reading)
@@ -69,12 +82,15 @@ def open_source(src: str, reading: Reading) -> Opened:
         _check_names(catalog)
     if not catalog.tensors and not catalog.unsafe:
         raise no_tensors(tree, fmt.name)
-    if not catalog.unsafe:  # code is told first
+    if not catalog.unsafe:  # code is refused first
         notes = look_for_copies(tree, catalog, lenient=reading.lenient)
         catalog = replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
     if reading.require_checksums:  # of every format, also of those whose readers do not ask
         unproved = (tensor for key, tensor in catalog.tensors.items() if key not in catalog.digests)
         checksums.missing(tree, unproved, required=True)
+    if given.odd_links or tree.odd_links:
+        note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
+        catalog = replace(catalog, notes=(*catalog.notes, note))
     return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
 
 
@@ -123,6 +139,13 @@ def no_tensors(tree: Tree, name: str) -> InputError:
         hint=f"its folders are checkpoints, pass one of them: {', '.join(below)}" if below
         else "pass the checkpoint itself; what lies here are settings or a job's own records",
     )  # fmt: skip
+
+
+def _odd_links(*trees: Tree) -> list[str]:
+    """`mp_rank_01 is a link that leaves the folder`, for the links that were met and not followed."""
+    shown = {tree.display(path): why for tree in trees for path, why in tree.odd_links.items()}
+    lines = [f"{path} is a link that {why}" for path, why in shown.items()]
+    return lines if len(lines) <= LINKS else [*lines[:LINKS], f"and {len(lines) - LINKS} more links"]
 
 
 def _check_names(catalog: Catalog) -> None:

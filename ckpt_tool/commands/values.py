@@ -39,6 +39,17 @@ def text(value: Any) -> str:
     return value
 
 
+def output(value: Any) -> str:
+    """The path of a file or folder to write, no URL."""
+    from ckpt_tool.storage.destination import url_fault
+
+    path = text(value)
+    fault = url_fault(path)
+    if fault is not None:
+        raise BadValue(fault[0], hint=fault[1])
+    return path
+
+
 def integer(value: Any) -> int:
     """A whole number."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -117,7 +117,8 @@ class Places(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Every file of the output. `single`: the output is one file of this name, not a folder. places: given where the
+    """Every file of the output. `single`: the output is one file of this name, not a folder. by_size: files end where
+    `Wanted.shard_size` says. places: given where the
     files' arrays are `Later`s: the same answers, tensor by tensor."""
 
     format: str
@@ -125,6 +126,7 @@ class Target:
     single: str | None = None
     notes: tuple[str, ...] = ()
     places: Places | None = None
+    by_size: bool = False
 
     @property
     def nbytes(self) -> int:

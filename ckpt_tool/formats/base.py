@@ -21,6 +21,11 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import Target, Wanted
 
 
+# What files of weights are called, whatever their format: a name with one of them promises what is inside.
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pdparams", ".pdopt", ".gguf")
+PLACED = frozenset({"zero", "pp-split", "layout", "on-indivisible"})  # of formats that `plan.placing` lays out
+
+
 class Specificity(IntEnum):
     """What a claim rests on. Of two claims on the same files the more specific one counts (`formats.registry`)."""
 
@@ -53,7 +58,9 @@ class Holds:
     all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no place
     although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
     out in files (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is
-    replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: may be one file.
+    replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: the suffixes
+    under which the output may be one file, () for folders alone. heeds: of the options that only some formats can heed
+    (max-shard-size, zero, sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
     dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
     DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.options`.
     """
@@ -63,7 +70,8 @@ class Holds:
     mesh: tuple[str, ...] = ()
     replicas: bool = False
     zero: int = 0
-    single: bool = False
+    single: tuple[str, ...] = ()
+    heeds: frozenset[str] = frozenset()
     dialect: str = "keep"
     own_layout: bool = False
     dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold

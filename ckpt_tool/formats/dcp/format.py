@@ -38,7 +38,7 @@ from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import PLACED, Evidence, Holds
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp import systems as dcp_systems
 from ckpt_tool.formats.dcp.folders import Save
@@ -60,7 +60,7 @@ class _Dcp:
     name = "dcp"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp", "cp"), replicas=False, zero=3,
-        dialect="keep", dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        dialect="keep", heeds=PLACED, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:

@@ -65,7 +65,7 @@ class _DeepSpeed:
     name = "deepspeed"
     holds = Holds(
         mesh=("pp", "ep", "dp"), zero=1, dialect="keep", own_layout=True,
-        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        heeds=frozenset({"zero", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:

@@ -75,7 +75,14 @@ class HfSafetensors:
     tensors that the index does not name are told in notes instead of refused; `prefer` (str): the index to read by."""
 
     name = "safetensors"
-    holds = Holds(all_states=False, extras=False, single=True, dialect="hf", dtypes=frozenset({"C128"}))
+    holds = Holds(
+        all_states=False,
+        extras=False,
+        single=(".safetensors",),
+        dialect="hf",
+        dtypes=frozenset({"C128"}),
+        heeds=frozenset({"max-shard-size"}),
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By the names in a folder; by the first bytes of a single file, a damaged one by its name."""
@@ -163,7 +170,7 @@ def read_of(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> 
 
 @gc_paused()
 def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalog:
-    listing = [] if tree.single else list(tree.listing())
+    listing = [] if tree.single else tree.seen(tree.listing())
     hf_files.check(chosen, path=tree.display())
     notes = list(chosen.notes)
     if chosen.index is not None:
@@ -391,7 +398,7 @@ def _target(wanted: Wanted) -> Target:
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if len(bins) < 2:
         one = bins[0] if bins else ()
-        return Target(FORMAT.name, (_file(STEM + SUFFIX, wanted.tensors, one), *copies))
+        return Target(FORMAT.name, (_file(STEM + SUFFIX, wanted.tensors, one), *copies), by_size=True)
     names = [f"{STEM}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
     files = tuple(_file(name, wanted.tensors, rows) for name, rows in zip(names, bins, strict=True))
     weight_map = {wanted.tensors[row].key.name: name for name, rows in zip(names, bins, strict=True) for row in rows}
@@ -400,7 +407,7 @@ def _target(wanted: Wanted) -> Target:
         total_parameters=sum(prod(tensor.shape) for tensor in wanted.tensors),
         total_size=sum(tensor.nbytes for tensor in wanted.tensors),
     )
-    return Target(FORMAT.name, (*files, whole_file(STEM + INDEX_SUFFIX, index), *copies))
+    return Target(FORMAT.name, (*files, whole_file(STEM + INDEX_SUFFIX, index), *copies), by_size=True)
 
 
 def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -46,7 +46,7 @@ class _Megatron:
     name = "megatron"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "vpp", "ep", "etp", "dp", "cp"), replicas=True, zero=1,
-        dialect="megatron", own_layout=True, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        dialect="megatron", own_layout=True, heeds=frozenset({"spec", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:

@@ -75,7 +75,7 @@ class _MegatronDist:
     name = "megatron-dist"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "etp", "dp", "cp", "vpp"), replicas=False, zero=0,
-        dialect="megatron", own_layout=True, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        dialect="megatron", own_layout=True, heeds=frozenset({"spec", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:

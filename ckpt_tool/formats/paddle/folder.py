@@ -63,7 +63,7 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
         reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
     sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
     read = {*(file.name for file in files), *beside.files}
-    unread = [name for name in names if name.endswith(_DATA) and name not in read]
+    unread = [name for name in tree.seen(names) if name.endswith(_DATA) and name not in read]
     if unread:
         reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
     catalog = reading.catalog(beside.extras, sides, beside.files)

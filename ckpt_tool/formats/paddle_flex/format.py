@@ -72,7 +72,7 @@ class _Flex:
     name = "paddle-flex"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp"), zero=1, dialect="paddle", own_layout=True,
-        dtypes=frozenset(_ALL) - frozenset(DTYPE_NAMES.values()),
+        heeds=frozenset({"zero", "sharding", "pp-split"}), dtypes=frozenset(_ALL) - frozenset(DTYPE_NAMES.values()),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:

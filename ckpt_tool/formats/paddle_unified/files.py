@@ -163,7 +163,7 @@ def notes_of(tree: Tree, taken: Iterable[str], sidefiles: Iterable[str]) -> list
     """What lies beside and is not read: files of the job, files that no index names, anything else."""
     known = {*taken, *sidefiles}
     job, stray, other = list[str](), list[str](), list[str]()
-    for name in tree.names():
+    for name in tree.seen(tree.names()):
         if name in known or _SIGNAL.fullmatch(name) or _PLAIN.fullmatch(name):
             continue
         if _JOB.fullmatch(name):

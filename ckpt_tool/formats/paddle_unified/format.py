@@ -57,7 +57,11 @@ class PaddleUnified:
     wrong; `lenient` (bool): tensors that no index names, weights without a state, are told in notes instead of refused."""
 
     name = "paddle-unified"
-    holds = Holds(dialect="paddle", dtypes=frozenset({"C128", "U16"}))  # 16-bit integers mean bf16 to Paddle
+    holds = Holds(
+        dialect="paddle",
+        heeds=frozenset({"max-shard-size"}),
+        dtypes=frozenset({"C128", "U16"}),  # 16-bit integers mean bf16 to Paddle
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By the names in a folder; a model alone by the first bytes of a file."""

@@ -84,7 +84,7 @@ class Peft:
             )  # fmt: skip
         file = SAFE if SAFE in names else BIN
         sidefiles = tuple(name for name in names if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
-        notes = hf_files.ignored((name for name in names if name != CONFIG), (file, *sidefiles))
+        notes = hf_files.ignored((name for name in tree.seen(names) if name != CONFIG), (file, *sidefiles))
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()
         if file == SAFE:

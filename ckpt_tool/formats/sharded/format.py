@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.mesh import DIMS
-from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.base import PLACED, Evidence, Holds, Specificity
 from ckpt_tool.formats.sharded.index import INDEX
 from ckpt_tool.formats.sharded.read import read_catalog
 from ckpt_tool.storage.source import Tree
@@ -67,7 +67,12 @@ class Sharded:
 
     name = "sharded"
     holds = Holds(
-        mesh=("tp", "pp", "ep", "dp", "cp"), replicas=True, zero=3, dialect="keep", dtypes=frozenset({"C128"})
+        mesh=("tp", "pp", "ep", "dp", "cp"),
+        replicas=True,
+        zero=3,
+        dialect="keep",
+        heeds=PLACED,
+        dtypes=frozenset({"C128"}),
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

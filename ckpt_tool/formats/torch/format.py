@@ -70,7 +70,8 @@ class _Torch:
 
     name = "torch"
     holds = Holds(
-        all_states=True, extras=True, mesh=(), single=True, dialect="keep",
+        all_states=True, extras=True, mesh=(), single=(".pt", ".pth", ".bin", ".ckpt"), dialect="keep",
+        heeds=frozenset({"max-shard-size"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
@@ -241,7 +242,7 @@ def _target(wanted: Wanted) -> Target:
     _check_dtypes(wanted.tensors)
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if wanted.single is None and not wanted.extras and all(tensor.key.state == MODEL for tensor in wanted.tensors):
-        return Target("torch", (*_hugging_face(wanted), *copies))
+        return Target("torch", (*_hugging_face(wanted), *copies), by_size=True)
     places = [stored(str(i), tensor.shape, tensor.dtype) for i, tensor in enumerate(wanted.tensors)]
     if _bare(wanted):
         state: Mapping[Any, Any] = {t.key.name: place for t, place in zip(wanted.tensors, places, strict=True)}
