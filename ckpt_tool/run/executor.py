@@ -116,7 +116,7 @@ class Executor:
         for record in plan.records:
             self._record_starts.setdefault(record.file, set()).add(record.offset)
         self._patch_starts = {
-            number: frozenset(array[0] for array in arrays)
+            number: frozenset(array.offset for array in arrays)
             for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
             if any(patch.kind == "crc32" for patch in file.patches)
         }

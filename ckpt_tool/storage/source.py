@@ -20,6 +20,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tool.core.inner_path import FOLDERS, STAGED, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -32,7 +33,6 @@ from ckpt_tool.errors import (
 from ckpt_tool.storage.inline_arrays import INLINE, base_of, view
 
 FILE_LIMIT = 1_000_000  # entries of one tree
-DEPTH_LIMIT = 6  # folders below the root
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -58,26 +58,7 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
         named_in: the file that states it, for the message.
         place: where in that file (JSON pointer, pickle position).
     """
-    parts = path.split("/")
-    reason = ""
-    if not path:
-        reason = "is empty"
-    elif path.startswith("/"):
-        reason = "is absolute"
-    elif "\\" in path or any(character < " " or character == "\x7f" for character in path):
-        reason = "holds a backslash or a control character"
-    elif not _encodable(path):
-        reason = "is no text"
-    elif "://" in path or path.startswith("file:"):
-        reason = "is a URL"
-    elif len(path) > 1 and path[1] == ":":
-        reason = "names a drive"
-    elif any(part in ("", ".", "..") for part in parts):
-        reason = "holds an empty, '.' or '..' component"
-    elif any(part.endswith((" ", ".")) for part in parts):
-        reason = "has a component that ends in a space or a dot"
-    elif any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts) or len(parts) > DEPTH_LIMIT:
-        reason = "is too long or too deep"
+    reason = unfit(path)
     if reason:
         raise UnsafeInput(
             f"the file name {path[:200]!r} {reason}; only plain names inside the checkpoint's folder are opened",
@@ -87,14 +68,6 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
             hint="a checkpoint that points outside its own folder is not opened; get it from its author again",
         )
     return path
-
-
-def _encodable(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # a lone surrogate out of a JSON escape
-        return False
-    return True
 
 
 class Tree:
@@ -182,7 +155,7 @@ class Tree:
         for entry in entries:
             path = prefix + entry.name
             if entry.is_dir(follow_symlinks=self._links):
-                if depth < DEPTH_LIMIT and not entry.name.endswith(".ckpt-partial"):
+                if depth < FOLDERS and not entry.name.endswith(STAGED):
                     self._walk(path + "/", found, depth + 1)
                 continue
             found[path] = self._size_of(entry)
