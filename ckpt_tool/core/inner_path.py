@@ -101,10 +101,11 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
             why = "is written twice" if other == path else f"differs from {other[:200]!r} in case alone"
         if why:
             yield path, why
-    folders: set[str] = set()
-    for folded in seen:
+    folders: dict[str, str] = {}
+    for folded, path in seen.items():
         above = folded.rpartition("/")[0]
         while above and above not in folders:
-            folders.add(above)
+            folders[above] = path
             above = above.rpartition("/")[0]
-    yield from ((path, "is a folder of another file") for folded, path in seen.items() if folded in folders)
+    for folded in sorted(folders.keys() & seen.keys()):
+        yield folders[folded], f"needs a folder where the file {seen[folded][:200]!r} lies"

@@ -10,12 +10,13 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import OutputExists, StorageError
 
 
 def staging_path(destination: Path) -> Path:
     """The hidden sibling in which `destination` grows."""
-    return destination.parent / f".{destination.name}.ckpt-partial"
+    return destination.parent / f".{destination.name}{STAGED}"
 
 
 def check_destination(destination: Path, sources: Iterable[Path], *, force: bool) -> None:
@@ -52,6 +53,18 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
         )  # fmt: skip
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
+
+
+def refuse_link(destination: Path) -> None:
+    """Raise OutputExists E1603 where the output's name is a symbolic link: replacing the link would leave what it points to,
+    replacing what it points to is not what the name says."""
+    if destination.is_symlink():
+        raise OutputExists(
+            f"{destination} is a symbolic link to {os.readlink(destination)}, and --force replaces no links",
+            code="E1603",
+            path=destination,
+            hint=f"name what it points to ({destination.resolve()}), or remove the link",
+        )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
