@@ -112,7 +112,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
                 hint=f"the save did not finish, or the folder was moved; pass one of those that are there{_steps(tree)}",
             )  # fmt: skip
         return tree.below(name), f"{pointer} points to {name}{other}"
-    steps = sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
+    steps = steps_in(tree)
     if not steps or _claimed(tree):
         return tree, ""
     if len(steps) == 1:
@@ -127,8 +127,13 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     )  # fmt: skip
 
 
+def steps_in(tree: Tree) -> list[str]:
+    """The folders directly in the tree that are called as steps of a training run are."""
+    return sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
+
+
 def _steps(tree: Tree) -> str:
-    found = sorted({path.split("/")[0] for path in tree.listing() if _STEP.match(path.split("/")[0])})
+    found = steps_in(tree)
     return f": {', '.join(found[-3:])}" if found else ""
 
 

@@ -53,6 +53,10 @@ def unfit(path: str) -> str:
     return ""
 
 
+def _shown(path: str) -> str:
+    return repr(path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}")
+
+
 def _encodable(path: str) -> bool:
     try:
         os.fsencode(path)
@@ -66,7 +70,7 @@ def inner_path(path: str) -> tuple[str, ...]:
     why = unfit(path)
     if why:
         raise UnsafeInput(
-            f"the output path {path[:200]!r} {why}",
+            f"the output path {_shown(path)} {why}",
             code="E1600",
             hint="only plain names below the output's own folder are written",
         )
@@ -81,7 +85,7 @@ def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None]
     found = list(output_faults(paths))
     if found:
         keys = [named_by(at) for at, _ in found[:SHOWN]]
-        texts = [f"{at[:200]!r} {why}" for at, why in found]
+        texts = [f"{_shown(at)} {why}" for at, why in found]
         told = [text if key is None else f"{key[:200]}: {text}" for key, text in zip(keys, texts, strict=False)]
         raise UnsafeInput(
             f"the output path {texts[0]}", code="E1600", path=path, key=keys[0], hint=hint, faults=told[1:]
@@ -98,7 +102,7 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
         if other is None:
             seen[folded] = path
         elif not why:
-            why = "is written twice" if other == path else f"differs from {other[:200]!r} in case alone"
+            why = "is written twice" if other == path else f"differs from {_shown(other)} in case alone"
         if why:
             yield path, why
     folders: dict[str, str] = {}
@@ -108,4 +112,4 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
             folders[above] = path
             above = above.rpartition("/")[0]
     for folded in sorted(folders.keys() & seen.keys()):
-        yield folders[folded], f"needs a folder where the file {seen[folded][:200]!r} lies"
+        yield folders[folded], f"needs a folder where the file {_shown(seen[folded])} lies"

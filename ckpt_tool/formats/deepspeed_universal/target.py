@@ -77,7 +77,7 @@ def target(wanted: Wanted) -> Target:
     small = TorchComposer()
     files.append(small.file(model3_name(0, 0), {**top, "module": OrderedMap(), **_lists(layout, wanted)}))
     steps = extras.get("global_steps", extras.get("iteration"))
-    tag = f"global_step{steps}_universal" if type(steps) is int and steps >= 0 else "universal"
+    tag = f"global_step{steps}_universal" if type(steps) is int and 0 <= steps < 1 << 62 else "universal"
     placed = [TargetFile(f"{tag}/{f.path}", f.size, f.literals, f.arrays, f.patches) for f in files]
     copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
     pointer = whole_file("latest_universal", tag.encode())
