@@ -6,7 +6,7 @@ if it can lead nowhere but below the folder, on every file system that a checkpo
     zero/model.layers.0.weight/fp32.pt      ("zero", "model.layers.0.weight", "fp32.pt")
     zero/../../victim/fp32.pt               refused: holds an empty, '.' or '..' component
 
-Readers ask by `storage.source.safe_relative`, plans by `check_outputs`, staging by `inner_path` whenever it opens a file. The
+Readers ask by `storage.source.safe_relative` (and `leaves` of what a listing found), plans by `check_outputs`, staging by `inner_path` whenever it opens a file. The
 names of an unfinished run's own files (`JOURNAL`, `STAGED`) are stated here, because no output may bear them.
 """
 
@@ -51,6 +51,11 @@ def unfit(path: str) -> str:
     if JOURNAL in folded or STAGED in folded:
         return "holds a name of an unfinished run's own files"
     return ""
+
+
+def leaves(path: str) -> bool:
+    """May a relative path of real files, whose names may be odd, lead out of its folder (or be no path at all)?"""
+    return path.startswith("/") or "\0" in path or ".." in path.split("/") or not _encodable(path)
 
 
 def _shown(path: str) -> str:

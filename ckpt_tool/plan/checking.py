@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ckpt_tool.core.box import Box, contiguous_strides, first_overlap
-from ckpt_tool.core.inner_path import check_outputs
+from ckpt_tool.core.inner_path import check_outputs, leaves
 from ckpt_tool.core.target import PATCH_BYTES, TargetFile
 from ckpt_tool.plan.copy import Region
 from ckpt_tool.plan.plan import Extent, Move, Plan
@@ -49,8 +49,11 @@ def check(plan: Plan, path: str) -> list[str]:
 
 def _whole(plan: Plan) -> Iterator[str]:
     name = os.path.basename(plan.destination)
-    if not os.path.isabs(plan.destination) or "\0" in plan.destination or name in ("", ".", ".."):
+    if not os.path.isabs(plan.destination) or name in ("", ".", ".."):
         yield f"the destination {plan.destination[:200]!r} is no absolute path of a file or folder"
+    for file in plan.sources:
+        if leaves(file.path):
+            yield f"the source file {file.path[:200]!r} leaves {file.root[:200]!r}"
     if plan.single is not None and [file.path for file in plan.outputs] != [plan.single]:
         yield f"the output is one file {plan.single[:200]!r}, and the plan has {len(plan.outputs)} files"
     keys = Counter(move.key for move in plan.moves)
@@ -103,6 +106,8 @@ def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
             return f"a region lies in file {region.file} of {len(sizes)}"
         if region.offset + _reach(region, item) > sizes[region.file]:
             return "a region leaves its file"
+        if any(stride % item for stride in region.strides):
+            return f"a region steps by less than elements of {item} bytes"
     return ""
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,14 +81,14 @@ def _plan(document: Any) -> Plan:
         raise ValueError(f"plan version {version!r:.40}, want {PLAN_VERSION}")
     files = [_mapping(file) for file in _rows(document["outputs"])]
     return Plan(
-        tuple(SourceFile(_text(root), _text(at), _numbers(seen, 5)) for root, at, seen in _rows(document["sources"])),
+        tuple(SourceFile(_path(root), _path(at), _numbers(seen, 5)) for root, at, seen in _rows(document["sources"])),
         tuple(Record(*_numbers(record, 4)) for record in _rows(document["records"])),
         tuple(map(_file, files)),
         tuple(tuple(Extent(*_numbers(row, 3, low=-1)) for row in _rows(file["arrays"])) for file in files),
         tuple(map(_move, _rows(document["moves"]))),
         _text(document["format"]),
         None if document["single"] is None else _text(document["single"]),
-        _text(document["destination"]),
+        _path(document["destination"]),
         _options(_mapping(document["options"])),
         dict(_mapping(document["report"])),
     )
@@ -159,6 +160,17 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected a string, got {value!r:.40}")
     return value
+
+
+def _path(value: Any) -> str:
+    text = _text(value)
+    try:
+        raw = os.fsencode(text)
+    except UnicodeEncodeError:
+        raw = b""
+    if not raw or b"\0" in raw:
+        raise ValueError(f"expected a path, got {text!r:.80}")
+    return text
 
 
 def _number(value: Any) -> int:

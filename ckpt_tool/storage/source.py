@@ -20,7 +20,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tool.core.inner_path import FOLDERS, STAGED, unfit
+from ckpt_tool.core.inner_path import FOLDERS, STAGED, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -204,7 +204,9 @@ class Tree:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
-        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs."""
+        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs, other folders' files."""
+        if path != self.single and leaves(path):
+            safe_relative(path, named_in=self.shown)
         try:
             return self._open(path)
         except OSError as e:

@@ -98,7 +98,9 @@ def test_hostile_names_stay_inside_or_are_refused(to: str, make: Any, tmp_path: 
     (tmp_path / "source").mkdir()
     everything = make(tmp_path / "source", (*names, "w.weight"))
     code, error = field.convert(everything, to)
-    assert (code, error.get("code")) == field_code(field.convert(everything, to, "--dry-run")), "a dry run says otherwise"
+    assert (code, error.get("code")) == field_code(field.convert(everything, to, "--dry-run")), (
+        "a dry run says otherwise"
+    )
     if code == 0:
         assert to not in LEAD_ELSEWHERE
         return
@@ -141,7 +143,13 @@ def test_side_files_with_odd_names_stay_inside(to: str, tmp_path: Path, field: F
     source = model(tmp_path, ("w.weight",)).parent / "folder"
     source.mkdir()
     os.rename(tmp_path / "model.safetensors", source / "model.safetensors")
-    for name in ("tokenizer\\..\\victim.json", "tokenizer\n.json", "tokenizer .json", "TOKENIZER.json", "tokenizer.json"):
+    for name in (
+        "tokenizer\\..\\victim.json",
+        "tokenizer\n.json",
+        "tokenizer .json",
+        "TOKENIZER.json",
+        "tokenizer.json",
+    ):
         (source / name).write_text("{}")
         field.convert(source, to)
         (source / name).unlink()

@@ -105,7 +105,9 @@ class _Writing:
         steps = {g.get("step") for one in chained(self.extras.get("optimizer")) for g in groups_of(one)}
         steps |= {self.extras.get(name) for name in ("step", "global_step")}
         known = [
-            int(step) for step in steps if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < MOST
+            int(step)
+            for step in steps
+            if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < MOST
         ]
         if len(known) == 1:
             self.notes.append(f"the source names no iteration: its step {known[0]} is taken")
