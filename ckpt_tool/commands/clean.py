@@ -9,10 +9,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import wrap_os_error
 from ckpt_tool.storage.destination import local_path
-
-SUFFIX = ".ckpt-partial"
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     except OSError as e:
         raise wrap_os_error(e, folder, "listing") from e
     for entry in entries:
-        if not (entry.name.startswith(".") and entry.name.endswith(SUFFIX)):
+        if not (entry.name.startswith(".") and entry.name.endswith(STAGED)):
             continue
         info = entry.stat(follow_symlinks=False)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():

@@ -191,7 +191,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         if beside and reading.from_format is None:
             raise _here_and_there(tree, below, beside, f"{name}, which {pointer} points to")
         return below, f"{pointer} points to {name}{other}"
-    steps = sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
+    steps = steps_in(tree)
     if not steps or _claimed(tree):
         return tree, ""
     if len(steps) == 1:
@@ -231,8 +231,13 @@ def _here_and_there(tree: Tree, below: Tree, here: list[registry.Claim], there: 
     )  # fmt: skip
 
 
+def steps_in(tree: Tree) -> list[str]:
+    """The folders directly in the tree that are called as steps of a training run are."""
+    return sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
+
+
 def _steps(tree: Tree) -> str:
-    found = sorted({path.split("/")[0] for path in tree.listing() if _STEP.match(path.split("/")[0])})
+    found = steps_in(tree)
     return f": {', '.join(found[-3:])}" if found else ""
 
 

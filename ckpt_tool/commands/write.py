@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.commands.arguments import with_arguments
-from ckpt_tool.commands.carry_out import execute, save_plan
+from ckpt_tool.commands.carry_out import execute
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import more_than_computed
 from ckpt_tool.commands.config import config_in
@@ -22,7 +22,9 @@ from ckpt_tool.commands.degrees import degrees_of, layout_of
 from ckpt_tool.commands.heeded import refuse_idle, refuse_unsplit, single_name
 from ckpt_tool.commands.on_device import movers_of, with_device
 from ckpt_tool.commands.options import DEFAULT_SHARD_SIZE, Writing
+from ckpt_tool.commands.plan_file import save_plan
 from ckpt_tool.commands.quantised import as_they_are, refuse_cut_blocks
+from ckpt_tool.commands.replaced import check_replaced
 from ckpt_tool.commands.select import group_of, removed_rows
 from ckpt_tool.commands.side_files import side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DTYPES, DType
@@ -70,6 +72,8 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
                for opened in chosen.sources if opened.tree.local]  # fmt: skip
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
+        if writing.force:
+            check_replaced(destination)
     except Exception:
         sweep_leavings(destination)
         raise

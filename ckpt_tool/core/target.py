@@ -23,6 +23,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import Path, TensorKey
 
 DIGEST_CHARS = 32  # hex digits of a digest, the size of its hole in an index
+PATCH_BYTES = {"crc32": 4, "digest": DIGEST_CHARS, "sha256": 64}  # kind of a patch -> bytes of its hole
 T = TypeVar("T")
 
 

@@ -64,7 +64,7 @@ def fill_patches(
                 elif patch.kind == "sha256":
                     write_all(fd, _sha256(staging, plan.outputs[patch.of].path), patch.offset, file.path)
                 else:
-                    spans.setdefault(patch.span or arrays[patch.of], []).append(patch.offset)
+                    spans.setdefault(patch.span or arrays[patch.of][:2], []).append(patch.offset)
             for offsets, crc in zip(spans.values(), _checksums(fd, spans, written), strict=True):
                 for offset in offsets:
                     write_all(fd, crc.to_bytes(4, "little"), offset, file.path)

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.opening import scheme_of
 
@@ -39,7 +40,7 @@ def local_path(path: str) -> Path:
 
 def staging_path(destination: Path) -> Path:
     """The hidden sibling in which `destination` grows."""
-    return destination.parent / f".{destination.name}.ckpt-partial"
+    return destination.parent / f".{destination.name}{STAGED}"
 
 
 def check_destination(destination: Path, sources: Iterable[Path], *, force: bool) -> None:
@@ -98,6 +99,18 @@ def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterab
                     path=path,
                     hint="name a file elsewhere: neither a source nor an output gets other files",
                 )
+
+
+def refuse_link(destination: Path) -> None:
+    """Raise OutputExists E1603 where the output's name is a symbolic link: replacing the link would leave what it points to,
+    replacing what it points to is not what the name says."""
+    if destination.is_symlink():
+        raise OutputExists(
+            f"{destination} is a symbolic link to {os.readlink(destination)}, and --force replaces no links",
+            code="E1603",
+            path=destination,
+            hint=f"name what it points to ({destination.resolve()}), or remove the link",
+        )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

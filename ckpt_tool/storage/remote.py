@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -34,7 +35,7 @@ from ckpt_tool.errors import (
     near_misses,
 )
 from ckpt_tool.storage.inline_arrays import INLINE, base_of
-from ckpt_tool.storage.source import DEPTH_LIMIT, FILE_LIMIT, Identity, Tree, missing_file, safe_relative
+from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 
 FIRST_FETCH = 64 << 10  # bytes
 LAST_FETCH = 2 << 20  # bytes
@@ -104,7 +105,7 @@ class RemoteTree(Tree):
 
     def _find(self) -> dict[str, int]:
         try:
-            entries = self._fs.find(self._base, maxdepth=DEPTH_LIMIT + 1, withdirs=False, detail=True)
+            entries = self._fs.find(self._base, maxdepth=FOLDERS + 1, withdirs=False, detail=True)
         except _errors() as e:
             self._fail(e, "", "listing")
         if len(entries) > FILE_LIMIT:

@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tool.core.inner_path import FOLDERS, STAGED, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -36,7 +37,6 @@ from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, op
 from ckpt_tool.storage.records import Met
 
 FILE_LIMIT = 1_000_000  # entries of one tree
-DEPTH_LIMIT = 6  # folders below the root
 
 
 class Identity(NamedTuple):
@@ -61,26 +61,7 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
         named_in: the file that states it, for the message.
         place: where in that file (JSON pointer, pickle position).
     """
-    parts = path.split("/")
-    reason = ""
-    if not path:
-        reason = "is empty"
-    elif path.startswith("/"):
-        reason = "is absolute"
-    elif "\\" in path or any(character < " " or character == "\x7f" for character in path):
-        reason = "holds a backslash or a control character"
-    elif not _encodable(path):
-        reason = "is no text"
-    elif "://" in path or path.startswith("file:"):
-        reason = "is a URL"
-    elif len(path) > 1 and path[1] == ":":
-        reason = "names a drive"
-    elif any(part in ("", ".", "..") for part in parts):
-        reason = "holds an empty, '.' or '..' component"
-    elif any(part.endswith((" ", ".")) for part in parts):
-        reason = "has a component that ends in a space or a dot"
-    elif any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts) or len(parts) > DEPTH_LIMIT:
-        reason = "is too long or too deep"
+    reason = unfit(path)
     if reason:
         raise UnsafeInput(
             f"the file name {path[:200]!r} {reason}; only plain names inside the checkpoint's folder are opened",
@@ -90,14 +71,6 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
             hint="a checkpoint that points outside its own folder is not opened; get it from its author again",
         )
     return path
-
-
-def _encodable(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # a lone surrogate out of a JSON escape
-        return False
-    return True
 
 
 class Tree:
@@ -198,7 +171,7 @@ class Tree:
             else:
                 size = None if folder else _size_of(entry)
             if folder:
-                if len(above) <= DEPTH_LIMIT and not entry.name.endswith(".ckpt-partial"):
+                if len(above) <= FOLDERS and not entry.name.endswith(STAGED):
                     self._walk(path + "/", inner, found, above | {inner})
                 continue
             found[path] = -1 if size is None else size
@@ -266,7 +239,9 @@ class Tree:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
-        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs."""
+        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs, other folders' files."""
+        if path != self.single and leaves(path):
+            safe_relative(path, named_in=self.shown)
         try:
             return self._open(path)
         except OSError as e:

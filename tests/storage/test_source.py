@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -23,14 +24,14 @@ from ckpt_tool.errors import (
     StorageError,
     UnsafeInput,
 )
-from ckpt_tool.storage.source import DEPTH_LIMIT, Tree, safe_relative
+from ckpt_tool.storage.source import Tree, safe_relative
 
 # -- names out of a checkpoint's own files (safety.md B1-B3, B17) -------------------------------------------------
 
 TRAVERSALS = [
     "/etc/passwd", "../other/model.safetensors", "a/../../x", "..\\x", "C:\\x", "C:x", "//host/x", "\\\\host\\x", "x\0y",
     "file:///x", "file:x", "http://x", "s3://bucket/x", "", ".", "..", "a//b", "a/", "./a", "a/./b", "a.", "a ", "b /a",
-    "iter_5\n", "a\tb", "\x1b[31mred", "x\x7f", "\ud800.bin", "n" * 256, "é" * 128, "a/" * DEPTH_LIMIT + "b",
+    "iter_5\n", "a\tb", "\x1b[31mred", "x\x7f", "\ud800.bin", "n" * 256, "é" * 128, "a/" * (FOLDERS + 1) + "b",
 ]  # fmt: skip
 
 
@@ -319,14 +320,14 @@ def test_names_that_differ_only_in_case_are_an_error(ckpt: Path) -> None:
 
 def test_the_listing_is_sorted_stops_at_a_depth_and_leaves_staging_out(tmp_path: Path) -> None:
     deep = tmp_path
-    for level in range(DEPTH_LIMIT + 3):
+    for level in range(FOLDERS + 3):
         (deep / "f").write_bytes(b"")
         deep = deep / f"d{level}"
         deep.mkdir()
     (tmp_path / ".out.ckpt-partial").mkdir()
     (tmp_path / ".out.ckpt-partial" / "half").write_bytes(b"")
     found = list(Tree(tmp_path).listing())
-    assert found == sorted(found) and len(found) == DEPTH_LIMIT + 1
+    assert found == sorted(found) and len(found) == FOLDERS + 1
 
 
 def test_a_file_that_vanishes_while_listed_is_no_crash(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
