@@ -36,6 +36,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<mark>[=:\[\],])|(?P<number>[0-9]+)|(?P<text>\"[^\"]*\"|'[^']*')"
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_.$*^]*))"
 )
+_KIND = {"arrow": ">", "number": "0", "text": "t", "name": "n", "end": "e"}  # a letter for each kind of token
 _PERMUTE = re.compile(r"\[\s*(?:[0-9]+\s*(?:,\s*[0-9]+\s*)*,?\s*)?\]")
 _PLACEHOLDER = re.compile(r"\$[A-Z_]*")
 
@@ -151,7 +152,7 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
         kind, name, column = rest[at]
         if kind != "name":
             raise UsageError(f"want a name at column {column}, found `{name or 'the end'}`", code="E1200")
-        shape = "".join(token[1] if token[0] == "mark" else token[0][0] for token in rest[at + 1 : at + 6])
+        shape = "".join(token[1] if token[0] == "mark" else _KIND[token[0]] for token in rest[at + 1 : at + 6])
         if shape[:1] == "=":
             if rest[at + 2][0] not in ("number", "text"):
                 raise UsageError(f"{name}= wants a number or a quoted text", code="E1200")
@@ -159,7 +160,7 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
             items.append((name, int(value) if rest[at + 2][0] == "number" else value[1:-1]))
             at += 3
         elif shape[:1] == "[":
-            if shape != "[n:n]":
+            if shape != "[0:0]":
                 raise UsageError(f"want {name}[START:END] at column {column}", code="E1200")
             items += _array(name, int(rest[at + 2][1]), int(rest[at + 4][1]))
             at += 6

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry
@@ -103,7 +104,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
                 "the pointer file holds more than one line", code="E0414", path=tree.display(pointer),
                 hint="it should hold one folder name",
             )  # fmt: skip
-        name = f"iter_{int(text):07d}" if text.isdigit() else text
+        name = f"iter_{int(text):07d}" if numeral(text) else text
         safe_relative(name, named_in=tree.display(pointer))
         other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
         if not any(path == name or path.startswith(f"{name}/") for path in tree.listing()):
