@@ -20,19 +20,29 @@ from itertools import islice, takewhile
 
 from ckpt_tool.errors import UsageError
 
+LENGTH = 16_384  # characters of a pattern
 _SPECIAL = re.compile(r"[*?\[]")
 _WILD = re.compile(r"[*?]")
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """A pattern as a test on names. Raises UsageError E0254 for a regular expression that does not compile."""
-    if pattern.startswith("re:"):
-        try:
-            expression = re.compile(pattern[3:])
-        except (re.error, RecursionError, OverflowError) as e:
-            raise UsageError(f"{pattern[:200]!r} is no regular expression: {e}", code="E0254") from e
-        return lambda name: expression.search(name) is not None
-    fits = re.compile(translate(pattern)).match
+    """A pattern as a test on names. Raises UsageError E0254 for a regular expression that does not compile, and for a pattern
+    that is longer than any that a person writes: CPython takes the square of a glob's brackets."""
+    regular = pattern.startswith("re:")
+    if len(pattern) > LENGTH:
+        raise UsageError(
+            f"{pattern[:80]!r}... has {len(pattern)} characters, want at most {LENGTH}", code="E0254",
+            hint="write several patterns, or a file of them: @FILE",
+        )  # fmt: skip
+    try:
+        expression = re.compile(pattern[3:] if regular else translate(pattern))
+    except (re.error, RecursionError, OverflowError) as e:
+        why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise UsageError(
+            f"{pattern[:80]!r} is no {'regular expression' if regular else 'pattern'}: {why}", code="E0254",
+            hint="quote what is meant as it stands with a backslash" if regular else "a glob knows *, ? and [abc]",
+        ) from e  # fmt: skip
+    fits = expression.search if regular else expression.match
     return lambda name: fits(name) is not None
 
 
