@@ -133,18 +133,23 @@ def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[st
 def _names(map_file: str) -> dict[str, str]:
     path = Path(map_file)
     try:
-        data = path.read_bytes()
-        text = data.decode("utf-8")
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
     except OSError as e:
         raise wrap_os_error(e, path, "reading the map") from e
     except UnicodeDecodeError as e:
-        raise UsageError("the map is not UTF-8 text", code="E0268", path=path, offset=e.start) from e
+        raise UsageError("the map is not UTF-8", code="E0268", path=path, offset=e.start) from e
     if text.lstrip().startswith("{"):
         try:
-            document = parse(data, path=map_file)
+            document = parse(raw, path=map_file)
         except CorruptFile as e:
-            raise UsageError(f"the map is not JSON: {e.message}", code="E0268", path=path, hint=e.hint) from e
-        return {str(left): str(right) for left, right in document.items()}
+            raise UsageError(f"the map is not JSON: {e.message}", code="E0268", path=path, offset=e.offset) from e
+        wrong = next((left for left, right in document.items() if not isinstance(right, str)), None)
+        if wrong is not None:
+            raise UsageError(
+                f"the map has no name for {wrong[:200]}", code="E0268", path=path, hint="want two names: LEFT, RIGHT"
+            )
+        return dict(document)
     out = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()

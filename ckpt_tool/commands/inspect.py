@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ckpt_tool.commands.patterns import Names
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.security import add_survey, unread
-from ckpt_tool.commands.select import matcher, state_filter
+from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
@@ -114,10 +115,10 @@ def _add_statistics(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iterator[dict[str, Any]]:
-    tests = [matcher(pattern) for pattern in match]
+    found = Names(row.name for row in catalog.rows()).matched(match)[0] if match else None
     wanted = state_filter(states, catalog.states()) if states else None
     for name, state, dtype, shape, nbytes in catalog.rows():
-        if wanted is not None and not wanted(state) or tests and not any(test(name) for test in tests):
+        if wanted is not None and not wanted(state) or found is not None and name not in found:
             continue
         yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}
 

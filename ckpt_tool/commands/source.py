@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ckpt_tool.commands import hub_cache
 from ckpt_tool.commands.config import read_config
 from ckpt_tool.commands.reading import Reading
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
@@ -208,7 +209,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
 
 def _named(tree: Tree, text: str) -> str:
     """The folder that a pointer file means: a number is Megatron's or veRL's step."""
-    if not text.isdigit():
+    if not numeral(text):
         return text
     names = (f"iter_{int(text):07d}", f"global_step_{int(text)}")
     there = (name for name in names if any(path.startswith(f"{name}/") for path in tree.listing()))

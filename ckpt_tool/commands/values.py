@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ckpt_tool.commands.patterns import matcher
 from ckpt_tool.core.dtype import DTYPES, from_name
-from ckpt_tool.errors import near_misses
+from ckpt_tool.errors import UsageError, near_misses
 
 PATTERN_FILE_LIMIT = 16 << 20  # bytes
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -214,11 +215,10 @@ def patterns(value: Any) -> tuple[str, ...]:
     for pattern in several(value):
         found.extend(_pattern_file(pattern[1:]) if text(pattern).startswith("@") else [pattern])
     for pattern in found:
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as e:
-                raise BadValue(f"{pattern!r} is no regular expression: {e}") from None
+        try:
+            matcher(pattern)
+        except UsageError as e:
+            raise BadValue(e.message, hint=e.hint) from None
     return tuple(dict.fromkeys(found))
 
 

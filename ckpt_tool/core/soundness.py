@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
@@ -34,7 +35,7 @@ WITH_EXPERTS = frozenset(
     ("megatron", "megatron-dist", "deepspeed", "deepspeed-universal", "paddle", "paddle-unified", "paddle-flex")
 )
 DEPTH = 8  # levels of the extras in which groups are looked for
-_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d{1,9})\.(.+)")
 _FACTORED = "exp_avg_sq_row"  # Adafactor's second moment of a matrix; vectors keep exp_avg_sq
 _LENIENT = "; --lenient takes it as it is"
 
@@ -88,7 +89,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
                     key=f"{name} [{state}]", path=_path(catalog, name, state),
                     hint=f"optimizer and model come from two runs: fetch one save whole{_LENIENT}",
                 )  # fmt: skip
-            elif not name.isdigit():
+            elif not numeral(name):
                 lost.append((name, state))
     if len({name for name, _ in lost}) < len(names):  # else the names are another dialect's
         for name, state in lost:
@@ -172,7 +173,9 @@ def _experts(catalog: Catalog) -> Iterator[CkptError]:
         found = _EXPERT.fullmatch(row.name) if "experts." in row.name else None
         if found is not None:
             layers.setdefault((found[1], row.state), {}).setdefault(int(found[2]), set()).add(found[3])
-    counts = {prefix: 1 + max(max(of) for (p, _), of in layers.items() if p == prefix) for prefix, _ in layers}
+    counts: dict[str, int] = {}
+    for (prefix, _), of in layers.items():
+        counts[prefix] = max(counts.get(prefix, 0), 1 + max(of))
     for (prefix, state), experts in layers.items():
         suffix = "" if state == MODEL else f" [{state}]"
         gone = [i for i in range(min(counts[prefix], 1 << 16)) if i not in experts]

@@ -213,7 +213,8 @@ class _Reading:
                 safe = safe_relative(file, named_in=self.shown, place=f"storage_data of {fqn}"[:300])
                 safe = self.safe[file] = self.listing.folder + safe
                 self.listing.files[safe] = None
-            out[fqn, None if offset is None else tuple(offset)] = (safe, at, length)
+            corner = tuple(offset) if isinstance(offset, list) else offset
+            out[fqn, None if corner is None else _size(corner, fqn)] = (safe, at, length)
         return out
 
     def paths(self, planner: Any, states: dict[Any, Any]) -> dict[str, Path]:

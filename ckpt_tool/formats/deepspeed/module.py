@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
@@ -166,7 +167,7 @@ class Module:
         lost = [name for name in known if name not in self.arrays]
         if lost:
             index = lost[0].partition(".")[0]
-            file = layer_name(int(index)) if index.isdecimal() else "of the tied layer"
+            file = layer_name(int(index)) if numeral(index) else "of the tied layer"
             raise Incomplete(
                 f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}",
                 path=self.reader.tree.display(), key=lost[0], faults=lost[1:100], hint="fetch the missing layer_*-model_states.pt",

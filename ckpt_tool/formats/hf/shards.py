@@ -33,7 +33,7 @@ OFFSETS = "saved_offsets"
 LAYOUT_KEYS = frozenset({INFO, "DCP_VERSION", "format"})  # metadata that says how, not what
 BAD_INFO, DISAGREE, HELD_TWICE = "E0339", "E0384", "E1631"
 NUMBER_LIMIT = 1 << 63
-SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-\d+\.safetensors$")
+SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-\d{1,7}\.safetensors$")
 SHOWN = 50
 
 

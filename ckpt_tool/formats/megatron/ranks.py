@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from math import lcm
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.mesh import divisors
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.megatron.rules import nearest
 from ckpt_tool.storage.source import Tree
@@ -181,13 +182,13 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
                 )
         return out | {"etp": out["tp"]}, notes
     if experts % out["ep"]:
-        valid = [n for n in range(1, experts + 1) if experts % n == 0]
+        valid = divisors(experts)
         raise UsageError(
             f"--ep {out['ep']}: {experts} experts do not divide by {out['ep']}", code=DEGREES,
             hint=f"the nearest degrees that do: {nearest(out['ep'], valid)}",
         )  # fmt: skip
     if out["tp"] % out["etp"]:
-        valid = [n for n in range(1, out["tp"] + 1) if out["tp"] % n == 0]
+        valid = divisors(out["tp"])
         raise UsageError(
             f"--etp {out['etp']} with --tp {out['tp']}: folder names hold the dense tensor rank, so that experts of more"
             " tensor ranks would overwrite each other", code=DEGREES,

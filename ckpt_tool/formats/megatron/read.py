@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
@@ -80,7 +81,7 @@ def _open(tree: Tree, path: str) -> _Rank:
     keys: dict[str, list[tuple[str, StoredArray]]] = {}
     for leaf, array in content.leaves:
         head = str(leaf[0])
-        if head.startswith("model") and (head == "model" or head[5:].isdecimal()):
+        if _is_chunk(head):
             if len(leaf) != 2:
                 raise InputError(
                     f"{dotted(leaf)[:120]}: a model of the classes before Megatron-Core", code=FORM,
@@ -103,7 +104,7 @@ def _open(tree: Tree, path: str) -> _Rank:
 
 
 def _is_chunk(key: Any) -> bool:
-    return isinstance(key, str) and (key == "model" or key[:5] == "model" and key[5:].isdecimal() and len(key) < 9)
+    return isinstance(key, str) and (key == "model" or key[:5] == "model" and numeral(key[5:]) and len(key) < 9)
 
 
 class _Reading:
@@ -180,7 +181,7 @@ class _Reading:
             faults += ((rank.path, what) for what in self._unlike(rank))
         folder = (self.first.path.rpartition("/")[0] or self.tree.shown).rstrip("/").rpartition("/")[2]
         want = self.first.extras.get("iteration")
-        if type(want) is int and folder.startswith("iter_") and folder[5:].isdecimal() and int(folder[5:]) != want:
+        if type(want) is int and folder.startswith("iter_") and numeral(folder[5:]) and int(folder[5:]) != want:
             self.notes.append(
                 Note("N0304", f"the folder is {folder}, the files are of iteration {want}", self.first.path)
             )
@@ -215,8 +216,7 @@ class _Reading:
         for rank in self.ranks:
             for number, chunk in enumerate(rank.chunks):
                 at = (number, rank.where.pp)
-                layers = [found[1] for name, _ in chunk if (found := names.layer_of(name))]
-                counts[at] = max(counts.get(at, 0), max(layers, default=-1) + 1)
+                counts[at] = max(counts.get(at, 0), names.layers_count(name for name, _ in chunk))
                 ahead = {name.split(".")[2] for name, _ in chunk if name.startswith("mtp.layers.")}
                 mtp[at] = max(mtp.get(at, 0), len(ahead))
         order = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]

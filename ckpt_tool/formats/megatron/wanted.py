@@ -113,11 +113,10 @@ def _style(wanted: Wanted, facts: Facts, spec: object) -> Style:
 
 def _completed(facts: Facts, model: Mapping[str, int], experts: int, wanted: Wanted) -> Facts:
     """The facts with what the tensors themselves show."""
-    layers = [found[1] for name in model if (found := names.layer_of(name))]
     ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
     tied = EMBEDDING in model and TIED_HEAD not in model and (facts.tied or not facts.stated)
     return replace(
-        facts, layers=max(layers, default=-1) + 1, mtp=len(ahead), experts=experts or None, tied=tied,
+        facts, layers=names.layers_count(model), mtp=len(ahead), experts=experts or None, tied=tied,
         mla=facts.mla or any(".linear_kv_down_proj." in name for name in model),
     )  # fmt: skip
 

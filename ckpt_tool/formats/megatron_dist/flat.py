@@ -102,10 +102,9 @@ def flat_states(
         try:
             found = _named(buckets, dtypes, ranks, shown)
             _coalesced(gathered, facts_of(args), degrees, ranks, found, shown)
+            return {key: _tensor(key, copies, ranks, shown) for key, copies in found.items()}
         except InconsistentCheckpoint as e:
             faults.append(e.message)
-            continue
-        return {key: _tensor(key, copies, ranks) for key, copies in found.items()}
     first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
     raise InconsistentCheckpoint(
         f"the model's parameters do not fill the optimizer's flat buckets: {first}", code=MISFIT, path=shown,
@@ -230,7 +229,9 @@ def _chunks(line: Line, start: int, segment: Segment) -> Iterator[Chunk]:
             done += box.numel
 
 
-def _tensor(key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], ranks: Ranks) -> LogicalTensor:
+def _tensor(
+    key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], ranks: Ranks, shown: str
+) -> LogicalTensor:
     """The tensor of all regions; the second copy of a region and the later ones are replicas."""
     chunks = [
         chunk if not number else Chunk(chunk.box, chunk.array, chunk.within, number)
@@ -238,4 +239,6 @@ def _tensor(key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]],
         for number, one in enumerate(lists)
         for chunk in one
     ]
+    if not chunks:
+        raise InconsistentCheckpoint(f"no bucket holds an element of {key}", code=MISFIT, path=shown, key=str(key))
     return LogicalTensor(key, ranks.shape(key.name), chunks[0].array.dtype, tuple(chunks))

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.formats.dcp.folders import DATA, METADATA, UNFINISHED
@@ -57,7 +58,7 @@ def _pointed(tree: Tree) -> list[str]:
     if not tree.exists(POINTER):
         return []
     text = tree.head(POINTER, 64).decode("utf-8", "replace").strip()
-    if text.isascii() and text.isdigit():
+    if numeral(text):
         return [f"iter_{int(text):07d}/"]
     return ["release/"] if text == "release" else []
 

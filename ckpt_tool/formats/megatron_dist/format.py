@@ -216,7 +216,7 @@ class _Reading:
         """One stored tensor: its chunks go to the parameters that lie in it."""
         key = parse(entry.fqn)
         shape = self.listing.reformed.get(entry.fqn, entry.shape)
-        if len(shape) < key.leads or prod(shape[: key.leads]) > POSITIONS:
+        if len(shape) < key.leads or prod(n or 1 for n in shape[: key.leads]) > POSITIONS:
             raise InconsistentCheckpoint(
                 f"a tensor of shape {list(shape)} under a key of {key.leads} stacked dims", code=CONTRADICTION,
                 path=self.tree.display(self.folder), key=entry.fqn, hint="the key is of a kind that this version does not know",

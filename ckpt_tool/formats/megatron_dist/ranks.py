@@ -101,10 +101,9 @@ class Ranks:
         model = {
             key.name: tensor
             for key, tensor in tensors.items()
-            if key.state == MODEL and not megatron_names.is_buffer(key.name)
+            if key.state == MODEL and tensor.chunks and not megatron_names.is_buffer(key.name)
         }
-        found = [at[1] for name in model if name.startswith("decoder.") and (at := megatron_names.layer_of(name))]
-        layers = max(found, default=-1) + 1
+        layers = megatron_names.layers_count(name for name in model if name.startswith("decoder."))
         mtp = len({name.split(".")[2] for name in model if name.startswith("mtp.layers.")})
         pp, vpp = degrees["pp"], degrees["vpp"]
         if pp * vpp > CHUNKS:

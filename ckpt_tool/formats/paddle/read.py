@@ -41,7 +41,7 @@ from ckpt_tool.storage.source import Tree
 
 NO_NAME, NO_DTYPE, NESTED = "E1313", "E1314", "E1318"
 STATIC_NAMES, FROZEN, BY_VALUES = "N1301", "N1302", "N1304"
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 _NAMES_KEPT = 1 << 17  # static names that the hints carry
 
 
