@@ -286,6 +286,29 @@ def clean(
     return Job("clean", show_from(given), run, _listing("ckpt clean"))
 
 
+@takes()
+def explain(
+    code: Annotated[
+        str, typer.Argument(metavar="[CODE]", help="As an error shows it: E0301. Without it, all.", show_default=False)
+    ] = "",
+    *,
+    given: Given,
+) -> Job:
+    """What an error code means, why it comes, what to do."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.explain import explain as command
+
+        return command(code)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.explanation import explanation
+
+        return explanation(document)
+
+    return Job("explain", show_from(given), run, page)
+
+
 def _listing(title: str) -> Callable[[Document, bool], Page]:
     def page(document: Document, uncut: bool) -> Page:
         from ckpt_tool.report.listing import listing

@@ -1,7 +1,8 @@
 """Every way `ckpt` can fail: a closed tree of errors, their stable codes and exit codes.
 
-The class fixes the exit code (the first two digits after the `E` of a code are that exit code), the
-code names the fault, and the fields say where it is and what to try. Example:
+The class fixes the exit code, the code names the fault, and the fields say where it is and what to try. A code has one
+meaning and one class, which `error_codes.toml` states and `ckpt explain CODE` shows; its digits are a mere number, grouped
+by kind, and promise no exit code. Example:
 
     raise CorruptFile("header length is 9000 bytes, but the file has 12 after its first 8",
                       code="E0311", path="model.safetensors", offset=0,
@@ -19,9 +20,10 @@ This module imports nothing of the project. It does not print: `report` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 
 class CkptError(Exception):
@@ -29,7 +31,7 @@ class CkptError(Exception):
 
     Args:
         message: what was found and what was wanted.
-        code: `E` and four digits; the first two are the exit code.
+        code: `E` and four digits, a row of `error_codes.toml`. Only a class with a code of its own may leave it out.
         path: the file (or folder) at fault.
         offset: bytes from the start of `path`.
         place: a finer place than a byte: zip member, JSON pointer, pickle opcode, plan row.
@@ -178,6 +180,41 @@ class Interrupted(CkptError):
         super().__init__(message, hint=hint, code=f"E1{128 + signal - 100:02d}0")
         self.signal = signal
         self.exit_code = 128 + signal  # type: ignore[misc]  # per instance: 130 or 143
+
+
+class Code(NamedTuple):
+    """What an error code means: a row of the catalogue.
+
+    kind: the class that is raised with it, or `Finding` for what only a report lists (exit 1). exit_code: None where it is
+    that of another command. title: the meaning. why: how it comes about. do: what helps.
+    """
+
+    code: str
+    kind: str
+    exit_code: int | None
+    title: str
+    why: str
+    do: str
+
+
+@cache
+def catalogue() -> Mapping[str, Code]:
+    """Every code in ascending order, from `error_codes.toml`. Some 50 ms: `ckpt explain` alone needs it."""
+    import tomllib
+    from pathlib import Path
+
+    rows = tomllib.loads(Path(__file__).with_name("error_codes.toml").read_text(encoding="utf-8"))
+    return {
+        code: Code(code, row["class"], _exit_code(row), row["title"], row["why"], row["do"])
+        for code, row in sorted(rows.items())
+    }
+
+
+def _exit_code(row: Mapping[str, Any]) -> int | None:
+    """Of a row: its own `exit`, or that of its class; 0 stands for the exit code of another command."""
+    kind = globals().get(row["class"])
+    number = row.get("exit", 1 if kind is None else kind.exit_code)
+    return int(number) or None
 
 
 def near_misses(wrong: str, known: Iterable[str], *, most: int = 3) -> str:

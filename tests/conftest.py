@@ -6,9 +6,12 @@ import gc
 import os
 import signal
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ckpt_tool import errors
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run a process a core already
 
@@ -23,6 +26,23 @@ def pytest_configure() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def errors_have_the_class_of_their_code() -> None:
+    """Codes reach an error by many roads (tables, helpers, other errors): each that is built is held against the catalogue."""
+    codes, build = errors.catalogue(), errors.CkptError.__init__
+
+    def checked(self: errors.CkptError, message: str, *, code: str | None = None, **fields: Any) -> None:
+        build(self, message, code=code, **fields)
+        if code in codes:
+            kinds = {kind.__name__ for kind in type(self).__mro__}
+            wanted, public = codes[code].kind, type(self).__module__ == errors.__name__
+            assert type(self).__name__ == wanted if public else wanted in kinds, (
+                f"{code} is {wanted}, not {type(self).__name__}"
+            )
+
+    errors.CkptError.__init__ = checked  # type: ignore[assignment,method-assign]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
