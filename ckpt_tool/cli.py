@@ -267,7 +267,7 @@ def _as_ours(fault: Exception) -> CkptError:
     if isinstance(fault, CkptError):
         return fault
     if isinstance(fault, MemoryError):
-        return StorageError("out of memory", code="E0704", hint="pass a smaller --memory or fewer --threads")
+        return StorageError("out of memory", code="E2503", hint="pass a smaller --memory or fewer --threads")
     if isinstance(fault, OSError):
         return wrap_os_error(fault, fault.filename or "", "the operation")
     place = _last_frame(fault)

@@ -151,7 +151,7 @@ def _check_sources(sources: list[str], dst: str, options: Mapping[str, Any]) -> 
         )  # fmt: skip
     if sources and options["config"] is not None:
         raise UsageError(
-            f"--config names the sources, but {sources[0]} is given too", code="E0283", place="ckpt merge",
+            f"--config names the sources, but {sources[0]} is given too", code="E1442", place="ckpt merge",
             hint="with --config give the output alone",
         )  # fmt: skip
 

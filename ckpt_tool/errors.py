@@ -98,72 +98,56 @@ class UsageError(CkptError):
     """What was asked for can't be had: an option, a pattern, a degree (exit 2)."""
 
     exit_code = 2
-    default_code = "E0200"
 
 
 class InputError(CkptError):
     """The input is malformed, incomplete or of an unknown format (exit 3)."""
 
     exit_code = 3
-    default_code = "E0300"
 
 
 class CorruptFile(InputError):
     """Bytes that break their own format's rules."""
 
-    default_code = "E0301"
-
 
 class Incomplete(InputError):
     """A part of the checkpoint is missing: a shard, a rank, a box of a tensor."""
-
-    default_code = "E0302"
 
 
 class UnknownFormat(InputError):
     """No format, or more than one, claims the path."""
 
-    default_code = "E0303"
-
 
 class UnmappedTensor(InputError):
     """A tensor without a rule, or a rule without a tensor."""
 
-    default_code = "E0304"
-
 
 class InconsistentCheckpoint(InputError):
     """Parts that contradict each other: overlapping boxes, replicas that differ, step counters."""
-
-    default_code = "E0305"
 
 
 class UnsafeInput(CkptError):
     """Refused for safety: needs code to be run, leaves its folder, or reads as two formats (exit 4)."""
 
     exit_code = 4
-    default_code = "E0400"
 
 
 class OutputExists(CkptError):
     """The output exists, is locked by another run, or lies in the source (exit 5)."""
 
     exit_code = 5
-    default_code = "E0500"
 
 
 class SourceChanged(CkptError):
     """A source or a plan changed underneath the run (exit 6)."""
 
     exit_code = 6
-    default_code = "E0600"
 
 
 class StorageError(CkptError):
     """The operating system refused: I/O error, no space, no permission (exit 7)."""
 
     exit_code = 7
-    default_code = "E0700"
 
 
 class InternalError(CkptError):
@@ -174,10 +158,9 @@ class Interrupted(CkptError):
     """SIGINT (exit 130) or SIGTERM (exit 143); the same command resumes."""
 
     exit_code = 130
-    default_code = "E1300"
 
     def __init__(self, message: str, *, signal: int = 2, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint, code=f"E1{128 + signal - 100:02d}0")
+        super().__init__(message, hint=hint, code="E1300" if signal == 2 else "E1430")
         self.signal = signal
         self.exit_code = 128 + signal  # type: ignore[misc]  # per instance: 130 or 143
 

@@ -32,7 +32,7 @@ def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     if writing.aoa or writing.dialect not in (None, "keep"):
         option = "--aoa" if writing.aoa else "--dialect"
         raise UsageError(
-            f"reshard keeps names: {option} changes them", code="E0264",
+            f"reshard keeps names: {option} changes them", code="E2702",
             hint="ckpt convert takes the degrees too, so one hop is enough",
         )  # fmt: skip
     opened = open_source(src, reading)

@@ -182,7 +182,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
         other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
         if not any(path == name or path.startswith(f"{name}/") for path in tree.listing()):
             raise Incomplete(
-                f"the pointer file names {name}, which is not there or empty", path=tree.display(pointer),
+                f"the pointer file names {name}, which is not there or empty", code="E2601", path=tree.display(pointer),
                 hint=f"the save did not finish, or the folder was moved; pass one of those that are there{_steps(tree)}",
             )  # fmt: skip
         below = tree.below(name)

@@ -231,7 +231,7 @@ class Reader:
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
         raise InconsistentCheckpoint(
-            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code="E2701",
             path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
             hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
         )  # fmt: skip
@@ -428,7 +428,9 @@ class Writer:
             while done < len(view):
                 n = os.pwrite(fd, view[done:], offset + done)
                 if n == 0:
-                    raise StorageError("the device takes no more bytes", path=self._names[file], offset=offset + done)
+                    raise StorageError(
+                        "the device takes no more bytes", code="E0700", path=self._names[file], offset=offset + done
+                    )
                 done += n
         except OSError as e:
             raise wrap_os_error(e, self._names[file], "writing", offset=offset + done) from e

@@ -26,7 +26,7 @@ def url_fault(path: str) -> tuple[str, str] | None:
         return f"{path} is a URL, and outputs are named by paths", f"write it as a path: {path.partition('://')[2]}"
     return (
         f"{path} is a URL, and writing to URLs is not supported yet",
-        "write to a local path, then upload it with rclone copy or aws s3 cp --recursive",
+        "write to a local path, then upload it with rclone copy or aws s3 sync",
     )
 
 

@@ -32,6 +32,7 @@ from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
 from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
+    UNSAFE,
     GlobalUse,
     MissingField,
     Misuse,
@@ -212,7 +213,7 @@ def _fault(error: Misuse, machine: Machine, path: str, member: str | None) -> Ck
     unsafe = [use for use in machine.verdicts() if use.tier == 3]
     if unsafe:
         return _unsafe(unsafe, path, member, f"; then the stream is broken: {error.what}")
-    kind = UnsafeInput if error.code.startswith("E04") else CorruptFile
+    kind = UnsafeInput if error.code in UNSAFE else CorruptFile
     return kind(
         error.what,
         code=error.code,

@@ -72,7 +72,7 @@ class TorchZip:
 
         tail: a guess of the bytes behind the last storage; right, the whole takes two preads for one storage. An item
             of a DCP file that holds one tensor of `n` bytes: `length - before.head - n`, with the item before it.
-        Raises CorruptFile E0340-E0349 (exit 3), UnsafeInput E0430-E0449 (exit 4).
+        Raises CorruptFile E0340-E0348 (exit 3), UnsafeInput E0430-E0438 (exit 4).
         """
         size = tree.size(path)
         nbytes = size - start if length is None else length

@@ -488,7 +488,7 @@ def test_usage(bases, plain, tmp_path):
     refused("E1420", 2, base, tmp_path=tmp_path)
     refused("E1420", 2, base, base, tmp_path=tmp_path)
     refused("E1421", 2, base, plain, weights=(1.0, 2.0), tmp_path=tmp_path)
-    refused("E1420", 2, base, plain, states=("optimizer",), tmp_path=tmp_path)
+    refused("E2401", 2, base, plain, states=("optimizer",), tmp_path=tmp_path)
     refused("E1421", 2, base, plain, weights=(1e39,), tmp_path=tmp_path)
     refused("E0264", 2, base, plain, plan_file=str(tmp_path / "p"), tmp_path=tmp_path)
     dora = save_adapter("llama", tmp_path / "dora", r=2, use_dora=True, target_modules=["q_proj"])

@@ -264,7 +264,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     [
         (lambda i: i["weight_map"].update(x="../../secret.safetensors"), "E0410"),
         (lambda i: i["weight_map"].update(x="/etc/passwd"), "E0410"),
-        (lambda i: i["weight_map"].update(x="MODEL-00001-of-00001.safetensors"), "E0384"),
+        (lambda i: i["weight_map"].update(x="MODEL-00001-of-00001.safetensors"), "E0387"),
         (lambda i: i["weight_map"].update(x=7), "E0338"),
         (lambda i: i.update(weight_map=[]), "E0336"),
         (lambda i: i.pop("weight_map"), "E0336"),

@@ -59,12 +59,12 @@ def test_configs(adapter):
     config = adapter / "adapter_config.json"
     for text in ('{"peft_type": 5}', "[]", "{}"):
         config.write_text(text)
-        assert refused(adapter, "E1430", 3).path.endswith("adapter_config.json")
+        assert refused(adapter, "E1423", 3).path.endswith("adapter_config.json")
     config.write_text('{"peft_type": "LORA", "peft_type": "LORA"}')
     with pytest.raises(CkptError, match="duplicate key"):
         open_source(str(adapter), Reading())
     config.unlink()
-    refused(adapter, "E1430", 3)
+    refused(adapter, "E0393", 3)
 
 
 def test_weights(adapter):

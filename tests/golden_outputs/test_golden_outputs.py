@@ -71,6 +71,6 @@ def test_bytes_and_report_are_told_apart() -> None:
     assert record.differences(before, {**before, "tree": "bb"}) == ["bytes, paths or permissions of the output"]
     other = record.report_digest({"plan": {"bytes": 2}, "notes": [], "more": 1})
     assert record.differences(before, {**before, "report": other}) == ["the report's more, plan"]
-    failed = {"exit": 2, "error": "E0201: no"}
-    assert record.differences(before, failed)[:2] == ["exit code 2, was 0", "E0201: no"]
+    failed = {"exit": 2, "error": "E0200: no"}
+    assert record.differences(before, failed)[:2] == ["exit code 2, was 0", "E0200: no"]
     assert record.differences({"command": ""}, before) == ["new"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ckpt_tool.errors import Incomplete, UnknownFormat
 
 METADATA = ".metadata"
-UNFINISHED, SEVERAL = "E0385", "E0393"
+UNFINISHED, SEVERAL = "E0385", "E0392"
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
@@ -82,7 +82,7 @@ def why(saves: list[Save]) -> str:
 
 
 def check(saves: list[Save], shown: str) -> None:
-    """Raise Incomplete (E0385) for a save that was not finished, UnknownFormat (E0393) for folders that are not one
+    """Raise Incomplete (E0385) for a save that was not finished, UnknownFormat (E0392) for folders that are not one
     checkpoint. shown: the root, for messages."""
     for save in saves:
         where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown

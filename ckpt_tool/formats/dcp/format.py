@@ -36,14 +36,14 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
+from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import PLACED, Evidence, Holds
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp import systems as dcp_systems
 from ckpt_tool.formats.dcp.folders import Save
 from ckpt_tool.formats.dcp.items import Items, ReadObject
-from ckpt_tool.formats.dcp.metadata import INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
+from ckpt_tool.formats.dcp.metadata import SHOWN, Listing, TensorEntry, read_listing
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import SLOT, part
@@ -51,7 +51,7 @@ from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import WrapperRef
 from ckpt_tool.storage.source import Tree
 
-DTENSOR = "E0399"
+DTENSOR = "E2607"
 
 
 class _Dcp:
@@ -77,13 +77,13 @@ class _Dcp:
         `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so keys that
         have another system's meaning are read as they are.
 
-        Raises UnknownFormat (E1640 another system's), Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes), InconsistentCheckpoint (E0308
-        overlap, E0389, E0394), InputError (E0393, E0395, E0396, E0399), and what the containers raise.
+        Raises UnknownFormat (E1640 another system's), Incomplete (E0385 not finished, E0301 files missing, E0309 boxes), InconsistentCheckpoint (E0308
+        overlap, E0389, E0394), InputError (E1333, E1334, E0395, E2607), and what the containers raise.
         """
         saves = dcp_folders.find(tree.listing())
         if not saves:
-            raise InputError(
-                "no .metadata and no __*_*.distcp: this is no DCP folder", code=dcp_folders.SEVERAL, path=tree.display(),
+            raise UnknownFormat(
+                "no .metadata and no __*_*.distcp: this is no DCP folder", code="E0393", path=tree.display(),
                 hint="pass the folder that holds .metadata",
             )  # fmt: skip
         dcp_folders.check(saves, tree.display())
@@ -113,7 +113,7 @@ def _check_files(tree: Tree, saves: Sequence[Save], listings: Sequence[Listing])
     missing = [file for file in named if file not in have]
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}", code=INCOMPLETE,
+            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}", code="E0301",
             path=tree.display(saves[0].folder + saves[0].metadata[0]), faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them; every rank writes its own",
         )  # fmt: skip

@@ -196,7 +196,7 @@ class Items:
                 isinstance(each, dict) and isinstance(each.get("saved_offsets"), list) for each in info.values()
             ):
                 raise CorruptFile(
-                    f"{SHARDING_INFO} is no table of saved_offsets", code=MISMATCH, path=shown,
+                    f"{SHARDING_INFO} is no table of saved_offsets", code="E0339", path=shown,
                     place=f"/__metadata__/{SHARDING_INFO}", hint="the header was edited or damaged",
                 )  # fmt: skip
             offsets = {name: each["saved_offsets"] for name, each in info.items()}

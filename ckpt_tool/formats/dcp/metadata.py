@@ -37,7 +37,7 @@ SIZE_LIMIT = 4 << 30  # bytes of one .metadata; 100,000 chunks take 20 MB
 RANK_LIMIT = 64
 SHOWN = 100  # faults that one message lists
 
-INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0388", "E0389", "E0393", "E0395", "E0396"
+INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0309", "E0389", "E1333", "E0395", "E0396"
 _MODULE = "torch.distributed.checkpoint.metadata."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
 
@@ -93,7 +93,7 @@ class Listing:
 def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> Listing:
     """The listing of `folder` ("" or "name/"), merged from its metadata files (one, or one a rank).
 
-    Raises InputError E0388 (items missing), E0389 (contradictions), E0393 (not torch's metadata), E0395 (compressed
+    Raises InputError E0309 (items missing), E0389, E2603 (form), E1333 (not torch's metadata), E0395 (compressed
     items), E0396 (planner_data); UnsafeInput E0410 for a file name that leaves the folder, E0420 for a pickle that is
     nothing but a call.
     """
@@ -154,7 +154,7 @@ class _Reading:
                 self.object(ObjectEntry(fqn, path, *where))
             else:
                 raise CorruptFile(
-                    f"an entry is {_what(entry)}, want tensor or bytes metadata", code=CONTRADICTION, key=fqn,
+                    f"an entry is {_what(entry)}, want tensor or bytes metadata", code="E2603", key=fqn,
                     hint="the metadata is damaged: get the checkpoint again",
                 )  # fmt: skip
         if self.faults:
@@ -195,7 +195,7 @@ class _Reading:
             ):
                 raise CorruptFile(
                     f"storage_data maps {_what(index)} to {_what(info)}, want MetadataIndex and _StorageInfo",
-                    code=CONTRADICTION, hint="the metadata is damaged, or of a storage that is not a file system",
+                    code="E2603", hint="the metadata is damaged, or of a storage that is not a file system",
                 )  # fmt: skip
             fqn, offset = index.get("fqn", str), index.state.get("offset")
             file, at, length = info.get("relative_path", str), info.get("offset"), info.get("length")
@@ -254,9 +254,7 @@ class _Reading:
         numel = _numel(shape)
         for chunk in chunks:
             if not isinstance(chunk, Record):
-                raise CorruptFile(
-                    f"a chunk is {_what(chunk)}", code=CONTRADICTION, key=fqn, hint="the metadata is damaged"
-                )
+                raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
             offset, extent = _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
             if not len(offset) == len(extent) == len(shape) or any(
                 o + n > s for o, n, s in zip(offset, extent, shape, strict=True)
@@ -292,7 +290,7 @@ class _Reading:
         found = from_torch(name.name) if isinstance(name, Symbol) else None
         if found is None:
             raise InputError(
-                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here", code=CONTRADICTION,
+                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here", code="E1334",
                 key=fqn, hint="cast the tensor before saving, or leave it out",
             )  # fmt: skip
         return found
@@ -302,8 +300,8 @@ def _size(value: Any, fqn: str) -> tuple[int, ...]:
     """A torch.Size as it was read: integers >= 0, at most 64 of them."""
     if type(value) is tuple and len(value) <= RANK_LIMIT and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
         return value
-    raise InconsistentCheckpoint(
-        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", code=CONTRADICTION, key=fqn,
+    raise CorruptFile(
+        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", code="E2603", key=fqn,
         hint="the metadata is damaged: get the checkpoint again",
     )  # fmt: skip
 

@@ -158,7 +158,7 @@ class Module:
         lost = [name for name in reader.flat.shapes if name not in self.arrays and expert_name_of(name) is None]
         if lost:
             raise Incomplete(
-                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}",
+                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}", code="E0302",
                 path=reader.modules[0, 0].path, key=lost[0], faults=lost[1:100],
                 hint="module and optimizer come from two runs: fetch the whole save again",
             )  # fmt: skip
@@ -169,7 +169,7 @@ class Module:
             index = lost[0].partition(".")[0]
             file = layer_name(int(index)) if numeral(index) else "of the tied layer"
             raise Incomplete(
-                f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}",
+                f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}", code="E0302",
                 path=self.reader.tree.display(), key=lost[0], faults=lost[1:100], hint="fetch the missing layer_*-model_states.pt",
             )  # fmt: skip
 
@@ -220,7 +220,7 @@ class Module:
                     lost[expert_name(layers.get(prefix, 0), expert)] = f"{prefix}{expert}"
         if lost:
             raise Incomplete(
-                f"{len(lost)} experts have no file: {', '.join([*lost][:8])}", path=self.reader.tree.display(),
+                f"{len(lost)} experts have no file: {', '.join([*lost][:8])}", code="E0302", path=self.reader.tree.display(),
                 key=next(iter(lost.values())), faults=[*lost][8:100], hint="every expert parallel rank writes its own: fetch them all",
             )  # fmt: skip
 
@@ -247,7 +247,7 @@ class Module:
                         or array.strides is not None
                     ):
                         raise Incomplete(
-                            f"the share of frozen {name} is missing or too small", path=file.path, key=name,
+                            f"the share of frozen {name} is missing or too small", code="E0302", path=file.path, key=name,
                             hint="the ranks' files come from two runs",
                         )  # fmt: skip
                     if start < stop:

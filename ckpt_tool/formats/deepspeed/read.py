@@ -136,7 +136,7 @@ class Reader:
 
     def _missing(self, names: Sequence[str]) -> Incomplete:
         return Incomplete(
-            f"{len(names)} files are missing: {', '.join(names[:8])}", path=self.tree.display(), faults=names[8:SHOWN],
+            f"{len(names)} files are missing: {', '.join(names[:8])}", code="E0302", path=self.tree.display(), faults=names[8:SHOWN],
             hint="every rank writes its own file: fetch them from all machines of the job",
         )  # fmt: skip
 

@@ -33,7 +33,6 @@ from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import (
     CkptError,
-    CorruptFile,
     Incomplete,
     InconsistentCheckpoint,
     InputError,
@@ -46,7 +45,6 @@ from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.storage.safetensors_file import (
-    FOREIGN,
     Header,
     build_header,
     gc_paused,
@@ -106,8 +104,8 @@ class HfSafetensors:
         if chosen is None and tree.single is not None:  # asked for by name: the header's fault says what it is
             chosen = hf_files.one_file(tree.single, "asked for")
         if chosen is None:
-            raise CorruptFile(
-                "no safetensors files here", code=FOREIGN, path=tree.display(), hint="pass the folder that holds them"
+            raise UnknownFormat(
+                "no safetensors files here", code="E0393", path=tree.display(), hint="pass the folder that holds them"
             )
         catalog = _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
         if not prefer and BIN_INDEX in tree.listing():
@@ -135,7 +133,7 @@ def _agree(tree: Tree, catalog: Catalog) -> None:
         odd = sorted(theirs ^ mine)
         raise InconsistentCheckpoint(
             f"{BIN_INDEX} and the safetensors files name different tensors, {len(odd)} of them, such as {odd[0]}",
-            code="E0394", path=tree.display(BIN_INDEX),
+            code="E2604", path=tree.display(BIN_INDEX),
             hint="say which is right: --prefer safetensors, or --from torch", faults=odd[1:50],
         )  # fmt: skip
 

@@ -63,8 +63,8 @@ class _Megatron:
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the pickles of every rank. Raises Incomplete (E0302 ranks, layers, experts; E0309 boxes),
-        InconsistentCheckpoint (E0305 ranks that contradict each other, E0355 an optimizer that does not fit, E0379 steps),
-        UnmappedTensor E0304, InputError E0303 (forms of other versions), and what the containers raise."""
+        InconsistentCheckpoint (E0305 ranks that contradict each other, E2004 an optimizer that does not fit, E0379 steps),
+        UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""
         from ckpt_tool.formats.megatron.read import read_ranks
 
         return read_ranks(tree)

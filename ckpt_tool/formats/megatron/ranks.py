@@ -113,7 +113,7 @@ def coordinates(
         if etp is None:
             raise Incomplete(
                 f"the experts' tensor rank of {path} is not known: ETP {degrees['etp']} over TP {degrees['tp']} lets several"
-                " ranks write the same file", code=MISSING, path=path,
+                " ranks write the same file", code="E2002", path=path,
                 hint="Megatron kept one of them: expert shards are lost (NVIDIA/Megatron-LM#1836); save as torch_dist",
             )  # fmt: skip
         out.append(Rank(path, tp, pp, ep, etp))

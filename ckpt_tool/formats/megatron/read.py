@@ -17,7 +17,7 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
 from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
@@ -67,8 +67,8 @@ def read_ranks(tree: Tree) -> Catalog:
     """The catalog. Raises what `formats.megatron.format` says."""
     folders = rank_folders(tree)
     if not folders:
-        raise Incomplete(
-            f"no rank folder (mp_rank_*/{MODEL_FILE})", code=MISSING, path=tree.display(),
+        raise UnknownFormat(
+            f"no rank folder (mp_rank_*/{MODEL_FILE})", code="E0393", path=tree.display(),
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
         )  # fmt: skip
     ranks = [_open(tree, path) for path in folders]

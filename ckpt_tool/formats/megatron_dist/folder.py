@@ -32,7 +32,7 @@ from ckpt_tool.storage.source import Tree, safe_relative
 
 CONFIG, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
 POINTER = "latest_checkpointed_iteration.txt"
-BACKEND, DAMAGED = "E0393", "E0356"
+BACKEND, DAMAGED = "E0303", "E2005"
 HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
 _CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
 _BLOCK = 4 << 20  # bytes of a read while hashing
@@ -96,7 +96,7 @@ def _names(tree: Tree, folder: str) -> set[str]:
 
 
 def check(tree: Tree, folder: str) -> None:
-    """Raise Incomplete (E0385) for a save that was not finished, InputError (E0393) for another backend."""
+    """Raise Incomplete (E0385) for a save that was not finished, InputError (E0303) for another backend."""
     names = _names(tree, folder)
     for name, what in ((METADATA, "the list of its tensors"), (CONFIG, "which is written last")):
         if name not in names:
@@ -117,7 +117,7 @@ def check(tree: Tree, folder: str) -> None:
 def check_integrity(tree: Tree, folder: str) -> list[Note]:
     """Hold the files against `integrity.json`, if there is one.
 
-    Raises CorruptFile E0356 (form, a hash that differs), Incomplete E0356 (a file that is not there), UnsafeInput E0410 (a
+    Raises CorruptFile E2005 (form, a hash that differs), Incomplete E0301 (a file that is not there), UnsafeInput E0410 (a
     name that leaves the folder); all faults at once. Returns a note when large files were left for `verify`.
     """
     path = folder + INTEGRITY
@@ -163,7 +163,7 @@ def _faults(tree: Tree, folder: str, hashes: dict[str, str]) -> Iterator[CkptErr
         path = folder + name
         if not tree.exists(path):
             yield Incomplete(
-                f"{INTEGRITY} lists {name}, which is not there", code=DAMAGED, path=tree.display(path),
+                f"{INTEGRITY} lists {name}, which is not there", code="E0301", path=tree.display(path),
                 hint="copy the missing file from where the job wrote it",
             )  # fmt: skip
             continue

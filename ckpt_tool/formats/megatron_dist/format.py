@@ -89,9 +89,9 @@ class _MegatronDist:
         """The catalog, from `.metadata`, the common state and the heads of the items; objects are read whole. Options:
         `require_checksums` (bool) refuses files without CRCs (E0397).
 
-        Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes, E0359 no common state),
-        InconsistentCheckpoint (E0308 overlap, E0355 flat buckets that do not fit, E0379 steps, E0389, E0394), CorruptFile
-        (E0356 `integrity.json`), InputError (E0393 zarr), and what the containers raise.
+        Raises Incomplete (E0385 not finished, E0301 files missing, E0309 boxes),
+        InconsistentCheckpoint (E0308 overlap, E2004 flat buckets that do not fit, E0379 steps, E0389), CorruptFile
+        (E2005 `integrity.json`), InputError (E0303 zarr), and what the containers raise.
         """
         found = megatron_dist_folder.find(tree)
         folder = found[0] if found else ""
@@ -119,7 +119,7 @@ def _check_files(tree: Tree, folder: str, listing: Listing) -> None:
     missing = [file for file in listing.files if file not in have]
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}", code=INCOMPLETE,
+            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}", code="E0301",
             path=tree.display(folder + dcp_folders.METADATA), faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them; __R_S.distcp is rank R's",
         )  # fmt: skip

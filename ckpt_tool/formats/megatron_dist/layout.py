@@ -35,7 +35,7 @@ from ckpt_tool.formats.megatron.rules import ETP, TP, Rule, Units, check_degree,
 from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
 from ckpt_tool.formats.megatron_dist.keys import HALVES, SINGLETONS, STACKED_LAYERS, DistKey, name_of, parse, spelled
 
-EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E0258"
+EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E2001"
 CHUNKS = 1 << 16  # of all stages
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d{1,9})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
@@ -202,7 +202,7 @@ class DistLayout:
         return f"{front}.layers.{spot.layer}.{rest}"
 
     def _key(self, tensor: WantedTensor) -> tuple[DistKey, tuple[int, ...]]:
-        """(key, position) of a tensor. Raises UsageError (E0258) for a name that would not be read back."""
+        """(key, position) of a tensor. Raises UsageError (E2001) for a name that would not be read back."""
         name = tensor.key.name
         spot = self.spots[name]
         key, at = self._with_layer(spot), []
@@ -250,7 +250,7 @@ class DistLayout:
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """Every stored tensor. Raises UsageError E0258 for a name that can't be kept."""
+        """Every stored tensor. Raises UsageError E2001 for a name that can't be kept."""
         found: dict[str, tuple[DType, tuple[int, ...], list[Item]]] = {}
         for number, tensor in self.tensors:
             key, at = self._key(tensor)

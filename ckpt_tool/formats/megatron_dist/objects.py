@@ -30,7 +30,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path, StoredArray
-from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.dcp.items import Items, ReadObject
 from ckpt_tool.formats.dcp.metadata import ObjectEntry
 from ckpt_tool.formats.megatron_dist.folder import COMMON
@@ -43,7 +43,7 @@ from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 COMMON_STATE = "common_state"
-MISSING, STEPS = "E0359", "E0379"
+MISSING, STEPS = "E0301", "E0379"
 EXTRA_STATE = "_extra_state"
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -72,7 +72,7 @@ class Objects:
 
 
 def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], items: Items) -> Objects:
-    """Everything that is no tensor entry. Raises Incomplete (E0359) without a common state, InconsistentCheckpoint (E0379)
+    """Everything that is no tensor entry. Raises Incomplete (E0301) without a common state, InconsistentCheckpoint (E0379)
     for step counters that differ, and what pickles and containers raise."""
     out = Objects()
     shards = {fqn: parse_object(fqn) for fqn in entries}
@@ -168,7 +168,7 @@ def _only(read: ReadObject, tree: Tree) -> Any:
     if isinstance(read.value, list) and len(read.value) == 1:
         return read.value[0]
     raise InputError(
-        f"an object item holds {type(read.value).__name__}, want a list of one object", code="E0394",
+        f"an object item holds {type(read.value).__name__}, want a list of one object", code="E0303",
         path=tree.display(read.entry.file), offset=read.entry.at, key=read.entry.fqn,
         hint="written by something else than megatron-core: load and save it with that",
     )  # fmt: skip
@@ -189,7 +189,7 @@ def _value(tree: Tree, read: ReadObject, out: Objects) -> Any:
 def _plain(tree: Tree, read: ReadObject, value: Any, depth: int) -> Any:
     """`value` as extras hold it; tensors as NumPy arrays."""
     if depth > 100:
-        raise InputError(
+        raise CorruptFile(
             "an object nests deeper than 100 levels", code="E0398", path=tree.display(read.entry.file),
             key=read.entry.fqn, hint="the file is damaged or made to harm",
         )  # fmt: skip
@@ -210,14 +210,14 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
     kind = _NUMPY.get(ref.dtype.name)
     if isinstance(ref, WrapperRef) or kind is None or ref.dtype.nbytes(_numel(ref.shape)) > _TENSOR_LIMIT:
         raise InputError(
-            f"an object holds a {ref.dtype.name} tensor of shape {list(ref.shape)}: too much for a value", code="E0399",
+            f"an object holds a {ref.dtype.name} tensor of shape {list(ref.shape)}: too much for a value", code="E2607",
             path=tree.display(read.entry.file), offset=read.entry.at, key=read.entry.fqn,
             hint="the object is of a kind that this version does not know",
         )  # fmt: skip
     array = read.zip.array(ref)
     if not ref.contiguous:
         raise InputError(
-            "a tensor inside an object is not contiguous", code="E0399", path=tree.display(read.entry.file),
+            "a tensor inside an object is not contiguous", code="E2607", path=tree.display(read.entry.file),
             key=read.entry.fqn, hint="the object is of a kind that this version does not know",
         )  # fmt: skip
     data = read_array(tree, array)
@@ -269,7 +269,7 @@ def _gathered(
             parameters = dtypes[0] if isinstance(dtypes, tuple) and dtypes else None
             if not lines or not isinstance(parameters, Symbol) or any(len(ref.shape) != 1 for ref in lines.values()):
                 raise InputError(
-                    "a gathered optimizer state is not coalesced", code="E0394", path=tree.display(read.entry.file),
+                    "a gathered optimizer state is not coalesced", code="E0303", path=tree.display(read.entry.file),
                     offset=read.entry.at, key=read.entry.fqn,
                     hint="written before core 0.6: load it with --ckpt-convert-update-legacy-dist-opt-format and save it",
                 )  # fmt: skip

@@ -68,7 +68,7 @@ class _Meta:
         """The catalog. Options: `lenient` (bool) leaves out tensors that no rule can join; `require_checksums` (bool).
 
         Raises Incomplete (E1400 shards, E1402 params.json, E1406 layers, E1407 tensors missing), InconsistentCheckpoint (E1401
-        two saves, E1403 shapes, E1405 params.json, E1408 shards that differ), UnmappedTensor E1404, CorruptFile E1409.
+        two saves, E1403 shapes, E1408 shards that differ), UnmappedTensor E1404, CorruptFile E1405 (params.json), E1409.
         """
         chosen = _choose(tree)
         if chosen is None:

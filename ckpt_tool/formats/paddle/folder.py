@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import LogicalTensor, simple_tensor
-from ckpt_tool.errors import CkptError, Incomplete
+from ckpt_tool.errors import CkptError, Incomplete, UnknownFormat
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, without_master
 from ckpt_tool.formats.paddle.extras import read_extras
@@ -48,8 +48,8 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
     names = tree.names()
     files = rank_files(names, prefer=options.get("prefer"))
     if not files:
-        raise Incomplete(
-            "no model_state*.pdparams or optimizer*.pdopt", code=MISSING, path=tree.display(),
+        raise UnknownFormat(
+            "no model_state*.pdparams or optimizer*.pdopt", code="E0393", path=tree.display(),
             hint="pass the folder of a checkpoint, or a file; of models with different names say which with --prefer STEM",
         )  # fmt: skip
     if not options.get("lenient"):

@@ -41,7 +41,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint, InputError
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.hf import files as hf_files
@@ -93,8 +93,8 @@ class _Flex:
         """
         saves = paddle_flex_folders.find(tree.listing())
         if not saves:
-            raise InputError(
-                "no N.metadata and no R_N.distcp: this is no flex checkpoint", code=paddle_flex_folders.UNFINISHED,
+            raise UnknownFormat(
+                "no N.metadata and no R_N.distcp: this is no flex checkpoint", code="E0393",
                 path=tree.display(), hint="pass the folder that holds model_state/, or the one with 0.metadata",
             )  # fmt: skip
         catalog = _Reading(tree, saves, options).catalog()
@@ -226,7 +226,7 @@ class _Reading:
             saved = [self.files.of(file)[key] for file in homes]
             if len({(one.shape, one.dtype) for one in saved}) > 1:
                 raise InconsistentCheckpoint(
-                    "the metadata does not list it, and ranks hold it in different shapes", code=TWICE, key=str(name),
+                    "the metadata does not list it, and ranks hold it in different shapes", code="E2201", key=str(name),
                     path=self.tree.display(homes[0]), hint="nothing says how the parts make up the tensor",
                 )  # fmt: skip
             shape, dtype = saved[0].shape, saved[0].dtype

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UsageError
+from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.storage.safetensors_file import build_header, read_header
@@ -55,7 +55,7 @@ CONFIG = "adapter_config.json"
 SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
 METADATA = {"format": "pt"}
-NO_CONFIG, NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1430", "E1431", "E1432", "E1433"
+NO_CONFIG, NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1423", "E1431", "E1432", "E1433"
 
 
 class Peft:
@@ -73,7 +73,7 @@ class Peft:
         return Evidence(f"{CONFIG} and {weights}", files=frozenset((CONFIG, weights)), loader="transformers", turn=2)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
-        """The catalog from headers alone. Raises CorruptFile E1430 (config), Incomplete E1431 (no weights), E1432 (a .bin that
+        """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a .bin that
         is no state dict), and what the containers raise."""
         config = _config(tree)
         names = tree.names()
@@ -108,9 +108,9 @@ FORMAT = Peft()
 
 def _config(tree: Tree) -> dict[str, Any]:
     if not tree.exists(CONFIG):
-        raise CorruptFile(
+        raise UnknownFormat(
             f"no {CONFIG} here",
-            code=NO_CONFIG,
+            code="E0393",
             path=tree.display(),
             hint="pass the folder that holds it, not a file of it",
         )

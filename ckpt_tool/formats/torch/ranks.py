@@ -30,7 +30,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
@@ -366,7 +366,7 @@ def _chunks(tree: Tree, part: _Part, key: str) -> Iterable[Chunk]:
         )  # fmt: skip
     local, found = dtensor_spec.boxes(part.shape, part.placed, at)
     if local != part.array.shape:
-        raise CorruptFile(
+        raise InputError(
             f"rank {part.rank} holds a part of shape {list(part.array.shape)}, its placement gives {list(local)}",
             code=UNPLACED, path=tree.display(part.array.path), key=key,
             hint="the file was renamed to another rank's name, or was written by a version that cuts otherwise",
