@@ -281,7 +281,7 @@ class _Reading:
             if 0 in row.shape or row.span is not None and row.span[0] == row.span[1]:
                 continue
             if where not in have and stored:
-                self.faults.append(f"{key}: no file holds {_block(row)}, which state_dict_metadata states")
+                self.faults.append(f"{key}: {_block(row)} is in no file, though state_dict_metadata states it")
             if any(o + n > w for o, n, w in zip(row.offset, row.shape, whole, strict=True)):
                 self.faults.append(f"{key}: {_block(row)} leaves the tensor of shape {list(whole)}")
         for where, held in have.items():
