@@ -12,6 +12,7 @@ from ckpt_tool.storage.source import Tree
 
 TAIL_LIMIT = 22 + 65_535  # bytes: a zip's end record and its longest comment (APPNOTE 4.3.16)
 HEAD = 512  # bytes that tell every kind; 64 tell all but archives that name themselves later
+NPZ = "a NumPy .npz archive"
 _LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # torch 2.13 serialization.MAGIC_NUMBER as pickled
 
 # (first bytes, what it is, what to do)
@@ -47,7 +48,7 @@ def advice(head: bytes) -> str | None:
 def _recognise(head: bytes) -> tuple[str, str] | None:
     inner = head[30 : 30 + int.from_bytes(head[26:28], "little")] if head.startswith(b"PK\x03\x04") else b""
     if inner.endswith(b".npy"):
-        return "a NumPy .npz archive", "save its arrays as safetensors"
+        return NPZ, "save its arrays as safetensors"
     if head[257:262] == b"ustar":
         return (
             "a tar archive (a NeMo .nemo, or a torch file from before 0.1.10)",

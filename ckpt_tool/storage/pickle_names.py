@@ -30,19 +30,24 @@ _LINE = 1 << 16  # bytes
 
 
 class Mentioned(NamedTuple):
-    """uses: each global once. end: bytes from the start of the file to behind STOP, None where the stream is broken."""
+    """uses: each global once. end: bytes from the start of the file to behind STOP, None where the stream is broken. lost: the
+    byte behind which nothing could be walked, None where all was."""
 
     uses: tuple[GlobalUse, ...]
     end: int | None
+    lost: int | None = None
 
 
 def mentioned(tree: Tree, path: str, start: int, end: int) -> Mentioned:
     """The names of the pickle at bytes [start, end) of a file; more may follow its STOP. Raises what reading the file raises."""
-    machine = pickles.machine_of(tree, path, start=start, end=end)
+    limit = pickles.METADATA_OPCODES if path.endswith(".metadata") else pickles.OPCODE_LIMIT
+    machine = pickles.machine_of(tree, path, start=start, end=end, opcodes=limit)
     try:
         machine.run()
     except Misuse:
-        return Mentioned(tuple(_and_walked(machine, _Walk(tree, path, start, end))), None)
+        walk = _Walk(tree, path, start, end)
+        uses = tuple(_and_walked(machine, walk))
+        return Mentioned(uses, None, None if walk.stopped else walk.at)
     return Mentioned(machine.verdicts(), machine.origin + machine.pos)
 
 
@@ -63,6 +68,7 @@ class _Walk:
     def __init__(self, tree: Tree, path: str, start: int, end: int) -> None:
         self.tree, self.path, self.at, self.end = tree, path, start, end
         self.protocol = 0
+        self.stopped = False  # at STOP
         self._window = (start, b"")
 
     def _take(self, nbytes: int) -> bytes:
@@ -90,6 +96,7 @@ class _Walk:
             offset = self.at
             op = self._take(1)
             if not op or op == b".":
+                self.stopped = bool(op)
                 return
             text: str | None = None
             number = 0

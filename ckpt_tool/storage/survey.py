@@ -22,7 +22,7 @@ from ckpt_tool.storage.pickle_values import GlobalUse
 from ckpt_tool.storage.safetensors_file import looks_like_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_stream import is_stream, is_tar
-from ckpt_tool.storage.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR
+from ckpt_tool.storage.zip_directory import CENTRAL, DIRECTORY_LIMIT, END, END64, LOCAL, LOCATOR
 
 HEAD = 512  # bytes
 STREAMS = 1000  # pickles back to back in one file
@@ -106,9 +106,11 @@ def _range(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator
 
 def _streams(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[Surveyed]:
     """Pickles back to back, until something else follows."""
-    at, uses, streams = start, dict[tuple[str, str], GlobalUse](), 0
+    at, uses, streams, unseen = start, dict[tuple[str, str], GlobalUse](), 0, ""
     while at < end and streams < STREAMS and (at == start or tree.read(path, at, 1)[:1] == b"\x80"):
         done = mentioned(tree, path, at, end)
+        if done.lost is not None:
+            unseen = f"broken at byte {done.lost}: nothing behind it was looked at"
         for use in done.uses:
             kept = uses.setdefault((use.module, use.name), use)
             if use.tier > kept.tier:
@@ -117,7 +119,7 @@ def _streams(tree: Tree, path: str, start: int, end: int, within: str) -> Iterat
         if done.end is None or done.end <= at:
             break
         at = done.end
-    yield Surveyed(path, within, tuple(uses.values()))
+    yield Surveyed(path, within, tuple(uses.values()), unseen)
 
 
 def _zips(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[Surveyed]:
@@ -167,7 +169,7 @@ def _directory(
                 *_, count, nbytes, offset = END64.unpack(record)
                 directory = place - nbytes
     begin = directory - offset
-    if not start <= begin <= directory <= at or count > MEMBERS:
+    if not start <= begin <= directory <= at or count > MEMBERS or at - directory > DIRECTORY_LIMIT:
         return None, []
     raw = tree.read(path, directory, at - directory)
     entries, where = [], 0

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.base import Evidence, Specificity
+from ckpt_tool.storage.magic import NPZ, what_is
 from ckpt_tool.storage.safetensors_file import looks_like_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_stream import is_stream, is_tar
@@ -143,6 +144,8 @@ def _one(tree: Tree, name: str) -> Chosen | None:
         return Chosen("an index of .bin files", index=name)
     size = tree.size(name)
     if looks_like_header(head, size):
+        return None
+    if what_is(head) == NPZ:
         return None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
         return Chosen(
