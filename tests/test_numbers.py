@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +24,12 @@ import pytest
 from ckpt_tool.cli import run
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-VALUES = (10**9, 2**63 - 1, 10**30, -1, 0, 1.5, "1")
+VALUES: dict[str, tuple[Any, ...]] = {
+    "field": (10**9, 2**63 - 1, 10**30, -1, 0, 1.5, "1"),
+    "name": ("5000", "999999999", "9" * 30, "9" * 5000, "\u00b2"),
+    "file": ("0099", "99999", "9999999", "9" * 30),
+}
+LEVEL = re.compile(r"(?:^|\.)(layers|h|blocks|experts|local_experts)\.(\d+)(?=\.)")
 SECONDS, MEMORY = 10, 1 << 30  # of a verb, above what the test itself holds
 CONTRACT = {0, 1, 2, 3, 4, 5, 6, 7}
 OTHERS = {
@@ -45,15 +51,18 @@ edits = _load(Path(__file__).parent / "fuzz" / "edits.py")
 
 
 class Case(NamedTuple):
-    """A number of a file of a fixture. at: which one of the file's numbers."""
+    """One number of a fixture. what: `field` (a value in a file), `name` (of a tensor: digits of a text in a file), `file` (in
+    a file's name). at: which of the file's numbers, or texts, or the name's groups of digits; group: of the text's digits."""
 
     folder: Path
+    what: str
     file: str
     field: str
     at: int
+    group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.folder.relative_to(FIXTURES)}-{self.file}-{self.field or 'number'}-{self.at}"
+        return f"{self.what}-{self.folder.relative_to(FIXTURES)}-{self.file}-{self.field or 'number'}-{self.at}.{self.group}"
 
 
 def folders() -> list[Path]:
@@ -72,16 +81,30 @@ def _model(folder: Path) -> Path:
 
 
 def cases() -> Iterator[Case]:
-    """One for each (format, kind of file, field): a second layer of the same fields tells nothing new."""
+    """One for each (format, kind of file, field), one for each (format, kind of name), one for each kind of file name: a second
+    layer of the same fields tells nothing new."""
     seen = set()
     for folder in folders():
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            part = edits.part_of(file.read_bytes())
-            for at, number in enumerate(edits.numbers(part) if part else ()):
-                kind = _model(folder), file.suffix or file.name, number.field, type(number.value)
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            file = path.relative_to(folder).as_posix()
+            for case in (*_in_name(folder, file), *_in_file(folder, file, edits.part_of(path.read_bytes()))):
+                kind = _model(folder), case.what, path.suffix or path.name, case.field, case.group
                 if kind not in seen:
                     seen.add(kind)
-                    yield Case(folder, file.relative_to(folder).as_posix(), number.field, at)
+                    yield case
+
+
+def _in_name(folder: Path, file: str) -> Iterator[Case]:
+    for number, _ in enumerate(re.findall(r"\d+", file)):
+        yield Case(folder, "file", file, re.sub(r"\d+", "#", file), number)
+
+
+def _in_file(folder: Path, file: str, part: Any) -> Iterator[Case]:
+    for at, number in enumerate(edits.numbers(part) if part else ()):
+        yield Case(folder, "field", file, f"{number.field} {type(number.value).__name__}", at)
+    for at, text in enumerate(edits.texts(part) if part else ()):
+        for group, match in enumerate(LEVEL.finditer(text.value)):
+            yield Case(folder, "name", file, match[1], at, group)
 
 
 def verbs(source: Path, sound: Path, out: Path) -> list[list[str]]:
@@ -92,10 +115,11 @@ def verbs(source: Path, sound: Path, out: Path) -> list[list[str]]:
         ["diff", f"{source}", f"{sound}"],
         ["reshard", f"{source}", f"{out}-reshard", "--dry-run"],
         ["merge", f"{source}", f"{out}-merge"],
+        ["reshard", f"{source}", f"{out}-stages", "--pp", "2", "--ep", "2", "--dp", "2", "--dry-run"],
         *(["convert", f"{source}", f"{out}-{to}", "--to", to, *more] for to, *more in (
-            ("safetensors",), ("sharded", "--tp", "2", "--dialect", "keep"), ("megatron-dist", "--tp", "1", "--dry-run"),
+            ("safetensors",), ("sharded", "--tp", "2", "--pp", "2", "--dialect", "keep"), ("megatron-dist", "--dry-run"),
             ("paddle", "--tp", "2", "--dry-run", "--lenient"), ("deepspeed", "--dp", "2", "--zero", "1", "--dry-run"),
-            ("megatron", "--tp", "2", "--dry-run", "--lenient"), ("meta", "--dry-run"), ("paddle-flex", "--dry-run"))),
+            ("megatron", "--pp", "2", "--dry-run", "--lenient"), ("meta", "--dry-run"), ("paddle-flex", "--dry-run"))),
     ]  # fmt: skip
 
 
@@ -145,14 +169,31 @@ def _in_fork(lines: list[list[str]], write: int) -> None:
         os.lseek(told, 0, os.SEEK_SET)
 
 
+def edit(source: Path, case: Case, value: Any) -> None:
+    """The number in its place."""
+    file = source / case.file
+    if case.what == "file":
+        match = list(re.finditer(r"\d+", case.file))[case.at]
+        to = source / f"{case.file[: match.start()]}{value}{case.file[match.end() :]}"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(to)
+        return
+    part = edits.part_of(file.read_bytes())
+    if case.what == "field":
+        file.write_bytes(part.file(edits.with_number(part, edits.numbers(part)[case.at], value)))
+        return
+    text = edits.texts(part)[case.at]
+    match = list(LEVEL.finditer(text.value))[case.group]
+    new = f"{text.value[: match.start(2)]}{value}{text.value[match.end(2) :]}"
+    file.write_bytes(part.file(edits.with_number(part, text, new)))
+
+
 def judge(case: Case, value: object, scratch: Path) -> list[str]:
     """What is wrong with how the verbs ended, for one value of one number."""
     source = scratch / "source" / case.folder.name
     shutil.rmtree(scratch / "source", ignore_errors=True)
     shutil.copytree(case.folder, source, ignore=shutil.ignore_patterns(*OTHERS.get(case.file, OTHERS[""])))
-    file = source / case.file
-    part = edits.part_of(file.read_bytes())
-    file.write_bytes(part.file(edits.with_number(part, edits.numbers(part)[case.at], value)))
+    edit(source, case, value)
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -171,5 +212,5 @@ CASES = list(cases())
 @pytest.mark.share(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_number_that_no_file_can_hold_ends_soon_and_by_the_contract(case: Case, tmp_path: Path) -> None:
-    wrong = [fault for value in VALUES for fault in judge(case, value, tmp_path)]
+    wrong = [fault for value in VALUES[case.what] for fault in judge(case, value, tmp_path)]
     assert not wrong, "\n".join(wrong)

@@ -41,7 +41,7 @@ def parse_layout(raw: bytes, path: str) -> tuple[dict[str, int], tuple[Rule, ...
             raise ValueError(f"a line with more than {DOTS} dots")
         document = tomllib.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as e:
-        what = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        what = "nested too deeply" if isinstance(e, RecursionError) else str(e).partition("; use sys.")[0]
         raise UsageError(
             f"the layout file is not TOML: {what}", code="E0252", path=path,
             hint='want [mesh] with degrees, and [[rule]] tables with match and shard',

@@ -39,6 +39,7 @@ TIED_HEAD = ("keep", "tie", "untie")
 VERIFY = ("off", "quick", "full")
 DEVICES = ("cpu", "cuda")
 DEFAULT_POLICY = "largest-dim"
+MOST_ROWS = (1 << 31) - 1  # of --vocab-size: token ids are 32-bit numbers
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
 DEFAULT_MEMORY = 1 << 30  # bytes
 
@@ -305,7 +306,7 @@ def _writing(taken: Taken) -> Writing:
         as_model=take("as_model", values.one_of(("ema", "master")), None),
         dtypes=take("dtype", values.dtypes, {}),
         dequantize=take("dequantize", bool, False),
-        vocab_size=take("vocab_size", values.count, None),
+        vocab_size=take("vocab_size", values.between(1, MOST_ROWS), None),
         tied_head=take("tied_head", values.one_of(TIED_HEAD), None),
         allow_lossy=take("allow_lossy", bool, False),
         remove_keys=take("remove_keys", values.patterns, ()),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.bounds import DIGITS, bounded
+from ckpt_tool.core.bounds import DIGITS, bounded, numeral
 from ckpt_tool.core.layout import Choice, Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.quantised import Units
@@ -39,6 +39,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,9})\.")
 _STACKED = re.compile(r"(?:^|\.)experts\.(?!\d)")
 _FIRST = re.compile(r"(?:embed|wte|wpe|tok(?:ens|en|_|\.|$)|position)")
+_GLOB = 4096  # characters
 _WEIGHTS = (MODEL, EMA)
 
 Shape = tuple[int, ...]
@@ -368,10 +369,13 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
         degrees = {str(name): _whole(size) for name, size in document.get("mesh", {}).items()}
         rules = tuple(
             Rule(
-                str(entry["match"]),
-                str(entry.get("state", "*")),
+                _glob(entry["match"]),
+                _glob(entry.get("state", "*")),
                 tuple(
-                    (_whole(int(dim)), (names,) if isinstance(names, str) else tuple(map(str, names)))
+                    (
+                        _whole(int(dim) if numeral(dim) else dim),
+                        (names,) if isinstance(names, str) else tuple(map(str, names)),
+                    )
                     for dim, names in sorted(entry.get("shard", {}).items())
                 ),
                 tuple((str(name), _whole(index)) for name, index in entry.get("at", {}).items()),
@@ -379,16 +383,24 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
             for entry in document.get("rule", [])
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
+        what = e if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
         raise UsageError(
-            f"the layout file does not read: {type(e).__name__} {e}", code="E0252", path=path,
+            f"the layout file does not read: {what}", code="E0252", path=path,
             hint='want [[rule]] entries such as: match = "*.w1.weight", shard = { 0 = ["tp"] }',
         ) from e  # fmt: skip
     return degrees, rules
+
+
+def _glob(value: object) -> str:
+    """A pattern of a layout file: of a length that takes no time to compile."""
+    if isinstance(value, str) and len(value) <= _GLOB:
+        return value
+    raise ValueError(f"expected a pattern of at most {_GLOB} characters, got {str(value)[:80]!r}")
 
 
 def _whole(value: object) -> int:
     """A number of a layout file. Raises ValueError for what is none, or has more digits than can be shown."""
     if type(value) is int and abs(value) < 10**DIGITS:
         return value
-    shown = "one of very many digits" if isinstance(value, int) else repr(value)[:80]
+    shown = f"one of {value.bit_length()} bits" if isinstance(value, int) else repr(value)[:80]
     raise ValueError(f"expected a whole number, got {shown}")

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number in a part: where it stands, what it is; field: the key before it, "" where there is none."""
+    """A number (or a text) in a part: where it stands, what it is; field: the key before it, "" where there is none."""
 
     start: int
     end: int
@@ -113,18 +113,40 @@ def _in_text(data: bytes):
 
 
 def _in_pickle(data: bytes):
-    stream, field = io.BytesIO(data), ""
+    field = ""
+    for found in _opcodes(data):
+        if isinstance(found.value, str):
+            field = found.value
+        else:
+            yield found._replace(field=field)
+
+
+def _opcodes(data: bytes):
+    """The numbers, flags and texts that the opcodes of the pickles push."""
+    stream = io.BytesIO(data)
     try:
         while stream.tell() < len(data):
             ops = list(pickletools.genops(stream))
             for (op, argument, start), (_, _, end) in zip(ops, [*ops[1:], (None, None, stream.tell())], strict=True):
-                if op.name in _WHOLE or op.name in _OTHER:
-                    value = {"NEWTRUE": True, "NEWFALSE": False}.get(op.name, argument)
-                    yield Number(start, end, value, field)
-                elif "UNICODE" in op.name:
-                    field = str(argument)
+                if op.name in _WHOLE or op.name in _OTHER or "UNICODE" in op.name:
+                    yield Number(start, end, {"NEWTRUE": True, "NEWFALSE": False}.get(op.name, argument), "")
     except Exception:  # cut short by an edit before: what was seen stands
         return
+
+
+def texts(part: Part) -> list[Number]:
+    """Every text in the part (`value`), where it stands, in its order; keys of JSON objects too."""
+    if part.kind == "pickle":
+        return [found for found in _opcodes(part.data) if isinstance(found.value, str)]
+    found = (match for match in _JSON.finditer(part.data) if match[0][:1] == b'"')
+    return [Number(match.start(), match.end(), _plain(match[0]), "") for match in found]
+
+
+def _plain(raw: bytes) -> str:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return ""
 
 
 def with_number(part: Part, number: Number, value: object) -> bytes:

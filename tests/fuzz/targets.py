@@ -180,6 +180,15 @@ def one_tree(data):
     read_tree(files)
 
 
+def from_corpus(target, data):
+    """The input of a kept file: those of `tree` begin with the fixture's name, whose number may change."""
+    if target != "tree":
+        return data
+    name, _, script = data.partition(b"\n")
+    which = [name for name, _ in fixtures()].index(name.decode())
+    return (bytes([which]) if len(fixtures()) <= 256 else struct.pack(">H", which)) + script
+
+
 def _edit(script, kind, own, numbers):
     """(start, end, new bytes) of one edit of the part."""
     if own is None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
@@ -217,8 +218,10 @@ def _rows(
             hint="cut both to the vocabulary's size with --vocab-size N",
         )  # fmt: skip
     (have,) = found
-    multiple = facts.vocab_multiple or 128
-    real = wanted.options.get("vocab_size") or facts.vocab
+    multiple = bounded(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
+    real = wanted.options.get("vocab_size") or bounded(
+        facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments"
+    )
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:
         need = -(-real // unit) * unit
