@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> record.Room:
 
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_report_are_as_recorded(name: str, room: record.Room) -> None:
+    if ".yaml" in CASES[name]["command"] and importlib.util.find_spec("yaml") is None:
+        pytest.skip("needs the extra `merge`")
     changed = record.differences(CASES[name], room.run(name))
     assert not changed, (
         f"{CASES[name]['command']}\nchanged: {'; '.join(changed)}\n"

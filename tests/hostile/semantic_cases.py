@@ -15,7 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
+import pytest
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOUND = {"inspect": 0, "verify": 1, "*": 3}  # inspect shows it, verify reports it, writers refuse
@@ -87,6 +87,7 @@ def stand_ins():
 
 def edit(path, change):
     """Load, change in place (or take what `change` returns), save."""
+    torch = pytest.importorskip("torch")
     with stand_ins():
         value = torch.load(path, weights_only=False, map_location="cpu")
         changed = change(value)
@@ -247,6 +248,8 @@ def other_bit(name):
     """One bit of a replicated tensor."""
 
     def change(value):
+        import torch
+
         value["model"][name].data.view(-1).view(torch.int16)[0] ^= 1
 
     return change
