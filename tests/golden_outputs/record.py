@@ -3,7 +3,8 @@
     python tests/golden_outputs/record.py                 run everything, print what changed, rewrite golden.json
     python tests/golden_outputs/record.py --check         print what changed, write nothing (exit 1 if anything did)
     python tests/golden_outputs/record.py 'deepspeed*'    only the cases whose names fit one of the globs
-    python tests/golden_outputs/record.py --keep FOLDER   leave the outputs there, to compare two versions by `diff -r`
+    python tests/golden_outputs/record.py --keep FOLDER   leave the outputs there: run so with PYTHONPATH set to two
+                                                          checkouts, two versions can be compared by `diff -r`
 
 A case is a row of golden.json: `command`, and what came of it. To add one, write its name and command there and run this.
 `{fixtures}` is the repository's fixtures/; `{inputs}` the files of inputs/ with these words replaced (`{inputs}/hub` is
@@ -213,4 +214,6 @@ if __name__ == "__main__":
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
+    if given.keep and given.keep.exists():
+        parser.error(f"{given.keep} is there already")
     sys.exit(record(given.names, given.keep, given.check))
