@@ -23,11 +23,18 @@ COMPONENT = 255  # bytes of one name: NAME_MAX of Linux's file systems
 JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, or begin with
 STAGED = ".ckpt-partial"  # what a staging folder's name ends with
 SHOWN = 20  # faults
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]{0,200}[A-Za-z0-9_+-])?"
+_PLAIN = re.compile(
+    rf"(?:{_WORD}/){{0,{FOLDERS}}}{_WORD}", re.ASCII
+)  # nearly all: what it takes, all rules below let pass
 _ODD = re.compile(r"[\\\x00-\x1f\x7f]")
 
 
 def unfit(path: str) -> str:
     """Why `path` is no plain relative path of safe components, as the rest of a sentence; "" where it is one."""
+    folded = path.casefold()
+    if _PLAIN.fullmatch(path) and ".ckpt-" not in folded:
+        return ""
     parts = path.split("/")
     if not path:
         return "is empty"
@@ -47,7 +54,6 @@ def unfit(path: str) -> str:
         return "has a component that ends in a space or a dot"
     if len(parts) > FOLDERS + 1 or any(len(part.encode("utf-8", "surrogatepass")) > COMPONENT for part in parts):
         return "is too long or too deep"
-    folded = path.casefold()
     if JOURNAL in folded or STAGED in folded:
         return "holds a name of an unfinished run's own files"
     return ""

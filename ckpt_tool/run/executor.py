@@ -195,19 +195,19 @@ class Executor:
 
     def _take_up(self, staging: Staging, state: _State) -> int:
         """Take units off the queue that an earlier run finished, after hashing what it wrote. Returns their bytes."""
+        if self.part is None and staging.went_on:
+            self._clear_gaps(staging)
         if not self.hashing or not staging.resumed:
             return 0
-        if self.part is None:
-            self._clear_gaps(staging)
         return self._sift(staging, state, staging.resumed)
 
     def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line]) -> None:
         """What the other parts staged, looked at again now that none of them is at work: heads are written again, units that
         are not what their journals say are moved again. Unhashed runs (`verify="off"`) believe the journals."""
-        if not self.hashing:
-            return
         self._prepare(staging)
         self._clear_gaps(staging)
+        if not self.hashing:
+            return
         mine = {number for number, _ in self._mine()}
         state.queue[:] = [(number, unit) for number, unit in enumerate(self.units) if number not in mine]
         self._sift(staging, state, journal)

@@ -43,17 +43,17 @@ def intact(
     def look() -> None:
         reader = Reader(files, room, {}, panel=panel)
         try:
-            while not failures:
-                try:
+            try:
+                while waiting and not failures:
                     number, unit = waiting.pop()
-                except IndexError:
-                    break
-                if _is_sound(lines[number], unit) and _is_there(reader, moves, unit, lines[number]):
-                    found.add(number)
-        except (CkptError, OSError) as e:
+                    if _is_sound(lines[number], unit) and _is_there(reader, moves, unit, lines[number]):
+                        found.add(number)
+            finally:
+                reader.close()
+        except IndexError:  # another thread took the last one
+            return
+        except (CkptError, OSError, MemoryError) as e:
             failures.append(e)
-        finally:
-            reader.close()
 
     if waiting:
         Crew(look, max(1, min(threads, len(waiting)))).run(failures.append)

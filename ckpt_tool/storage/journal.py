@@ -48,15 +48,16 @@ def _seal(plan_id: str, body: bytes) -> bytes:
     return hashlib.blake2b(plan_id.encode() + b"\0" + body, digest_size=8).hexdigest().encode()
 
 
-def read(folder: int, name: str) -> list[Line]:
-    """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal."""
+def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
+    """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal. first: the
+    first line alone."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
     except OSError:
         return []
     try:
         with open(fd, "rb") as file:
-            text = file.read()
+            text = file.readline() if first else file.read()
     except OSError:
         return []
     lines: list[Line] = []

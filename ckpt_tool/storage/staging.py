@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt_tool.core.inner_path import JOURNAL, inner_path
+from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.beneath import Irregular, files_beneath, open_beneath, open_own, sync_folder, sync_folders, wipe
@@ -64,11 +64,9 @@ class Staging:
         self._force = force
         self._folder_fd = self._journal_fd = -1
         self._write = threading.Lock()
-        self.failed_sync = self._recorded = False
+        self.failed_sync = self._recorded = self.went_on = False  # went_on: an earlier run of the plan has been here
         self.resumed: list[journal.Line] = []
         self._names = set(files)
-        for name in files:
-            inner_path(name)
         self._replaces: tuple[int, int] | None = None
         self._claim(resume=resume)
 
@@ -112,7 +110,7 @@ class Staging:
         self._journal_fd = self._open_journal(name)
         lines = journal.read(self._folder_fd, name)
         if lines and lines[0]["plan"] == self.plan_id and resume:
-            self.resumed = lines[1:]
+            self.went_on, self.resumed = True, lines[1:]
             return
         if self.part is None:
             wipe(self._folder_fd, keep=name)
@@ -137,7 +135,7 @@ class Staging:
         """Raise SourceChanged where another part of the output was begun by another plan (E0611) or as one of another number
         of parts (E1602). A journal without a whole first line says nothing yet."""
         for name in journal.names(self._folder_fd):
-            lines, part = journal.read(self._folder_fd, name), journal.part_of(name)
+            lines, part = journal.read(self._folder_fd, name, first=True), journal.part_of(name)
             what = f"part {part[0]}/{part[1]}" if part else "the whole output"
             if lines and lines[0]["plan"] != self.plan_id:
                 raise SourceChanged(
@@ -196,7 +194,7 @@ class Staging:
             self._release()  # it was renamed away between the open and the lock
 
     def _locked(self, name: str) -> OutputExists:
-        lines = journal.read(self._folder_fd, name)
+        lines = journal.read(self._folder_fd, name, first=True)
         owner = "it is just starting or about to end"
         if lines:
             owner = f"process {lines[0].get('pid')} on {lines[0].get('host')}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.core import inner_path as inner
 from ckpt_tool.core.inner_path import inner_path, output_faults, unfit
 from ckpt_tool.errors import UnsafeInput
 
@@ -31,6 +33,14 @@ def test_what_passes_stays_below(path: str) -> None:
         return
     joined = os.path.normpath(os.path.join(b"/root", os.fsencode(path)))
     assert joined == b"/root/" + b"/".join(map(os.fsencode, inner_path(path)))
+
+
+@given(st.text("ab./-+_A", max_size=30) | st.from_regex(inner._PLAIN.pattern, fullmatch=True))
+def test_the_quick_look_lets_nothing_pass_that_the_rules_refuse(path: str) -> None:
+    quick = unfit(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inner, "_PLAIN", re.compile("(?!)"))
+        assert unfit(path) == quick
 
 
 @pytest.mark.parametrize(
