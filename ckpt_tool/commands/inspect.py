@@ -9,7 +9,6 @@ from typing import Any
 
 from ckpt_tool.commands.patterns import Names
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.commands.security import add_survey, unread
 from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
@@ -42,6 +41,8 @@ def inspect(
     except (InputError, UnsafeInput) as fault:
         if not security:
             raise
+        from ckpt_tool.commands.security import unread
+
         return unread(src, reading, fault)
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
@@ -78,6 +79,8 @@ def inspect(
     if security or catalog.unsafe:
         document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
         if security:
+            from ckpt_tool.commands.security import add_survey
+
             add_survey(document["security"], opened.tree)
     if stats:
         _add_statistics(opened.refuse_unsafe(), rows)

@@ -124,8 +124,8 @@ def size(value: Any) -> int:
 def sizes(value: Any) -> tuple[int, int]:
     """One or two sizes: `256MiB`, `256MiB,4MiB`; the second is 0 where it is not given."""
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, tuple | list) else [value]
-    if len(parts) > 2:
-        raise BadValue(f"found {value!r}, want at most two sizes", hint="large blocks, then small ones: 256MiB,4MiB")
+    if not 1 <= len(parts) <= 2:
+        raise BadValue(f"found {value!r}, want one or two sizes", hint="large blocks, then small ones: 256MiB,4MiB")
     return size(parts[0]), size(parts[1]) if len(parts) == 2 else 0
 
 
