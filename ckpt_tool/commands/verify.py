@@ -41,7 +41,7 @@ def verify(
                          "offset": fault.offset})  # fmt: skip
 
     broken = set()
-    for fault in faults_of(catalog.tensors.values()):
+    for fault in faults_of(catalog.tensors.values(), catalog.indexes):
         note(fault)
         broken.add(fault.key)
     for fault in unsound(catalog):

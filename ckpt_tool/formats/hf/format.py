@@ -31,7 +31,16 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, InternalError
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    Incomplete,
+    InconsistentCheckpoint,
+    InputError,
+    InternalError,
+    for_each,
+    together,
+)
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
@@ -177,21 +186,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
 
 def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
     """Every header; all files at fault are told at once."""
-    headers, faults = [], []
-    for file in files:
-        try:
-            headers.append(read_header(tree, file, lenient=lenient))
-        except InputError as fault:
-            faults.append(fault)
-    if faults:
-        _raise_first(faults)
-    return headers
-
-
-def _raise_first(faults: Sequence[CkptError]) -> None:
-    first = faults[0]
-    first.faults += tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:100])
-    raise first
+    return for_each(files, lambda file: read_header(tree, file, lenient=lenient))
 
 
 def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header], list[Note]]:
@@ -225,7 +220,7 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header]
             strangers += [(name.decode(), file) for name in have if name not in wanted]
             headers[-1] = header.keep(name in wanted for name in have)
     if faults:
-        _raise_first(faults)
+        raise together(faults)
     if absent:
         raise _absent(tree, absent, total)
     notes = _total_size(path, metadata.get("total_size"), headers, whole=not strangers)
@@ -314,7 +309,8 @@ def _gather(tree: Tree, headers: Sequence[Header]) -> tuple[hf_shards.PartTable,
     tensors, found = hf_shards.gather(headers, {header.path: tree.display(header.path) for header in headers})
     faults = list(faults_of(tensors.values()))
     if faults:
-        _raise_first(faults)
+        faults[0].path = faults[0].path or tree.display()
+        raise together(faults)
     return tensors, list(found)
 
 

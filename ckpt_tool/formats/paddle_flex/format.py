@@ -155,6 +155,7 @@ class _Reading:
                 )
             ),
             hints,
+            indexes=tuple(metadata),
         )
 
     def _listings(self) -> None:
@@ -164,6 +165,8 @@ class _Reading:
             listing = read_metadata(self.tree, save.folder, save.metadata)
             check_files(self.tree, save.folder, listing.files, save.metadata)
             self.listings[save.folder] = listing
+        bare = [save.folder + name for save in self.saves if save.metadata is None for name in save.data]
+        self.files.read((*(file for listing in self.listings.values() for file in listing.files), *bare))
         for save in self.saves:
             if save.metadata is None:
                 old = old_ema(save, self.listings, self.files)
