@@ -63,6 +63,7 @@ def open_source(src: str, reading: Reading) -> Opened:
     try:
         return _opened(given, reading)
     except InputError as e:
+        e.path = e.path or given.shown
         links = _odd_links(given)
         if links:
             e.faults = (*e.faults, *links)

@@ -48,7 +48,7 @@ def verify(
             findings.append(_finding(fault))
 
     broken = set()
-    for fault in faults_of(catalog.tensors.values()):
+    for fault in faults_of(catalog.tensors.values(), catalog.indexes):
         note(fault)
         broken.add(fault.key)
     for fault in (*unsound(catalog), *other_steps(opened.tree, catalog)):

@@ -36,7 +36,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput
+from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput, both, for_each
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import PLACED, Evidence, Holds
 from ckpt_tool.formats.dcp import folders as dcp_folders
@@ -87,7 +87,7 @@ class _Dcp:
                 hint="pass the folder that holds .metadata",
             )  # fmt: skip
         dcp_folders.check(saves, tree.display())
-        listings = [read_listing(tree, save.folder, save.metadata) for save in saves]
+        listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
         for listing in listings:
             if not options.get("forced"):
                 dcp_systems.refuse(listing.tensors, listing.objects, tree.display(listing.folder))
@@ -133,12 +133,20 @@ class _Reading:
         self.tensors: list[LogicalTensor] = []  # keys are given later
         self.extras = _Extras()
 
+    def _items(self, listing: Listing) -> tuple[dict[tuple[str, int], StoredArray], dict[str, ReadObject]]:
+        """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
+        items, objects = self.items, list(listing.objects.values())
+        return both(
+            lambda: items.arrays(listing.tensors.values()),
+            lambda: {read.entry.fqn: read for read in items.objects(objects)},
+        )
+
     def catalog(self, *, required: bool) -> Catalog:
-        for listing in self.listings:
-            arrays = self.items.arrays(listing.tensors.values())
+        for listing, (arrays, objects) in zip(
+            self.listings, for_each(self.listings, self._items, file=id), strict=True
+        ):
             for entry in listing.tensors.values():
                 self._add(entry.path, _logical(entry, arrays))
-            objects = {read.entry.fqn: read for read in self.items.objects(list(listing.objects.values()))}
             for fqn in listing.objects:
                 self._object(objects[fqn])
         extras = self.extras.finished()
@@ -168,6 +176,7 @@ class _Reading:
                 dict.fromkeys((*(u for each in self.listings for u in each.unsafe), *self.items.unsafe, *self.unsafe))
             ),
             hints,
+            indexes=self._metadata(),
         )
 
     def _metadata(self) -> tuple[str, ...]:

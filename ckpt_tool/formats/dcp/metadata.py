@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, by_name
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Record
+from ckpt_tool.storage.pickle_values import Pickled, Record
 from ckpt_tool.storage.source import Tree, safe_relative
 
 SIZE_LIMIT = 4 << 30  # bytes of one .metadata; 100,000 chunks take 20 MB
@@ -98,12 +98,13 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
     nothing but a call.
     """
     listing = Listing(folder)
-    for name in metadata_files:
-        path = folder + name
-        shown = tree.display(path)
-        pickled = pickles.load(
-            tree.read_whole(path, limit=SIZE_LIMIT), path=shown, opcodes=pickles.METADATA_OPCODES
-        )  # fmt: skip
+
+    def load(name: str) -> Pickled:
+        raw = tree.read_whole(folder + name, limit=SIZE_LIMIT)
+        return pickles.load(raw, path=tree.display(folder + name), opcodes=pickles.METADATA_OPCODES)
+
+    for name, pickled in by_name(metadata_files, load).items():
+        shown = tree.display(folder + name)
         value = pickled.value
         if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):
             value = Record(_MODULE + "Metadata", state=value.state)

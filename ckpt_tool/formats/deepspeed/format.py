@@ -45,7 +45,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat, by_name
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed.files import sort_files
@@ -146,7 +146,9 @@ def _off(reader: Reader, module: Module) -> Off:
     """The optimizer without ZeRO: in the module files, or one for each expert rank."""
     if not reader.files.expp:
         return optimizer_off([file for _, file in sorted(reader.modules.items())], module.parameters())
-    files = {rank: read_module(reader.tree, name) for rank, name in sorted(reader.files.expp.items())}
+    expp = sorted(reader.files.expp.items())
+    read = by_name((name for _, name in expp), lambda name: read_module(reader.tree, name))
+    files = {rank: read[name] for rank, name in expp}
     for file in files.values():
         reader.unsafe += file.unsafe
         reader.globals.update(dict.fromkeys(file.globals))

@@ -17,7 +17,7 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, by_name
 from ckpt_tool.formats.deepspeed.described import UNUSED
 from ckpt_tool.formats.deepspeed.files import expert_name, layer_name
 from ckpt_tool.formats.deepspeed.flat import share
@@ -134,8 +134,10 @@ class Module:
         reader = self.reader
         known = dict(reader.flat.shapes)
         tied = dict(tied_keys(known, self.shared))
-        for index, name in sorted(reader.files.layers.items()):
-            arrays, content = read_tensors(reader.tree, name)
+        layers = sorted(reader.files.layers.items())
+        read = by_name((name for _, name in layers), lambda name: read_tensors(reader.tree, name))
+        for index, name in layers:
+            arrays, content = read[name]
             reader.unsafe += content.unsafe
             reader.globals.update(dict.fromkeys(content.globals))
             key = key_of_layer(index, {local: a.shape for local, a in arrays.items()}, known, tied)
@@ -176,8 +178,10 @@ class Module:
     def _experts(self) -> None:
         """The expert files. Every expert that the optimizer knows must have one."""
         reader = self.reader
-        for (layer, number), file in sorted(reader.files.experts.items()):
-            arrays, content = read_tensors(reader.tree, file)
+        experts = sorted(reader.files.experts.items())
+        read = by_name((file for _, file in experts), lambda file: read_tensors(reader.tree, file))
+        for (layer, number), file in experts:
+            arrays, content = read[file]
             reader.unsafe += content.unsafe
             reader.globals.update(dict.fromkeys(content.globals))
             for name, array in arrays.items():

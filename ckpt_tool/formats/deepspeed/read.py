@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import MASTER
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, for_each
 from ckpt_tool.formats.deepspeed.agree import refuse_other_shapes
 from ckpt_tool.formats.deepspeed.files import Files, model3_name, model_name, optim_name
 from ckpt_tool.formats.deepspeed.flat import Piece, partition, shares, undeal
@@ -74,7 +74,7 @@ class Reader:
         names = {**{(0, mp): name for mp, name in self.files.model.items()}, **self.files.model3}
         if not names:
             raise self._missing([model_name(0)])
-        first = read_module(self.tree, names[min(names)])
+        first = self._first(names)
         self.dp, models = first.count("dp_world_size"), self._model_ranks(first)
         self.stage = 3 if self.files.model3 else 0
         if self.dp * models > FILES:
@@ -95,14 +95,32 @@ class Reader:
         if lost:
             raise self._missing(lost)
         self._no_strangers(wanted, models)
-        for rank in sorted(names):
-            self.modules[rank] = first if rank == min(names) else read_module(self.tree, names[rank])
-        for rank, name in sorted(self.files.optim.items()):
-            self.optimizers[rank] = read_optimizer(self.tree, name)
+        self._read_all(names, {names[min(names)]: first})
         read: list[ModuleFile | OptimizerFile] = [*self.modules.values(), *self.optimizers.values()]
         self.unsafe += [line for file in read for line in file.unsafe]
         self.globals.update(dict.fromkeys(line for file in read for line in file.globals))
         self._of_one_save()
+
+    def _first(self, names: Mapping[tuple[int, int], str]) -> ModuleFile:
+        """The first module file, which says how many there are. Where it does not read, the others are tried too."""
+        try:
+            return read_module(self.tree, names[min(names)])
+        except InputError:
+            self._read_all(names, {})
+            raise
+
+    def _read_all(self, names: Mapping[tuple[int, int], str], known: Mapping[str, ModuleFile]) -> None:
+        """Every file of the module and of the optimizer; those that do not read are named at once."""
+        modules = {name: rank for rank, name in sorted(names.items())}
+        optimizers = {name: rank for rank, name in sorted(self.files.optim.items())}
+
+        def read(name: str) -> None:
+            if name in modules:
+                self.modules[modules[name]] = known.get(name) or read_module(self.tree, name)
+            else:
+                self.optimizers[optimizers[name]] = read_optimizer(self.tree, name)
+
+        for_each((*modules, *optimizers), read)
 
     def _model_ranks(self, first: ModuleFile) -> int:
         """Model ranks, all of them pipeline stages: tensor parallel ranks are refused."""

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EXTRAS, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, for_each
 from ckpt_tool.formats.deepspeed.files import Files, model3_name
 from ckpt_tool.formats.deepspeed.flat import share
 from ckpt_tool.formats.deepspeed.read import COUNTERS, same
@@ -54,7 +54,11 @@ class Modules:
                 f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
                 hint="copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
             )  # fmt: skip
-        contents = [self.opening(name) for name in names]
+        try:
+            contents = for_each(names, self.opening)
+        except InputError:
+            for_each(dict.fromkeys((*names, *of_rank.values())), self.opening)  # names those of the other ranks too
+            raise
         self._of_one_save(contents[0], names[0], list(zip(contents[1:], names[1:], strict=True)), ())
         for number, content in enumerate(contents):
             values = content.extras if isinstance(content.extras, dict) else {}
@@ -143,11 +147,13 @@ class Modules:
                 f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}", code=MISSING,
                 path=self.tree.display(), faults=gone[8:SHOWN], hint="copy every rank's model states into this folder",
             )  # fmt: skip
-        others = [(self.opening(of_rank[rank]), of_rank[rank]) for rank in range(1, count)]
-        self._of_one_save(content, of_rank[0], others, ("param_shapes", "frozen_param_shapes"))
+        ranked = [of_rank[rank] for rank in range(1, count)]
+        others = for_each(ranked, self.opening)
+        same_save = list(zip(others, ranked, strict=True))
+        self._of_one_save(content, of_rank[0], same_save, ("param_shapes", "frozen_param_shapes"))
         parts = [found] + [
             {str(p[1]): a for p, a in other.leaves if p[0] == "frozen_param_fragments" and len(p) == 2}
-            for other, _ in others
+            for other in others
         ]
         for name, shape in shapes.items():
             length = share(prod(shape), count)

@@ -38,6 +38,8 @@ from ckpt_tool.errors import (
     InputError,
     InternalError,
     UnknownFormat,
+    for_each,
+    together,
 )
 from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.hf import files as hf_files
@@ -195,21 +197,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
 
 def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
     """Every header; all files at fault are told at once."""
-    headers, faults = [], []
-    for file in files:
-        try:
-            headers.append(read_header(tree, file, lenient=lenient))
-        except InputError as fault:
-            faults.append(fault)
-    if faults:
-        _raise_first(faults)
-    return headers
-
-
-def _raise_first(faults: Sequence[CkptError]) -> None:
-    first = faults[0]
-    first.faults += tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:100])
-    raise first
+    return for_each(files, lambda file: read_header(tree, file, lenient=lenient))
 
 
 def _delta(tree: Tree, path: str) -> UnknownFormat:
@@ -256,7 +244,7 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
             strangers += [(name.decode(), file) for name in have if name not in wanted]
             headers[-1] = header.keep(name in wanted for name in have)
     if faults:
-        _raise_first(faults)
+        raise together(faults)
     if absent:
         raise _absent(tree, absent, total)
     notes = _total_size(path, metadata.get("total_size"), headers, whole=not strangers)
@@ -345,7 +333,8 @@ def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf
     tensors, found = hf_shards.gather(headers, {h.path: tree.display(h.path) for h in headers}, lenient=lenient)
     faults = list(faults_of(tensors.values()))
     if faults:
-        _raise_first(faults)
+        faults[0].path = faults[0].path or tree.display()
+        raise together(faults)
     return tensors, list(found)
 
 

@@ -17,7 +17,7 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat, by_name
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
 from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
@@ -71,12 +71,13 @@ def read_ranks(tree: Tree) -> Catalog:
             f"no rank folder (mp_rank_*/{MODEL_FILE})", code="E0393", path=tree.display(),
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
         )  # fmt: skip
-    ranks = [_open(tree, path) for path in folders]
-    return _Reading(tree, folders, ranks).catalog()
+    optims = [file for path in folders if tree.exists(file := f"{path}/{OPTIM_FILE}")]
+    contents = by_name((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
+    ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
+    return _Reading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
 
 
-def _open(tree: Tree, path: str) -> _Rank:
-    content = read_content(tree, f"{path}/{MODEL_FILE}")
+def _open(tree: Tree, path: str, content: TorchContent) -> _Rank:
     rank = _Rank(path, content, [], [], [], [], [])
     keys: dict[str, list[tuple[str, StoredArray]]] = {}
     for leaf, array in content.leaves:
@@ -110,8 +111,16 @@ def _is_chunk(key: Any) -> bool:
 class _Reading:
     """One read."""
 
-    def __init__(self, tree: Tree, folders: Mapping[str, tuple[int, ...]], ranks: list[_Rank]) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        folders: Mapping[str, tuple[int, ...]],
+        ranks: list[_Rank],
+        optims: Mapping[str, TorchContent],
+    ) -> None:
+        """optims: of the ranks' files of the distributed optimizer, by path."""
         self.tree = tree
+        self.optims = optims
         self.ranks = ranks
         self.first = ranks[0]
         self.notes: list[Note] = []
@@ -316,9 +325,8 @@ class _Reading:
         numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
         if numbered:
             read_numbered(owned, numbered, optimizer, out)
-        file = f"{rank.path}/{OPTIM_FILE}"
-        if self.tree.exists(file):
-            content = read_content(self.tree, file)
+        content = self.optims.get(f"{rank.path}/{OPTIM_FILE}")
+        if content is not None:
             self.unsafe += content.unsafe
             self.globals.update(dict.fromkeys(content.globals))
             read_flat(owned, content.leaves, optimizer, out)

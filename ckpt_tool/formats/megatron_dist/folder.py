@@ -24,7 +24,7 @@ from typing import Any
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError, together
 from ckpt_tool.formats.dcp.folders import DATA, METADATA, UNFINISHED
 from ckpt_tool.formats.dcp.systems import MEGATRON_OBJECTS
 from ckpt_tool.storage import strict_json
@@ -127,9 +127,7 @@ def check_integrity(tree: Tree, folder: str) -> list[Note]:
     late = [name for name in hashes if tree.exists(folder + name) and tree.size(folder + name) > HASHED]
     faults = list(_faults(tree, folder, {name: hashes[name] for name in hashes if name not in late}))
     if faults:
-        first = faults[0]
-        first.faults = tuple(f"{fault.path}: {fault.message}" for fault in faults[1:])
-        raise first
+        raise together(faults)
     if not late:
         return []
     return [Note("N-integrity", f"{len(late)} large files of {INTEGRITY} were not hashed: ckpt verify does", path)]

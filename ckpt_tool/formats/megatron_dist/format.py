@@ -52,7 +52,7 @@ from ckpt_tool.core.tensor import (
     TensorKey,
     simple_tensor,
 )
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, both
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.dcp import folders as dcp_folders
@@ -150,8 +150,10 @@ class _Reading:
         self.styles: dict[str, None] = {}
 
     def catalog(self, *, required: bool) -> Catalog:
-        objects = read_objects(self.tree, self.folder, self.listing.objects, self.items)
-        arrays = self.items.arrays(self.listing.tensors.values())
+        objects, arrays = both(
+            lambda: read_objects(self.tree, self.folder, self.listing.objects, self.items),
+            lambda: self.items.arrays(self.listing.tensors.values()),
+        )
         flat = []
         for entry in self.listing.tensors.values():
             own = [arrays[entry.fqn, number] for number in range(len(entry.pieces))]
@@ -179,6 +181,7 @@ class _Reading:
             (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
             tuple(dict.fromkeys(unsafe)),
             self._hints(objects, degrees),
+            indexes=(self.folder + dcp_folders.METADATA,),
         )
 
     def _iteration(self, objects: Objects) -> None:

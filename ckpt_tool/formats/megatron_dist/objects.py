@@ -30,7 +30,16 @@ from typing import Any
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path, StoredArray
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    Incomplete,
+    InconsistentCheckpoint,
+    InputError,
+    UnsafeInput,
+    both,
+    for_each,
+)
 from ckpt_tool.formats.dcp.items import Items, ReadObject
 from ckpt_tool.formats.dcp.metadata import ObjectEntry
 from ckpt_tool.formats.megatron_dist.folder import COMMON
@@ -83,9 +92,12 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
         if key is not None:
             counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
     out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == _numel(shape)}
-    for fqn in _filled(tree, states, items, out):
-        out.filled.append(fqn)
-    read = {r.entry.fqn: r for r in items.objects([e for f, e in entries.items() if not _is_extra(shards[f])])}
+    filled, others = both(
+        lambda: _filled(tree, states, items),
+        lambda: items.objects([entry for fqn, entry in entries.items() if not _is_extra(shards[fqn])]),
+    )
+    out.filled += filled
+    read = {one.entry.fqn: one for one in others}
     _common(tree, folder, {f: r for f, r in read.items() if _base(shards[f]) == COMMON_STATE}, out)
     groups: dict[int, dict[int, dict[str, Any]]] = {}
     for fqn, one in read.items():
@@ -233,16 +245,17 @@ def _numel(shape: Iterable[int]) -> int:
     return numel
 
 
-def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) -> Iterable[str]:
+def _filled(tree: Tree, entries: list[ObjectEntry], items: Items) -> list[str]:
     """The extra states that hold something. They repeat: of a length that is known to hold None, the pickle is compared."""
     known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)
-    for entry in sorted(entries, key=lambda e: (e.file, e.at)):
+
+    def holds(entry: ObjectEntry) -> bool:
         same = known.get(entry.length)
         if same is not None and entry.length <= _SMALL:
             offset, data = same
             if tree.read(entry.file, entry.at + offset, len(data)) == data:
                 tree.met.zip(entry.file, entry.at, entry.length)
-                continue
+                return False
         try:
             (one,) = items.objects([entry])
             value = _only(one, tree)
@@ -252,8 +265,11 @@ def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) 
         if value is None:
             record = one.zip.records["data.pkl"]
             known[entry.length] = (record.offset - entry.at, one.zip.read("data.pkl"))
-        else:
-            yield entry.fqn
+        return value is not None
+
+    order = sorted(entries, key=lambda e: (e.file, e.at))
+    flags = for_each(order, holds, file=lambda entry: entry.file)
+    return [entry.fqn for entry, filled in zip(order, flags, strict=True) if filled]
 
 
 def _gathered(

@@ -157,6 +157,7 @@ class _Reading:
                 )
             ),
             hints,
+            indexes=tuple(metadata),
         )
 
     def _listings(self) -> None:
@@ -167,6 +168,8 @@ class _Reading:
             paddle_flex_folders.refuse_other_save(save, listing.files, self.tree.display(save.folder + save.metadata))
             check_files(self.tree, save.folder, listing.files, save.metadata)
             self.listings[save.folder] = listing
+        bare = [save.folder + name for save in self.saves if save.metadata is None for name in save.data]
+        self.files.read((*(file for listing in self.listings.values() for file in listing.files), *bare))
         for save in self.saves:
             if save.metadata is None:
                 old = old_ema(save, self.listings, self.files)

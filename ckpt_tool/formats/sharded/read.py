@@ -19,7 +19,7 @@ from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.extras import from_json
 from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, together
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.sharded.index import (
     INDEX,
@@ -69,7 +69,8 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
             _read_file(tree, entry, index, found, lenient=lenient)
         except (CorruptFile, InconsistentCheckpoint) as fault:
             faults.append(fault)
-    _raise_first(faults)
+    if faults:
+        raise together(faults)
     _check_all_found(index, found, shown)
     known = {INDEX, *sidefiles, *(entry.path for entry in index.files)}
     return Catalog(
@@ -129,17 +130,17 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
             hint="copy them from where the save was written; every rank's file is needed",
             faults=[f"missing: {_rank(entry)}" for entry in missing],
         )  # fmt: skip
-    _raise_first(
-        [
-            CorruptFile(
-                f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}", code="E2605",
-                path=tree.display(entry.path), offset=min(listing[entry.path], entry.size),
-                hint="the file was cut short, or is of another save: copy it again",
-            )
-            for entry in index.files
-            if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
-        ]
-    )  # fmt: skip
+    other = [
+        CorruptFile(
+            f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}", code="E2605",
+            path=tree.display(entry.path), offset=min(listing[entry.path], entry.size),
+            hint="the file was cut short, or is of another save: copy it again",
+        )
+        for entry in index.files
+        if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
+    ]  # fmt: skip
+    if other:
+        raise together(other)
     usual = filter(is_sidefile, tree.names())
     return tuple(sorted({*index.sidefiles, *usual}))
 
@@ -161,14 +162,6 @@ def _some(names: Iterable[str]) -> str:
 def _rank(entry: FileEntry) -> str:
     coords = " ".join(f"{name} {entry.rank[name]}" for name in DIMS if name in entry.rank)
     return f"{entry.path} (state {entry.state}{', rank ' + coords if coords else ''})"
-
-
-def _raise_first(faults: list[Any]) -> None:
-    """Raise the first fault, with the others' messages."""
-    if faults:
-        first = faults[0]
-        first.faults = (*first.faults, *(f"{fault.path}: {fault.message}" for fault in faults[1:]))
-        raise first
 
 
 # -- the index against the headers --------------------------------------------------------------------------------
