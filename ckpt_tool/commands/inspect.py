@@ -54,8 +54,26 @@ def inspect(
     else:
         rows = list(_rows(catalog, match, states))
         tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
-    by_state = _by_state(tally)
-    document: dict[str, Any] = {
+    document = _document(opened, rows, tally)
+    if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
+        _add_quantisation(document, opened, reading, narrowed=bool(match or states))
+    if placement:
+        _add_chunks(catalog, rows)
+    if security or catalog.unsafe:
+        document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
+        if security:
+            from ckpt_tool.commands.security import add_survey
+
+            add_survey(document["security"], opened.tree)
+    if stats:
+        _add_statistics(opened.refuse_unsafe(), rows)
+    return document
+
+
+def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> dict[str, Any]:
+    """What every inspection says. rows: the listed tensors. tally: the same, counted."""
+    catalog, by_state = opened.catalog, _by_state(tally)
+    return {
         "schema_version": 1,
         "format": catalog.format,
         "path": opened.path,
@@ -72,19 +90,6 @@ def inspect(
         "extras": display(catalog.extras),
         "notes": [note.message for note in catalog.notes],
     }
-    if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
-        _add_quantisation(document, opened, reading, narrowed=bool(match or states))
-    if placement:
-        _add_chunks(catalog, rows)
-    if security or catalog.unsafe:
-        document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
-        if security:
-            from ckpt_tool.commands.security import add_survey
-
-            add_survey(document["security"], opened.tree)
-    if stats:
-        _add_statistics(opened.refuse_unsafe(), rows)
-    return document
 
 
 def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
