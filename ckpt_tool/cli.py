@@ -91,6 +91,10 @@ def _run(job: Job) -> int:
     sound = job.sound(document)
     if show.json:
         _result(as_json(document))
+    elif job.pages and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):
+        from pydoc import pager  # the standard library's: PAGER, less, or a plain print
+
+        pager(_as_text(job, document, show, brief=False))
     elif not (show.quiet and job.writes):
         _result(_as_text(job, document, show, brief=show.quiet or _plan_is_in_sight(job, mode)))
     if show.report:

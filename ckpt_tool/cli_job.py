@@ -40,7 +40,7 @@ class Job:
 
     run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
     to find fault with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it
-    writes. sources: where no report may be put.
+    writes. sources: where no report may be put. pages: long text, which a terminal shows through a pager.
     """
 
     verb: str
@@ -51,6 +51,7 @@ class Job:
     writes: bool = False
     plans: bool = False
     sources: tuple[str, ...] = ()
+    pages: bool = False
 
 
 def inspect_job(

@@ -30,6 +30,7 @@ from ckpt_tool.commands.options import (
     VERIFY,
 )
 from ckpt_tool.core.progress import MODES
+from ckpt_tool.guide import LANGUAGES
 
 Given = Mapping[str, Any]
 Row = tuple[str, Any, Any, dict[str, Any]]  # keyword, type, default, what typer.Option takes
@@ -212,6 +213,7 @@ VERIFICATION = group(
     DEVICE,
 )  # fmt: skip
 APPLY = group("Options", text("part", "I/N", "Run share I of N, from 1/N to N/N."))
+GUIDE = group("Options", text("lang", "en|zh", "Its language. Default: that of the locale.", choices=LANGUAGES))
 CLEAN = group("Options", flag("remove", "Remove it. Without this it is only listed."))
 VALIDATION = group(
     "Options",

@@ -30,6 +30,7 @@ VERBS = {
     "validate": "train, save, kill, reshard, resume, compare",
     "kernels": "the CUDA reshard kernels: build, info, check, bench",
     "doctor": "what this machine offers, and a self-test",
+    "help": "the pages of the guide",
     "clean": "what interrupted runs left behind",
 }
 EXAMPLES = {
@@ -53,6 +54,7 @@ EXAMPLES = {
         "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2",
     ),
     "doctor": ("ckpt doctor",),
+    "help": ("ckpt help", "ckpt help pretrained", "ckpt help paddle --lang zh"),
     "clean": ("ckpt clean .", "ckpt clean . --remove"),
 }
 _ABOUT = """Read sharded training checkpoints of any format, lay them out anew, prove every value.
@@ -156,7 +158,7 @@ def build(verb: str) -> Any:
         "inspect": cli_verbs.inspect, "reshard": cli_verbs.reshard, "convert": cli_verbs.convert,
         "merge": cli_verbs.merge, "diff": cli_verbs.diff, "verify": cli_verbs.verify, "apply": cli_verbs.apply,
         "validate": cli_verbs.validate, "kernels": cli_verbs.kernels, "doctor": cli_verbs.doctor,
-        "clean": cli_verbs.clean,
+        "help": cli_verbs.help, "clean": cli_verbs.clean,
     }[verb]  # fmt: skip
     app.command(verb, cls=VerbCommand, context_settings=_SETTINGS)(flat(function))
     return typer.main.get_command(app)

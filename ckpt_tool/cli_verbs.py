@@ -16,6 +16,7 @@ from ckpt_tool.cli_options import (
     APPLY,
     CLEAN,
     DIFF,
+    GUIDE,
     INSPECT,
     KERNELS,
     KEYS,
@@ -50,6 +51,7 @@ from ckpt_tool.commands.options import (
 )
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.guide import LANGUAGES
 
 if TYPE_CHECKING:
     from ckpt_tool.report.page import Page
@@ -231,6 +233,32 @@ def _doctor(progress: Progress) -> Document:
 
 def _self_test(document: Document) -> bool:
     return bool(document["self_test"] == "ok")
+
+
+@takes(GUIDE)
+def help(
+    topic: Annotated[
+        str, typer.Argument(metavar="[TOPIC]", help="A page; without it they are listed.", show_default=False)
+    ] = "",
+    *,
+    given: Given,
+) -> Job:
+    """The guide: pages on formats, pretrained weights, merging, Paddle, and so on."""
+    show, taken = show_from(given), Taken(given)
+    language = taken.take("lang", values.one_of(LANGUAGES), None)
+    taken.settle()
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.help import help_on
+
+        return help_on(topic or None, language)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.guide import page_of
+
+        return page_of(document)
+
+    return Job("help", show, run, page, pages=True)
 
 
 @takes(CLEAN)

@@ -1,4 +1,4 @@
-// The C ABI of the reshard kernels: what `ckpt_tool/run/device/` calls by ctypes and anyone else may link.
+// The C ABI of the reshard kernels: what `ckpt_tool/device/` calls by ctypes and anyone else may link.
 //
 // Every function returns a cudaError_t as int (0: done) unless its comment says otherwise; ck_error_name and ck_error_text
 // say what it means. Nothing here knows torch: addresses are device addresses, streams are cudaStream_t (null: default).

@@ -1,4 +1,4 @@
-"""Both READMEs say the same, and every command block of them works as typed, in a copy of the tree, from nothing.
+"""Both READMEs say the same, so do the guide's pages, and every command block works as typed, in a copy of the tree, from nothing.
 
 The block that runs the tests is run with the selection narrowed (`PYTEST_ADDOPTS`), or it would run itself for ever. `.ci/run`
 has typed that block itself when it comes here, and says so by CKPT_TESTS_INSTALLED: its packages are lent to the others then.
@@ -6,7 +6,6 @@ has typed that block itself when it comes here, and says so by CKPT_TESTS_INSTAL
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -17,12 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool import guide
 from ckpt_tool.families import registry as families
-from ckpt_tool.families import rewrite
 from ckpt_tool.formats import capabilities, registry
+from ckpt_tool.report.guide import page_of
+from ckpt_tool.report.plain import Look, render
 
 ROOT = Path(__file__).parents[1]
 BOTH = ("README.md", "README_zh.md")
+TOPICS = [topic.name for topic in guide.topics()]
+PAIRS = [BOTH, *((f"ckpt_tool/guide/en/{topic}.md", f"ckpt_tool/guide/zh/{topic}.md") for topic in TOPICS)]
+PAGES = [name for pair in PAIRS for name in pair]
+ENGLISH = [pair[0] for pair in PAIRS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
 
 
@@ -40,59 +45,84 @@ def rows(name):
     return [line.count("|") for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
 
 
-def test_both_say_the_same():
-    english, chinese = BOTH
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
+def test_both_say_the_same(pair):
+    english, chinese = pair
     assert blocks(english, "bash", "python") == blocks(chinese, "bash", "python")
     assert outline(english) == outline(chinese)
     assert rows(english) == rows(chinese)
-    names = [set(re.findall(r"`([^`\n]+)`", (ROOT / name).read_text(encoding="utf-8"))) for name in BOTH]
+    names = [set(re.findall(r"`([^`\n]+)`", (ROOT / name).read_text(encoding="utf-8"))) for name in pair]
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("name", BOTH)
+def test_the_guide_has_the_same_pages_in_both_languages():
+    assert TOPICS == [topic.name for topic in guide.topics("zh")]
+    listed = [set(re.findall(r"ckpt_tool/guide/\w+/([\w-]+)\.md", (ROOT / name).read_text("utf-8"))) for name in BOTH]
+    assert listed == [set(TOPICS)] * 2
+
+
+def test_the_readmes_are_short():
+    assert all(len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 250 for name in BOTH)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith("/formats.md")])
 def test_the_table_of_formats_is_the_registry(name):
     """Rows are equal; the Chinese file translates the column names of states alone."""
     text = (ROOT / name).read_text(encoding="utf-8")
     want = capabilities.markdown().splitlines()
-    assert all(row in text.splitlines() for row in want[2:]), "put this into the README:\n" + capabilities.markdown()
+    assert all(row in text.splitlines() for row in want[2:]), f"put this into {name}:\n" + capabilities.markdown()
     assert len(want[2:]) == len(registry.NAMES)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith("/pretrained.md")])
 def test_the_table_of_families_is_the_registry(name):
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     missing = [row for row in families.markdown().splitlines()[1:] if row not in lines]
-    assert not missing, "put this into the README:\n" + families.markdown()
+    assert not missing, f"put this into {name}:\n" + families.markdown()
 
 
-def test_the_family_that_is_added_is_the_real_one(tmp_path):
-    """OLMo 2's table, as the READMEs show it: transformers' names and shapes, and back from Megatron's."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers", minversion="5")
+@pytest.mark.parametrize("language", guide.LANGUAGES)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_page_is_shown_whole(topic, language):
+    """`ckpt help` leaves no word out, in a window of 60 columns too."""
+    text = guide.text_of(topic, language)
+    page = page_of({"topic": topic, "text": text})
+    for width in (None, 60):
+        shown = re.sub(r"\s", "", render(page, Look(width=width)))
+        for word in re.findall(r"\w+", FENCE.sub(lambda match: match.group(2), text).replace("ckpt_tool/guide", "")):
+            assert word in shown, word
+
+
+def test_the_family_that_is_shown_is_all_of_it(tmp_path):
+    """OLMo 2 as the READMEs show it: a copy of the package without that file does not know the model; with the listing, it does."""
     (body,) = [body for _, body in blocks("README.md", "python") if "OLMo 2" in body]
     assert len(body.splitlines()) <= 60
-    (tmp_path / "olmo2.py").write_text(body)
-    spec = importlib.util.spec_from_file_location("olmo2", tmp_path / "olmo2.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = transformers.Olmo2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1)
-    with torch.device("meta"):
-        model = transformers.Olmo2ForCausalLM(config)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    made = rewrite.mapping(module.FAMILY, "hf", "megatron", shapes, config.to_dict())
-    there = {tensor.name: tensor.shape for tensor in made.made}
-    back = rewrite.mapping(module.FAMILY, "megatron", "hf", there, config.to_dict())
-    assert {tensor.name: tensor.shape for tensor in back.made} == shapes and not made.dropped + back.dropped
-    assert there["decoder.layers.1.self_attention.linear_qkv.weight"] == (32, 16)
+    shutil.copytree(ROOT / "ckpt_tool", tmp_path / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "ckpt_tool/families/models/olmo2.py"
+    assert file.read_text() == body
+    program = """if True:
+        from ckpt_tool.families.registry import find, markdown
+        found = find({"model_type": "olmo2"}, {"model.layers.0.self_attn.q_norm.weight": (24,)})
+        print(found.family.name, found.dialect, "| `olmo2` |" in markdown())"""
+    command = [sys.executable, "-P", "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    file.unlink()
+    without = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "for which there is no family" in without.stderr
+    file.write_text(body)
+    known = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert known.stdout.split() == ["olmo2", "hf", "True"], known.stderr
 
 
 def test_the_first_blocks_install_and_then_test():
-    first, second = blocks("README.md", "bash")[:2]
-    assert "pip install ." in first[1] and "ckpt reshard" in first[1]
-    assert "pip install" in second[1] and "pytest" in second[1]
+    """Set-up is two commands of one line each: from nothing to a verified reshard, from nothing to the tests."""
+    first, second = (body for _, body in blocks("README.md", "bash")[:2])
+    assert first.count("\n") == second.count("\n") == 1
+    assert "pip install -q ." in first and "ckpt reshard" in first and "ckpt diff" in first
+    assert "pip install" in second and "pytest" in second
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "text")])
 def test_outputs_that_are_shown_are_real(name):
     """Each `$ ckpt ...` of a text block prints what stands below it, in a terminal of 100 columns."""
     for folder in ("/tmp/ckpt-paddle", "/tmp/ckpt-pretrained"):
@@ -134,7 +164,7 @@ def test_every_block_works_as_typed(clone):
         "PYTEST_ADDOPTS": "tests/test_house.py",
         "PATH": f"{outside}{os.pathsep}{os.environ['PATH']}",
     }
-    for number, (kind, body) in enumerate(blocks("README.md", "bash", "python")):
+    for number, (kind, body) in enumerate(block for name in ENGLISH for block in blocks(name, "bash", "python")):
         if number == 1 and os.environ.get("CKPT_TESTS_INSTALLED"):
             (inside,) = clone.glob(".venv/lib/python*/site-packages")
             (inside / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")

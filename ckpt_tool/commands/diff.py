@@ -16,7 +16,7 @@ from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
-    from ckpt_tool.run.device.memory import Device
+    from ckpt_tool.device.memory import Device
 
 
 def diff(
@@ -115,7 +115,7 @@ def _differences(
 ) -> Sequence[Mapping[str, Any] | None]:  # fmt: skip
     """What differs in each pair, found by the CPU or by a device."""
     if on is not None:
-        from ckpt_tool.run.device.compare import compared
+        from ckpt_tool.device.compare import compared
 
         return compared(tensors, left, right, on, rtol=rtol, atol=atol, threads=threads_of(None), memory=MEMORY,
                         advance=progress.advance)  # fmt: skip

@@ -40,8 +40,8 @@ def doctor() -> dict[str, Any]:
 
 def _kernels() -> dict[str, Any]:
     """What `--device cuda` would use, and why. Builds nothing."""
+    from ckpt_tool.device import choose, driver
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.run.device import choose, driver
 
     found = driver.probe()
     try:

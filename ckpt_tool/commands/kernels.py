@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.errors import OutputExists, UsageError, wrap_os_error
 
 if TYPE_CHECKING:
-    from ckpt_tool.run.device.build import Built
-    from ckpt_tool.run.device.memory import Device
+    from ckpt_tool.device.build import Built
+    from ckpt_tool.device.memory import Device
 
 ACTIONS = ("build", "info", "check", "bench")
 CASES = 200
@@ -23,7 +23,7 @@ CASES = 200
 
 def info() -> dict[str, Any]:
     """What a run would use and why; driver, GPUs, nvcc, sources and what the cache holds. Builds nothing."""
-    from ckpt_tool.run.device import build, cache, choose, driver
+    from ckpt_tool.device import build, cache, choose, driver
 
     choice, found, nvcc = choose.chosen(), driver.probe(), build.find_nvcc()
     digest = build.source_digest()
@@ -72,8 +72,8 @@ def build(arch: str | None = None, *, out: str | None = None, force: bool = Fals
     """Compile the kernels and keep them in the cache, or write them to the new file `out`.
 
     arch: `90,100`, `native` (the GPUs at hand), `host` (the shim), None for sm_80, sm_90 and sm_100. force: though they are
-    built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `run.device.build.built`."""
-    from ckpt_tool.run.device import build as building
+    built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `device.build.built`."""
+    from ckpt_tool.device import build as building
 
     if out is not None and os.path.lexists(out) and not force:
         raise OutputExists(f"{out} exists", code="E0500", path=out, hint="--force replaces it")
@@ -95,8 +95,8 @@ def build(arch: str | None = None, *, out: str | None = None, force: bool = Fals
 
 def _wanted(arch: str | None) -> tuple[int, ...]:
     """Architectures as numbers: 90 for sm_90, for `90`, `sm_90` or `9.0`. Raises UsageError E0283, E1556."""
-    from ckpt_tool.run.device import build as building
-    from ckpt_tool.run.device import driver
+    from ckpt_tool.device import build as building
+    from ckpt_tool.device import driver
 
     if arch is None:
         return building.ARCHITECTURES
@@ -132,9 +132,10 @@ def _written(done: Built, out: str) -> str:
 def check(*, cases: int = CASES, seed: int = 0, only: tuple[str, ...] = ()) -> dict[str, Any]:
     """Every kernel on the device at hand against NumPy: `cases` random cases each. `ok` is false where any differs.
 
-    Raises UsageError where there is no device (see `run.device.choose.open_device`), or E0283 for an unknown kernel."""
+    Raises UsageError where there is no device (see `device.choose.open_device`), or E0283 for an unknown kernel."""
+    from ckpt_tool.device import choose
+    from ckpt_tool.device.trial import check as trial
     from ckpt_tool.errors import near_misses
-    from ckpt_tool.run.device import choose, trial
 
     for name in only:
         if name not in trial.TRIALS:
@@ -163,8 +164,8 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
     """
     from datetime import UTC, datetime
 
-    from ckpt_tool.run.device import bench as benching
-    from ckpt_tool.run.device import choose
+    from ckpt_tool.device import choose
+    from ckpt_tool.device.trial import bench as benching
 
     device = choose.open_device()
     most = 1 << 20 if device.info.host else 1 << 28 if quick else 1 << 30

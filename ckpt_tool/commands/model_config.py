@@ -113,8 +113,8 @@ def centred_norms(opened: Opened) -> bool | None:
 
 def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     """config.json with what Megatron's arguments say otherwise."""
-    from ckpt_tool.families.config.facts import FACTS
     from ckpt_tool.families.config.translation import differing, from_megatron, kind_of, megatron_args
+    from ckpt_tool.families.models import family_of
 
     kind = kind_of(config)
     if kind is None:
@@ -125,7 +125,8 @@ def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     wrong = list(differing(args, mine))
     if not wrong:
         return ModelConfig(config, file=True)
-    here, there = from_megatron(args, FACTS[kind].family).config, from_megatron(mine, FACTS[kind].family).config
+    family = family_of(kind).name
+    here, there = from_megatron(args, family).config, from_megatron(mine, family).config
     changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
     note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
     return ModelConfig(_with(config, changed), (note,), file=True)

@@ -11,8 +11,8 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.plan import Moves, Plan
 
 if TYPE_CHECKING:
-    from ckpt_tool.run.device.memory import Device
-    from ckpt_tool.run.device.walk import DeviceMovers
+    from ckpt_tool.device.memory import Device
+    from ckpt_tool.device.walk import DeviceMovers
 
 MEMORY = 1 << 30  # bytes of pinned memory at most for verbs that have no --memory
 
@@ -24,7 +24,7 @@ def device_of(name: str) -> Device | None:
     """
     if name == "cpu":
         return None
-    from ckpt_tool.run.device.choose import open_device
+    from ckpt_tool.device.choose import open_device
 
     return open_device()
 
@@ -46,7 +46,7 @@ def movers_of(writing: Writing, plan: Plan) -> Moving | None:
     device = device_of(writing.device)
     if device is None:
         return None
-    from ckpt_tool.run.device.walk import DeviceMovers, left_to_cpu
+    from ckpt_tool.device.walk import DeviceMovers, left_to_cpu
 
     work = max(plan.bytes_read, plan.bytes_written)
     movers = DeviceMovers(

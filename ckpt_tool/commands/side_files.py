@@ -167,11 +167,11 @@ def _settled(
 
 def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config with the biases that the tensors have: Megatron's arguments have no words for some of them."""
-    from ckpt_tool.families.config.facts import FACTS
     from ckpt_tool.families.config.translation import kind_of
+    from ckpt_tool.families.models import CLASSES
 
     kind = kind_of(config)
-    silent = FACTS[kind].unsayable if kind is not None else {}  # what a class takes that Megatron has no word for
+    silent = CLASSES[kind].unsayable if kind is not None else {}  # what a class takes that Megatron has no word for
     held = {".".join(name.split(".")[-3:-2]) for name in names if name.endswith("_proj.bias")}
     wrong = [key for key, module in _BIASES.items() if config.get(key, silent.get(key)) is False and module in held]
     notes = tuple(f"{key} becomes True: the tensors have biases there" for key in wrong)
@@ -182,13 +182,13 @@ def _tied(
     config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
 ) -> bool | None:
     """Is the head the embedding? None where the tensors do not contradict the config."""
-    from ckpt_tool.families.config.facts import FACTS
     from ckpt_tool.families.config.translation import kind_of
+    from ckpt_tool.families.models import CLASSES
 
     kind = kind_of(config)
     if kind is None:
         return None
-    says = bool(config.get("tie_word_embeddings", FACTS[kind].defaults["tie_word_embeddings"]))
+    says = bool(config.get("tie_word_embeddings", CLASSES[kind].defaults["tie_word_embeddings"]))
     held = set(names)
     if _HEAD in held:
         return False if says and writing.tied_head == "untie" else None

@@ -21,7 +21,7 @@ from ckpt_tool.formats.megatron_dist.folder import late_faults
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
-    from ckpt_tool.run.device.memory import Device
+    from ckpt_tool.device.memory import Device
 
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
@@ -85,7 +85,7 @@ def _read(
     """(digests, values that are not finite) of all that can be read; faults go to `note`."""
     catalog, tree = opened.catalog, opened.tree
     if on is not None:
-        from ckpt_tool.run.device.scan import scanned
+        from ckpt_tool.device.scan import scanned
 
         return scanned(
             catalog,
@@ -126,7 +126,7 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
         return []
     known = frozenset(map(str, skip))
     if on is not None:
-        from ckpt_tool.run.device.rounding import drifts_there
+        from ckpt_tool.device.rounding import drifts_there
 
         found = drifts_there(catalog, opened.tree, on, skip=known, threads=threads_of(None), memory=MEMORY)
     else:

@@ -26,6 +26,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.table import Table, table_of
 
 Shape = tuple[int, ...]
@@ -108,20 +109,26 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """One model architecture. axes: {axis: expression of the config}; `{axis}` in a name counts below its size.
+    """One model architecture. classes: the classes of transformers that have its tensors. axes: {axis: expression of the
+    config}; `{axis}` in a name counts below its size.
 
     hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first asked for.
     centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
     --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
+    tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class from it).
     """
 
     name: str
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
+    classes: tuple[ModelClass, ...]
     axes: Mapping[str, str]
     hub: str
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
     centred: bool = False
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return tuple(each.model_type for each in self.classes)
 
     @property
     def known_dialects(self) -> tuple[str, ...]:

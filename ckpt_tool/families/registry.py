@@ -7,7 +7,7 @@
 The family comes from the user, else from config.json (`model_type`, `architectures`), else from names that only one
 family has. The dialect comes from the user, else from names, then from shapes: Llama has the same names in both worlds
 and only transposed weights. What fits two is an error that says what to pass, never a guess. Cost: 2 us a name and
-dialect. What it does not do: read config.json. To add a family: one file with a `FAMILY`, one row here.
+dialect. What it does not do: read config.json. To add a family: one file with a `FAMILY` in `families/models`, found there.
 """
 
 from __future__ import annotations
@@ -17,38 +17,11 @@ from typing import NamedTuple
 
 from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
-from ckpt_tool.families import (
-    bloom,
-    deepseek_v3,
-    ernie4_5,
-    ernie4_5_moe,
-    ernie4_5_vl_moe,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    glm4,
-    glm4_moe,
-    gpt2,
-    gpt_oss,
-    llama,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
 from ckpt_tool.families.base import Config, Family, Shape, Variant
+from ckpt_tool.families.models import FAMILIES, NAMES
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import instances
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY,
-    ernie4_5.FAMILY, ernie4_5_moe.FAMILY, ernie4_5_vl_moe.FAMILY, glm4_moe.FAMILY, glm4.FAMILY, gpt_oss.FAMILY,
-    gemma.FAMILY, gemma2.FAMILY, gemma3.FAMILY, phi3.FAMILY, gpt2.FAMILY, falcon.FAMILY, bloom.FAMILY,
-)  # fmt: skip
-NAMES: tuple[str, ...] = tuple(family.name for family in FAMILIES)
 _KEEP = "or keep the source's names with --dialect keep"
 
 
@@ -102,7 +75,7 @@ def _configured(config: Config) -> Family | None:
         if kind in family.model_types:
             return family
     for family in FAMILIES:
-        if any(each.removesuffix("Pipe") in family.architectures for each in classes):
+        if any(each.removesuffix("Pipe") in known.architectures for known in family.classes for each in classes):
             return family
     if kind is None and not classes:
         return None
@@ -189,7 +162,7 @@ def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
 
 
 def markdown() -> str:
-    """The table of the READMEs: each family, its model types, and the systems whose names it knows."""
+    """The table of the guide (`ckpt help pretrained`): each family, its model types, and the systems whose names it knows."""
     systems = ("hf", "megatron", "paddle", "meta")
     lines = ["| family | `model_type` | Hugging Face | Megatron | Paddle | Meta |", "|---|---|---|---|---|---|"]
     for family in FAMILIES:

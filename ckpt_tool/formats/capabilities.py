@@ -1,9 +1,9 @@
-"""What each format can hold, as a table: the one in the READMEs, made from the registry.
+"""What each format can hold, as a table: the one in the guide (`ckpt help formats`), made from the registry.
 
     >>> "dcp" in [row[0] for row in rows()]
     True
 
-`tests/test_readme.py` holds both READMEs to it, so a format that learns something changes the text or fails.
+`tests/test_readme.py` holds the guide to it, so a format that learns something changes the text or fails.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def markdown() -> str:
-    """The table as it stands in the READMEs, column names and all."""
+    """The table as it stands in the guide, column names and all."""
     lines = [["format", *COLUMNS], ["---"] * (1 + len(COLUMNS)), *([f"`{row[0]}`", *row[1:]] for row in rows())]
     return "".join(f"| {' | '.join(line)} |\n" if line[0] != "---" else f"|{'|'.join(line)}|\n" for line in lines)

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ckpt_tool.run.device import adamw, choose
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device import adamw, choose
+from ckpt_tool.device.memory import Device
 
 
 @dataclass(frozen=True, slots=True)

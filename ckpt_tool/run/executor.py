@@ -78,7 +78,7 @@ class Executor:
         threads, memory: bounds (bytes); threads are lowered until the buffers fit.
         verify: `off`, `quick` or `full`; digests are computed unless `off`.
         check: called with the staged folder and the written digests before the commit; raises to refuse it.
-        movers: who moves the units (`run/device/walk.py`), the CPU if None.
+        movers: who moves the units (`device/walk.py`), the CPU if None.
     """
 
     def __init__(

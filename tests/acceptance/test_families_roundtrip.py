@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import MOE, hub_shapes, logits, tiny_model
+from tiny_models import EXPERTS, hub_shapes, logits, tiny_model
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.families.registry import FAMILIES
+from ckpt_tool.families.models import FAMILIES
 
 pytest.importorskip("transformers", minversion="5")
 NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
@@ -70,7 +70,7 @@ def assert_same(found: Path, want: Path) -> None:
 @pytest.mark.parametrize("family", NAMES)
 def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tmp_path: Path) -> None:
     _, source = saved(family)
-    degrees = {"tp": 2, "pp": 2, **({"ep": 2} if family in MOE else {})}
+    degrees = {"tp": 2, "pp": 2, **({"ep": 2} if family in EXPERTS else {})}
     report = hop(source, tmp_path / "there", to, degrees=degrees, spec=spec)
     assert any(f"the family {family}, hf" in note and "to megatron" in note for note in report["notes"])
     assert not any("in no rule" in note for note in report["notes"]) and not report["dropped"]

@@ -19,7 +19,7 @@ from tiny_models import tiny_model
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.families.registry import FAMILIES
+from ckpt_tool.families.models import FAMILIES
 
 pytest.importorskip("transformers", minversion="5")
 SEES = "ernie4_5_vl_moe"  # its config is two, see test_paddle_pretrained.py

@@ -16,9 +16,9 @@ import pytest
 import transformers
 from test_paddle_loads import program, pytestmark
 
-from ckpt_tool.families.config.facts import FACTS
 from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.words import OTHER_WORDS
+from ckpt_tool.families.models import CLASSES
 
 __all__ = ["pytestmark"]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -47,7 +47,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for kind in THERE:
         (folder / "configs" / kind).mkdir()
         told = paddle_config(
-            {"architectures": [FACTS[kind].architecture], "model_type": kind, **SMALL, "dtype": "bfloat16"}
+            {"architectures": [CLASSES[kind].architecture], "model_type": kind, **SMALL, "dtype": "bfloat16"}
         )
         (folder / "configs" / kind / "config.json").write_text(json.dumps(told.config))
     program("tests/acceptance/load_paddle_config.py", folder / "configs", folder / "reports")
@@ -61,8 +61,8 @@ def test_paddle_holds_what_transformers_holds(kind: str, read: dict[str, dict[st
     rope = loaded["rope_parameters"]
     assert have["model_type"] == kind and have["dtype"] == "bfloat16"
     assert have["rope_theta"] == rope["rope_theta"]
-    for key in (*SMALL, *FACTS[kind].defaults):
-        own = FACTS[kind].keys.get(key, key)
+    for key in (*SMALL, *CLASSES[kind].defaults):
+        own = CLASSES[kind].keys.get(key, key)
         if own in loaded and own not in UNSAID and loaded[own] is not None and own != "num_nextn_predict_layers":
             found = [have[name] for name in (own, *OTHER_WORDS.get(own, ())) if name in have]
             assert found[:1] == [loaded[own]], own
@@ -73,12 +73,12 @@ def test_paddle_holds_what_transformers_holds(kind: str, read: dict[str, dict[st
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("kind", THERE)
 def test_and_back(kind: str, plain: bool) -> None:
-    config: dict[str, Any] = {"architectures": [FACTS[kind].architecture], "model_type": kind, **SMALL}
+    config: dict[str, Any] = {"architectures": [CLASSES[kind].architecture], "model_type": kind, **SMALL}
     if plain:
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": 7e5}
     back = from_paddle({**paddle_config(config).config, "paddleformers_version": "1.2.0"}).config
     want, have = (transformers.AutoConfig.for_model(**each).to_dict() for each in (config, back))
     want["rope_parameters"].pop("type", None), have["rope_parameters"].pop("type", None)  # the old word for `rope_type`
-    silent = {"num_nextn_predict_layers", *FACTS[kind].paddle}  # MTP layers: true to the tensors
+    silent = {"num_nextn_predict_layers", *CLASSES[kind].paddle}  # MTP layers: true to the tensors
     differing = {key: (want[key], have.get(key)) for key in want if key not in silent and want[key] != have.get(key)}
     assert not differing

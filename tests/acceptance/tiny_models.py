@@ -11,14 +11,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 
-from family_models import CLASSES, MOE, config_of, hub_shapes
+from family_models import EXPERTS, config_of, hub_shapes
 
-__all__ = ["CLASSES", "MOE", "hub_shapes", "logits", "tiny_config", "tiny_model", "tokens"]
+from ckpt_tool.families.registry import by_name
+
+__all__ = ["EXPERTS", "hub_shapes", "logits", "tiny_config", "tiny_model", "tokens"]
 EVEN = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32, "head_dim": 8,
     "intermediate_size": 24, "vocab_size": 128,
 }  # fmt: skip
-EXPERTS = {
+EXPERT_SIZES = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "moe_k": 2, "kv_lora_rank": 10, "q_lora_rank": 14,
 }  # fmt: skip
@@ -27,11 +29,11 @@ QUIET = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_positi
 
 def tiny_config(family: str, **change: Any) -> dict[str, Any]:
     """A config.json of the family."""
-    told = MOE.get(family, {})
-    own = {key: size for key, size in EXPERTS.items() if key in told}
-    own |= {"num_experts_per_tok": 2, "moe_k": 2} if told else {}
-    if family == "deepseek_v3":
-        own["head_dim"] = told["qk_rope_head_dim"]  # as transformers reads it
+    tiny = by_name(family).tiny
+    own = {key: size for key, size in EXPERT_SIZES.items() if key in tiny}
+    own |= {"num_experts_per_tok": 2, "moe_k": 2} if family in EXPERTS else {}
+    if "qk_rope_head_dim" in tiny:
+        own["head_dim"] = tiny["qk_rope_head_dim"]  # as transformers reads it
     return config_of(family, **{**EVEN, **own, **QUIET, **change})
 
 
@@ -48,8 +50,8 @@ def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = Non
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    kind, architecture = classes or CLASSES[family]
     config = tiny_config(family, **change)
+    kind, architecture = classes or (config["model_type"], config["architectures"][0])
     told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(kind, **told)).eval()
     generator = torch.Generator().manual_seed(seed)

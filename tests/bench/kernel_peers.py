@@ -4,7 +4,7 @@
     python tests/bench/kernel_peers.py --out FOLDER --sweep             tiles, threads, blocks, spans and loads of box_copy
     CKPT_KERNELS=host python tests/bench/kernel_peers.py --out FOLDER --mib 1 --repeats 2       in miniature, without a GPU
 
-How it is measured, `ckpt_tool/run/device/bench.py` tells. Peers work on the same buffers, between the same events, in the same pass
+How it is measured, `ckpt_tool/device/trial/bench.py` says. Peers work on the same buffers, between the same events, in the same pass
 as the kernel; what a peer leaves in the target is compared with what the kernel left there, byte for byte, over a poisoned target,
 and exit is 1 where they differ. A peer that needs long is repeated less. After `--seconds` no further peer is begun, and the
 report says which are missing. Needs torch; cub is measured where nvcc is, built here and nowhere else.
@@ -31,11 +31,12 @@ import measure
 import torch
 from torch_peers import Buffers, peers
 
-from ckpt_tool.run.device import bench, build, choose, workloads
-from ckpt_tool.run.device.bench import Measured, Row, Timer
-from ckpt_tool.run.device.library import Library
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.workloads import WORKS, Knobs, Work
+from ckpt_tool.device import build, choose
+from ckpt_tool.device.library import Library
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial import bench, workloads
+from ckpt_tool.device.trial.bench import Measured, Row, Timer
+from ckpt_tool.device.trial.workloads import WORKS, Knobs, Work
 
 POISON = 0xA5
 PEER_SECONDS = 1.5  # of one peer in one pass

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ckpt_tool.run.device import workloads
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.workloads import Arena, Lists
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial import workloads
+from ckpt_tool.device.trial.workloads import Arena, Lists
 
 Call = Callable[[int], object]
 T = torch.Tensor

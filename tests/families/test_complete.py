@@ -9,7 +9,7 @@ import pytest
 from family_models import config_of, hub_shapes
 
 from ckpt_tool.families.complete import missing, strange
-from ckpt_tool.families.registry import FAMILIES
+from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
 
 CASES = [(family, dialect) for family in FAMILIES for dialect in family.known_dialects]

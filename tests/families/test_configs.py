@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.families.config.facts import FACTS
 from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.translation import (
     contradictions,
@@ -20,7 +19,7 @@ from ckpt_tool.families.config.translation import (
     settled,
 )
 from ckpt_tool.families.config.words import OTHER_WORDS
-from ckpt_tool.families.registry import FAMILIES
+from ckpt_tool.families.models import CLASSES, family_of
 
 transformers = pytest.importorskip("transformers")
 # what says nothing about what a model computes, or is said in another spelling
@@ -90,9 +89,9 @@ def test_there_and_back(kind: str, change: dict[str, Any]) -> None:
     assert have == want
 
 
-@pytest.mark.parametrize("kind", FACTS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_defaults_are_those_of_transformers(kind: str) -> None:
-    facts = FACTS[kind]
+    facts = CLASSES[kind]
     loaded = transformers.AutoConfig.for_model(kind).to_dict()
     rope = loaded.pop("rope_parameters", {})
     rope = rope.get("full_attention", rope)
@@ -111,11 +110,6 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
             assert loaded[own] == value, own
     assert type(transformers.AutoConfig.for_model(kind)).__name__
     assert hasattr(transformers, facts.architecture)
-
-
-def test_every_class_belongs_to_a_family() -> None:
-    known = {kind: family.name for family in FAMILIES for kind in family.model_types}
-    assert {kind: facts.family for kind, facts in FACTS.items()}.items() <= known.items()
 
 
 def test_args_as_megatron_names_them() -> None:
@@ -186,7 +180,7 @@ def test_contradictions_are_told_all_at_once() -> None:
         assert list(contradictions(config_of(kind, change))) == []
 
 
-@pytest.mark.parametrize("kind", FACTS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_no_class_of_transformers_contradicts_itself(kind: str) -> None:
     width = {"head_dim": 128} if kind == "glm4_moe" else {}  # 4096 over 96 heads is the class's default, and no model's
     assert list(contradictions(transformers.AutoConfig.for_model(kind, **width).to_dict())) == []
@@ -232,14 +226,14 @@ JUNK: list[Any] = [
 def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
     """Values of any type: told, left out or called a contradiction, never a crash. (Wrong sizes are found by the shapes.)"""
     config = config_of(kind, {"num_nextn_predict_layers": 1})
-    keys = {*config, *(FACTS[kind].keys.get(key, key) for key in FACTS[kind].defaults)}
+    keys = {*config, *(CLASSES[kind].keys.get(key, key) for key in CLASSES[kind].defaults)}
     for key in (*keys, "rope_parameters", "rope_scaling", "layer_types", "partial_rotary_factor", "mlp_only_layers"):
         for junk in JUNK:
             wrong = {**config, key: junk}
             list(contradictions(wrong))
             told = megatron_args(wrong)
             settled(from_paddle(paddle_config(wrong).config).config, rows=5, dtype="bfloat16", tied=True)
-            from_megatron(told.config, FACTS[kind].family)
+            from_megatron(told.config, family_of(kind).name)
 
 
 def test_junk_in_arguments_is_no_bug_of_ours() -> None:
@@ -247,7 +241,7 @@ def test_junk_in_arguments_is_no_bug_of_ours() -> None:
         args, _ = megatron_args(config_of(kind, {"sliding_window": 4}))
         for name in args:
             for junk in JUNK:
-                from_megatron({**args, name: junk}, FACTS[kind].family)
+                from_megatron({**args, name: junk}, family_of(kind).name)
 
 
 @pytest.mark.parametrize(

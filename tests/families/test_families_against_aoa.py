@@ -16,7 +16,7 @@ import pytest
 from ckpt_tool.algebra.aoa import compile_aoa
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
-from ckpt_tool.families.registry import FAMILIES
+from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
 
 CASES: dict[str, dict[str, Any]] = json.loads(

@@ -6,14 +6,13 @@ three thirds of a Conv1D, gpt-oss's the strides of two (`gate_up[..., ::2]`), Ph
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from family_models import config_of, counted, hub_shapes
+from family_models import config_of, counted, hub_shapes, random_config
 
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.errors import InconsistentCheckpoint
@@ -27,16 +26,6 @@ def moved(name: str, source: str, target: str, arrays: Arrays, config: dict[str,
     mapped = mapping(by_name(name), source, target, {key: array.shape for key, array in arrays.items()}, config)
     pieces = [piece for made in mapped.made for piece in made.pieces]
     return apply(pieces, arrays, {made.name: made.shape for made in mapped.made})
-
-
-def random_config(name: str, seed: int, **change: Any) -> dict[str, Any]:
-    rng = random.Random(seed)
-    groups, repeats = rng.randint(1, 3), rng.randint(1, 3)
-    sizes = {key: rng.randint(1, 9) for key in ("hidden_size", "intermediate_size", "vocab_size")}
-    return config_of(
-        name, **sizes, num_attention_heads=groups * repeats, num_key_value_heads=groups, head_dim=rng.randint(1, 4),
-        num_hidden_layers=rng.randint(1, 3), **change,
-    )  # fmt: skip
 
 
 def grouped(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int, d: int) -> np.ndarray:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from family_models import CLASSES, config_of, hub_shapes
+from family_models import NAMES, config_of, hub_shapes
 
 from ckpt_tool.errors import CkptError, InputError, UsageError
-from ckpt_tool.families.registry import FAMILIES, by_name, find
+from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
 
 PAIRS = [(family.name, dialect) for family in FAMILIES for dialect in family.known_dialects]
@@ -42,7 +43,7 @@ def test_names_and_shapes_tell_the_dialect(name: str, dialect: str) -> None:
             assert find(config_of(name), shapes, told="paddle") == (by_name(name), dialect)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_family_comes_from_the_model_type_or_from_a_class(name: str) -> None:
     config, shapes = config_of(name), shapes_in(name, "hf")
     kind = {key: value for key, value in config.items() if key != "architectures"}
@@ -64,7 +65,7 @@ def test_names_that_one_family_has_need_no_config() -> None:
 
 
 def test_names_that_many_have_are_told_as_such() -> None:
-    with pytest.raises(UsageError, match="several families: llama, qwen2,") as error:
+    with pytest.raises(UsageError, match="several families: .*llama, qwen2,") as error:
         find(None, shapes_in("llama", "hf"))
     assert error.value.code == "E1232" and "--config" in (error.value.hint or "")
 

@@ -47,7 +47,7 @@ def test_one_tensor_is_a_checkpoint() -> None:
 
 def test_the_order_is_the_source_s() -> None:
     backwards = dict(reversed(HUB.items()))
-    assert names(ernie("hf", "paddle", backwards, CONFIG))[0] == "model.layers.1.mlp.down_proj.weight"
+    assert names(ernie("hf", "paddle", backwards, CONFIG))[0] == next(iter(backwards))
 
 
 def test_what_no_rule_knows_is_not_in_the_result() -> None:
@@ -169,7 +169,7 @@ def test_no_such_dialect() -> None:
 def test_no_rule_in_the_target() -> None:
     config = config_of("glm4_moe")
     family = by_name("glm4_moe")
-    lame = type(family)("lame", (), (), family.axes, family.hub, {"small": "model.norm.weight : h"})
+    lame = type(family)("lame", (), family.axes, family.hub, {"small": "model.norm.weight : h"})
     with pytest.raises(InconsistentCheckpoint, match="no rule for it") as error:
         mapping(lame, "hf", "small", {"model.norm.weight": (18,), "lm_head.weight": (22, 18)}, config)
     assert error.value.code == "E1374" and error.value.key == "lm_head.weight"
@@ -200,7 +200,6 @@ def test_a_large_model_takes_moments() -> None:
 
 STACKED = Family(
     "stacked",
-    (),
     (),
     {"v": "vocab_size", "h": "hidden_size", "e": "num_experts", "p": "padding"},
     """

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.device.descriptors import ELEMENTS, SPANS, TILE, Descriptors, pack, strided
+from ckpt_tool.device.kernels import box_copy
+from ckpt_tool.device.library import FUNCTIONS, Library
+from ckpt_tool.device.memory import Device, Memory
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device.descriptors import ELEMENTS, SPANS, TILE, Descriptors, pack, strided
-from ckpt_tool.run.device.kernels import box_copy
-from ckpt_tool.run.device.library import FUNCTIONS, Library
-from ckpt_tool.run.device.memory import Device, Memory
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xA5  # what a target holds before; a byte of the source is as likely as any other

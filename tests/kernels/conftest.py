@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.run.device.library import Library
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device.library import Library
+from ckpt_tool.device.memory import Device
 
 sys.path.insert(0, str(Path(__file__).parent))  # box_cases.py and its like
 

@@ -20,16 +20,16 @@ import xxhash
 from box_cases import POISON, Bench, Bytes, Watched, device_of, make_case
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.device import kernels
+from ckpt_tool.device.adamw import Constants, Flat, step, swap
+from ckpt_tool.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
+from ckpt_tool.device.comparisons import compare
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.digests import Line, pack_lines
+from ckpt_tool.device.launches import launches
+from ckpt_tool.device.memory import Device
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.adamw import Constants, Flat, step, swap
-from ckpt_tool.run.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
-from ckpt_tool.run.device.comparisons import compare
-from ckpt_tool.run.device.descriptors import Strided
-from ckpt_tool.run.device.digests import Line, pack_lines
-from ckpt_tool.run.device.launches import launches
-from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.digest import LEAF
 
 BLOCKS, THREADS = (0, 1, 2, 5), (0, 32, 96, 256)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.device import build
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.device import build
 
 CHOICE = os.environ.get("CKPT_KERNELS", "host")
 

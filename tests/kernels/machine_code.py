@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ckpt_tool.run.device import build
+from ckpt_tool.device import build
 
 # What each kernel promises of its accesses: opcodes that must be there 16 bytes wide, `A|B` for one of the two. A kernel
 # without a row is a fault.

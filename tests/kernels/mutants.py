@@ -68,9 +68,9 @@ TARGETS = {
     "floats": Target("kernels/floats.h", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_device_comparisons.py")),
     "span": Target("kernels/span.h", ("digest", "compare"), ("test_device_digests.py", "test_device_comparisons.py")),
     "walking": Target("kernels/portable.h", ("box_copy",), COPY_TESTS, "// -- walking a descriptor list"),
-    "descriptors": Target("ckpt_tool/run/device/descriptors.py", ("box_copy",), ("test_descriptors.py", "test_launches.py", "test_box_huge.py", "test_box_cases.py", "test_box_transpose.py", "test_box_cast.py")),
-    "transposes": Target("ckpt_tool/run/device/transposes.py", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py", "test_launches.py")),
-    "casts": Target("ckpt_tool/run/device/casts.py", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
+    "descriptors": Target("ckpt_tool/device/descriptors.py", ("box_copy",), ("test_descriptors.py", "test_launches.py", "test_box_huge.py", "test_box_cases.py", "test_box_transpose.py", "test_box_cast.py")),
+    "transposes": Target("ckpt_tool/device/transposes.py", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py", "test_launches.py")),
+    "casts": Target("ckpt_tool/device/casts.py", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
 }  # fmt: skip
 
 UNITS = {"box_copy": ("box_copy.cu",), "box_transpose": ("box_transpose.cu", "box_copy.cu"), "digest": ("digest.cu",),
@@ -175,7 +175,7 @@ class Shim:
     """Builds the host shim with one source replaced, compiling only what includes it."""
 
     def __init__(self, scratch: Path) -> None:
-        from ckpt_tool.run.device import build
+        from ckpt_tool.device import build
 
         self.units = [f"{name}.cu" for name in build.KERNELS] + ["host.cpp"]
         self.flags = [flag for flag in build.HOST_FLAGS if flag not in ("-O2", "-g", "-shared")] + ["-O1", "-w", *TRAPS]
@@ -291,8 +291,8 @@ def _run(target: Target, library: Path) -> int:
     import pytest
     from kernel_cases import KERNELS
 
-    from ckpt_tool.run.device.library import Library
-    from ckpt_tool.run.device.memory import Device
+    from ckpt_tool.device.library import Library
+    from ckpt_tool.device.memory import Device
 
     device = Device(Library(library))
     for kernel in target.kernels:

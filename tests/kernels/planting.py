@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckpt_tool.run.device import build
+from ckpt_tool.device import build
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

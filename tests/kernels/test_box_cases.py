@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from box_cases import POOL, Bench, Case, Watched, make_case
 
+from ckpt_tool.device.descriptors import SPANS, TILE, Strided, pack
+from ckpt_tool.device.kernels import box_copy
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.device.descriptors import SPANS, TILE, Strided, pack
-from ckpt_tool.run.device.kernels import box_copy
-from ckpt_tool.run.device.memory import Device
 
 CASES = int(os.environ.get("CKPT_KERNEL_CASES", "10000"))  # fewer for mutants, which most die at once
 

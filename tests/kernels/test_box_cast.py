@@ -15,13 +15,13 @@ import pytest
 from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
+from ckpt_tool.device.descriptors import Strided, magic
+from ckpt_tool.device.kernels import box_cast
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast, numpy_type
-from ckpt_tool.run.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
-from ckpt_tool.run.device.descriptors import Strided, magic
-from ckpt_tool.run.device.kernels import box_cast
-from ckpt_tool.run.device.memory import Device
 
 FLOATS = [DTYPES[name] for name in KINDS if DTYPES[name].is_float and DTYPES[name].bits >= 8]
 PAIRS = list(permutations(FLOATS, 2))

@@ -16,14 +16,14 @@ from box_cases import Watched
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.quantised import BYTES, NIBBLES
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.device.casts import CodeBox, Counted, Scales, kind, pack_codes
+from ckpt_tool.device.descriptors import magic
+from ckpt_tool.device.kernels import box_dequantise
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.dequantize.scales import Grid
 from ckpt_tool.run.dequantize.weights import Weight
-from ckpt_tool.run.device.casts import CodeBox, Counted, Scales, kind, pack_codes
-from ckpt_tool.run.device.descriptors import magic
-from ckpt_tool.run.device.kernels import box_dequantise
-from ckpt_tool.run.device.memory import Device
 
 CODES = [DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")]
 TARGETS = [DTYPES[name] for name in ("F32", "BF16", "F16")]

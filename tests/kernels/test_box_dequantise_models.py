@@ -19,9 +19,9 @@ import pytest
 from ckpt_tool.commands.quantised import found_in
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.quantised import NIBBLES, TURNED, Kind, Quantised
-from ckpt_tool.run.device.casts import CodeBox, Counted, Scales, pack_codes
-from ckpt_tool.run.device.kernels import box_dequantise
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device.casts import CodeBox, Counted, Scales, pack_codes
+from ckpt_tool.device.kernels import box_dequantise
+from ckpt_tool.device.memory import Device
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/quantized"
 # case -> weights of which the truth has the floats under the same name

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from box_cases import POISON, POOL, Bytes, Watched
 
-from ckpt_tool.run.device.descriptors import PIECES, TILE, Descriptors, Strided, pack
-from ckpt_tool.run.device.kernels import box_copy
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device.descriptors import PIECES, TILE, Descriptors, Strided, pack
+from ckpt_tool.device.kernels import box_copy
+from ckpt_tool.device.memory import Device
 
 GIB = 1 << 30
 

@@ -6,15 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import numpy_boxes
 import pytest
 
 from ckpt_tool.core.box import contiguous_strides
+from ckpt_tool.device import kernels
+from ckpt_tool.device.launches import Launch, launches
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.transposes import EDGES, Turned, pack_turned
 from ckpt_tool.errors import StorageError
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device import kernels, reference
-from ckpt_tool.run.device.launches import Launch, launches
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.transposes import EDGES, Turned, pack_turned
 
 CASES = 900
 POISON = 0xA5
@@ -138,7 +139,7 @@ def test_batches_and_heads(shim: Device) -> None:
     (launch,) = launches([(copy, 2)], [source.ctypes.data], [target.ctypes.data])
     assert launch.kernel == "box_transpose" and launch.boxes.packed["run"].tolist() == [8]
     want = source.reshape(shape).transpose(0, 2, 1, 3)
-    for carry_out in (reference.carry_out, lambda launch: kernels.launch(shim, launch)):
+    for carry_out in (numpy_boxes.carry_out, lambda launch: kernels.launch(shim, launch)):
         target[...] = 0
         carry_out(launch)
         np.testing.assert_array_equal(target.reshape(swapped), want)

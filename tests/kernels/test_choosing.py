@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.device import build, choose, driver
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.run.device import build, choose, driver
 
 H100 = driver.Probe(13000, (driver.Card("NVIDIA H100", 90),), "")
 

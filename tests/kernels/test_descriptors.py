@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_tool.device.descriptors import MOST_ROWS, TILE, Dims, Strided, levelled, merged, pack
 from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device.descriptors import MOST_ROWS, TILE, Dims, Strided, levelled, merged, pack
 
 
 def copy(extents: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> Copy:

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckpt_tool.device.adamw import Constants, Flat, _Constants, step, swap
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.run.device.adamw import Constants, Flat, _Constants, step, swap
-from ckpt_tool.run.device.memory import Device
 
 STATES = ("master", "exp_avg", "exp_avg_sq", "ema")
 SIZES = (1, 2, 3, 4, 5, 31, 64, 1000, 4099)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy_boxes
 import pytest
 
-from ckpt_tool.run.device import bench, overlap, reference, workloads
-from ckpt_tool.run.device.descriptors import Descriptors, Strided
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.workloads import WORKS, Arena, Knobs
+from ckpt_tool.device import overlap
+from ckpt_tool.device.descriptors import Descriptors, Strided
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial import bench, workloads
+from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs
 
 PAYLOAD = 1 << 20
 
@@ -78,7 +80,7 @@ def test_a_work_of_transposes_is_numpys(shim: Device, item: int) -> None:
         made.call(1)
         source, target = arena.at(1)
         side = math.isqrt(PAYLOAD // item)
-        got, want = (reference.view(at, (side, side), (side * item, item), f"V{item}") for at in (target, source))
+        got, want = (numpy_boxes.view(at, (side, side), (side * item, item), f"V{item}") for at in (target, source))
         assert np.array_equal(np.asarray(got), np.asarray(want).T)
         made.close()
 

@@ -11,12 +11,8 @@ from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import InternalError, StorageError
-from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.compare import Worst, differ
-from ckpt_tool.run.compute import numpy_type
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.comparisons import (
+from ckpt_tool.device import kernels
+from ckpt_tool.device.comparisons import (
     TILE,
     Difference,
     comparable,
@@ -25,8 +21,12 @@ from ckpt_tool.run.device.comparisons import (
     pack_pairs,
     unequal,
 )
-from ckpt_tool.run.device.descriptors import Strided, magic
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device.descriptors import Strided, magic
+from ckpt_tool.device.memory import Device
+from ckpt_tool.errors import InternalError, StorageError
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.compare import Worst, differ
+from ckpt_tool.run.compute import numpy_type
 from ckpt_tool.run.stats import bad_values
 
 KINDS = sorted(name for name, dtype in DTYPES.items() if comparable(dtype))

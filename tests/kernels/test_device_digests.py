@@ -11,12 +11,12 @@ from box_cases import Watched
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.device import kernels
+from ckpt_tool.device.descriptors import DESC, Descriptors
+from ckpt_tool.device.digests import Line, Placed, digests, leaf_hashes, pack_lines
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Region, box_region
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.descriptors import DESC, Descriptors
-from ckpt_tool.run.device.digests import Line, Placed, digests, leaf_hashes, pack_lines
-from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.digest import LEAF, LeafStream, digest
 
 LENGTHS = [*range(1, 260), *range(1000, 1050, 7), 1024, 1025, 1088, 1089, 2047, 2048, 2049, 4096, 4097, 5000, 16 << 10]

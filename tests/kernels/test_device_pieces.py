@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from ckpt_tool.device.pieces import Piece, fetches, stores
 from ckpt_tool.plan.copy import Region
-from ckpt_tool.run.device.pieces import Piece, fetches, stores
 
 ROOM = 3 << 20
 

@@ -9,9 +9,9 @@ import pytest
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.device.memory import Device, Memory
+from ckpt_tool.device.resharding import Shard, planned, reshard
 from ckpt_tool.errors import CkptError
-from ckpt_tool.run.device.memory import Device, Memory
-from ckpt_tool.run.device.resharding import Shard, planned, reshard
 
 POISON = 0xA5
 

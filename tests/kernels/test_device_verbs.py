@@ -23,13 +23,13 @@ from verb_cases import FIXTURES, both, hashes, model
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
+from ckpt_tool.device import choose, loading, station
+from ckpt_tool.device import walk as device_walk
+from ckpt_tool.device.library import Library
+from ckpt_tool.device.memory import Device
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import walk as cpu_walk
-from ckpt_tool.run.device import choose, loading, station
-from ckpt_tool.run.device import walk as device_walk
-from ckpt_tool.run.device.library import Library
-from ckpt_tool.run.device.memory import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -499,7 +499,7 @@ def test_windows_cover_the_line_and_end_where_leaves_do() -> None:
 
 @pytest.mark.usefixtures("small_windows")
 def test_masters_that_do_not_round_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_tool.run.device import rounding
+    from ckpt_tool.device import rounding
 
     torch = pytest.importorskip("torch")
 

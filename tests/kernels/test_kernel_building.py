@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.device import build, cache, choose
+from ckpt_tool.device.library import Library
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.run.device import build, cache, choose
-from ckpt_tool.run.device.library import Library
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc here: nothing can be compiled for a GPU")
 
@@ -147,7 +147,7 @@ def test_no_compiler_and_one_that_fails(home: Path, monkeypatch: pytest.MonkeyPa
 
 def test_two_processes_build_it_once(tmp_path: Path, quick_compiler: Path) -> None:
     """Both want the shim at the same time: one builds, the other waits and finds it; both load it."""
-    program = ("from ckpt_tool.run.device import build, library\nb = build.built('host')\n"
+    program = ("from ckpt_tool.device import build, library\nb = build.built('host')\n"
                "library.Library(b.path, b.through).devices()\nprint(b.seconds > 0)")  # fmt: skip
     environment = {**os.environ, "CKPT_CACHE": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", program], cwd=build.PACKAGE.parent, env=environment, text=True,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.device import cache
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.device import cache
 
 ABOUT = {"kind": "host", "architectures": [], "sources": "s", "compiler": ["c"], "flags": []}
 

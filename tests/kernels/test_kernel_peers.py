@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import kernel_peers
 
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.workloads import WORKS
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial.workloads import WORKS
 
 SMALL = ["--mib", "1", "--repeats", "1"]
 

@@ -14,8 +14,8 @@ import machine_code
 import pytest
 
 from ckpt_tool import cli_verbs
-from ckpt_tool.run.device import build
-from ckpt_tool.run.device.library import FUNCTIONS
+from ckpt_tool.device import build
+from ckpt_tool.device.library import FUNCTIONS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from ckpt_tool.commands import doctor, kernels
+from ckpt_tool.device import build, choose, driver
+from ckpt_tool.device import kernels as calls
+from ckpt_tool.device.trial import bench
+from ckpt_tool.device.trial import check as trial
 from ckpt_tool.errors import OutputExists, UsageError
-from ckpt_tool.run.device import bench, build, choose, driver, trial
-from ckpt_tool.run.device import kernels as calls
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,9 @@ import pytest
 from box_cases import Watched
 from kernel_cases import KERNELS
 
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.descriptors import Strided, pack
-from ckpt_tool.run.device.memory import Device
+from ckpt_tool.device import kernels
+from ckpt_tool.device.descriptors import Strided, pack
+from ckpt_tool.device.memory import Device
 
 CASES = 100
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy_boxes
 import pytest
 
 from ckpt_tool.core.box import contiguous_strides
-from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Copy
-from ckpt_tool.run.device import kernels, overlap, reference
-from ckpt_tool.run.device.descriptors import (
+from ckpt_tool.device import kernels, overlap
+from ckpt_tool.device.descriptors import (
     ELEMENTS,
     PIECES,
     SPANS,
@@ -23,9 +22,11 @@ from ckpt_tool.run.device.descriptors import (
     merged,
     pack,
 )
-from ckpt_tool.run.device.launches import launches
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.transposes import pack_turned, turned
+from ckpt_tool.device.launches import launches
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.transposes import pack_turned, turned
+from ckpt_tool.errors import InternalError
+from ckpt_tool.plan.copy import Copy
 
 
 def whole(shape: tuple[int, ...], item: int, order: tuple[int, ...] | None = None, number: int = 0) -> Copy:
@@ -84,7 +85,7 @@ def test_one_launch_a_kernel_and_the_same_bytes_from_numpy(shim: Device) -> None
             ("box_transpose", 2),
         ]
         for launch in found:
-            kernels.launch(device, launch) if device else reference.carry_out(launch)
+            kernels.launch(device, launch) if device else numpy_boxes.carry_out(launch)
     for source, (shape, order), one, other in zip(sources, shapes, by_kernel, by_numpy, strict=True):
         np.testing.assert_array_equal(one, source.reshape(shape).transpose(order).ravel())
         np.testing.assert_array_equal(other, one)
@@ -93,14 +94,14 @@ def test_one_launch_a_kernel_and_the_same_bytes_from_numpy(shim: Device) -> None
 def test_numpy_carries_out_backward_strides_and_repeated_rows() -> None:
     source, target = np.arange(12, dtype=np.uint8), np.zeros(24, np.uint8)
     at, to = source.ctypes.data, target.ctypes.data
-    reference.copy_boxes(pack([Strided(at + 8, to, (3,), (-4,), (4,), 4), Strided(at, to + 12, (3,), (0,), (4,), 4)]))
+    numpy_boxes.copy_boxes(pack([Strided(at + 8, to, (3,), (-4,), (4,), 4), Strided(at, to + 12, (3,), (0,), (4,), 4)]))
     assert target.tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3, *[0, 1, 2, 3] * 3]
 
 
 def test_a_kernel_without_a_stand_in_is_told() -> None:
     (launch,) = launches([(whole((4,), 1), 1)], [0], [100])
     with pytest.raises(InternalError, match="digest has no stand-in"):
-        reference.carry_out(launch._replace(kernel="digest"))
+        numpy_boxes.carry_out(launch._replace(kernel="digest"))
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import machine_code
 import numpy as np
 import pytest
 
-from ckpt_tool.run.device import build
-from ckpt_tool.run.device.descriptors import DESC, Strided, pack
+from ckpt_tool.device import build
+from ckpt_tool.device.descriptors import DESC, Strided, pack
 
 WORDS = Path(__file__).with_name("portable_words.cu")
 NAME = "_ZN44_GLOBAL__N__43238ba8_11_box_copy_cu_f8a118178box_copyEPK7ck_descjmmj"

@@ -11,7 +11,7 @@ from equivalent import EQUIVALENT
 from library_builds import CHOICE
 from mutants import ROOT, TARGETS, Target, judge, mutants_of
 
-from ckpt_tool.run.device import build
+from ckpt_tool.device import build
 
 
 def test_mutants_of_c() -> None:

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.pool import GRAIN, REGION, SLAB, SMALL, Pinned, Pool
 from ckpt_tool.errors import CkptError
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.pool import GRAIN, REGION, SLAB, SMALL, Pinned, Pool
 
 MIB = 1 << 20
 

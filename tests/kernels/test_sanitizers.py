@@ -15,7 +15,7 @@ import pytest
 from library_builds import CHOICE, built
 from planting import ADDRESS, HERE, THREAD, plant, run_under
 
-from ckpt_tool.run.device import build
+from ckpt_tool.device import build
 
 Planted = Callable[..., Path]
 REPORT = 66  # the exit code of a sanitizer that found something
@@ -105,8 +105,8 @@ def test_a_row_too_far_is_seen(planted: Planted) -> None:
 OVERSTATED = """
 import sys
 from pathlib import Path
-from ckpt_tool.run.device import descriptors
-from ckpt_tool.run.device.kernels import box_copy
+from ckpt_tool.device import descriptors
+from ckpt_tool.device.kernels import box_copy
 from box_cases import device_of
 
 device = device_of(Path(sys.argv[1]))

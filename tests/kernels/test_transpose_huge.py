@@ -11,10 +11,10 @@ import mmap
 import numpy as np
 import pytest
 
-from ckpt_tool.run.device.descriptors import Descriptors
-from ckpt_tool.run.device.kernels import box_transpose
-from ckpt_tool.run.device.memory import Device
-from ckpt_tool.run.device.transposes import Turned, pack_turned
+from ckpt_tool.device.descriptors import Descriptors
+from ckpt_tool.device.kernels import box_transpose
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.transposes import Turned, pack_turned
 
 NORESERVE = 0x4000
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt_tool.device.library import Library
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.trial import check as trial
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.device import trial
-from ckpt_tool.run.device.library import Library
-from ckpt_tool.run.device.memory import Device
 
 
 @pytest.mark.parametrize("name", trial.TRIALS)
@@ -57,7 +57,7 @@ def test_a_seed_is_the_same_work(device: Device) -> None:
 
 
 def test_every_kernel_that_is_called_has_a_trial() -> None:
-    from ckpt_tool.run.device.library import FUNCTIONS
+    from ckpt_tool.device.library import FUNCTIONS
 
     listed = {name.removeprefix("ck_") for name, types in FUNCTIONS.items() if len(types) >= 6}
     assert listed <= set(trial.TRIALS), "a new kernel: give it a trial"

@@ -11,13 +11,13 @@ import pytest
 import xxhash
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.device import kernels
+from ckpt_tool.device.casts import CAST_TILE, line, pack_casts
+from ckpt_tool.device.comparisons import RECORD, TILE, pack_pairs
+from ckpt_tool.device.descriptors import Descriptors, Strided
+from ckpt_tool.device.digests import Line, pack_lines
+from ckpt_tool.device.memory import Device
 from ckpt_tool.run.compute import cast
-from ckpt_tool.run.device import kernels
-from ckpt_tool.run.device.casts import CAST_TILE, line, pack_casts
-from ckpt_tool.run.device.comparisons import RECORD, TILE, pack_pairs
-from ckpt_tool.run.device.descriptors import Descriptors, Strided
-from ckpt_tool.run.device.digests import Line, pack_lines
-from ckpt_tool.run.device.memory import Device
 from ckpt_tool.run.digest import LEAF
 
 F32, BF16 = DTYPES["F32"], DTYPES["BF16"]

@@ -18,18 +18,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.families.config import ernie_vision
-from ckpt_tool.families.config.facts import FACTS, Facts
 from ckpt_tool.families.config.forms import rope_of
 from ckpt_tool.families.config.translation import Told, kind_of
 from ckpt_tool.families.config.words import OTHER_WORDS, Model, Values, sound
+from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.models import CLASSES
 
 VERSIONS = ("paddleformers_version", "paddlenlp_version")
-_SILENT: Mapping[str, Values] = {  # what PaddleFormers takes where transformers would take another
-    "ernie4_5": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-    "ernie4_5_moe": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-}
 _JOB = ("fuse_", "recompute", "use_fused_", "use_flash_attention", "sequence_parallel", "pp_seg_method", "virtual_pp")
-_ALIKE = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM", "Ernie4_5_MoEForCausalLM": "Ernie4_5_MoeForCausalLM"}
+# Paddle's names of classes -> those of transformers
+_ALIKE = {other: each.architecture for each in CLASSES.values() for other in each.also if other.endswith("ForCausalLM")}
 
 
 def is_paddle(config: Mapping[str, Any]) -> bool:
@@ -42,15 +40,15 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
     if ernie_vision.is_nested(config):
         return Told(*ernie_vision.flat(config))
     kind = kind_of(config)
-    facts: Facts
+    facts: ModelClass
     notes: tuple[str, ...]
     if kind is None:
         facts, notes = (
-            Facts("", "", ()),
+            ModelClass("", ""),
             (f"{config.get('model_type')!r} is none of our classes: what Paddle takes for unsaid keys may differ",),
         )
     else:
-        facts, notes = FACTS[kind], ()
+        facts, notes = CLASSES[kind], ()
     config = sound(config)
     model = Model(config, facts)
     out: Values = {}
@@ -106,15 +104,15 @@ def from_paddle(config: Mapping[str, Any]) -> Told:
     if kind is None:
         return Told(out, ())
     out["model_type"] = kind
-    out.setdefault("architectures", [FACTS[kind].architecture])
-    for key, value in _SILENT.get(kind, {}).items():
+    out.setdefault("architectures", [CLASSES[kind].architecture])
+    for key, value in CLASSES[kind].paddle_defaults.items():
         if key == "rope_theta" and isinstance(out.get("rope_parameters"), Mapping):
             continue
         out.setdefault(key, value)
     scaling = out.get("rope_scaling")
     if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
         del out["rope_scaling"]
-    if "rope_scaling" in FACTS[kind].defaults and not out.get("rope_scaling") and "rope_parameters" not in out:
+    if "rope_scaling" in CLASSES[kind].defaults and not out.get("rope_scaling") and "rope_parameters" not in out:
         out["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": out.get("rope_theta"),

@@ -19,19 +19,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckpt_tool.families.config.experts import sparse_pattern
-from ckpt_tool.families.config.facts import (
+from ckpt_tool.families.config.forms import FORMS
+from ckpt_tool.families.config.megatron_arguments import (
     ARGUMENTS,
     EXPERT_ARGUMENTS,
-    FACTS,
     LATENT_ARGUMENTS,
     OLD_NAMES,
     ROPE_ARGUMENTS,
-    Facts,
 )
-from ckpt_tool.families.config.forms import FORMS
 from ckpt_tool.families.config.words import Arguments, Model, Values, fits, sound, window_pattern
+from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.models import CLASSES, FAMILIES
 
-_SIZES = Facts("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
+_SIZES = ModelClass("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
 
 
 class Told(NamedTuple):
@@ -44,11 +44,11 @@ class Told(NamedTuple):
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """The class (`model_type`) that a config names, None where it is none of ours."""
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in FACTS:
+    if isinstance(kind, str) and kind in CLASSES:
         return kind
     classes = config.get("architectures")
     names = [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
-    return next((each for each, facts in FACTS.items() if kind is None and facts.architecture in names), None)
+    return next((each for each, facts in CLASSES.items() if kind is None and facts.architecture in names), None)
 
 
 def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
@@ -59,14 +59,14 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
     """
     kind = kind or kind_of(config)
     inner = config.get("text_config")
-    if kind is None and isinstance(inner, Mapping) and inner.get("model_type") in FACTS:
+    if kind is None and isinstance(inner, Mapping) and inner.get("model_type") in CLASSES:
         tied = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
         config, kind = {**tied, **inner}, str(inner["model_type"])
     if kind is None:
         return Told(
             {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
         )
-    facts = FACTS[kind]
+    facts = CLASSES[kind]
     model, out = Model(sound(config), facts), dict(facts.megatron)
     for form in facts.forms:
         FORMS[form].to(model, out)
@@ -94,11 +94,13 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Told:
     the notes. Without it, a config without `model_type` where no class fits.
     """
     args = sound(args)
-    kinds = [kind for kind, facts in FACTS.items() if family in (None, facts.family)]
+    kinds = [
+        each.model_type for known in FAMILIES if family in (None, known.name) for each in known.classes if each.forms
+    ]
     best: tuple[int, str, list[str], Told] | None = None
-    for kind in kinds:
-        told = _told_back(args, FACTS[kind])
-        config = {"architectures": [FACTS[kind].architecture], "model_type": kind, **told.config}
+    for kind in sorted(kinds, key=lambda kind: len(CLASSES[kind].forms)):  # of those that fit alike, the simplest
+        told = _told_back(args, CLASSES[kind])
+        config = {"architectures": [CLASSES[kind].architecture], "model_type": kind, **told.config}
         wrong = list(differing(args, megatron_args(config, kind).config))
         if best is None or len(wrong) < best[0]:
             best = len(wrong), kind, wrong, Told(config, told.notes)
@@ -110,7 +112,7 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Told:
     return Told(best[3].config, (*best[3].notes, *(f"{best[1]}: Megatron's arguments say {line}" for line in best[2])))
 
 
-def _told_back(args: Mapping[str, Any], facts: Facts) -> Told:
+def _told_back(args: Mapping[str, Any], facts: ModelClass) -> Told:
     arguments, out = Arguments(args, facts), Values()
     for form in facts.forms:
         FORMS[form].back(arguments, out)
@@ -180,7 +182,7 @@ def _some(lines: list[str]) -> str:
 def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     """What no model of such a config can be: heads that do not divide, more experts a token than there are, ..."""
     kind = kind_of(config)
-    model = Model(config, FACTS[kind] if kind else _SIZES)
+    model = Model(config, CLASSES[kind] if kind else _SIZES)
     counted = (
         "num_hidden_layers",
         "hidden_size",

@@ -4,7 +4,7 @@
     Arguments(args, facts).get("rotary_percent")   1.0 where the arguments are silent, as in Megatron
     same(("num_hidden_layers", "num_layers"))      a form of one pair
 
-Source of the defaults: `families.config.facts`. Cost: none. What it does not do: forms of another shape (`families.config.forms`,
+Source of the defaults: the classes of `families.models`. Cost: none. What it does not do: forms of another shape (`families.config.forms`,
 `families.config.experts`).
 """
 
@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tool.families.config.facts import (
+from ckpt_tool.families.config.megatron_arguments import (
     ARGUMENTS,
     EXPERT_ARGUMENTS,
-    FACTS,
     LATENT_ARGUMENTS,
     OLD_NAMES,
     ROPE_ARGUMENTS,
-    Facts,
 )
+from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.models import CLASSES
 
 Values = dict[str, Any]
 LAYERS = 1 << 16  # a config that claims more layers is not spelled out
@@ -52,7 +52,7 @@ _DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMEN
 def _kinds() -> dict[str, type]:
     """What a value must be, by key or argument: what its default is, or as listed above."""
     found: dict[str, type] = {}
-    for facts in FACTS.values():
+    for facts in CLASSES.values():
         for key, value in facts.defaults.items():
             found[facts.keys.get(key, key)] = found[key] = type(value)
     found |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
@@ -111,7 +111,7 @@ class Model:
     """A config while it is told in arguments. get: by our word for a key, the class's default where it is silent."""
 
     config: Mapping[str, Any]
-    facts: Facts
+    facts: ModelClass
     notes: list[str] = field(default_factory=list)
 
     def key(self, key: str) -> str:
@@ -137,7 +137,7 @@ class Arguments:
     """Megatron's arguments while they are told in a config. get: Megatron's default where they are silent."""
 
     args: Mapping[str, Any]
-    facts: Facts
+    facts: ModelClass
     notes: list[str] = field(default_factory=list)
 
     def key(self, key: str) -> str:

@@ -1,0 +1,230 @@
+"""Casts and dequantising as lists: copies whose two sides are of different dtypes, and codes with the grid of their scales.
+
+A list for `box_cast` is one for `box_copy` that counts elements. (4, 6) fp32 out of rows of 32 bytes into rows of 12:
+
+    run 6 elements, rows 4, strides 32 and 12; two elements a group if all of that lies on their grid, here by element
+
+Codes are boxes of (matrices, rows, columns): a run is never joined with the next one, as another row may have another scale.
+F4 has two codes a byte: addresses and strides of its side count half bytes.
+
+    256 x 512 E4M3 with scales of 128 x 128, rows 64.. and columns 32.. of it, wherever they lie now:
+    CodeBox(codes, out, (1, 192, 480), (0, 512), (0, 960), Scales(address, F32, (128, 128), (0, 16)), row=64, column=32)
+
+The bits are those of `run.compute.cast` and of `run.dequantize`; what counts as lost too.
+Cost: some 10 us a box. What it does not do: zero points, global scales and packed integers (`run.dequantize` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.device.descriptors import (
+    MOST_ROWS,
+    Descriptors,
+    Strided,
+    filled,
+    levelled,
+    magic,
+    magics,
+    merged,
+    number_tiles,
+)
+from ckpt_tool.errors import InternalError
+from ckpt_tool.plan.copy import Copy
+
+CAST_TILE = 8192  # elements, as in box_cast.cu
+# as `ck_kind` numbers them; U8 are E8M0 where they are scales
+KINDS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")
+_SCALES = {"F32": (KINDS.index("F32"), 4), "BF16": (KINDS.index("BF16"), 2), "F8_E8M0": (KINDS.index("F8_E8M0"), 1),
+           "U8": (KINDS.index("F8_E8M0"), 1)}  # fmt: skip
+_LONGEST = 1 << 31  # rows or columns of a box: with those before them in their block they fit 32 bits
+UNFIT = "E1573"
+
+SCALES = np.dtype(
+    {
+        "names": ["address", "matrix_stride", "row_stride", "div_height", "div_width", "row0", "column0", "width", "kind"],
+        "formats": ["<u8", "<i8", "<i8", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4"],
+        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52],
+        "itemsize": 64,
+    }
+)  # fmt: skip
+
+
+class Casts(NamedTuple):
+    """A packed list from one kind of element to another. records: how many numbers its boxes have in `aux`."""
+
+    boxes: Descriptors
+    source: int
+    target: int
+    records: int
+
+
+class Scales(NamedTuple):
+    """The scales of a tensor: that of row 0, column 0 of a box's first matrix lies at `address`.
+
+    block: (rows, columns) that share one. strides: bytes from those of a matrix to those of the next, 0 where all share them,
+    and from a row of scales to the next.
+    """
+
+    address: int
+    dtype: DType
+    block: tuple[int, int]
+    strides: tuple[int, int]
+
+
+class CodeBox(NamedTuple):
+    """A box of codes, (matrices, rows, columns), and where its floats go.
+
+    source: address of the first code; source_strides: from a matrix, from a row to the next. Of F4 all three count half bytes:
+    codes that begin with the byte at A have source 2 * A. target, target_strides: the same in bytes. row, column: where the box begins in its matrix.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, int, int]
+    source_strides: tuple[int, int]
+    target_strides: tuple[int, int]
+    scales: Scales
+    row: int = 0
+    column: int = 0
+
+
+class CodeList(NamedTuple):
+    """A packed list of codes and the scales of its boxes. Packed box k is part of box `records[k]` of the `given` ones."""
+
+    boxes: Descriptors
+    scales: npt.NDArray[np.void]
+    source: int
+    target: int
+    records: tuple[int, ...]
+    given: int
+
+
+class Counted(NamedTuple):
+    """lost: finite values that became infinite or NaN. nan_scales: elements whose scale is NaN, which the CPU refuses."""
+
+    lost: int
+    nan_scales: int
+
+
+def kind(dtype: DType) -> int:
+    """The number of a dtype in the kernels. Raises InternalError E1573 for one that they don't know."""
+    if dtype.name not in KINDS:
+        raise InternalError(f"the kernels have no {dtype.name}", code=UNFIT)
+    return KINDS.index(dtype.name)
+
+
+def cast_boxes(
+    copy: Copy, source: DType, target: DType, sources: Sequence[int], targets: Sequence[int]
+) -> Iterator[Strided]:
+    """The boxes of a copy whose sides are of two dtypes; `run` in elements. sources, targets: addresses of the files' byte 0."""
+    if 0 in copy.extents:
+        return
+    item = source.bits // 8
+    dims, run = merged(copy, item, target.bits // 8)
+    begin, end = sources[copy.source] + copy.source_offset, targets[copy.output] + copy.output_offset
+    yield from levelled(begin, end, dims, run // item)
+
+
+def line(source: int, target: int, numel: int) -> list[Strided]:
+    """`numel` elements that run on without a gap on both sides, by address."""
+    return [Strided(source, target, (), (), (), numel)] if numel else []
+
+
+def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: Sequence[int] = ()) -> Casts:
+    """The list for `box_cast`. boxes: as `cast_boxes` gives them. records: the number under which each box's lost values are
+    counted; all under 0 where there are none."""
+    listed = list(boxes)
+    out = filled(listed)
+    item = target.bits // 8
+    tiles = _cut(out, source.bits // 8, item)
+    if records:
+        out["aux"] = records
+    nbytes = int((out["rows"] * out["run"]).sum()) * item
+    return Casts(Descriptors(out, tiles, nbytes), kind(source), kind(target), max(records, default=0) + 1)
+
+
+def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeList:
+    """The list for `box_dequantise`. Raises InternalError E1573 for scales that lie off their own grid, or of a dtype other than
+    F32, BF16, F8_E8M0 and U8: those are cast to F32 first."""
+    listed: list[Strided] = []
+    scales: list[tuple[int, ...]] = []
+    records: list[int] = []
+    number = -1
+    step, item = max(1, codes.bits // 8), target.bits // 8  # of F4 half a byte
+    for number, box in enumerate(boxes):
+        if 0 in box.shape:
+            continue
+        for piece, scale in _pieces(box, step, item):
+            listed.append(piece)
+            scales.append(scale)
+            records.append(number)
+    out, packed = filled(listed), np.array(scales, SCALES)
+    tiles = _cut(out, step, item, packed)
+    out["aux"] = np.arange(len(out))
+    nbytes = int((out["rows"] * out["run"]).sum()) * item
+    return CodeList(Descriptors(out, tiles, nbytes), packed, kind(codes), kind(target), tuple(records), number + 1)
+
+
+def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np.void] | None = None) -> int:
+    """Cut every box into tiles. step: what an element adds to an address of the source. Returns their sum."""
+    if not len(out):
+        return 0
+    run, rows = out["run"], out["rows"].astype(np.uint64)
+    per_row = (run + np.uint64(CAST_TILE - 1)) // np.uint64(CAST_TILE)
+    per_tile = np.clip(np.uint64(CAST_TILE) // run, 1, rows)  # 1 of rows that are cut
+    tiles = np.where(per_row > 1, rows * per_row, (rows + per_tile - np.uint64(1)) // per_tile)
+    total = number_tiles(out, tiles)
+    out["tiles_per_row"], out["rows_per_tile"] = per_row, per_tile
+    group = 16 // max(step, item)
+    off = run % np.uint64(group)  # is anything off the grid of groups?
+    for address, strides, size in (("src", "sstr", step), ("dst", "dstr", item)):
+        off |= out[address] % np.uint64(group * size)
+        off |= np.bitwise_or.reduce(out[strides] % (group * size), axis=1).view(np.uint64)
+    if scales is not None:
+        off |= scales["width"] % np.uint32(group) | scales["column0"] % np.uint32(group)
+    out["vlog"] = np.where(off == 0, group.bit_length() - 1, 0)
+    within = np.where(off == 0, run // np.uint64(group), run)  # what a row is shared out by
+    out["divr"] = magics(np.where(per_row > 1, per_row, within))
+    return total
+
+
+def _pieces(box: CodeBox, step: int, item: int) -> Iterator[tuple[Strided, tuple[int, ...]]]:
+    """A box as pieces whose rows and columns the kernel can count, and the scales of each."""
+    matrices, rows, columns = box.shape
+    of = box.scales
+    if of.dtype.name not in _SCALES or any(n % _SCALES[of.dtype.name][1] for n in (of.address, *of.strides)):
+        raise InternalError(f"scales of {of.dtype.name} at {of.address:#x}: cast them to F32 first", code=UNFIT)
+    number, size = _SCALES[of.dtype.name]
+    for row, height, down, row0, tall in _stretches(box.row, rows, of.block[0]):
+        for column, width, across, column0, wide in _stretches(box.column, columns, of.block[1]):
+            most = MOST_ROWS // height
+            for matrix in range(0, matrices, most):
+                at = (matrix, row)
+                source = box.source + sum(n * s for n, s in zip(at, box.source_strides, strict=True)) + column * step
+                target = box.target + sum(n * s for n, s in zip(at, box.target_strides, strict=True)) + column * item
+                address = of.address + matrix * of.strides[0] + down * of.strides[1] + across * size
+                yield (
+                    Strided(source, target, (min(most, matrices - matrix), height), box.source_strides, box.target_strides, width),
+                    (address, *of.strides, magic(tall), magic(wide), row0, column0, wide, number),
+                )  # fmt: skip
+
+
+def _stretches(first: int, count: int, block: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(offset, count, block that it begins in, where in it, size of a block) of the parts of `count` rows from row `first` on,
+    such that what the kernel adds up fits 32 bits. Of a block too large for that no more than one is in a part."""
+    at = 0
+    while at < count:
+        number, within = divmod(first + at, block)
+        n = min(count - at, _LONGEST)
+        if block > _LONGEST:
+            n = min(n, block - within)
+            yield at, n, number, 0, _LONGEST
+        else:
+            yield at, n, number, within, block
+        at += n

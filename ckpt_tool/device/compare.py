@@ -1,0 +1,113 @@
+"""`ckpt diff` on a device: pairs of tensors in two lines, held against each other there.
+
+    compared([(a, b)], left, right, device, ...)[0]     # None, or {"first_index": [3, 1], "max_ulp": 2, ...}
+
+Small pairs go by the hundred. What is counted is counted block by block as `run/compare.py` does, so the numbers are the same.
+With tolerances the device tells which pairs have the same bits, and the CPU looks at the others; so it does at pairs of two types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.device.checks import Block, differences
+from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, windows
+from ckpt_tool.device.memory import Device
+from ckpt_tool.device.scan import gathered
+from ckpt_tool.device.station import Station, Stations
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.compare import Difference, Worst, compare
+from ckpt_tool.run.scan import Queue, readable, share_out
+from ckpt_tool.run.walk import STRIDED_BLOCK
+from ckpt_tool.storage.source import Tree
+
+Pairs = Sequence[tuple[LogicalTensor, LogicalTensor]]
+Advance = Callable[[int], None]
+
+
+def compared(
+    pairs: Pairs, left: Tree, right: Tree, device: Device, *,
+    rtol: float, atol: float, threads: int, memory: int, advance: Advance | None = None,
+) -> list[Difference | None]:  # fmt: skip
+    """For every pair of equal shape: None when equal, else what differs, as `run.compare.compare` says it."""
+    alike = [k for k, (a, b) in enumerate(pairs) if a.dtype == b.dtype]
+    found: list[Difference | None] = [None] * len(pairs)
+    worst = _bits([pairs[k] for k in alike], left, right, device, threads, memory, advance)
+    again = [k for k, (a, b) in enumerate(pairs) if a.dtype != b.dtype]
+    for k, one in zip(alike, worst, strict=True):
+        found[k] = one.report()
+        if found[k] is not None and (rtol or atol):
+            again.append(k)
+    if again:
+        told = compare([pairs[k] for k in again], left, right, rtol=rtol, atol=atol)
+        for k, difference in zip(again, told, strict=True):
+            found[k] = difference
+    return found
+
+
+def _bits(
+    pairs: Pairs, left: Tree, right: Tree, device: Device, threads: int, memory: int, advance: Advance | None
+) -> list[Worst]:
+    """The differences in bits of pairs of one type and shape each."""
+    mine, theirs = readable([a for a, _ in pairs], left), readable([b for _, b in pairs], right)
+    twins = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
+    found = {id(move): Worst(move.shape) for move in mine.moves}
+    with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in mine.moves)) as stations:
+
+        def read(reader: Reader, queue: Queue) -> None:
+            other = Reader(theirs.files, 16, {})
+            try:
+                with stations.station() as station:
+                    two = _Two(station, (reader, other), twins, found, queue.stopped)
+                    for some in gathered(mine.moves, queue, station.line):
+                        two.compare(some, advance)
+            finally:
+                other.close()
+
+        share_out(mine, read, threads=stations.sizes.threads, waits=True)
+    return [found[id(move)] for move in mine.moves]
+
+
+class _Two:
+    """One thread's comparisons: the first line holds ours, the second theirs."""
+
+    def __init__(
+        self, station: Station, readers: tuple[Reader, Reader], twins: dict[int, Move], found: dict[int, Worst],
+        stopped: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._station, self._twins, self._found, self._stopped = station, twins, found, stopped
+        self._ours, self._theirs = readers
+
+    def compare(self, moves: Sequence[Move], advance: Advance | None) -> None:
+        """Compare some tensors with their twins."""
+        every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, self._station.line))
+        for batch in batches(every, self._station.line):
+            self._batch(batch)
+            if advance:
+                advance(2 * sum(window.nbytes for window in batch))
+
+    def _batch(self, batch: Sequence[Window]) -> None:
+        station, stopped = self._station, self._stopped
+        other = [window._replace(move=self._twins[id(window.move)]) for window in batch]
+        doubled = [window for window in other if any(region.replica for region in window.move.sources)]
+        if doubled:  # their replicas are looked at where both lines are free for them
+            fill(station, self._theirs, doubled, station.first, stopped=stopped)
+            compare_replicas(station, self._theirs, doubled, stopped=stopped)
+        fill(station, self._ours, batch, station.first, stopped=stopped)
+        compare_replicas(station, self._ours, batch, stopped=stopped)
+        fill(station, self._theirs, other, station.second, stopped=stopped)
+        blocks = [block for window in batch for block in _blocks(window)]
+        for block, difference in differences(station, blocks):
+            self._found[id(block.move)].merge(difference)
+
+
+def _blocks(window: Window) -> Iterator[Block]:
+    """A window in the blocks in which the CPU looks at it."""
+    move, step = window.move, STRIDED_BLOCK // window.move.item
+    at = window.start
+    while at < window.end:
+        end = min((at // step + 1) * step, window.end)
+        yield Block(move, at, window.at + (at - window.start) * move.item, (end - at) * move.item)
+        at = end

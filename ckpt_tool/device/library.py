@@ -1,0 +1,167 @@
+"""The C ABI of the kernels (kernels/ck.h) by ctypes: every call is checked."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tool.device.descriptors import DESC
+from ckpt_tool.errors import StorageError, UsageError
+
+ABI_VERSION = 1
+
+
+class _Info(ctypes.Structure):
+    _fields_ = [
+        ("name", c_char * 128),
+        ("uuid", c_char * 40),
+        ("total_bytes", c_uint64),
+        ("free_bytes", c_uint64),
+        ("major", c_int32),
+        ("minor", c_int32),
+        ("multiprocessors", c_int32),
+        ("l2_bytes", c_int32),
+        ("driver", c_int32),
+        ("runtime", c_int32),
+        ("warp", c_int32),
+        ("host", c_int32),
+    ]
+
+
+class DeviceInfo(NamedTuple):
+    """What a device is. driver, runtime: 13000 is CUDA 13.0. host: the shim, which is no device."""
+
+    name: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    l2_bytes: int
+    driver: int
+    runtime: int
+    host: bool
+
+
+ADDRESS, STREAM = c_void_p, c_void_p
+LISTED = (ADDRESS, c_uint32, c_uint64, c_int, c_int, STREAM)  # list, count, tiles, blocks, threads, stream
+
+# Name -> argument types; all return a cudaError_t.
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ck_devices": (POINTER(c_int),),
+    "ck_info": (c_int, POINTER(_Info)),
+    "ck_use": (c_int,),
+    "ck_alloc": (POINTER(c_void_p), c_size_t),
+    "ck_free": (ADDRESS,),
+    "ck_host_alloc": (POINTER(c_void_p), c_size_t),
+    "ck_host_free": (ADDRESS,),
+    "ck_upload": (ADDRESS, ADDRESS, c_size_t, STREAM),
+    "ck_download": (ADDRESS, ADDRESS, c_size_t, STREAM),
+    "ck_move": (ADDRESS, ADDRESS, c_size_t, STREAM),
+    "ck_fill": (ADDRESS, c_int, c_size_t, STREAM),
+    "ck_stream_create": (POINTER(c_void_p),),
+    "ck_stream_destroy": (STREAM,),
+    "ck_stream_sync": (STREAM,),
+    "ck_event_create": (POINTER(c_void_p),),
+    "ck_event_destroy": (c_void_p,),
+    "ck_event_record": (c_void_p, STREAM),
+    "ck_event_elapsed": (POINTER(c_float), c_void_p, c_void_p),
+    "ck_box_copy": LISTED,
+    "ck_box_cast": (*LISTED[:3], c_uint32, c_uint32, ADDRESS, *LISTED[3:]),  # source, target, counts
+    "ck_box_dequantise": (
+        *LISTED[:3],
+        c_uint32,
+        c_uint32,
+        ADDRESS,
+        ADDRESS,
+        *LISTED[3:],
+    ),  # codes, target, scales, counts
+    "ck_box_transpose": LISTED,
+    "ck_adamw_ema": (
+        ADDRESS,
+        c_uint64,
+        c_uint64,
+        c_uint32,
+        c_uint64,
+        c_uint64,
+        c_uint64,
+        c_uint64,
+        c_uint64,
+        c_uint32,
+        c_int,
+        c_int,
+        STREAM,
+    ),  # constants, count, gradient, its kind, master, exp_avg, exp_avg_sq, ema, parameter, its kind, blocks, threads
+    "ck_ema_swap": (c_uint64, c_uint64, c_uint64, c_uint64, c_uint32, c_int, c_int, STREAM),
+    "ck_compare": (ADDRESS, c_uint32, c_uint64, ADDRESS, c_int, c_int, STREAM),
+    "ck_digest": (ADDRESS, c_uint32, c_uint64, c_int, c_int, c_int, STREAM),
+}
+
+# What the runtime says of a device that can't be used -> the code and the hint of our error.
+UNUSABLE = {
+    "cudaErrorNoDevice": ("E1556", "there is no GPU, or CUDA_VISIBLE_DEVICES hides it; --device cpu does without"),
+    "cudaErrorInvalidDevice": ("E1556", "there is no GPU of that number; ckpt kernels info lists them"),
+    "cudaErrorInsufficientDriver": ("E1557", "install or update the driver, or build with an older CUDA toolkit: ckpt kernels build"),
+    "cudaErrorSystemDriverMismatch": ("E1557", "the driver was updated while it was loaded: start the machine anew"),
+    "cudaErrorNoKernelImageForDevice": ("E1558", "build for this GPU: ckpt kernels build --force"),
+    "cudaErrorUnsupportedPtxVersion": ("E1558", "the driver is older than the toolkit: build for this GPU, ckpt kernels build"),
+}  # fmt: skip
+
+
+class Library:
+    """One compiled library of the kernels.
+
+    through: another name of the same file, under which it is loaded (`cache.Kept.through`). Raises StorageError E1550 where
+    the file can't be loaded or is of another version of the ABI.
+    """
+
+    def __init__(self, path: Path, through: Path | None = None) -> None:
+        self.path = path
+        try:
+            self._dll = ctypes.CDLL(str(through or path))
+            self._dll.ck_abi.restype = c_uint32
+            abi = int(self._dll.ck_abi())
+        except (OSError, AttributeError) as e:
+            raise StorageError(
+                f"the kernel library can't be loaded: {e}", code="E1550", path=path, hint="ckpt kernels build --force"
+            ) from e
+        if abi != DESC.itemsize << 8 | ABI_VERSION:
+            raise StorageError(
+                f"the kernel library has ABI {abi:#x}, want {DESC.itemsize << 8 | ABI_VERSION:#x}", code="E1550", path=path,
+                hint="it was built from other sources: ckpt kernels build --force",
+            )  # fmt: skip
+        for name, types in FUNCTIONS.items():
+            function = getattr(self._dll, name)
+            function.argtypes, function.restype = types, c_int
+        for name in ("ck_error_name", "ck_error_text"):
+            getattr(self._dll, name).argtypes, getattr(self._dll, name).restype = (c_int,), c_char_p
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call `ck_NAME`. Raises StorageError E1551 naming the call and the error; UsageError E1552 for out of memory, E1556 to
+        E1558 where the device can't be used at all."""
+        status = getattr(self._dll, f"ck_{name}")(*arguments)
+        if status == 0:
+            return
+        error = self._dll.ck_error_name(status).decode()
+        text = f"{name} failed on the device: {error}: {self._dll.ck_error_text(status).decode()}"
+        if error == "cudaErrorMemoryAllocation":
+            raise UsageError(
+                text, code="E1552", hint="lower --memory, or leave --device out: the CPU needs no such memory"
+            )
+        if error in UNUSABLE:
+            code, hint = UNUSABLE[error]
+            raise UsageError(text, code=code, hint=hint)
+        raise StorageError(text, code="E1551", hint="ckpt kernels check tests the device; --device cpu does without it")
+
+    def devices(self) -> int:
+        count = c_int(0)
+        self.call("devices", byref(count))
+        return count.value
+
+    def info(self, device: int = 0) -> DeviceInfo:
+        raw = _Info()
+        self.call("info", device, byref(raw))
+        return DeviceInfo(raw.name.decode(), raw.uuid.decode(), raw.total_bytes, raw.free_bytes, (raw.major, raw.minor),
+                          raw.multiprocessors, raw.l2_bytes, raw.driver, raw.runtime, bool(raw.host))  # fmt: skip

@@ -1,0 +1,70 @@
+"""ModelClass: one class of transformers as a config and as Megatron's arguments: its names, its defaults, what it fixes.
+
+The one idea: a class of transformers is a point among Megatron's arguments. `megatron` are the coordinates that the class
+fixes (a Qwen2 always has biases at q, k and v), `forms` those that its config states, `defaults` what it takes where
+config.json is silent. So arguments name a class when the class, translated back, gives the same arguments
+(`families.config.translation`).
+
+    qk_layernorm, RMSNorm, swiglu, rope, no biases, no experts      -> qwen3
+    the same without qk_layernorm                                   -> llama
+
+Below it stand the values that classes share, for the tables in `families/models`. Sources: transformers 5.23
+`models/*/configuration_*.py` and `modeling_*.py`; Megatron-LM core 0.16.1; NVIDIA-NeMo/Megatron-Bridge of August 2026
+`models/*/..._bridge.py`; PaddleFormers 1.2.0 `transformers/*/configuration.py`. What it does not do: translate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """One class of models of a family.
+
+    model_type, architecture: its names in config.json. also: other names of the architecture (Paddle's, an inner model's).
+    forms: names in `families.config.forms`, in order; () for a class whose config has no translation: its tensors convert,
+    its config.json is copied. keys: its own name for a key (`num_experts` -> `num_local_experts`). defaults: what
+    transformers takes where config.json is silent. megatron, paddle: what the class fixes in Megatron's arguments, in a
+    Paddle config. paddle_defaults: what PaddleFormers takes where transformers takes another. unsayable: {key: the value
+    that Megatron computes with}; another value is reported as lost.
+    """
+
+    model_type: str
+    architecture: str
+    forms: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    paddle: Mapping[str, Any] = field(default_factory=dict)
+    paddle_defaults: Mapping[str, Any] = field(default_factory=dict)
+    unsayable: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Every name that config.json may give the class: `LlamaForCausalLM`, and without a head `LlamaModel`."""
+        stem = self.architecture
+        for end in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+            stem = stem.removesuffix(end)
+        return (self.architecture, f"{stem}Model", *self.also)
+
+
+DECODER_FORMS = ("sizes", "heads", "rope", "tied", "silu", "dropout")
+# In Megatron's arguments: a decoder with RMSNorm, gated MLP and rotary positions; a router by sigmoids; Gemma's
+GATED: Mapping[str, Any] = {
+    "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
+}  # fmt: skip
+SIGMOID: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+GEMMA: Mapping[str, Any] = {
+    "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "swiglu": False, "add_bias_linear": False,
+    "position_embedding_type": "rope",
+}  # fmt: skip
+# What the config classes of transformers take where config.json is silent
+DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "initializer_range": 0.02,
+}  # fmt: skip
+EXPERT_DEFAULTS: Mapping[str, Any] = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1}

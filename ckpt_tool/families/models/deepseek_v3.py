@@ -1,0 +1,90 @@
+"""DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused."""
+
+from ckpt_tool.families import megatron
+from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DEFAULTS, GATED, SIGMOID, ModelClass
+
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+FAMILY = Family(
+    name="deepseek_v3",
+    classes=(
+        ModelClass(
+            "deepseek_v3", "DeepseekV3ForCausalLM",
+            ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "groups", "shared_experts",
+             "ahead"),
+            keys={"num_experts": "n_routed_experts"},
+            megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True},
+            paddle={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+            unsayable={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
+            defaults={**DEFAULTS, **_LATENT, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8,
+                      "topk_group": 4, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+                      "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        ),
+        ModelClass(
+            "deepseek_v2", "DeepseekV2ForCausalLM",
+            ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "limited",
+             "shared_experts"),
+            keys={"num_experts": "n_routed_experts"},
+            megatron={**GATED, "qk_layernorm": True, "moe_router_pre_softmax": True},
+            unsayable={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+            defaults={**DEFAULTS, **_LATENT, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
+                      "num_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy",
+                      "routed_scaling_factor": 1.0, "norm_topk_prob": False},
+        ),
+    ),
+    axes={
+        "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
+        "f": "intermediate_size", "a": "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+        "q": "q_lora_rank", "l": "kv_lora_rank", "b": "kv_lora_rank + qk_rope_head_dim",
+        "c": "num_attention_heads * (qk_nope_head_dim + v_head_dim)", "u": "num_attention_heads * v_head_dim",
+        "w": "2 * h", "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
+    },
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.q_proj.weight : a h
+        model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
+        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : b h, c l, l, h u
+        model.layers.{i}.self_attn.q_a_proj.bias : q
+        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
+        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+        model.layers.{i}.mlp.gate.weight : e h
+        model.layers.{i}.mlp.gate.e_score_correction_bias : e
+        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
+        model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+        model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
+        model.layers.{i}.eh_proj.<weight|bias> : h w, h
+    """,
+    dialects={
+        "megatron": Variant(of=megatron.LATENT, ahead=True),
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+        "paddle": """
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.q_proj.weight : h a = : a h
+            model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : h q, q a, q = : q h, a q, q
+            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : h b, l c, l, u h = : b h, c l, l, h u
+            model.layers.{i}.self_attn.q_a_proj.bias : q
+            model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
+            model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+            model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
+            model.layers.{i}.mlp.gate.weight : h e = : e h
+            model.layers.{i}.mlp.gate.e_score_correction_bias : e
+            model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : h m, h m, m h = : m h, m h, h m
+            model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : h s, h s, s h = : s h, s h, h s
+            model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+            model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
+            model.layers.{i}.eh_proj.<weight|bias> : w h, h = : h w, h
+        """,
+        "paddle-nlp": Variant("paddle", root="deepseek_v3.", over=NLP_HEAD),
+    },
+    tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+          "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+          "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+)  # fmt: skip

@@ -1,0 +1,39 @@
+"""Gemma, the first: Llama's names, norms that multiply by 1 + weight, a tied head. PaddleFormers 1.2.0 has none.
+
+Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/gemma_bridge.py); see gemma2 on the norms.
+"""
+
+from ckpt_tool.families import megatron
+from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import GEMMA, ModelClass
+
+FAMILY = Family(
+    name="gemma",
+    classes=(
+        ModelClass(
+            "gemma", "GemmaForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu"),
+            keys={"hidden_activation": "hidden_act"},
+            megatron=GEMMA,
+            unsayable={"attention_bias": False},
+            defaults={"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "tie_word_embeddings": True,
+                      "initializer_range": 0.02, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
+                      "head_dim": 256, "num_key_value_heads": 16},
+        ),
+    ),
+    axes=DECODER, centred=True,
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings? != false
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.o_proj.bias : h
+        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+    """,
+    dialects={
+        "megatron": megatron.TIED + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.MLP,
+    },
+)  # fmt: skip

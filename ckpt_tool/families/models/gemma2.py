@@ -1,0 +1,39 @@
+"""Gemma 2: four norms a layer, a tied head unless the config says otherwise. PaddleFormers 1.2.0 has none.
+
+Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p (`layernorm_zero_centered_gamma`), which a
+Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
+"""
+
+from ckpt_tool.families import megatron
+from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import GEMMA, ModelClass
+
+FAMILY = Family(
+    name="gemma2",
+    classes=(
+        ModelClass(
+            "gemma2", "Gemma2ForCausalLM", ("sizes", "heads", "rope", "tied", "gated_gelu", "every_second"),
+            megatron=GEMMA,
+            unsayable={"attention_bias": False},
+            defaults={"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "tie_word_embeddings": True,
+                      "initializer_range": 0.02, "hidden_activation": "gelu_pytorch_tanh",
+                      "max_position_embeddings": 8192, "head_dim": 256, "num_key_value_heads": 4,
+                      "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+                      "query_pre_attn_scalar": 256},
+        ),
+    ),
+    axes=DECODER,
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings? != false
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.o_proj.bias : h
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+    """,
+    centred=True,
+    dialects={"megatron": megatron.GEMMA},
+)  # fmt: skip

@@ -1,0 +1,54 @@
+"""GLM-4-0414 (`glm4`, norms after attention and MLP too) and GLM-4 in its `-hf` form (`glm`). PaddleFormers 1.2.0 has neither.
+
+gate_up_proj is [gate; up], as Megatron's fc1. Megatron: slime's layer (slime_plugins/models/glm4.py, its patch of Megatron-LM:
+--post-self-attn-layernorm --post-mlp-layernorm); plain Megatron-Core has no norm after a module. RoPE is interleaved in both.
+"""
+
+from ckpt_tool.families import megatron
+from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+_DEFAULTS = {
+    **DEFAULTS, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+    "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2,
+}  # fmt: skip
+
+FAMILY = Family(
+    name="glm4",
+    classes=(
+        ModelClass(
+            "glm4", "Glm4ForCausalLM", (*DECODER_FORMS, "qkv_bias"),
+            keys={"qkv_bias": "attention_bias"},
+            megatron={**GATED, "rotary_interleaved": True, "post_self_attn_layernorm": True,
+                      "post_mlp_layernorm": True},
+            defaults=_DEFAULTS,
+        ),
+        ModelClass(
+            "glm", "GlmForCausalLM", (*DECODER_FORMS, "qkv_bias"),
+            keys={"qkv_bias": "attention_bias"},
+            megatron={**GATED, "rotary_interleaved": True},
+            defaults=_DEFAULTS,
+        ),
+    ),
+    axes=DECODER,
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention|post_self_attn|post_mlp>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+        model.layers.{i}.mlp.down_proj.weight : h f
+    """,
+    dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + """
+            decoder.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
+                = model.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
+            decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+            decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+        """,
+    },
+    tiny={"pad_token_id": None, "attention_bias": True},
+)  # fmt: skip

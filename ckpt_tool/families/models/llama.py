@@ -1,0 +1,56 @@
+"""Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
+
+from ckpt_tool.families import megatron, meta
+from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+FAMILY = Family(
+    name="llama",
+    classes=(
+        ModelClass(
+            "llama", "LlamaForCausalLM", (*DECODER_FORMS, "biases"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+        ),
+        ModelClass(
+            "mistral", "MistralForCausalLM", (*DECODER_FORMS, "window"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+    ),
+    axes={**DECODER, "c": "d // 2"},
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+        model.layers.{i}.mlp.<gate|up>_proj.bias : f
+        model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
+    """,
+    dialects={
+        "megatron": megatron.DENSE + megatron.BIASES,
+        "meta": meta.MODEL + meta.MLP,
+        "paddle": """
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d) = : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+            model.layers.{i}.mlp.<gate|up|down>_proj.weight : h f, h f, f h = : f h, f h, h f
+            model.layers.{i}.mlp.<gate|up>_proj.bias : f
+            model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
+            # fuse_attention_qkv, fuse_attention_ffn
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g (r + 1 + 1) d)
+                = ..<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.mlp.gate_up_fused_proj.weight : h ((1 + 1) f) = ..<gate|up>_proj.weight : f h
+        """,
+        "paddle-nlp": Variant("paddle", root="llama.", over=NLP_HEAD),
+    },
+)  # fmt: skip

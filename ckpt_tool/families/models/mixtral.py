@@ -1,0 +1,63 @@
+"""Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
+
+from ckpt_tool.families import megatron, meta
+from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+FAMILY = Family(
+    name="mixtral",
+    classes=(
+        ModelClass(
+            "mixtral", "MixtralForCausalLM", (*DECODER_FORMS, "experts", "all_sparse", "window"),
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            megatron=GATED,
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "max_position_embeddings": 131072,
+                      "num_experts": 8, "num_key_value_heads": 8, "num_experts_per_tok": 2,
+                      "router_aux_loss_coef": 0.001},
+        ),
+    ),
+    axes={
+        **DECODER, "e": "num_local_experts", "c": "d // 2",
+    },
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+        model.layers.{i}.block_sparse_moe.gate.weight : e h
+        model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+        model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+    """,
+    dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + """
+            decoder.layers.{i}.mlp.router.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) f) h
+                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h f
+                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+        """,
+        "meta": meta.MODEL + meta.EXPERTS,
+        "hf-fused": Variant("hf", over="""
+            model.layers.{i}.mlp.gate.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
+            model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) f) h
+                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+            model.layers.{i}.mlp.experts.down_proj : e h f
+                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+        """),
+        "paddle": Variant(of="""
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.<q|k|v>_proj.weight : h (g r d), h (g d), h (g d) = : (g r d) h, (g d) h, (g d) h
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+            model.layers.{i}.block_sparse_moe.gate.weight : h e = : e h
+            model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : h f = : f h
+            model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : f h = : h f
+        """, root="mixtral.", over=NLP_HEAD),
+    },
+    tiny={"num_local_experts": 3},
+)  # fmt: skip

@@ -1,0 +1,49 @@
+"""Phi-3, Phi-3.5 and Phi-4 (text): qkv_proj is [q; k; v] and gate_up_proj [gate; up] on the hub itself.
+
+Paddle: PaddleFormers 1.2.0, transformers/phi3: the same, turned. Megatron-Bridge has none; plain Megatron-Core runs it.
+"""
+
+from ckpt_tool.families import megatron
+from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+FAMILY = Family(
+    name="phi3",
+    classes=(
+        ModelClass(  # Megatron's arguments are Llama's: which of the two a job is of, --family says
+            "phi3", "Phi3ForCausalLM", (*DECODER_FORMS, "window"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 4096},
+        ),
+    ),
+    axes=DECODER,
+    hub="""
+        [model.embed_tokens|lm_head].weight : v h
+        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
+        model.norm.weight : h
+        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+        model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
+        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+        model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+        model.layers.{i}.mlp.down_proj.weight : h f
+    """,
+    dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + """
+            decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
+                = model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
+            decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
+            decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+            decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+        """,
+        "paddle": """
+            [model.embed_tokens|lm_head].weight : v h
+            model.norm.weight : h
+            model.layers.{i}.<input|post_attention>_layernorm.weight : h
+            model.layers.{i}.self_attn.qkv_proj.weight : h (g r d + g d + g d) = : (g r d + g d + g d) h
+            model.layers.{i}.self_attn.o_proj.weight : (g r d) h = : h (g r d)
+            model.layers.{i}.mlp.gate_up_proj.weight : h ((1 + 1) f) = : ((1 + 1) f) h
+            model.layers.{i}.mlp.down_proj.weight : f h = : h f
+        """,
+    },
+    tiny={"pad_token_id": None},
+)  # fmt: skip
