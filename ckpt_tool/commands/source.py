@@ -117,7 +117,7 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
     """Raise UnsafeInput E0420 in place of `fault` where a pickle of the checkpoint names code: of two faults of a file that
-    is the one to know of. Looks at the files that formats claim, at all of them where none does."""
+    is the one to know of. Looks at the files that formats claim, and at a single file."""
     from ckpt_tool.storage.survey import unsafe_names
 
     if reading.from_format is None:
@@ -125,7 +125,7 @@ def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
     else:
         evidence = list(filter(None, (registry.by_name(reading.from_format).detect(tree),)))
     claimed = {file for each in evidence for file in each.files}
-    unsafe = unsafe_names(tree, sorted(claimed) or tree.listing())
+    unsafe = unsafe_names(tree, sorted(claimed) or filter(None, (tree.single,)))
     if unsafe:
         raise UnsafeInput(
             f"the checkpoint asks for code: {unsafe[0]}", code="E0420", path=tree.display(), faults=unsafe[1:100],

@@ -260,10 +260,11 @@ def components(tree: Tree) -> list[str]:
 
 def several(found: Sequence[Claim], shown: str) -> UnknownFormat:
     """The error (E0391) for several claims that stand. shown: the folder."""
+    choices = " or ".join(f"--from {claim.name}" for claim in found if claim.name in NAMES)
     return UnknownFormat(
         f"{'two' if len(found) == 2 else len(found)} formats claim it: {' and '.join(claim.name for claim in found)}",
         code="E0391",
         path=shown,
-        hint=f"say which with {' or '.join(f'--from {claim.name}' for claim in found if claim.name in NAMES)}",
+        hint=f"say which with {choices}" if choices else "neither is read as a whole: pass a part of it",
         faults=[f"{claim.name}: {claim.evidence.why}" for claim in found],
     )
