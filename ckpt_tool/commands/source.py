@@ -15,6 +15,7 @@ from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.storage.source import Tree, safe_relative
 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
@@ -90,6 +91,8 @@ def _opened(given: Tree, reading: Reading) -> Opened:
             gc.enable()
     if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
         _check_names(catalog)
+    if fmt.name in ("safetensors", "torch") and is_adapter(catalog.tensors):
+        catalog = replace(catalog, notes=(*catalog.notes, note_of(tree)))
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
