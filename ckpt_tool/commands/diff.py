@@ -12,7 +12,7 @@ from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
-from ckpt_tool.errors import CorruptFile, UsageError, wrap_os_error
+from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
@@ -64,7 +64,16 @@ def diff(
             if first:
                 mine, theirs = first_replica(mine), first_replica(theirs)
             pairs.append((_Side(mine, tree), _Side(theirs, other)))
-    found += _compared(pairs, rtol, atol, on, progress)
+    try:
+        found += _compared(pairs, rtol, atol, on, progress)
+    except ReplicasDiffer as e:  # the first that was met: say all
+        from ckpt_tool.run import replicas
+
+        lying: dict[int, tuple[list[LogicalTensor], Tree]] = {}
+        for side in (each for pair in pairs for each in pair):
+            lying.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
+        apart = replicas.among(lying.values())
+        raise replicas.error_of(apart) if apart else e from e
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not states else []
     return {
         "schema_version": 1, "equal": not found, "compared": len(pairs), "differences": found,

@@ -17,10 +17,15 @@ from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
+<<<<<<< HEAD
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.megatron_dist.folder import hashed, late_faults
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.storage.records import DAMAGED
+=======
+from ckpt_tool.errors import CkptError, ReplicasDiffer
+from ckpt_tool.formats.megatron_dist.folder import late_faults
+>>>>>>> wt-b
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
@@ -74,6 +79,7 @@ def verify(
                 findings.append({"code": "E0352", "message": f"the values have digest {digests[key]}, recorded was {want}",
                                  "file": None, "tensor": str(key)})  # fmt: skip
         progress.finish()
+        _say_how_far(findings, opened)
         findings += _boolean_findings(nonfinite)
         findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings}, on)
     return {
@@ -176,6 +182,17 @@ def _refuse_twins(opened: Opened) -> None:
         for path in opened.catalog.files:
             if not path.endswith(".json"):
                 refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
+
+
+def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
+    """Tell in the findings on replicas how far these are apart; the scan ends a tensor at the first difference."""
+    drifted = {finding["tensor"]: finding for finding in findings if finding["code"] == ReplicasDiffer.default_code}
+    if drifted:
+        from ckpt_tool.run import replicas
+
+        tensors = [tensor for key, tensor in opened.catalog.tensors.items() if str(key) in drifted]
+        for apart in replicas.among([(tensors, opened.tree)]):
+            drifted[apart.name]["message"] = f"replicas differ: {apart.line()}"
 
 
 def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, StorageError, wrap_os_error
+from ckpt_tool.errors import CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
@@ -230,8 +230,13 @@ class Reader:
             self._differs(move, part)
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
+<<<<<<< HEAD
         raise InconsistentCheckpoint(
             f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code="E2701",
+=======
+        raise ReplicasDiffer(
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
+>>>>>>> wt-b
             path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
             hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
         )  # fmt: skip

@@ -26,9 +26,10 @@ from typing import Any
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, InputError, SourceChanged, UnsafeInput
+from ckpt_tool.errors import CkptError, InputError, ReplicasDiffer, SourceChanged, UnsafeInput
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit, units
+from ckpt_tool.run import replicas
 from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
@@ -101,7 +102,7 @@ class Executor:
     ) -> None:
         self.plan, self.part, self.progress, self.check = plan, part, progress, check
         self.sources = Sources(plan.sources, trees)
-        self.hashing = verify != "off"
+        self.hashing, self._whole = verify != "off", verify == "full"
         self._fsync, self._lossy = fsync, allow_lossy
         self._resume, self._force = resume, force
         per_thread = 4 * STRIDED_BLOCK
@@ -127,6 +128,8 @@ class Executor:
     def run(self) -> Result:
         """Carry the plan out and commit. With a part, only the last one to finish commits (`committed` says)."""
         plan = self.plan
+        if self.part is None or self.part[0] == 1:
+            replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
         staging = Staging(
             Path(plan.destination),
             plan.identifier(),
@@ -138,6 +141,9 @@ class Executor:
         with staging:
             try:
                 return self._run(staging)
+            except ReplicasDiffer as e:
+                staging.discard()
+                raise replicas.all_of_them(plan.moves, self.sources, e, threads=self.threads) from e
             except (InputError, SourceChanged, UnsafeInput):
                 staging.discard()  # what was staged can't be trusted, or will never be finished
                 raise

@@ -61,6 +61,9 @@ class FileSet:
     notes: tuple[Note, ...] = ()
 
 
+ADAPTER = "adapter_model.safetensors"  # PEFT's, and a checkpoint of this format only where its config is lost
+
+
 def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | None:
     """The files that count, None where the folder holds no model of this format.
 
@@ -91,6 +94,8 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     if below:
         note = Note(DCP_NOTE, f"read from {DCP_FOLDER}: the whole files were never written", DCP_FOLDER)
         return FileSet("dcp", f"{len(below)} per-rank files in {DCP_FOLDER}", tuple(below), notes=(note,))
+    if ADAPTER in names and not {"adapter_config.json", "lora_config.json"} & set(names):
+        return FileSet("one", f"{ADAPTER} without its config", (ADAPTER,))
     return None
 
 

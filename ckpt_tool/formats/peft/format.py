@@ -42,6 +42,7 @@ from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.peft.lone import CONFIG, NO_CONFIG, is_adapter, without_config
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -51,11 +52,14 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import Target, Wanted
 
-CONFIG = "adapter_config.json"
 SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
 METADATA = {"format": "pt"}
+<<<<<<< HEAD
 NO_CONFIG, NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1423", "E1431", "E1432", "E1433"
+=======
+NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1431", "E1432", "E1433"
+>>>>>>> wt-b
 
 
 class Peft:
@@ -108,12 +112,20 @@ FORMAT = Peft()
 
 def _config(tree: Tree) -> dict[str, Any]:
     if not tree.exists(CONFIG):
+<<<<<<< HEAD
         raise UnknownFormat(
             f"no {CONFIG} here",
             code="E0393",
             path=tree.display(),
             hint="pass the folder that holds it, not a file of it",
         )
+=======
+        if tree.single is None and not {SAFE, BIN} & set(tree.names()):
+            raise CorruptFile(
+                f"no {CONFIG} here", code=NO_CONFIG, path=tree.display(), hint="pass the folder that holds it"
+            )
+        raise without_config(tree)
+>>>>>>> wt-b
     value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
     if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
         raise CorruptFile(
@@ -150,6 +162,12 @@ def _target(wanted: Wanted) -> Target:
         raise InternalError("a model-only format was asked for training state")
     hint = wanted.hints.get("peft")
     config = hint.get("config") if isinstance(hint, Mapping) else None
+    if not isinstance(config, Mapping) and is_adapter(tensor.key for tensor in wanted.tensors):
+        raise UsageError(
+            f"there is no adapter config to write: the source is an adapter whose {CONFIG} is missing",
+            code=NOT_AN_ADAPTER,
+            hint=f"put the adapter's {CONFIG} beside its weights, and pass the folder",
+        )
     if not isinstance(config, Mapping):
         raise UsageError(
             "peft holds adapters, and the source is none: there is no adapter config to write", code=NOT_AN_ADAPTER,
