@@ -135,8 +135,6 @@ ASKS_FOR_CODE = ("E0420", "E0421")
 class ReplicasDiffer(InconsistentCheckpoint):
     """Ranks hold other values of what they hold in common."""
 
-    default_code = "E1612"
-
 
 FAULTS_SHOWN = 100  # of one pass, each a line
 

@@ -15,15 +15,10 @@ from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
-<<<<<<< HEAD
 from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, Specificity
 from ckpt_tool.formats.copies import look_for_copies
-=======
-from ckpt_tool.formats import registry
-from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
->>>>>>> wt-b
 from ckpt_tool.storage.source import Tree, safe_relative
 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
@@ -96,6 +91,8 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if reading.require_checksums:  # of every format, also of those whose readers do not ask
         unproved = (tensor for key, tensor in catalog.tensors.items() if key not in catalog.digests)
         checksums.missing(tree, unproved, required=True)
+    if fmt.name in ("safetensors", "torch") and is_adapter(catalog.tensors):
+        catalog = replace(catalog, notes=(*catalog.notes, note_of(tree)))
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
@@ -119,7 +116,6 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
     finally:
         if enabled:
             gc.enable()
-<<<<<<< HEAD
 
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
@@ -148,16 +144,6 @@ def no_tensors(tree: Tree, name: str) -> InputError:
         hint=f"its folders are checkpoints, pass one of them: {', '.join(below)}" if below
         else "pass the checkpoint itself; what lies here are settings or a job's own records",
     )  # fmt: skip
-=======
-    if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
-        _check_names(catalog)
-    if fmt.name in ("safetensors", "torch") and is_adapter(catalog.tensors):
-        catalog = replace(catalog, notes=(*catalog.notes, note_of(tree)))
-    if given.odd_links or tree.odd_links:
-        note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
-        catalog = replace(catalog, notes=(*catalog.notes, note))
-    return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
->>>>>>> wt-b
 
 
 def _odd_links(*trees: Tree) -> list[str]:

@@ -17,15 +17,10 @@ from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
-<<<<<<< HEAD
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, ReplicasDiffer
 from ckpt_tool.formats.megatron_dist.folder import hashed, late_faults
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.storage.records import DAMAGED
-=======
-from ckpt_tool.errors import CkptError, ReplicasDiffer
-from ckpt_tool.formats.megatron_dist.folder import late_faults
->>>>>>> wt-b
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:

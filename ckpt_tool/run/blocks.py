@@ -230,13 +230,8 @@ class Reader:
             self._differs(move, part)
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
-<<<<<<< HEAD
-        raise InconsistentCheckpoint(
-            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code="E2701",
-=======
         raise ReplicasDiffer(
-            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
->>>>>>> wt-b
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code="E2701",
             path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
             hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
         )  # fmt: skip

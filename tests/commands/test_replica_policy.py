@@ -117,7 +117,7 @@ def apart(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, di
 def lines_of(error: InconsistentCheckpoint, told: dict[str, tuple[int, float, str]]) -> None:
     """Every tensor is named once, with its file and how far it is apart."""
     lines = [error.message.partition("; ")[2], *error.faults]
-    assert error.code == "E1612" and len(lines) == len(told), lines
+    assert error.code == "E2701" and len(lines) == len(told), lines
     for key, (ulps, gap, path) in told.items():
         (line,) = (line for line in lines if line.startswith(f"{key}: "))
         assert "1 of " in line and Path(path).name in line and line.endswith(f"max ulp {ulps}, max abs {gap:.3g}"), (
@@ -154,7 +154,7 @@ def test_verify_and_diff_say_the_same(apart: tuple[str, Path, dict[str, tuple[in
     findings = [
         each
         for each in verify(str(folder), Reading(from_format=name), progress=Silent())["findings"]
-        if each["code"] == "E1612"
+        if each["code"] == "E2701"
     ]
     assert {finding["tensor"] for finding in findings} == set(told)
     for finding in findings:

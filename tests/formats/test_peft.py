@@ -140,7 +140,7 @@ def test_an_adapter_without_its_config_is_called_that(path, how, tmp_path):
     base = str(FIXTURES / "convert/llama/hf")
     with pytest.raises(CkptError, match="this is an adapter, and") as e:
         merge([base, str(src)], str(tmp_path / "out"), Reading(), Writing(), Silent(), method="lora")
-    assert (e.value.code, e.value.exit_code) == ("E1430", 3) and "pass the folder" in e.value.hint
+    assert (e.value.code, e.value.exit_code) == ("E1612", 3) and "pass the folder" in e.value.hint
     with pytest.raises(CkptError, match="adapter whose adapter_config.json is missing") as e:
         convert(str(src), str(tmp_path / "out"), Reading(), Writing(to="peft"), Silent())
     assert e.value.code == "E1433"

@@ -42,7 +42,7 @@ from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
-from ckpt_tool.formats.peft.lone import CONFIG, NO_CONFIG, is_adapter, without_config
+from ckpt_tool.formats.peft.lone import CONFIG, is_adapter, without_config
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -55,11 +55,7 @@ if TYPE_CHECKING:  # reading needs none of these
 SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
 METADATA = {"format": "pt"}
-<<<<<<< HEAD
-NO_CONFIG, NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1423", "E1431", "E1432", "E1433"
-=======
 NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1431", "E1432", "E1433"
->>>>>>> wt-b
 
 
 class Peft:
@@ -112,24 +108,15 @@ FORMAT = Peft()
 
 def _config(tree: Tree) -> dict[str, Any]:
     if not tree.exists(CONFIG):
-<<<<<<< HEAD
-        raise UnknownFormat(
-            f"no {CONFIG} here",
-            code="E0393",
-            path=tree.display(),
-            hint="pass the folder that holds it, not a file of it",
-        )
-=======
         if tree.single is None and not {SAFE, BIN} & set(tree.names()):
-            raise CorruptFile(
-                f"no {CONFIG} here", code=NO_CONFIG, path=tree.display(), hint="pass the folder that holds it"
+            raise UnknownFormat(
+                f"no {CONFIG} here", code="E0393", path=tree.display(), hint="pass the folder that holds it"
             )
         raise without_config(tree)
->>>>>>> wt-b
     value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
     if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
         raise CorruptFile(
-            "the adapter's config is no JSON object that names its peft_type", code=NO_CONFIG, path=tree.display(CONFIG),
+            "the adapter's config is no JSON object that names its peft_type", code="E1423", path=tree.display(CONFIG),
             place="/peft_type", hint="fetch the adapter again",
         )  # fmt: skip
     return value

@@ -15,7 +15,7 @@ from ckpt_tool.errors import Incomplete
 from ckpt_tool.storage.source import Tree
 
 CONFIG, PADDLE_CONFIG = "adapter_config.json", "lora_config.json"
-NO_CONFIG = "E1430"
+NO_CONFIG = "E1612"
 _PREFIX = "base_model.model."
 
 
