@@ -88,7 +88,7 @@ def test_both_are_named_or_one_accompanies_the_other(
     with pytest.raises(CkptError) as e:
         open_source(str(tmp_path), Reading())
     if other == ("torch", "hf_bin") and one[0] == "safetensors" and one[1] not in NO_HUB:
-        assert e.value.code == "E0394", "a hub's two forms of two models: their indexes name other tensors"
+        assert e.value.code == "E2604", "a hub's two forms of two models: their indexes name other tensors"
         return
     assert e.value.code == "E0391" and one[0] in e.value.message and other[0] in e.value.message, e.value
     assert f"--from {one[0]}" in e.value.hint and f"--from {other[0]}" in e.value.hint
