@@ -90,6 +90,7 @@ def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
         lines[SHOWN:] = [f"and {len(apart) - SHOWN:,} more tensors"]
     return ReplicasDiffer(
         f"replicas differ in {len(apart):,}{f' of {of:,}' if of else ''} tensors that ranks hold in common; {lines[0]}",
+        code="E2701",
         path=apart[0].file,
         key=apart[0].name,
         faults=lines[1:],

@@ -67,7 +67,7 @@ def test_configs(adapter):
     with pytest.raises(CkptError, match="duplicate key"):
         open_source(str(adapter), Reading())
     config.unlink()
-    refused(adapter, "E0393", 3)
+    refused(adapter, "E1612", 3)
 
 
 def test_weights(adapter):
