@@ -132,6 +132,9 @@ class InconsistentCheckpoint(InputError):
 ASKS_FOR_CODE = ("E0420", "E0421")
 
 
+REPLICAS_DIFFER = "E2701"
+
+
 class ReplicasDiffer(InconsistentCheckpoint):
     """Ranks hold other values of what they hold in common."""
 

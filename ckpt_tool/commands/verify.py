@@ -17,7 +17,7 @@ from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
-from ckpt_tool.errors import CkptError, ReplicasDiffer
+from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.megatron_dist.folder import hashed, late_faults
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.storage.records import DAMAGED
@@ -181,7 +181,7 @@ def _refuse_twins(opened: Opened) -> None:
 
 def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
     """Tell in the findings on replicas how far these are apart; the scan ends a tensor at the first difference."""
-    drifted = {finding["tensor"]: finding for finding in findings if finding["code"] == ReplicasDiffer.default_code}
+    drifted = {finding["tensor"]: finding for finding in findings if finding["code"] == REPLICAS_DIFFER}
     if drifted:
         from ckpt_tool.run import replicas
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from ckpt_tool.errors import CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
+from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
@@ -231,7 +231,7 @@ class Reader:
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
         raise ReplicasDiffer(
-            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code="E2701",
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code=REPLICAS_DIFFER,
             path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
             hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
         )  # fmt: skip

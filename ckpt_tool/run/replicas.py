@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tool.errors import CkptError, ReplicasDiffer
+from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer
 from ckpt_tool.plan.copy import Region
 from ckpt_tool.plan.plan import Move, Moves
 from ckpt_tool.run.blocks import Files, Reader, Sources, spans_of
@@ -90,7 +90,7 @@ def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
         lines[SHOWN:] = [f"and {len(apart) - SHOWN:,} more tensors"]
     return ReplicasDiffer(
         f"replicas differ in {len(apart):,}{f' of {of:,}' if of else ''} tensors that ranks hold in common; {lines[0]}",
-        code="E2701",
+        code=REPLICAS_DIFFER,
         path=apart[0].file,
         key=apart[0].name,
         faults=lines[1:],
