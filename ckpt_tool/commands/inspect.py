@@ -76,14 +76,23 @@ def inspect(
     if placement:
         _add_chunks(catalog, rows)
     if security or catalog.unsafe:
-        document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
-        if security:
-            from ckpt_tool.commands.security import add_survey
-
-            add_survey(document["security"], opened.tree)
+        document["security"] = _security(opened, survey=security)
     if stats:
         _add_statistics(opened.refuse_unsafe(), rows)
     return document
+
+
+def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
+    """What the reader found in the pickles that it read; with `survey` what lies in every file."""
+    found: dict[str, Any] = {
+        "unsafe": list(opened.catalog.unsafe),
+        "globals": list(opened.catalog.hints.get("globals", ())),
+    }
+    if survey:
+        from ckpt_tool.commands.security import add_survey
+
+        add_survey(found, opened.tree)
+    return found
 
 
 def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
