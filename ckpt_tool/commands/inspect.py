@@ -60,11 +60,7 @@ def inspect(
     if placement:
         _add_chunks(catalog, rows)
     if security or catalog.unsafe:
-        document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
-        if security:
-            from ckpt_tool.commands.security import add_survey
-
-            add_survey(document["security"], opened.tree)
+        document["security"] = _security(opened, survey=security)
     if stats:
         _add_statistics(opened.refuse_unsafe(), rows)
     return document
@@ -90,6 +86,19 @@ def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> d
         "extras": display(catalog.extras),
         "notes": [note.message for note in catalog.notes],
     }
+
+
+def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
+    """What the reader found in the pickles that it read; with `survey` what lies in every file."""
+    found: dict[str, Any] = {
+        "unsafe": list(opened.catalog.unsafe),
+        "globals": list(opened.catalog.hints.get("globals", ())),
+    }
+    if survey:
+        from ckpt_tool.commands.security import add_survey
+
+        add_survey(found, opened.tree)
+    return found
 
 
 def _by_state(tally: Tally) -> dict[str, dict[str, int]]:

@@ -59,7 +59,6 @@ def test_the_first_may_be_taken(drifted: Path, tmp_path: Path) -> None:
 
 SOURCES = {  # of each format that keeps replicas without checksums, which would tell before they are compared
     "sharded": "llama_tp4_pp2",
-    "megatron": "moe_tp2ep2etp1",
     "paddle": "llama_bf16_legacy_tp2",
     "paddle-flex": "replicas",
 }
