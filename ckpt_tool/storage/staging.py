@@ -194,7 +194,7 @@ class Staging:
             try:
                 line = json.loads(body)
                 plan = str((lines or [line])[0]["plan"])
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError):
                 break
             if seal != _seal(plan, body):
                 break
