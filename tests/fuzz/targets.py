@@ -41,6 +41,11 @@ from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage import source, strict_json
 
+try:
+    from ckpt_tool.plan import saved
+except ImportError:  # plans without seals
+    saved = None
+
 HERE = pathlib.Path(__file__).parent
 FIXTURES = HERE.parents[1] / "fixtures"
 LARGEST = 70_000  # bytes of a fixture that is edited
@@ -339,21 +344,19 @@ def one_plan(data):
 
 
 def read_plan(document):
+    """As `ckpt apply` reads it, sealed anew: an edit by someone who knows how."""
     try:
-        text = json.dumps(resealed(document))
+        document = json.loads(json.dumps({key: value for key, value in document.items() if key != "seal"}))
     except (ValueError, RecursionError):  # a value inside itself
         return
     try:
-        plan = Plan.from_json(json.loads(text), "plan.json")
+        if saved is not None:
+            document = saved.sealed(document)
+            saved.check_seal(document, "plan.json")
+        plan = Plan.from_json(document, "plan.json")
         plan.identifier(), plan.bytes_read, plan.bytes_written
     except CkptError as error:
         told(error)
-
-
-def resealed(document):
-    """The document with the seal that its contents now have, where plans are sealed."""
-    seal = getattr(Plan, "seal_of", None)
-    return document if seal is None else {**document, "seal": seal(document)}
 
 
 # -- what a person writes ---------------------------------------------------------------------------------------------------
