@@ -36,15 +36,11 @@ from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.dcp.format import FORMAT as DCP
+from ckpt_tool.plan import saved
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage import source, strict_json
-
-try:
-    from ckpt_tool.plan import saved
-except ImportError:  # plans without seals
-    saved = None
 
 HERE = pathlib.Path(__file__).parent
 FIXTURES = HERE.parents[1] / "fixtures"
@@ -350,9 +346,8 @@ def read_plan(document):
     except (ValueError, RecursionError):  # a value inside itself
         return
     try:
-        if saved is not None:
-            document = saved.sealed(document)
-            saved.check_seal(document, "plan.json")
+        document = saved.sealed(document)
+        saved.check_seal(document, "plan.json")
         plan = Plan.from_json(document, "plan.json")
         plan.identifier(), plan.bytes_read, plan.bytes_written
     except CkptError as error:

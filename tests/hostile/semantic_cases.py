@@ -316,7 +316,7 @@ CASES = [
     # files of two steps, step counters
     ("E1-iteration-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", next_iteration)), 3, ("mp_rank_01_001", "iteration 3")),
     ("E10-step-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", step_of_a_rank)), 3, ("step", "mp_rank_01_001")),
-    ("E1-degrees-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_degrees)), 3, ("mp_rank_01_001", "degrees")),
+    ("E1-degrees-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_degrees)), 3, ("mp_rank_01_001", "tensor_model_parallel_size 4")),
     # replicas that are no replicas
     ("E2-bit", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_bit("decoder.layers.0.input_layernorm.weight"))), FOUND, ("replicas differ", "mp_rank_01_001", "decoder.layers.0.input_layernorm.weight", "--replica-policy")),
     ("E9-tied-bit", case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", other_bit("output_layer.weight"))), FOUND, ("replicas differ", "mp_rank_00_001", "embedding.word_embeddings.weight")),

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 
 from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
@@ -38,6 +37,8 @@ def model(folder: Path, names: tuple[str, ...]) -> Path:
 
 def training(folder: Path, names: tuple[str, ...]) -> Path:
     """A torch file of these tensors with Adam's states."""
+    import torch
+
     ramp = torch.arange(6.0).reshape(2, 3)
     tensors = {name: ramp + i for i, name in enumerate(names)}
     state = {name: {"exp_avg": t * 2, "exp_avg_sq": t * 3, "step": torch.tensor(4.0)} for name, t in tensors.items()}
@@ -126,6 +127,8 @@ def field_code(done: tuple[int, dict[str, Any]]) -> tuple[int, Any]:
 @pytest.mark.parametrize("to", registry.NAMES)
 def test_hostile_states_and_counters_stay_inside(to: str, tmp_path: Path, field: Field) -> None:
     """Names of states are a file's name in `sharded`, counts of steps a folder's in four formats, DCP's roots in another."""
+    import torch
+
     ramp, base = torch.arange(6.0).reshape(2, 3), {"w.weight": torch.arange(6.0).reshape(2, 3)}
     for name in ("../../victim", "..", "x\0y", "a/b", "n" * 300, str(field.root / "victim"), ".ckpt-journal"):
         states = {"w.weight": {"exp_avg": ramp, "exp_avg_sq": ramp, name: ramp}}
