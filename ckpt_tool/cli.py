@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -75,14 +75,17 @@ def _run(job: Job) -> int:
     if show.report:
         from ckpt_tool.report import html
 
-        html.check_target(show.report, job.sources)
+        _check_report(show.report, job, {})
+        html.check_target(show.report)
+    told = _Told(show)
     mode = "none" if show.quiet else show.progress
     progress = SILENT
     if mode != "none":
         from ckpt_tool.report.progress import progress_of
 
+        announce = _nothing if not job.plans else None if show.json else told.plan
         progress = progress_of(
-            mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, plans=job.plans
+            mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
     try:
         document = job.run(progress)
@@ -94,28 +97,47 @@ def _run(job: Job) -> int:
     elif job.pages and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):
         from pydoc import pager  # the standard library's: PAGER, less, or a plain print
 
-        pager(_as_text(job, document, show, brief=False))
+        pager(_as_text(job, document, show, told=False))
     elif not (show.quiet and job.writes):
-        _result(_as_text(job, document, show, brief=show.quiet or _plan_is_in_sight(job, mode)))
+        _result(_as_text(job, document, show, told=told.done))
     if show.report:
         _save_report(job, document, show.report)
     return 0 if sound else 1
 
 
-def _plan_is_in_sight(job: Job, mode: str) -> bool:
-    """Did the same terminal show the plan, with all that goes or stays behind, a moment ago?"""
-    from ckpt_tool.report.plain import is_terminal
+class _Told:
+    """The plan of a run, which is the first part of its result: shown on stdout before the first byte moves. done: it was."""
 
-    return job.plans and mode in ("auto", "tty", "plain") and is_terminal(sys.stderr) and is_terminal(sys.stdout)
+    def __init__(self, show: Show) -> None:
+        self._show, self.done = show, False
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        from ckpt_tool.report.plain import look_of, render
+        from ckpt_tool.report.writing import before
+
+        self.done = True
+        text = render(before(document, everything=self._show.verbose > 0), look_of(sys.stdout, self._show.color))
+        try:
+            _result(f"{text}\n")
+        except (OSError, StorageError):  # a reader that has gone, a full disk: the end of the run tells
+            return
 
 
-def _as_text(job: Job, document: dict[str, Any], show: Show, *, brief: bool) -> str:
-    """The result for people. brief: its last line alone, where it has one."""
+def _nothing(document: Mapping[str, Any]) -> None:
+    """A plan that is the result itself (`--dry-run`, `--plan`) is shown as that."""
+
+
+def _as_text(job: Job, document: dict[str, Any], show: Show, *, told: bool) -> str:
+    """The result for people. told: the plan of this run has been shown."""
     from ckpt_tool.report.plain import look_of, render
 
+    if told:
+        from ckpt_tool.report.writing import after
+
+        return render(after(document, everything=show.verbose > 0, told=True), look_of(sys.stdout, show.color))
     page = job.page(document, show.verbose > 0)
     last = page.verdict()
-    return render(last if brief and last.blocks else page, look_of(sys.stdout, show.color))
+    return render(last if show.quiet and last.blocks else page, look_of(sys.stdout, show.color))
 
 
 def as_json(document: dict[str, Any]) -> str:
@@ -138,16 +160,25 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _check_report(path: str, job: Job, document: Mapping[str, Any]) -> None:
+    """Refuse a report in a source or an output: those of the command line, and those that the document names."""
+    from ckpt_tool.storage.destination import check_beside
+
+    source, target = document.get("source") or {}, document.get("target") or {}
+    read = source.get("paths") or [source.get("path")]
+    check_beside(path, "--report", (*job.sources, *filter(None, read)), (*job.outputs, target.get("path")))
+
+
 def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
     from ckpt_tool import __version__
     from ckpt_tool.report import html
 
-    page = job.page(document, True)
-    if job.writes:
-        from ckpt_tool.report.writing import whole
-
-        page = whole(document)
-    html.save(page, path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
+    try:
+        _check_report(path, job, document)  # of `apply` and of a merge's config only the run knows what is read
+    except CkptError as e:
+        e.hint = "the run itself is done; name the report elsewhere"
+        raise
+    html.save(job.page(document, True), path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
 
 
 def _result(text: str) -> None:
@@ -236,7 +267,7 @@ def _as_ours(fault: Exception) -> CkptError:
     if isinstance(fault, CkptError):
         return fault
     if isinstance(fault, MemoryError):
-        return StorageError("out of memory", code="E0704", hint="pass a smaller --memory or fewer --threads")
+        return StorageError("out of memory", code="E2503", hint="pass a smaller --memory or fewer --threads")
     if isinstance(fault, OSError):
         return wrap_os_error(fault, fault.filename or "", "the operation")
     place = _last_frame(fault)

@@ -40,7 +40,8 @@ class Job:
 
     run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
     to find fault with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it
-    writes. sources: where no report may be put. pages: long text, which a terminal shows through a pager.
+    writes. sources, outputs: what it reads and makes, where no report may be put. pages: long text, which a terminal
+    shows through a pager.
     """
 
     verb: str
@@ -51,6 +52,7 @@ class Job:
     writes: bool = False
     plans: bool = False
     sources: tuple[str, ...] = ()
+    outputs: tuple[str | None, ...] = ()
     pages: bool = False
 
 
@@ -84,7 +86,7 @@ def show_from(given: Mapping[str, Any]) -> Show:
         progress=taken.take("progress", values.one_of(MODES), "auto"),
         quiet=bool(given.get("quiet")),
         verbose=int(given.get("verbose") or 0),
-        report=taken.take("report", values.text, None),
+        report=taken.take("report", values.output, None),
         color=taken.take("color", values.one_of(("auto", "always", "never")), "auto"),
     )
     taken.settle()
@@ -100,7 +102,16 @@ def write_job(verb: str, src: str, dst: str, show: Show, reading: Reading, writi
         command = convert.reshard if verb == "reshard" else convert.convert
         return command(src, dst, reading, writing, progress)
 
-    return Job(verb, show, run, written, writes=True, plans=not writing.dry_run, sources=(src,))
+    return Job(
+        verb,
+        show,
+        run,
+        written,
+        writes=True,
+        plans=not (writing.dry_run or writing.plan_file),
+        sources=(src,),
+        outputs=(dst, writing.plan_file),
+    )
 
 
 def written(document: Document, uncut: bool) -> Page:

@@ -83,7 +83,7 @@ def _parameter(title: str, name: str, kind: Any, default: Any, about: dict[str, 
 READING = group(
     "Reading",
     text("from_format", "FORMAT", "Take SRC for this format, don't detect.", option="--from", choices=FORMATS),
-    flag("follow_symlinks", "Follow links inside SRC (a Hugging Face cache needs none of this)."),
+    flag("follow_symlinks", "Follow links that leave SRC; those inside it, and a Hugging Face cache's, always are."),
     flag("lenient", "Warn where a strict reader refuses and no value depends on it."),
     flag("allow_compressed", "Read deflated zip members, within bounds."),
     flag("require_checksums", "Refuse records that carry no checksum."),

@@ -32,6 +32,7 @@ VERBS = {
     "doctor": "what this machine offers, and a self-test",
     "help": "the pages of the guide",
     "clean": "what interrupted runs left behind",
+    "explain": "what an error code means, why it comes, what to do",
 }
 EXAMPLES = {
     "inspect": ("ckpt inspect runs/7", "ckpt inspect model.safetensors --match '*.q_proj.*' --stats"),
@@ -56,6 +57,7 @@ EXAMPLES = {
     "doctor": ("ckpt doctor",),
     "help": ("ckpt help", "ckpt help pretrained", "ckpt help paddle --lang zh"),
     "clean": ("ckpt clean .", "ckpt clean . --remove"),
+    "explain": ("ckpt explain E0301", "ckpt explain"),
 }
 _ABOUT = """Read sharded training checkpoints of any format, lay them out anew, prove every value.
 Nothing in a checkpoint is ever run."""
@@ -158,7 +160,7 @@ def build(verb: str) -> Any:
         "inspect": cli_verbs.inspect, "reshard": cli_verbs.reshard, "convert": cli_verbs.convert,
         "merge": cli_verbs.merge, "diff": cli_verbs.diff, "verify": cli_verbs.verify, "apply": cli_verbs.apply,
         "validate": cli_verbs.validate, "kernels": cli_verbs.kernels, "doctor": cli_verbs.doctor,
-        "help": cli_verbs.help, "clean": cli_verbs.clean,
+        "help": cli_verbs.help, "clean": cli_verbs.clean, "explain": cli_verbs.explain,
     }[verb]  # fmt: skip
     app.command(verb, cls=VerbCommand, context_settings=_SETTINGS)(flat(function))
     return typer.main.get_command(app)

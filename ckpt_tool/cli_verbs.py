@@ -130,7 +130,17 @@ def merge(
 
         return command(sources, dst, reading, writing, progress, **options)
 
-    return Job("merge", show, run, written, writes=True, plans=not writing.dry_run, sources=tuple(sources))
+    outputs = (dst, writing.plan_file)
+    return Job(
+        "merge",
+        show,
+        run,
+        written,
+        writes=True,
+        plans=not (writing.dry_run or writing.plan_file),
+        sources=tuple(sources),
+        outputs=outputs,
+    )
 
 
 def _check_sources(sources: list[str], dst: str, options: Mapping[str, Any]) -> None:
@@ -141,7 +151,7 @@ def _check_sources(sources: list[str], dst: str, options: Mapping[str, Any]) -> 
         )  # fmt: skip
     if sources and options["config"] is not None:
         raise UsageError(
-            f"--config names the sources, but {sources[0]} is given too", code="E0283", place="ckpt merge",
+            f"--config names the sources, but {sources[0]} is given too", code="E1442", place="ckpt merge",
             hint="with --config give the output alone",
         )  # fmt: skip
 
@@ -216,7 +226,7 @@ def apply(
 
         return command(plan, part, writing, progress)
 
-    return Job("apply", show, run, written, writes=True, plans=not writing.dry_run)
+    return Job("apply", show, run, written, writes=True, plans=not (writing.dry_run or writing.plan_file))
 
 
 @takes()
@@ -276,6 +286,29 @@ def clean(
     return Job("clean", show_from(given), run, _listing("ckpt clean"))
 
 
+@takes()
+def explain(
+    code: Annotated[
+        str, typer.Argument(metavar="[CODE]", help="As an error shows it: E0301. Without it, all.", show_default=False)
+    ] = "",
+    *,
+    given: Given,
+) -> Job:
+    """What an error code means, why it comes, what to do."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.explain import explain as command
+
+        return command(code)
+
+    def page(document: Document, uncut: bool) -> Page:
+        from ckpt_tool.report.explanation import explanation
+
+        return explanation(document)
+
+    return Job("explain", show_from(given), run, page)
+
+
 def _listing(title: str) -> Callable[[Document, bool], Page]:
     def page(document: Document, uncut: bool) -> Page:
         from ckpt_tool.report.listing import listing
@@ -302,7 +335,7 @@ def validate(given: Given) -> Job:
         steps=taken.take("steps", values.count, 3),
         seed=taken.take("seed", values.count, 1234),
         controls=not given["no_controls"],
-        keep=taken.take("keep", values.text, None),
+        keep=taken.take("keep", values.output, None),
     )
     taken.settle()
 
@@ -316,7 +349,7 @@ def validate(given: Given) -> Job:
 
         return validation(document, everything=uncut)
 
-    return Job("validate", show, run, page, sound=lambda document: bool(document["ok"]))
+    return Job("validate", show, run, page, sound=lambda document: bool(document["ok"]), outputs=(wanted.keep,))
 
 
 @takes(KERNELS)
@@ -326,7 +359,7 @@ def kernels(
 ) -> Job:
     """The CUDA reshard kernels: compile them, say what there is, hold them against NumPy (exit 1 where they differ), measure."""
     show, taken = show_from(given), Taken(given)
-    arch, out = taken.take("arch", values.text, None), taken.take("out", values.text, None)
+    arch, out = taken.take("arch", values.text, None), taken.take("out", values.output, None)
     cases, seed = taken.take("cases", values.count, None), taken.take("seed", values.between(0, 2**63 - 1), 0)
     only = taken.take("kernel", values.words, ())
     taken.settle()
@@ -342,7 +375,12 @@ def kernels(
         return commands.bench(quick=bool(given["quick"])) if verb == "bench" else commands.info()
 
     return Job(
-        "kernels", show, run, _listing(f"ckpt kernels {verb}"), sound=lambda document: bool(document.get("ok", True))
+        "kernels",
+        show,
+        run,
+        _listing(f"ckpt kernels {verb}"),
+        sound=lambda document: bool(document.get("ok", True)),
+        outputs=(out,),
     )
 
 

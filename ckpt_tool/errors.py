@@ -1,7 +1,8 @@
 """Every way `ckpt` can fail: a closed tree of errors, their stable codes and exit codes.
 
-The class fixes the exit code (the first two digits after the `E` of a code are that exit code), the
-code names the fault, and the fields say where it is and what to try. Example:
+The class fixes the exit code, the code names the fault, and the fields say where it is and what to try. A code has one
+meaning and one class, which `error_codes.toml` states and `ckpt explain CODE` shows; its digits are a mere number, grouped
+by kind, and promise no exit code. Example:
 
     raise CorruptFile("header length is 9000 bytes, but the file has 12 after its first 8",
                       code="E0311", path="model.safetensors", offset=0,
@@ -19,9 +20,13 @@ This module imports nothing of the project. It does not print: `report` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class CkptError(Exception):
@@ -29,7 +34,7 @@ class CkptError(Exception):
 
     Args:
         message: what was found and what was wanted.
-        code: `E` and four digits; the first two are the exit code.
+        code: `E` and four digits, a row of `error_codes.toml`. Only a class with a code of its own may leave it out.
         path: the file (or folder) at fault.
         offset: bytes from the start of `path`.
         place: a finer place than a byte: zip member, JSON pointer, pickle opcode, plan row.
@@ -96,72 +101,112 @@ class UsageError(CkptError):
     """What was asked for can't be had: an option, a pattern, a degree (exit 2)."""
 
     exit_code = 2
-    default_code = "E0200"
 
 
 class InputError(CkptError):
     """The input is malformed, incomplete or of an unknown format (exit 3)."""
 
     exit_code = 3
-    default_code = "E0300"
 
 
 class CorruptFile(InputError):
     """Bytes that break their own format's rules."""
 
-    default_code = "E0301"
-
 
 class Incomplete(InputError):
     """A part of the checkpoint is missing: a shard, a rank, a box of a tensor."""
-
-    default_code = "E0302"
 
 
 class UnknownFormat(InputError):
     """No format, or more than one, claims the path."""
 
-    default_code = "E0303"
-
 
 class UnmappedTensor(InputError):
     """A tensor without a rule, or a rule without a tensor."""
-
-    default_code = "E0304"
 
 
 class InconsistentCheckpoint(InputError):
     """Parts that contradict each other: overlapping boxes, replicas that differ, step counters."""
 
-    default_code = "E0305"
+
+ASKS_FOR_CODE = ("E0420", "E0421")
+
+
+REPLICAS_DIFFER = "E2701"
+
+
+class ReplicasDiffer(InconsistentCheckpoint):
+    """Ranks hold other values of what they hold in common."""
+
+
+FAULTS_SHOWN = 100  # of one pass, each a line
+
+
+def by_name(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
+    """What `for_each` reads, by file."""
+    listed = list(dict.fromkeys(names))
+    return dict(zip(listed, for_each(listed, read), strict=True))
+
+
+def together(faults: Sequence[CkptError]) -> CkptError:
+    """The first of several faults of one pass, to raise: with the others beside it, each with its place."""
+    first, lines = faults[0], list[str]()
+    for fault in faults[1:FAULTS_SHOWN]:
+        lines += [f"{fault.message} ({fault.where()})", *fault.faults]
+    first.faults = (*first.faults, *lines[:FAULTS_SHOWN])
+    return first
+
+
+def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
+    """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each` does."""
+    found: list[K | V] = for_each((0, 1), lambda number: other() if number else one())
+    return found[0], found[1]  # type: ignore[return-value]  # in this order
+
+
+def for_each(items: Iterable[K], read: Callable[[K], V], *, file: Callable[[K], object] = lambda item: item) -> list[V]:
+    """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error (`together`); what
+    asks for code, and what the operating system refuses, at once.
+
+    file: what an item lies in, where several lie in one: a file that does not read is named once.
+    """
+    found: list[V] = []
+    faults: dict[object, CkptError] = {}
+    for item in items:
+        if faults and file(item) in faults:
+            continue
+        try:
+            found.append(read(item))
+        except (InputError, UnsafeInput) as fault:
+            if fault.code in ASKS_FOR_CODE:
+                raise
+            faults[file(item)] = fault
+    if faults:
+        raise together(list(faults.values()))
+    return found
 
 
 class UnsafeInput(CkptError):
     """Refused for safety: needs code to be run, leaves its folder, or reads as two formats (exit 4)."""
 
     exit_code = 4
-    default_code = "E0400"
 
 
 class OutputExists(CkptError):
     """The output exists, is locked by another run, or lies in the source (exit 5)."""
 
     exit_code = 5
-    default_code = "E0500"
 
 
 class SourceChanged(CkptError):
     """A source or a plan changed underneath the run (exit 6)."""
 
     exit_code = 6
-    default_code = "E0600"
 
 
 class StorageError(CkptError):
     """The operating system refused: I/O error, no space, no permission (exit 7)."""
 
     exit_code = 7
-    default_code = "E0700"
 
 
 class InternalError(CkptError):
@@ -172,12 +217,46 @@ class Interrupted(CkptError):
     """SIGINT (exit 130) or SIGTERM (exit 143); the same command resumes."""
 
     exit_code = 130
-    default_code = "E1300"
 
     def __init__(self, message: str, *, signal: int = 2, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint, code=f"E1{128 + signal - 100:02d}0")
+        super().__init__(message, hint=hint, code="E1300" if signal == 2 else "E1430")
         self.signal = signal
         self.exit_code = 128 + signal  # type: ignore[misc]  # per instance: 130 or 143
+
+
+class Code(NamedTuple):
+    """What an error code means: a row of the catalogue.
+
+    kind: the class that is raised with it, or `Finding` for what only a report lists (exit 1). exit_code: None where it is
+    that of another command. title: the meaning. why: how it comes about. do: what helps.
+    """
+
+    code: str
+    kind: str
+    exit_code: int | None
+    title: str
+    why: str
+    do: str
+
+
+@cache
+def catalogue() -> Mapping[str, Code]:
+    """Every code in ascending order, from `error_codes.toml`. Some 50 ms: `ckpt explain` alone needs it."""
+    import tomllib
+    from pathlib import Path
+
+    rows = tomllib.loads(Path(__file__).with_name("error_codes.toml").read_text(encoding="utf-8"))
+    return {
+        code: Code(code, row["class"], _exit_code(row), row["title"], row["why"], row["do"])
+        for code, row in sorted(rows.items())
+    }
+
+
+def _exit_code(row: Mapping[str, Any]) -> int | None:
+    """Of a row: its own `exit`, or that of its class; 0 stands for the exit code of another command."""
+    kind = globals().get(row["class"])
+    number = row.get("exit", 1 if kind is None else kind.exit_code)
+    return int(number) or None
 
 
 def near_misses(wrong: str, known: Iterable[str], *, most: int = 3) -> str:

@@ -5,40 +5,93 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ckpt_tool import errors
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import tiers
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run a process a core already
 
 settings.register_profile("ckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("ckpt"), max_examples=25)
 settings.load_profile("ckpt")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell that runs tests in the background (`&`, nohup) hands ignored signals down, and `ckpt` honours that. Tests
     that interrupt it need what a terminal gives."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    if _is_quick(config):
+        settings.load_profile("quick")
+
+
+def _is_quick(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The quick tier does not even import what it can't run."""
+    if (
+        not _is_quick(config)
+        or collection_path.suffix not in ("", ".py")
+        or not collection_path.is_relative_to(tiers.TESTS)
+    ):
+        return None
+    return None if tiers.is_quick_module(collection_path) else True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def errors_have_the_class_of_their_code() -> None:
+    """Codes reach an error by many roads (tables, helpers, other errors): each that is built is held against the catalogue."""
+    codes, build = errors.catalogue(), errors.CkptError.__init__
+
+    def checked(self: errors.CkptError, message: str, *, code: str | None = None, **fields: Any) -> None:
+        build(self, message, code=code, **fields)
+        if code in codes:
+            kinds = {kind.__name__ for kind in type(self).__mro__}
+            wanted, public = codes[code].kind, type(self).__module__ == errors.__name__
+            assert type(self).__name__ == wanted if public else wanted in kinds, (
+                f"{code} is {wanted}, not {type(self).__name__}"
+            )
+
+    errors.CkptError.__init__ = checked  # type: ignore[assignment,method-assign]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`share(n)`: of the cases of this test the first, the one n later, and so on; the others are slow."""
-    met: Counter[str] = Counter()
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """`share(n)`: of the cases of a test one of n, the others are slow. `quick`: see tiers."""
+    shares: dict[int, list[pytest.Item]] = defaultdict(list)
     for item in items:
         share = item.get_closest_marker("share")
-        if share is not None:
-            name = item.nodeid.partition("[")[0]
-            if met[name] % share.args[0]:
+        if share is not None and item.get_closest_marker("slow") is None:
+            shares[share.args[0]].append(item)
+    for one_of, like in shares.items():
+        taken = set(tiers.chosen(((item.nodeid, item) for item in like), one_of))
+        for item in like:
+            if item not in taken:
                 item.add_marker(pytest.mark.slow)
-            met[name] += 1
-    items.sort(
-        key=lambda item: item.get_closest_marker("first") is None
-    )  # the longest: nothing waits for it at the end
+    if _is_quick(config):
+        for item in tiers.chosen(((item.nodeid, item) for item in items if _may_be_quick(item)), tiers.ONE_OF):
+            item.add_marker(pytest.mark.quick)
+    # the longest: nothing waits for it at the end
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
+def _may_be_quick(item: pytest.Item) -> bool:
+    marked = any(item.get_closest_marker(name) for name in ("slow", "first", "peers", "crash"))
+    return not marked and getattr(item, "originalname", "") not in tiers.needing_more(item.path)
 
 
 def pytest_collection_finish() -> None:

@@ -31,6 +31,7 @@ from ckpt_tool.errors import (
     StorageError,
     UnsafeInput,
     UsageError,
+    catalogue,
 )
 
 CATALOG: dict[str, Any] = {
@@ -209,6 +210,7 @@ CONTRACT = {
     "apply": "--part --threads --memory --resume",
     "clean": "--remove",
     "doctor": "",
+    "explain": "",
     "kernels": "--arch --out --force --cases --seed --kernel --quick",
 }
 
@@ -289,7 +291,9 @@ def test_a_plan_is_shown_once(
     monkeypatch.setattr(convert, "convert", command)
     assert run("convert", "a", "b", "--to", "dcp", "--progress", "plain") == 0
     out, err = capsys.readouterr()
-    assert "writes" in err and out == "wrote 4 B in 1 file in 0.1 s; digests checked\n"
+    assert out.count("writes") == 1 and out.endswith("wrote 4 B in 1 file in 0.1 s; digests checked\n") and err == ""
+    assert run("convert", "a", "b", "--to", "dcp", "--progress", "none") == 0
+    assert capsys.readouterr() == (out, "")
     assert run("convert", "a", "b", "--to", "dcp", "--progress", "plain", "--dry-run") == 0
     out, err = capsys.readouterr()
     assert "writes" in out and "dry run: nothing was written" in out and err == ""
@@ -303,7 +307,8 @@ def test_a_terminal_is_not_told_twice(stub: dict[str, Stub], monkeypatch: pytest
     assert "ema: 1 tensor, 4 B" in capsys.readouterr().out
     monkeypatch.setattr(plain, "is_terminal", lambda stream: True)
     assert run("convert", "a", "b", "--to", "dcp", "--color", "never") == 0
-    assert capsys.readouterr().out == "wrote 4 B in 1 file in 0.1 s; digests checked\n"
+    out = capsys.readouterr().out
+    assert out.count("ema: 1 tensor, 4 B") == 1 and out.endswith("wrote 4 B in 1 file in 0.1 s; digests checked\n")
 
 
 def test_the_bar_is_gone_before_an_error_is_told(stub: dict[str, Stub], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +321,7 @@ def test_the_bar_is_gone_before_an_error_is_told(stub: dict[str, Stub], monkeypa
     from ckpt_tool.report import progress
 
     monkeypatch.setattr(progress, "progress_of", lambda *args, **kwargs: Progress())
-    stub["verify"].document = CorruptFile("x")
+    stub["verify"].document = CorruptFile("x", code="E0311")
     assert run("verify", "a") == 3 and ended == [True]
 
 
@@ -343,12 +348,12 @@ def test_a_report_that_can_not_be_written_is_refused_first(stub: dict[str, Stub]
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (UsageError("x"), 2),
-        (CorruptFile("x"), 3),
-        (UnsafeInput("x"), 4),
-        (OutputExists("x"), 5),
-        (SourceChanged("x"), 6),
-        (StorageError("x"), 7),
+        (UsageError("x", code="E0280"), 2),
+        (CorruptFile("x", code="E0311"), 3),
+        (UnsafeInput("x", code="E0410"), 4),
+        (OutputExists("x", code="E0501"), 5),
+        (SourceChanged("x", code="E0601"), 6),
+        (StorageError("x", code="E0702"), 7),
         (OSError(28, "No space left on device", "f"), 7),
         (MemoryError(), 7),
         (ValueError("surprise"), 70),
@@ -371,9 +376,9 @@ def test_every_error_has_its_exit_code(
     elif as_json:
         document = json.loads(err)
         assert document["schema_version"] == 1 and document["error"]["exit_code"] == code
-        assert document["error"]["code"].startswith(f"E{code:02d}") and document["error"]["hint"]
+        assert catalogue()[document["error"]["code"]].exit_code == code and document["error"]["hint"]
     else:
-        assert err.startswith(f"error[E{code:02d}") and "  hint: " in err
+        assert err.startswith("error[E") and catalogue()[err[6:11]].exit_code == code and "  hint: " in err
 
 
 def test_a_run_leaves_the_process_as_it_was(stub: dict[str, Stub]) -> None:
@@ -400,7 +405,7 @@ def test_a_bug_of_ours_asks_to_be_reported(stub: dict[str, Stub], capsys: pytest
 
 
 def test_a_traceback_only_when_asked(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
-    stub["verify"].document = CorruptFile("x")
+    stub["verify"].document = CorruptFile("x", code="E0311")
     for asked, shown in (([], False), (["-v"], False), (["-v", "-v"], True), (["-vv"], True)):
         run("verify", "a", *asked)
         assert ("Traceback" in capsys.readouterr().err) is shown
@@ -440,7 +445,7 @@ def test_usage_errors_are_three_lines_too(line: str, stub: dict[str, Stub], caps
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert out == "" and len(lines) == 3, err
-    assert lines[0].startswith("error[E02") and what in lines[0]
+    assert catalogue()[lines[0][6:11]].exit_code == 2 and what in lines[0]
     assert lines[1] == f"  at: {where}" and lines[2].startswith("  hint: ") and hint in lines[2]
     verb, *rest = line.split()
     assert run(verb, "--json", *rest) == 2

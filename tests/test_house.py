@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -126,6 +127,9 @@ def _call_faults(file: str, tree: ast.AST) -> Iterator[Fault]:
         name = ast.unparse(node.func)
         if name in WALLS["forbidden"]["calls"]:
             yield Fault(file, node.lineno, f"calls {name}")
+        makers = WALLS["makers"].get(name)
+        if makers is not None and not inside(file, makers):
+            yield Fault(file, node.lineno, f"makes a {name} from nothing: derive it from the one that it is a view of")
         if name == "print" and not inside(file, WALLS["forbidden"]["print"]):
             yield Fault(file, node.lineno, "prints: return a value, report/ shows it")
 
@@ -258,6 +262,23 @@ def _loads(name: str) -> bool:
     return True
 
 
+EXTRAS = ("torch", "remote", "ray")  # for verbs that not everybody runs: without them these say what to install
+
+
+def test_every_library_is_a_dependency() -> None:
+    """What an option needs comes with the tool, but for three extras of large frameworks and stores."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = (*project["dependencies"], *(row for name in EXTRAS for row in project["optional-dependencies"][name]))
+    have = {re.split(r"[<>=\[; ]", row)[0].lower().replace("-", "_") for row in stated}
+    libraries = {
+        module
+        for file, source in MODULES.items()
+        for _, module, _ in imports_of(ast.parse(source), MODULES)
+        if not (module.endswith(".py") or module in MODULES or module in sys.stdlib_module_names)
+    }
+    assert {{"yaml": "pyyaml"}.get(module, module) for module in libraries} <= have
+
+
 def test_policies_are_those_of_the_layout() -> None:
     from ckpt_tool.commands.options import POLICIES
     from ckpt_tool.core import layout
@@ -315,6 +336,7 @@ PLANTED = {
     "except BaseException": ("plan/planted.py", "try:\n    pass\nexcept BaseException as e:\n    raise ValueError from e\n"),
     "assert": ("core/planted.py", "def f(n):\n    assert n\n"),
     "print": ("commands/planted.py", "print('done')\n"),
+    "an array made of another's parts": ("formats/planted.py", "def f(a):\n    return StoredArray(a.path, 0, a.dtype, ())\n"),
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import DIGITS
 from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.errors import UsageError, near_misses
 
@@ -36,7 +37,8 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<mark>[=:\[\],])|(?P<number>[0-9]+)|(?P<text>\"[^\"]*\"|'[^']*')"
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_.$*^]*))"
 )
-_PERMUTE = re.compile(r"\[\s*(?:[0-9]+\s*(?:,\s*[0-9]+\s*)*,?\s*)?\]")
+_KIND = {"arrow": ">", "number": "0", "text": "t", "name": "n", "end": "e"}  # a letter for each kind of token
+_PERMUTE = re.compile(r"\[\s*(?:[0-9]{1,9}\s*(?:,\s*[0-9]{1,9}\s*)*,?\s*)?\]")
 _PLACEHOLDER = re.compile(r"\$[A-Z_]*")
 
 
@@ -71,13 +73,15 @@ def read_aoa(text: str) -> AoaText:
         return AoaText(plain, False)
     try:
         found = json.loads(text, object_pairs_hook=_once)
+    except RecursionError as e:
+        raise UsageError("the JSON of the statements is nested too deeply", code="E1201") from e
     except json.JSONDecodeError as e:
         raise UsageError(
             f"the statements are not JSON: {e.msg}", code="E1201", place=f"line {e.lineno}, column {e.colno}",
             hint="plain text works too: one statement a line",
         ) from e  # fmt: skip
-    except RecursionError as e:
-        raise UsageError("the JSON of the statements is nested too deeply", code="E1201") from e
+    except ValueError as e:  # a number of more digits than Python reads
+        raise UsageError(f"the statements are not JSON: {e}", code="E1201") from e
     config = {"aoa_statements": found} if isinstance(found, list) else found
     for key in config:
         if key not in ("aoa_statements", "aoa_config_reverse", "enable_traceback"):
@@ -137,6 +141,11 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
                 hint="names are letters, digits, `.` and `_`; other tensors pass under their own names",
             )  # fmt: skip
         kind = match.lastgroup or ""
+        if kind == "number" and len(match[kind]) > DIGITS:
+            raise UsageError(
+                f"a number of {len(match[kind])} digits at column {match.start(kind) + 1}", code="E1204",
+                hint="no axis, head or layer has such a number",
+            )  # fmt: skip
         yield kind, match[kind], match.start(kind) + 1
         here = match.end()
     yield "end", "", end + 1
@@ -151,7 +160,7 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
         kind, name, column = rest[at]
         if kind != "name":
             raise UsageError(f"want a name at column {column}, found `{name or 'the end'}`", code="E1200")
-        shape = "".join(token[1] if token[0] == "mark" else token[0][0] for token in rest[at + 1 : at + 6])
+        shape = "".join(token[1] if token[0] == "mark" else _KIND[token[0]] for token in rest[at + 1 : at + 6])
         if shape[:1] == "=":
             if rest[at + 2][0] not in ("number", "text"):
                 raise UsageError(f"{name}= wants a number or a quoted text", code="E1200")
@@ -159,7 +168,7 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
             items.append((name, int(value) if rest[at + 2][0] == "number" else value[1:-1]))
             at += 3
         elif shape[:1] == "[":
-            if shape != "[n:n]":
+            if shape != "[0:0]":
                 raise UsageError(f"want {name}[START:END] at column {column}", code="E1200")
             items += _array(name, int(rest[at + 2][1]), int(rest[at + 4][1]))
             at += 6

@@ -56,7 +56,7 @@ def fold(
 ) -> dict[str, Any]:
     """Fold the adapters `sources[1:]` into the base `sources[0]`. weights: one for each adapter, () for 1.
 
-    Raises UsageError E1420 (sources), E1421 (weights), E1422 and E1426 (an adapter that can't be folded), E1425 (tied
+    Raises UsageError E1420, E2401, E2402 (sources, states), E1421 (weights), E1422, E1426 (no such adapter), E1425 (tied
     embeddings), E1427 (a base without floats); InconsistentCheckpoint E1424 (an adapter of another base, all faults), E1429
     (two adapters that replace the same tensor); and what reading and writing raise.
     """
@@ -68,7 +68,7 @@ def fold(
     refuse_saved_plan(writing, OPTION)
     if writing.states and not {MODEL, "all"} & set(writing.states):
         raise UsageError(
-            f"--state {','.join(writing.states)}: an adapter is folded into the model", code=USAGE, hint="leave --state off"
+            f"--state {','.join(writing.states)}: an adapter is folded into the model", code="E2401", hint="leave --state off"
         )  # fmt: skip
     if beyond := [weight for weight in weights if abs(weight) > LARGEST]:
         raise UsageError(f"--weight {beyond[0]:g} is beyond fp32", code=WEIGHTS, hint="adapters are folded in fp32")
@@ -101,7 +101,7 @@ def _model(base: Opened, reading: Reading, writing: Writing, *, inherits: bool) 
     asked = [state for state in rows if state != MODEL and state in writing.states]
     if asked:
         raise UsageError(
-            f"--state {asked[0]}: it belongs to the weights before the adapter", code=USAGE,
+            f"--state {asked[0]}: it belongs to the weights before the adapter", code="E2401",
             hint="leave it off: folding writes the model alone",
         )  # fmt: skip
     stale = tuple(
@@ -156,7 +156,7 @@ def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None
     paddle = {adapter.paddle for adapter in adapters}
     if len(paddle) > 1:
         raise UsageError(
-            "adapters of PEFT and of PaddleFormers name one base in two ways", code=USAGE,
+            "adapters of PEFT and of PaddleFormers name one base in two ways", code="E2402",
             hint="fold them one after another, each into the output of the last",
         )  # fmt: skip
     if writing.dialect == "keep":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 from ckpt_tool.commands.carry_out import execute
 from ckpt_tool.commands.on_device import movers_of, with_device
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.plan_file import load_plan
+from ckpt_tool.commands.replaced import check_replaced
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.errors import SourceChanged, StorageError, UsageError, wrap_os_error
-from ckpt_tool.plan.plan import Plan
+from ckpt_tool.errors import SourceChanged, StorageError, UsageError
 from ckpt_tool.storage.destination import check_destination, check_space
 from ckpt_tool.storage.opening import open_tree
-
-PLAN_LIMIT = 4 << 30  # bytes
 
 
 def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progress: Progress) -> dict[str, Any]:
@@ -26,7 +24,7 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
     Raises SourceChanged when the plan or a source it names is not what it was.
     """
     began = time.monotonic()
-    plan = _load(plan_file)
+    plan = load_plan(plan_file)
     if part is not None and not 1 <= part[0] <= part[1]:
         raise UsageError(f"--part {part[0]}/{part[1]}", code="E0267", hint="want I/N with 1 <= I <= N, such as 2/8")
     trees = {}
@@ -45,30 +43,17 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
         destination, [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
         force=writing.force,
     )  # fmt: skip
+    if writing.force:
+        check_replaced(destination)
     check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
     moving = movers_of(writing, plan)
     document = with_device(plan.report, moving)
     progress.plan(document)
     with moving.movers if moving else nullcontext() as movers:
-        overflows = execute(plan, trees, writing, progress, part=part, movers=movers)
+        overflows = execute(plan, trees, writing, progress, part=part, movers=movers, plan_file=plan_file)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     document["committed"] = overflows is not None
     if part is not None:
         document["part"] = list(part)
     return document
-
-
-def _load(plan_file: str) -> Plan:
-    path = Path(plan_file)
-    try:
-        if path.stat().st_size > PLAN_LIMIT:
-            raise SourceChanged("too large for a plan file", code="E0610", path=path)
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise wrap_os_error(e, path, "reading the plan") from e
-    except (ValueError, RecursionError) as e:
-        raise SourceChanged(
-            f"the plan file is not JSON: {e}", code="E0610", path=path, hint="make it again with --plan"
-        ) from e
-    return Plan.from_json(document, plan_file)

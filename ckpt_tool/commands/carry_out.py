@@ -1,8 +1,7 @@
-"""Carrying a plan out: save it, run it, read back what was staged before it is committed."""
+"""Carrying a plan out: run it, read back what was staged before it is committed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,25 +11,13 @@ from ckpt_tool.commands.reading import Reading
 from ckpt_tool.commands.source import resolve
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CorruptFile, InternalError, OutputExists, StorageError, wrap_os_error
+from ckpt_tool.errors import CorruptFile, InputError, InternalError, SourceChanged, StorageError, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
     from ckpt_tool.run.walk import Movers
-
-
-def save_plan(plan: Plan, path: str) -> None:
-    """Write the plan as one JSON file. Raises StorageError."""
-    text = json.dumps(plan.to_json(), separators=(",", ":"))
-    try:
-        with open(path, "x", encoding="utf-8") as f:
-            f.write(text)
-    except FileExistsError as e:
-        raise OutputExists(f"{path} exists", code="E0506", path=path, hint="choose another name for the plan") from e
-    except OSError as e:
-        raise wrap_os_error(e, path, "writing the plan") from e
 
 
 def execute(
@@ -42,17 +29,32 @@ def execute(
     recorded: Mapping[TensorKey, str] | None = None,
     part: tuple[int, int] | None = None,
     movers: Movers | None = None,
+    plan_file: str | None = None,
 ) -> dict[TensorKey, int] | None:
     """Run the plan, check what was staged, commit. Returns the overflows of lossy casts; None when other parts of the
     plan are still to be run.
 
-    movers: who moves the units, the CPU if None. recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
+    movers: who moves the units, the CPU if None. recorded: digests that the source states for its tensors; values that don't
+    match are refused before the commit. plan_file: where the plan was read from; then an output that does not read back as
+    the plan says is the plan's fault (SourceChanged E1605), not ours.
     """
     from ckpt_tool.run.executor import Executor
 
     def check(staged: Path, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
         _check_recorded(source, recorded or {})
-        _check_staged(staged, plan, digests, full=writing.verify == "full", threads=writing.threads)
+        try:
+            _check_staged(staged, plan, digests, full=writing.verify == "full", threads=writing.threads)
+        except (InputError, UnsafeInput, InternalError) as e:
+            if plan_file is None:
+                raise
+            raise SourceChanged(
+                f"what the plan makes is no {plan.format} checkpoint of the tensors that it names: {e.message}",
+                code="E1605",
+                path=plan_file,
+                key=e.key,
+                faults=e.faults,
+                hint="the plan was not made by ckpt: make it again with --plan",
+            ) from e
 
     executor = Executor(
         plan,

@@ -9,20 +9,21 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import wrap_os_error
-
-SUFFIX = ".ckpt-partial"
+from ckpt_tool.storage.destination import local_path
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     """Staging folders directly below `folder`: path, bytes, whether a run still holds the lock; removed with `remove`."""
     found = []
+    local_path(folder)
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as e:
         raise wrap_os_error(e, folder, "listing") from e
     for entry in entries:
-        if not (entry.name.startswith(".") and entry.name.endswith(SUFFIX)):
+        if not (entry.name.startswith(".") and entry.name.endswith(STAGED)):
             continue
         info = entry.stat(follow_symlinks=False)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():

@@ -13,7 +13,7 @@ from ckpt_tool.commands.groups import without_removed
 from ckpt_tool.commands.naming import under_other_names
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.quantised import with_their_parts
-from ckpt_tool.commands.select import split_keys, state_filter
+from ckpt_tool.commands.select import group_of, split_keys, state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.commands.vocabulary import grown_vocabulary, is_vocabulary, trim_vocabulary
 from ckpt_tool.commands.write import write
@@ -22,6 +22,8 @@ from ckpt_tool.core.soundness import check_sound
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.beside import optimizer_files
+from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
 
 
@@ -30,7 +32,7 @@ def reshard(src: str, dst: str, reading: Reading, writing: Writing, progress: Pr
     if writing.aoa or writing.dialect not in (None, "keep"):
         option = "--aoa" if writing.aoa else "--dialect"
         raise UsageError(
-            f"reshard keeps names: {option} changes them", code="E0264",
+            f"reshard keeps names: {option} changes them", code="E2702",
             hint="ckpt convert takes the degrees too, so one hop is enough",
         )  # fmt: skip
     opened = open_source(src, reading)
@@ -54,7 +56,8 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
     catalog = opened.catalog
     catalog.check()
     if not reading.lenient:
-        check_sound(catalog)
+        check_sound(catalog, other_steps(opened.tree, catalog))
+    refuse_left_optimizer(opened, writing)
     present = catalog.states()
     asked = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else None
@@ -105,6 +108,23 @@ def choose(opened: Opened, reading: Reading, writing: Writing, *, inherits: bool
         first_replica=reading.replica_policy == "first",
     )
     return grown_vocabulary(chosen, writing) if writing.vocab_size else chosen
+
+
+def refuse_left_optimizer(opened: Opened, writing: Writing) -> None:
+    """Raise UsageError E1643 where an optimizer's state lies beside the model, can't be read, and would have a place in the
+    target: what is asked for and can't be had is an error unless named in `--drop`."""
+    to = registry.by_name(writing.to or opened.catalog.format)
+    asked = not writing.states or any(name == "all" or group_of(name) == "optimizer" for name in writing.states)
+    if not asked or writing.as_model or "optimizer" in writing.drop or not to.holds.has("optimizer"):
+        return
+    tree = opened.tree
+    left = optimizer_files(tree.names() if tree.single is None else (), opened.catalog.files)
+    if left:
+        raise UsageError(
+            f"{left[0]} holds an optimizer's state by parameter number: whose it is stands in no file, so it can't be taken along",
+            code="E1643", path=tree.display(left[0]), faults=[f"{name} too" for name in left[1:]],
+            hint="--state model (or --drop optimizer) writes the rest and leaves it behind",
+        )  # fmt: skip
 
 
 def _as_model(stored: Iterable[Stored], state: str) -> tuple[list[Stored], list[dict[str, Any]]]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from ckpt_tool.commands.chosen import Chosen
-from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.layout_file import read_layout
+from ckpt_tool.commands.options import DEFAULT_POLICY, Writing
 from ckpt_tool.commands.quantised import held_together
+from ckpt_tool.core.bounds import DIGITS
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
-from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Format
-from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
+from ckpt_tool.plan.placing import Rule, Wishes, lay_out
 
-_SHARED = ("paddle", "paddle-flex")  # formats whose ranks share states as --sharding says
+FEW, RANKS = 1024, 1 << 17  # of one job: planned whatever the tensors are; the largest so far have some 100,000
 
 
 def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
@@ -32,31 +33,54 @@ def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
             inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
     if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
         inherited.pop("etp", None)  # experts follow tp unless somebody parted them
-    return {**inherited, **writing.degrees}
+    degrees = {**inherited, **writing.degrees}
+    refuse_idle_ranks(degrees, (row.tensor.shape for row in chosen.stored))
+    return degrees
+
+
+def refuse_idle_ranks(degrees: Mapping[str, int], shapes: Iterable[tuple[int, ...]]) -> None:
+    """Raise UsageError E1651 for degrees that leave ranks with nothing: more than the tensors have anything to share among,
+    or more ranks in all than any job has. Up to `FEW` ranks nothing is refused: the layout may leave some of them empty.
+
+    degrees: mesh dim -> size. shapes: of the tensors to write; looked at only where a degree is that large.
+    """
+    ranks = prod(max(size, 1) for size in degrees.values())
+    if ranks <= FEW:
+        return
+    known = [shape for shape in shapes if shape]
+    longest = max((max(shape) for shape in known), default=1)
+    most = {name: max(longest, FEW) for name in degrees} | {"dp": max(FEW, *(prod(shape) for shape in known))}
+    for name, size in degrees.items():
+        if size > min(most[name], RANKS):
+            raise UsageError(
+                f"--{name} {_shown(size)}: no tensor has so many {'elements' if name == 'dp' else 'rows or columns'} to share"
+                if size > most[name] else f"--{name} {_shown(size)}: more ranks than a plan is made for", code="E1651",
+                hint=f"the nearest that it takes is --{name} {min(most[name], RANKS)}",
+            )  # fmt: skip
+    if ranks > RANKS:
+        told = " x ".join(f"{name} {_shown(size)}" for name, size in degrees.items() if size > 1)
+        largest = max(degrees, key=lambda name: degrees[name])
+        raise UsageError(
+            f"{told} are more ranks than a plan is made for, {RANKS} at most", code="E1651",
+            hint=f"the nearest that it takes is --{largest} {max(RANKS * degrees[largest] // ranks, 1)}",
+        )  # fmt: skip
+
+
+def _shown(size: int) -> str:
+    return str(size) if size < 10**DIGITS else "of very many digits"
 
 
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
     """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
-    _refuse_foreign(fmt, writing)
     if fmt.holds.own_layout:
-        if writing.layout:
-            raise UsageError(
-                f"--layout: {fmt.name} lays its ranks out itself", code="E0260", hint="give degrees: --tp, --pp, --ep"
-            )
         return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
     rules: tuple[Rule, ...] = ()
     if writing.layout:
-        path = Path(writing.layout)
-        try:
-            document = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as e:
-            raise wrap_os_error(e, path, "reading the layout file") from e
-        except ValueError as e:
-            raise UsageError(f"the layout file is not TOML: {e}", code="E0252", path=path) from e
-        named, rules = rules_from(document, str(path))
+        named, rules = read_layout(writing.layout)
         degrees |= named
+    refuse_idle_ranks(degrees, (tensor.shape for tensor in wanted.tensors))
     degrees = _carve_experts(degrees, writing)
     foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
     if foreign:
@@ -76,7 +100,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
         Wishes(
             Mesh.of(**degrees),
             zero,
-            writing.on_indivisible,
+            writing.on_indivisible or DEFAULT_POLICY,
             rules,
             cuts,
             writing.pp_split,
@@ -84,19 +108,6 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
         ),
     )
-
-
-def _refuse_foreign(fmt: Format, writing: Writing) -> None:
-    """Raise UsageError E0261 for an option that would change nothing in silence."""
-    stages = fmt.holds.own_layout or "pp" in fmt.holds.mesh
-    for name, given, takes, whose in (
-        ("sharding", writing.sharding, fmt.name in _SHARED, " and ".join(_SHARED)),
-        ("pp-split", writing.pp_split, stages, "formats of pipeline stages"),
-    ):
-        if given and not takes:
-            raise UsageError(
-                f"--{name} has no meaning for {fmt.name}", code="E0261", hint=f"it belongs to {whose}: leave it off"
-            )
 
 
 def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:

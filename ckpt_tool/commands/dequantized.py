@@ -31,7 +31,7 @@ _CONFIGURED = ("dtype", "torch_dtype")
 
 
 def dequantized(chosen: Chosen, writing: Writing) -> Chosen:
-    """`chosen` with its quantised weights and states as floats. Raises UsageError E0264 where there are none, or with --plan
+    """`chosen` with its quantised weights and states as floats. Raises UsageError E2403 where there are none, E0264 with --plan
     and --ray; E1464 (exit 2) for a scheme whose floats this build can't make; Incomplete E1460, InconsistentCheckpoint
     E1461-E1462 for scales that are missing or of another shape; E1463 while reading for scales that are NaN."""
     if not writing.dequantize:
@@ -49,7 +49,7 @@ def dequantized(chosen: Chosen, writing: Writing) -> Chosen:
     _refuse_misfits(found)
     if not moments.recipes and not found.weights:
         raise UsageError(
-            f"{OPTION}: no quantised weight and no quantised state, there are none here", code="E0264",
+            f"{OPTION}: no quantised weight and no quantised state, there are none here", code="E2403",
             hint="leave it off; plain FP8 values without scales are cast with --dtype",
         )  # fmt: skip
     out = _with_floats(chosen, tensors, found, writing, config) if found.weights else chosen

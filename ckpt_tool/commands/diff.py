@@ -12,8 +12,9 @@ from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
-from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
 from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
 
 if TYPE_CHECKING:
     from ckpt_tool.device.memory import Device
@@ -63,7 +64,16 @@ def diff(
             if first:
                 mine, theirs = first_replica(mine), first_replica(theirs)
             pairs.append((_Side(mine, tree), _Side(theirs, other)))
-    found += _compared(pairs, rtol, atol, on, progress)
+    try:
+        found += _compared(pairs, rtol, atol, on, progress)
+    except ReplicasDiffer as e:  # the first that was met: say all
+        from ckpt_tool.run import replicas
+
+        lying: dict[int, tuple[list[LogicalTensor], Tree]] = {}
+        for side in (each for pair in pairs for each in pair):
+            lying.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
+        apart = replicas.among(lying.values())
+        raise replicas.error_of(apart) if apart else e from e
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not states else []
     return {
         "schema_version": 1, "equal": not found, "compared": len(pairs), "differences": found,
@@ -130,19 +140,25 @@ def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[st
 
 
 def _names(map_file: str) -> dict[str, str]:
-    import json
-
     path = Path(map_file)
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
     except OSError as e:
         raise wrap_os_error(e, path, "reading the map") from e
+    except UnicodeDecodeError as e:
+        raise UsageError("the map is not UTF-8", code="E0268", path=path, offset=e.start) from e
     if text.lstrip().startswith("{"):
         try:
-            document = json.loads(text)
-        except ValueError as e:
-            raise UsageError(f"the map is not JSON: {e}", code="E0268", path=path) from e
-        return {str(left): str(right) for left, right in document.items()}
+            document = parse(raw, path=map_file)
+        except CorruptFile as e:
+            raise UsageError(f"the map is not JSON: {e.message}", code="E0268", path=path, offset=e.offset) from e
+        wrong = next((left for left, right in document.items() if not isinstance(right, str)), None)
+        if wrong is not None:
+            raise UsageError(
+                f"the map has no name for {wrong[:200]}", code="E0268", path=path, hint="want two names: LEFT, RIGHT"
+            )
+        return dict(document)
     out = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()

@@ -11,7 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("numpy", "safetensors", "typer", "rich", "xxhash", "ml_dtypes", "isal", "torch", "fsspec", "ray")
+PACKAGES = ("numpy", "safetensors", "typer", "rich", "xxhash", "ml_dtypes", "isal", "pyyaml", "torch", "fsspec", "ray")
 
 
 def doctor() -> dict[str, Any]:

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ckpt_tool.commands.patterns import Names
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.commands.select import matcher, state_filter
+from ckpt_tool.commands.select import state_filter
 from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.quantised import DTYPES as CODED
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
+from ckpt_tool.errors import InputError, UnsafeInput
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
@@ -34,7 +36,14 @@ def inspect(
 
     columns: `tensors` may be a `core.listing.Listing`, which makes its rows when asked (it is no list for JSON).
     """
-    opened = open_source(src, reading)
+    try:
+        opened = open_source(src, reading)
+    except (InputError, UnsafeInput) as fault:
+        if not security:
+            raise
+        from ckpt_tool.commands.security import unread
+
+        return unread(src, reading, fault)
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
@@ -45,12 +54,22 @@ def inspect(
     else:
         rows = list(_rows(catalog, match, states))
         tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
-    by_state: dict[str, dict[str, int]] = {}
-    for (state, (_, _, nbytes)), count in tally.items():
-        entry = by_state.setdefault(state, {"tensors": 0, "bytes": 0})
-        entry["tensors"] += count
-        entry["bytes"] += count * nbytes
-    document: dict[str, Any] = {
+    document = _document(opened, rows, tally)
+    if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
+        _add_quantisation(document, opened, reading, narrowed=bool(match or states))
+    if placement:
+        _add_chunks(catalog, rows)
+    if security or catalog.unsafe:
+        document["security"] = _security(opened, survey=security)
+    if stats:
+        _add_statistics(opened.refuse_unsafe(), rows)
+    return document
+
+
+def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> dict[str, Any]:
+    """What every inspection says. rows: the listed tensors. tally: the same, counted."""
+    catalog, by_state = opened.catalog, _by_state(tally)
+    return {
         "schema_version": 1,
         "format": catalog.format,
         "path": opened.path,
@@ -67,15 +86,28 @@ def inspect(
         "extras": display(catalog.extras),
         "notes": [note.message for note in catalog.notes],
     }
-    if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
-        _add_quantisation(document, opened, reading, narrowed=bool(match or states))
-    if placement:
-        _add_chunks(catalog, rows)
-    if security or catalog.unsafe:
-        document["security"] = {"unsafe": list(catalog.unsafe), "globals": list(catalog.hints.get("globals", ()))}
-    if stats:
-        _add_statistics(opened.refuse_unsafe(), rows)
-    return document
+
+
+def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
+    """What the reader found in the pickles that it read; with `survey` what lies in every file."""
+    found: dict[str, Any] = {
+        "unsafe": list(opened.catalog.unsafe),
+        "globals": list(opened.catalog.hints.get("globals", ())),
+    }
+    if survey:
+        from ckpt_tool.commands.security import add_survey
+
+        add_survey(found, opened.tree)
+    return found
+
+
+def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (state, (_, _, nbytes)), count in tally.items():
+        entry = found.setdefault(state, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += count
+        entry["bytes"] += count * nbytes
+    return found
 
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:
@@ -100,10 +132,10 @@ def _add_statistics(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _rows(catalog: Catalog, match: Sequence[str], states: Sequence[str]) -> Iterator[dict[str, Any]]:
-    tests = [matcher(pattern) for pattern in match]
+    found = Names(row.name for row in catalog.rows()).matched(match)[0] if match else None
     wanted = state_filter(states, catalog.states()) if states else None
     for name, state, dtype, shape, nbytes in catalog.rows():
-        if wanted is not None and not wanted(state) or tests and not any(test(name) for test in tests):
+        if wanted is not None and not wanted(state) or found is not None and name not in found:
             continue
         yield {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}
 

@@ -39,7 +39,7 @@ def merge(
 ) -> dict[str, Any]:
     """Make `sources` one checkpoint at `dst`. options: those of arithmetic merges, the fields of `merging.asked.Asked`.
 
-    Raises UsageError E1440-E1445, InputError E1446-E1449, and what reading and writing raise.
+    Raises UsageError E1440-E1444, E2401, InputError E1446 to E1449, and what reading and writing raise.
     """
     asked = Asked(method or "union", **options)
     if on_conflict != "error" and (config is not None or asked.method != "union"):

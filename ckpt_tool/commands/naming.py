@@ -161,7 +161,8 @@ def _refuse_odd_models(
     family, dialect = found
     odd = strange(family, dialect, shapes)
     if odd:
-        near = near_misses(odd[0], [name for name in _one_of_each(shapes) if name not in odd])
+        known = set(odd)
+        near = near_misses(odd[0], [name for name in _one_of_each(shapes) if name not in known])
         raise InputError(
             f"{len(odd)} tensors in the layers are in no rule of {family.name}, {dialect}: {odd[0]}", code="E1485",
             key=odd[0], faults=odd[1:],

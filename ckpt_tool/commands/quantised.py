@@ -17,8 +17,8 @@ from typing import Any
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.config import config_in, read_config
 from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.patterns import Names
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.commands.select import matcher
 from ckpt_tool.commands.source import Opened
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.quantisation import Quantisation, quantisation
@@ -134,13 +134,14 @@ def with_their_parts(
     _, found = found_in(model_kinds(tensors[key] for key in (*kept, *removed)))
     if not found.weights:
         return kept, removed
-    gone, named = set(removed), [matcher(pattern) for pattern in writing.remove_keys]
+    parts = (part for weight in found.weights.values() for part in weight.parts.values())
+    gone, named = set(removed), Names(parts).matched(writing.remove_keys)[0] if writing.keep_keys else set[str]()
     for weight in found.weights.values():
         leaves = TensorKey(weight.lead) in gone
         for part in map(TensorKey, weight.parts.values()):
             if leaves:
                 gone.add(part)
-            elif writing.keep_keys and not any(test(part.name) for test in named):
+            elif writing.keep_keys and part.name not in named:
                 gone.discard(part)
     order = [*kept, *removed] if not isinstance(catalog, Catalog) else list(catalog.tensors)
     return [key for key in order if key not in gone], [key for key in order if key in gone]

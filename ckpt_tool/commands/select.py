@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
+from ckpt_tool.commands.patterns import Names
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, near_misses
 
@@ -40,17 +40,6 @@ def state_filter(asked: Sequence[str], present: Iterable[str]) -> Callable[[str]
     return lambda state: state in wanted or group_of(state) in wanted
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
-    """A pattern as a test on names. Raises UsageError E0254 for a regular expression that does not compile."""
-    if pattern.startswith("re:"):
-        try:
-            expression = re.compile(pattern[3:])
-        except re.error as e:
-            raise UsageError(f"{pattern!r} is no regular expression: {e}", code="E0254") from e
-        return lambda name: expression.search(name) is not None
-    return lambda name: fnmatchcase(name, pattern)
-
-
 def split_keys(
     keys: Iterable[TensorKey], *, remove: Sequence[str], keep: Sequence[str], model_only: bool = False
 ) -> tuple[list[TensorKey], list[TensorKey]]:
@@ -62,17 +51,10 @@ def split_keys(
     keys = list(keys)
     if not remove and not keep:
         return keys, []
-    names = list(dict.fromkeys(key.name for key in keys))
-    hits: set[str] = set()
-    kept_names: set[str] = set()
-    misses = []
-    for patterns, into in ((remove, hits), (keep, kept_names)):
-        for pattern in patterns:
-            test = matcher(pattern)
-            found = {name for name in names if test(name)}
-            if not found:
-                misses.append(pattern)
-            into |= found
+    known = Names(key.name for key in keys)
+    names = known.names
+    (hits, misses), (kept_names, others) = known.matched(remove), known.matched(keep)
+    misses += others
     if misses:
         near = _near(misses[0], names)
         raise UsageError(

@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ckpt_tool.commands.patterns import matcher
 from ckpt_tool.core.dtype import DTYPES, from_name
-from ckpt_tool.errors import near_misses
+from ckpt_tool.errors import UsageError, near_misses
 
 PATTERN_FILE_LIMIT = 16 << 20  # bytes
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -37,6 +38,17 @@ def text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise BadValue(f"found {value!r}, want a text")
     return value
+
+
+def output(value: Any) -> str:
+    """The path of a file or folder to write, no URL."""
+    from ckpt_tool.storage.destination import url_fault
+
+    path = text(value)
+    fault = url_fault(path)
+    if fault is not None:
+        raise BadValue(fault[0], hint=fault[1])
+    return path
 
 
 def integer(value: Any) -> int:
@@ -112,8 +124,8 @@ def size(value: Any) -> int:
 def sizes(value: Any) -> tuple[int, int]:
     """One or two sizes: `256MiB`, `256MiB,4MiB`; the second is 0 where it is not given."""
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, tuple | list) else [value]
-    if len(parts) > 2:
-        raise BadValue(f"found {value!r}, want at most two sizes", hint="large blocks, then small ones: 256MiB,4MiB")
+    if not 1 <= len(parts) <= 2:
+        raise BadValue(f"found {value!r}, want one or two sizes", hint="large blocks, then small ones: 256MiB,4MiB")
     return size(parts[0]), size(parts[1]) if len(parts) == 2 else 0
 
 
@@ -203,11 +215,10 @@ def patterns(value: Any) -> tuple[str, ...]:
     for pattern in several(value):
         found.extend(_pattern_file(pattern[1:]) if text(pattern).startswith("@") else [pattern])
     for pattern in found:
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as e:
-                raise BadValue(f"{pattern!r} is no regular expression: {e}") from None
+        try:
+            matcher(pattern)
+        except UsageError as e:
+            raise BadValue(e.message, hint=e.hint) from None
     return tuple(dict.fromkeys(found))
 
 

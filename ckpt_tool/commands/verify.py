@@ -1,7 +1,8 @@
 """`ckpt verify`: is a checkpoint complete and sound? Headers, extents, cover, replicas, checksums, finite values.
 
 quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
-value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf.
+value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf; and every record of the checkpoint's files that no
+tensor is read from. What no checksum covers is said: damage there can't be seen.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
-from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.megatron_dist.folder import late_faults
+from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
+from ckpt_tool.formats.megatron_dist.folder import hashed, late_faults
+from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
@@ -36,21 +39,26 @@ def verify(
     catalog, findings = opened.catalog, list[dict[str, Any]]()
     _refuse_twins(opened)
 
+    records = list[CkptError]()
+
     def note(fault: CkptError) -> None:
-        findings.append({"code": fault.code, "message": fault.message, "file": fault.path, "tensor": fault.key,
-                         "offset": fault.offset})  # fmt: skip
+        if fault.code == DAMAGED:
+            records.append(fault)
+        else:
+            findings.append(_finding(fault))
 
     broken = set()
-    for fault in faults_of(catalog.tensors.values()):
+    for fault in faults_of(catalog.tensors.values(), catalog.indexes):
         note(fault)
         broken.add(fault.key)
-    for fault in unsound(catalog):
+    for fault in (*unsound(catalog), *other_steps(opened.tree, catalog)):
         note(fault)
     for line in catalog.notes:
         if line.code in UNSOUND:
             findings.append({"code": line.code, "message": line.message, "file": line.path, "tensor": line.key})
     digests = dict(catalog.digests)
     nonfinite: dict[str, int] = {}
+    uncovered: list[dict[str, Any]] | None = None
     if mode == "full":
         keys = [key for key in catalog.tensors if str(key) not in broken]
         total = sum(catalog.tensors[key].nbytes for key in keys)
@@ -59,11 +67,14 @@ def verify(
             for fault in late_faults(opened.tree):
                 note(fault)
         digests, nonfinite = _read(opened, keys, on, progress, note)
+        damage, uncovered = _files(opened, keys, records)
+        findings += damage
         for key, want in catalog.digests.items():
             if digests.get(key, want) != want:
                 findings.append({"code": "E0352", "message": f"the values have digest {digests[key]}, recorded was {want}",
                                  "file": None, "tensor": str(key)})  # fmt: skip
         progress.finish()
+        _say_how_far(findings, opened)
         findings += _boolean_findings(nonfinite)
         findings += _drift_findings(catalog, opened, {finding["tensor"] for finding in findings}, on)
     return {
@@ -74,6 +85,7 @@ def verify(
         "mode": mode,
         "findings": findings,
         "digests": _by_state(digests),
+        "uncovered": uncovered,
         "nonfinite": {key: count for key, count in nonfinite.items() if not key.startswith("bool:")},
         "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
     }
@@ -104,12 +116,78 @@ def _read(
     return digests, count_nonfinite(catalog, tree, keys)
 
 
+def _finding(fault: CkptError) -> dict[str, Any]:
+    return {
+        "code": fault.code,
+        "message": fault.message,
+        "file": fault.path,
+        "tensor": fault.key,
+        "offset": fault.offset,
+        "place": fault.place,
+    }
+
+
+def _files(
+    opened: Opened, keys: Sequence[TensorKey], damaged: Sequence[CkptError]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers). keys: the tensors that
+    were read; damaged: the records that were found damaged then."""
+    from ckpt_tool.run.cover import look
+
+    catalog, tree = opened.catalog, opened.tree
+    there = tree.listing()
+    files = [path for path in dict.fromkeys((*catalog.files, *catalog.sidefiles)) if there.get(path, -1) >= 0]
+    holders: dict[tuple[str, int], str] = {}  # of a record: the first tensor in it
+    read = set[tuple[str, int]]()
+    covered = dict[str, int]()
+    for key, tensor in catalog.tensors.items():
+        for chunk in tensor.chunks:
+            array = chunk.array
+            if array.crc is not None and chunk.box.numel:
+                holders.setdefault((array.path, array.crc[0]), str(key))
+            elif key in catalog.digests:
+                covered[array.path] = covered.get(array.path, 0) + array.dtype.nbytes(chunk.box.numel)
+    read.update(
+        (chunk.array.path, chunk.array.crc[0])
+        for key in keys
+        for chunk in catalog.tensors[key].chunks
+        if chunk.array.crc is not None and chunk.box.numel
+    )
+    shown = {tree.display(path): path for path in files}
+    known = {id(fault): (shown[fault.path or ""], fault.offset or 0) for fault in damaged if fault.path in shown}
+    looked = look(tree, files, read, set(known.values()))
+    for fault in damaged:
+        fault.place = looked.members.get(known.get(id(fault), ("", 0)))
+    faults = [*damaged, *looked.damaged]
+    for fault in faults:
+        fault.key = fault.key or holders.get((shown.get(fault.path or "", ""), fault.offset or 0))
+    whole = hashed(tree) if catalog.format == "megatron-dist" else frozenset[str]()
+    left = {path: nbytes - covered.get(path, 0) for path, nbytes in looked.uncovered.items() if path not in whole}
+    rows = [
+        {"file": tree.display(path), "bytes": nbytes, "size": there[path]}
+        for path, nbytes in left.items()
+        if nbytes > 0
+    ]
+    return [_finding(fault) for fault in faults], rows
+
+
 def _refuse_twins(opened: Opened) -> None:
     """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
     if opened.catalog.format in ("safetensors", "sharded"):
         for path in opened.catalog.files:
             if not path.endswith(".json"):
                 refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
+
+
+def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
+    """Tell in the findings on replicas how far these are apart; the scan ends a tensor at the first difference."""
+    drifted = {finding["tensor"]: finding for finding in findings if finding["code"] == REPLICAS_DIFFER}
+    if drifted:
+        from ckpt_tool.run import replicas
+
+        tensors = [tensor for key, tensor in opened.catalog.tensors.items() if str(key) in drifted]
+        for apart in replicas.among([(tensors, opened.tree)]):
+            drifted[apart.name]["message"] = f"replicas differ: {apart.line()}"
 
 
 def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:

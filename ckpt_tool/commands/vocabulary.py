@@ -36,12 +36,12 @@ def is_vocabulary(name: str) -> bool:
 def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], list[dict[str, Any]]]:
     """The tensors with at most `size` rows in each vocabulary, and what went, by state, for the report.
 
-    Raises UsageError E0268 where no tensor is a vocabulary.
+    Raises UsageError E2302 where no tensor is a vocabulary.
     """
     rows, out, gone = list(stored), list[Stored](), dict[str, dict[str, Any]]()
     if not any(_has_rows(row.tensor) for row in rows):
         raise UsageError(
-            f"--vocab-size {size}: no tensor here is named as a vocabulary", code="E0268",
+            f"--vocab-size {size}: no tensor here is named as a vocabulary", code="E2302",
             hint="the names that are known end in embed_tokens.weight, lm_head.weight, word_embeddings.weight, ...",
         )  # fmt: skip
     for row in rows:
@@ -60,7 +60,7 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
 
 
 def grown_vocabulary(chosen: Chosen, writing: Writing) -> Chosen:
-    """`chosen` with rows of zeros in each vocabulary of fewer than `--vocab-size` rows. Raises UsageError: E0268 for values that
+    """`chosen` with rows of zeros in each vocabulary of fewer than `--vocab-size` rows. Raises UsageError: E2302 for values that
     are no floats of at most 32 bits, E0264 with --plan and --ray."""
     size = writing.vocab_size or 0
     short = [row for row in chosen.stored if _has_rows(row.tensor) and row.tensor.shape[0] < size]
@@ -72,7 +72,7 @@ def grown_vocabulary(chosen: Chosen, writing: Writing) -> Chosen:
     other = next((row.tensor for row in short if not row.tensor.dtype.is_float or row.tensor.dtype.bits > 32), None)
     if other is not None:
         raise UsageError(
-            f"--vocab-size {size}: {other.key} of {other.dtype.name} can't be padded", code="E0268", key=str(other.key),
+            f"--vocab-size {size}: {other.key} of {other.dtype.name} can't be padded", code="E2302", key=str(other.key),
             hint="padding is for bf16, fp16 and fp32 values",
         )  # fmt: skip
     recipes = [

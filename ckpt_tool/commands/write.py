@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.commands.arguments import with_arguments
-from ckpt_tool.commands.carry_out import execute, save_plan
+from ckpt_tool.commands.carry_out import execute
 from ckpt_tool.commands.chosen import Chosen
 from ckpt_tool.commands.computed import more_than_computed
 from ckpt_tool.commands.config import config_in
 from ckpt_tool.commands.degrees import degrees_of, layout_of
+from ckpt_tool.commands.heeded import refuse_idle, refuse_unsplit, single_name
 from ckpt_tool.commands.on_device import movers_of, with_device
-from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.options import DEFAULT_SHARD_SIZE, Writing
+from ckpt_tool.commands.plan_file import save_plan
 from ckpt_tool.commands.quantised import as_they_are, refuse_cut_blocks
+from ckpt_tool.commands.replaced import check_replaced
 from ckpt_tool.commands.select import group_of, removed_rows
 from ckpt_tool.commands.side_files import side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DTYPES, DType
@@ -36,7 +39,14 @@ from ckpt_tool.formats.base import Fitting, Format
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
-from ckpt_tool.storage.destination import check_destination, check_space, staging_path, sweep_leavings
+from ckpt_tool.storage.destination import (
+    check_beside,
+    check_destination,
+    check_space,
+    local_path,
+    staging_path,
+    sweep_leavings,
+)
 from ckpt_tool.storage.safetensors_file import gc_paused
 
 SIDE = -1  # in place of a source's number: a side file, which may lie beside the pointer file
@@ -46,10 +56,13 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
     """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
     began = time.monotonic()
     fmt = registry.by_name(to)
-    if writing.spec and fmt.holds.dialect != "megatron":
-        raise UsageError(f"--spec {writing.spec}: {fmt.name} has no layer specs", code="E1384",
-                         hint="it says how --to megatron and megatron-dist spell norms and experts; leave it off")  # fmt: skip
-    destination = Path(dst)
+    destination = local_path(dst)
+    refuse_idle(fmt, writing)
+    if writing.plan_file:
+        given = (
+            tree.display() for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None
+        )
+        check_beside(writing.plan_file, "--plan", given, (dst,))
     for opened in chosen.sources:
         opened.refuse_unsafe()
     chosen = _fitted(_fit(as_they_are(chosen, writing), fmt, writing), fmt, writing)
@@ -59,6 +72,8 @@ def write(chosen: Chosen, dst: str, writing: Writing, progress: Progress, *, to:
                for opened in chosen.sources if opened.tree.local]  # fmt: skip
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
+        if writing.force:
+            check_replaced(destination)
     except Exception:
         sweep_leavings(destination)
         raise
@@ -212,18 +227,15 @@ def opaque_names(value: Any, prefix: str = "") -> list[str]:
 def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
     """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
     first = chosen.sources[0]
-    single = destination.name if fmt.holds.single and _is_file_name(destination, chosen) else None
-    dtypes = _dtypes(writing)
-    changes = bool(dtypes or chosen.casts)
+    single = single_name(destination, fmt)
     wanted = Wanted(
-        tuple([WantedTensor(row.tensor.key, row.tensor.shape, _dtype(row.tensor, dtypes, chosen.casts) if changes else
-                            row.tensor.dtype, row.tensor.path) for row in chosen.stored]),
+        _wanted_tensors(chosen, _dtypes(writing)),
         chosen.extras,
         chosen.all_hints,
         first.catalog.format,
         () if single else side_files(chosen, fmt),
         single,
-        writing.max_shard_size,
+        writing.max_shard_size or DEFAULT_SHARD_SIZE,
         _options(chosen, fmt, writing) if fmt.holds.own_layout else {},
     )  # fmt: skip
     extras, said = with_arguments(wanted, chosen, fmt)
@@ -233,6 +245,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     if not fmt.holds.replicas:  # what ranks share is stored once
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
+    refuse_unsplit(target, fmt, writing)
     refuse_cut_blocks(target, wanted, chosen, fmt)
     numbers: dict[tuple[int, str], int] = {}
 
@@ -262,7 +275,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         str(destination.absolute()),
         {
             "verify": writing.verify,
-            "max_shard_size": writing.max_shard_size,
+            "max_shard_size": wanted.shard_size,
             **({"unlisted": [list(key) for key in chosen.unlisted]} if chosen.unlisted else {}),
         },
         {},
@@ -271,8 +284,19 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     return plan, wanted
 
 
-def _is_file_name(destination: Path, chosen: Chosen) -> bool:
-    return destination.suffix in (".pt", ".pth", ".bin", ".safetensors", ".ckpt") and not destination.is_dir()
+def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[WantedTensor, ...]:
+    changes = bool(dtypes or chosen.casts)
+    return tuple(
+        [
+            WantedTensor(
+                row.tensor.key,
+                row.tensor.shape,
+                _dtype(row.tensor, dtypes, chosen.casts) if changes else row.tensor.dtype,
+                row.tensor.path,
+            )
+            for row in chosen.stored
+        ]
+    )
 
 
 def _dtypes(writing: Writing) -> dict[str, DType]:

@@ -46,6 +46,30 @@ class Box:
             o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
         )
 
+    def minus(self, other: Box) -> list[Box]:
+        """What is left of the box, as disjoint boxes, at most two a dim."""
+        shared = self & other
+        if shared is None:
+            return [self] if self.numel else []
+        left, offset, shape = list[Box](), list(self.offset), list(self.shape)
+        for d, (start, extent) in enumerate(zip(shared.offset, shared.shape, strict=True)):
+            for low, high in ((offset[d], start), (start + extent, offset[d] + shape[d])):
+                if low < high:
+                    left.append(Box((*offset[:d], low, *offset[d + 1 :]), (*shape[:d], high - low, *shape[d + 1 :])))
+            offset[d], shape[d] = start, extent
+        return left
+
+
+def first_hole(shape: Sequence[int], boxes: Iterable[Box], *, most: int = 4096) -> Box | None:
+    """The first box (by its offset) of a tensor of `shape` that none of `boxes` holds, None where there is none, or where it
+    takes more than `most` pieces to tell."""
+    left = [whole(shape)] if 0 not in shape else []
+    for box in boxes:
+        left = [piece for part in left for piece in part.minus(box)]
+        if len(left) > most:
+            return None
+    return min(left, key=lambda box: box.offset, default=None)
+
 
 def whole(shape: Iterable[int]) -> Box:
     """The box of a whole tensor."""

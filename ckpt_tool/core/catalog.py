@@ -7,16 +7,20 @@ names, shapes and sizes without making any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import prod
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.box import first_overlap
+from ckpt_tool.core.box import first_hole, first_overlap
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+
+PEERS = 4096  # tensors that are looked at to find out which file lacks a part of another
 
 
 class Row(NamedTuple):
@@ -51,6 +55,7 @@ class Catalog:
         every other verb refuses.
     hints: what a format wants to remember for writing itself again (key prefixes, item style); plain values.
     digests: layout-free digests that the source recorded for its tensors.
+    indexes: files that say which box lies in which file, where the format has them: what they leave out is in no file.
     """
 
     format: str
@@ -63,6 +68,7 @@ class Catalog:
     unsafe: tuple[str, ...] = ()
     hints: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
+    indexes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[Row]:
         """Every tensor as a row, without touching chunks where the table allows it."""
@@ -81,7 +87,7 @@ class Catalog:
 
     def check(self) -> None:
         """Raise unless every tensor's boxes tile it. All faults at once."""
-        faults = list(faults_of(self.tensors.values()))
+        faults = list(faults_of(self.tensors.values(), self.indexes))
         if faults:
             first = faults[0]
             raise type(first)(
@@ -92,16 +98,89 @@ class Catalog:
                 path=first.path,
                 key=first.key,
                 hint=first.hint,
-                faults=[f"{fault.key}: {fault.message}" for fault in faults[1:]],
+                faults=[
+                    f"{fault.key}: {fault.message}{f' ({fault.path})' if fault.path else ''}" for fault in faults[1:]
+                ],
             )
 
 
-def faults_of(tensors: Iterable[LogicalTensor]) -> Iterator[CkptError]:
-    """Every tensor whose chunks leave the tensor, leave a gap or overlap."""
+def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> Iterator[CkptError]:
+    """Every tensor whose chunks leave the tensor, leave a gap or overlap. tensors: to be gone through more than once.
+
+    A gap is laid to the file that should fill it: the index that leaves it out, where one says what lies where (`indexes`),
+    else the file that holds that part of tensors that lie beside this one.
+    """
+    gaps: dict[str, LogicalTensor] = {}
+    found: list[CkptError] = []
     for tensor in tensors:
         fault = _fault_of(tensor)
         if fault is not None:
-            yield fault
+            found.append(fault)
+            if isinstance(fault, Incomplete):
+                gaps[str(tensor.key)] = tensor
+    if gaps:
+        sound = [tensor for tensor in tensors if str(tensor.key) not in gaps and len(tensor.chunks) > 1][:PEERS]
+        found = [_placed(each, gaps[each.key], sound, indexes) if each.key in gaps else each for each in found]
+    yield from found
+
+
+def _placed(
+    fault: CkptError, tensor: LogicalTensor, sound: Sequence[LogicalTensor], indexes: Sequence[str]
+) -> CkptError:
+    """The fault with the file that lacks a part of the tensor, as its path and in its message."""
+    primary = [chunk for chunk in tensor.chunks if chunk.replica == 0]
+    hole = first_hole(tensor.shape, [chunk.box for chunk in primary])
+    if hole is None:
+        return fault
+    message = f"{fault.message}: the first is the box at {list(hole.offset)} of shape {list(hole.shape)}"
+    own = {chunk.array.path for chunk in tensor.chunks}
+    path = None
+    if indexes:
+        near = min(own, default="")
+        path = max(indexes, key=lambda index: len(commonprefix((index, near))))
+        message += f", which {path} leaves out"
+    elif (suspects := _holders(tensor, sound)) is not None:
+        files, peer, sure = suspects
+        path = files[0] if sure else None
+        message += f"; of {peer} that part lies in {', '.join(files[:4])}"
+    elif own:
+        message += f"; what is there lies in {', '.join(sorted(own)[:4])}"
+    return Incomplete(message, code=fault.code, path=path, key=fault.key, hint=fault.hint)
+
+
+def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[list[str], TensorKey, bool] | None:
+    """(files, a tensor, are we sure?): which files hold what this tensor lacks, of one that lies otherwise just as it does.
+
+    Parts are compared by proportion, so (6, 2) cut in halves lies as (8, 4) does; nothing less than the same parts in the
+    same files will do: flat slices of ZeRO look alike and are not. Sure are we where several tensors say so, and none else.
+    """
+    own = set(_parts(tensor))
+    said: dict[tuple[str, ...], list[TensorKey]] = {}
+    for peer in sound if own else ():
+        theirs = _parts(peer)
+        files = {theirs[part] for part in theirs.keys() - own}
+        if own < theirs.keys() and files.isdisjoint(file for file, *_ in own):
+            said.setdefault(tuple(sorted(files)), []).append(peer.key)
+    if not said:
+        return None
+    files_, peers = max(said.items(), key=lambda item: len(item[1]))
+    return list(files_), peers[0], len(said) == 1 and len(peers) > 2
+
+
+def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
+    """(file, where each chunk begins and ends along each dim, as a share of its extent) -> file."""
+    return {
+        (
+            chunk.array.path,
+            *(
+                Fraction(at, n)
+                for o, e, n in zip(chunk.box.offset, chunk.box.end, tensor.shape, strict=True)
+                for at in (o, e)
+            ),
+        ): chunk.array.path
+        for chunk in tensor.chunks
+        if chunk.box.numel
+    }
 
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:
@@ -134,7 +213,6 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
         return Incomplete(
             f"{want - have} of {want} elements are in no file (shape {list(tensor.shape)}, {len(primary)} boxes)",
             code="E0309",
-            path=primary[0].array.path if primary else None,
             key=name,
             hint="a rank's file is missing or the save was cut short",
         )

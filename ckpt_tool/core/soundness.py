@@ -5,6 +5,7 @@ together. Everything found is a fault that a trainer would meet later, as a cras
 
     w (3, 4) with w [exp_avg] (4, 3)                       moments of another model, or of another layout
     w [exp_avg] without w, beside v with v [exp_avg]       a parameter that the model lost
+    w [master] without w, beside v with v [master]         the same
     w [exp_avg] without w [exp_avg_sq], where others have both
     param_groups [{"step": 3}, {"step": 4}]                groups of two saves
     experts.0, experts.1, experts.3                        an expert that no rank wrote
@@ -20,9 +21,10 @@ Cost: a pass over the rows, where there are other states than the model. What it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
@@ -33,7 +35,7 @@ WITH_EXPERTS = frozenset(
     ("megatron", "megatron-dist", "deepspeed", "deepspeed-universal", "paddle", "paddle-unified", "paddle-flex")
 )
 DEPTH = 8  # levels of the extras in which groups are looked for
-_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d{1,9})\.(.+)")
 _FACTORED = "exp_avg_sq_row"  # Adafactor's second moment of a matrix; vectors keep exp_avg_sq
 _LENIENT = "; --lenient takes it as it is"
 
@@ -49,9 +51,9 @@ def unsound(catalog: Catalog) -> Iterator[CkptError]:
         yield from _experts(catalog)
 
 
-def check_sound(catalog: Catalog) -> None:
-    """Raise the first fault, with the others beside it."""
-    faults = list(unsound(catalog))
+def check_sound(catalog: Catalog, more: Iterable[CkptError] = ()) -> None:
+    """Raise the first fault, with the others beside it. more: faults that were found by values (`formats.steps`)."""
+    faults = [*unsound(catalog), *more]
     if faults:
         first = faults[0]
         raise type(first)(
@@ -66,6 +68,13 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
     model, masters = shapes.get(MODEL, {}), shapes.get(MASTER, {})
     if not model and not masters:
         return
+    without = [name for name in masters if name not in model]
+    if 0 < len(without) < len(masters):  # (of ZeRO 3 and Paddle's sharding_io none has a weight beside its master)
+        yield Incomplete(
+            f"{len(without)} of {len(masters)} master weights have no weight in the model, the others have", code="E0302",
+            key=f"{without[0]} [{MASTER}]", path=_path(catalog, without[0], MASTER),
+            hint=f"a rank's part of the model is missing, or was copied over by another's{_LENIENT}",
+        )  # fmt: skip
     parameters = {**masters, **model}
     names, lost = set[str](), list[tuple[str, str]]()
     for state in (MASTER, *(state for state in shapes if state in MOMENTS)):
@@ -80,7 +89,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
                     key=f"{name} [{state}]", path=_path(catalog, name, state),
                     hint=f"optimizer and model come from two runs: fetch one save whole{_LENIENT}",
                 )  # fmt: skip
-            elif not name.isdigit():
+            elif not numeral(name):
                 lost.append((name, state))
     if len({name for name, _ in lost}) < len(names):  # else the names are another dialect's
         for name, state in lost:
@@ -164,7 +173,9 @@ def _experts(catalog: Catalog) -> Iterator[CkptError]:
         found = _EXPERT.fullmatch(row.name) if "experts." in row.name else None
         if found is not None:
             layers.setdefault((found[1], row.state), {}).setdefault(int(found[2]), set()).add(found[3])
-    counts = {prefix: 1 + max(max(of) for (p, _), of in layers.items() if p == prefix) for prefix, _ in layers}
+    counts: dict[str, int] = {}
+    for (prefix, _), of in layers.items():
+        counts[prefix] = max(counts.get(prefix, 0), 1 + max(of))
     for (prefix, state), experts in layers.items():
         suffix = "" if state == MODEL else f" [{state}]"
         gone = [i for i in range(min(counts[prefix], 1 << 16)) if i not in experts]

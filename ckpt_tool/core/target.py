@@ -23,6 +23,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import Path, TensorKey
 
 DIGEST_CHARS = 32  # hex digits of a digest, the size of its hole in an index
+PATCH_BYTES = {"crc32": 4, "digest": DIGEST_CHARS, "sha256": 64}  # kind of a patch -> bytes of its hole
 T = TypeVar("T")
 
 
@@ -117,7 +118,8 @@ class Places(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Every file of the output. `single`: the output is one file of this name, not a folder. places: given where the
+    """Every file of the output. `single`: the output is one file of this name, not a folder. by_size: files end where
+    `Wanted.shard_size` says. places: given where the
     files' arrays are `Later`s: the same answers, tensor by tensor."""
 
     format: str
@@ -125,6 +127,7 @@ class Target:
     single: str | None = None
     notes: tuple[str, ...] = ()
     places: Places | None = None
+    by_size: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.compare import Difference, Worst, compare
+from ckpt_tool.run.records import Checked
 from ckpt_tool.run.scan import Queue, readable, share_out
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -53,20 +54,20 @@ def _bits(
     """The differences in bits of pairs of one type and shape each."""
     mine, theirs = readable([a for a, _ in pairs], left), readable([b for _, b in pairs], right)
     twins = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
-    found = {id(move): Worst(move.shape) for move in mine.moves}
+    found, beside = {id(move): Worst(move.shape) for move in mine.moves}, Checked(theirs.files, theirs.records)
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in mine.moves)) as stations:
 
         def read(reader: Reader, queue: Queue) -> None:
-            other = Reader(theirs.files, 16, {})
+            other = beside.reader(16)
             try:
                 with stations.station() as station:
                     two = _Two(station, (reader, other), twins, found, queue.stopped)
                     for some in gathered(mine.moves, queue, station.line):
                         two.compare(some, advance)
             finally:
-                other.close()
+                beside.done(other)
 
-        share_out(mine, read, threads=stations.sizes.threads, waits=True)
+        share_out(mine, read, threads=stations.sizes.threads, beside=beside, waits=True)
     return [found[id(move)] for move in mine.moves]
 
 

@@ -269,6 +269,10 @@ def drain(station: Station, writer: Writer, batch: Sequence[tuple[Window, int]])
     writes.flush()
 
 
+# Storage errors of the device, its library and its compiler.
+_OF_DEVICE = frozenset({"E1550", "E1551", "E1555", "E1559", "E1563", "E1567"})
+
+
 def of_device(fault: CkptError) -> bool:
     """Is it the device that failed, not the checkpoint?"""
-    return fault.code.startswith("E15")
+    return fault.code in _OF_DEVICE

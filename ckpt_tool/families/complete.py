@@ -14,7 +14,7 @@ shapes, or find what the only layer of its kind lacks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckpt_tool.core.quantised import part_of
 from ckpt_tool.families.base import Config, Family
@@ -23,6 +23,7 @@ from ckpt_tool.families.config.words import LAYERS
 from ckpt_tool.families.table import Table, form_of, instances
 
 _LAST_NORMS = (".norm.weight", ".ln_f.weight", ".final_layernorm.weight")
+_SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -51,7 +52,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     count = _layer_count(config)
     for front, found_layers in layers.items():
         if count and front in _decoders(table):
-            lost += [f"{front}{number}.*" for number in range(count) if number not in found_layers]
+            lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]
         lost += _thinner(found_layers, count)
         lost += _no_experts(front, found_layers, config) if front in _decoders(table) else []
     return lost + list(_lone_experts(experts))
@@ -109,9 +110,22 @@ def _lone_experts(experts: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> 
         front = form[: form.rindex("%d") + 2]
         by_layer[front, layer][form] = found[0]
     for (_, layer), forms in by_layer.items():
-        every = set(range(max(max(numbers) for numbers in forms.values()) + 1))
+        count = max(max(numbers) for numbers in forms.values()) + 1
         for form, numbers in forms.items():
-            yield from (form % (layer, expert) for expert in sorted(every - numbers))
+            yield from (form.replace("%d", str(layer), 1).replace("%d", gone, 1) for gone in _gaps(numbers, count))
+
+
+def _gaps(have: Collection[int], count: int) -> Iterator[str]:
+    """The numbers below `count` that are not there: one by one, long rows as `FIRST-LAST`, so that no number of a name or a
+    config is ever counted out.
+
+    >>> list(_gaps({0, 2}, 5)), list(_gaps({0}, 10**9))
+    (['1', '3', '4'], ['1-999999999'])
+    """
+    start = 0
+    for stop in sorted({number for number in have if number < count} | {count}):
+        yield from map(str, range(start, stop)) if stop - start <= _SPELLED else (f"{start}-{stop - 1}",)
+        start = stop + 1
 
 
 def _whole_model(family: Family, table: Table, names: Iterable[str], config: Config | None) -> Iterator[str]:

@@ -20,6 +20,7 @@ from ckpt_tool.algebra.equation import Equation
 from ckpt_tool.algebra.expression import Extent
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece, Side
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
 from ckpt_tool.families.beside import followers
@@ -104,7 +105,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
         shapes: {parameter: shape} of all that there is; names that no rule knows are not in the result.
         config: the model's config.json, None or {} where there is none.
     Raises UsageError E1231 (no such dialect), E0223-E0224 (a rule's condition asks for what the config lacks); InputError
-    E1376 (sizes unknown); InconsistentCheckpoint, all at once: E1370 (a shape against the config), E1371 (a tensor half
+    E1376 (sizes unknown); InconsistentCheckpoint E1650, and all at once: E1370 (a shape against the config), E1371 (a tensor half
     there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised tensor that would move).
     """
     config = config or {}
@@ -112,6 +113,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     named, unknown = instances(here.left, shapes)
     found = _found(here, named, config)
     sizes, reasons = sizes_of(family, here, named, shapes, config)
+    _check_counts((here, there), sizes, shapes)
     check_known(_needed(found), sizes, reasons, family.name)
     faults: list[Fault] = []
     hub = _to_hub(found, sizes, config, shapes, faults)
@@ -133,6 +135,21 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     aliases = [(names[0], of[0]) for names, of in named_there
                if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes]  # fmt: skip
     return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone])), aliases=tuple(aliases))
+
+
+def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:
+    """Raise InconsistentCheckpoint E1650 for a count of what lies in one tensor on this side and in a tensor each on the other
+    (experts), that no shape and no number of tensors shows: names are written out for each."""
+    longest = max((extent for shape in shapes.values() for extent in shape), default=0)
+    counted: dict[str, None] = {}
+    for rule in (rule for table in tables for rule in table.rules):
+        terms = (*rule.left, *rule.right)
+        along = {axis for term in terms for axis in term.pattern.axes}
+        counted |= dict.fromkeys(axis for term in terms for axis in term.axes if axis in along)
+    for axis in counted:
+        size = sizes.get(axis)
+        if isinstance(size, int):
+            bounded(size, max(longest, len(shapes)), f"of `{axis}` by the config")
 
 
 def _refuse(faults: Sequence[Fault]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpt_tool.core.catalog import Catalog
@@ -20,11 +21,34 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import Target, Wanted
 
 
+# What files of weights are called, whatever their format: a name with one of them promises what is inside.
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pdparams", ".pdopt", ".gguf")
+PLACED = frozenset({"zero", "pp-split", "layout", "on-indivisible"})  # of formats that `plan.placing` lays out
+
+
+class Specificity(IntEnum):
+    """What a claim rests on. Of two claims on the same files the more specific one counts (`formats.registry`)."""
+
+    CONTAINER = 0  # files of a container that many formats use, under no particular names
+    NAMES = 1  # names that the format's own writers give
+    OWN = 2  # names, or words inside the files, that only this format has
+    SIGNED = 3  # a file of the checkpoint says which format it is
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Why a tree is of a format, in words for a person."""
+    """Why a tree is of a format: `why`, in words for a person.
+
+    files: every file of the checkpoint, as far as names tell; side files are left out. loader, turn: the software that
+    opens such a folder and, where the folder holds one model in several forms, takes the form of the lowest turn
+    (`transformers` takes model.safetensors, and pytorch_model.bin only without it); "" where there is no such rule.
+    """
 
     why: str
+    specificity: Specificity = Specificity.NAMES
+    files: frozenset[str] = frozenset()
+    loader: str = ""
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +58,9 @@ class Holds:
     all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no place
     although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
     out in files (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is
-    replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: may be one file.
+    replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: the suffixes
+    under which the output may be one file, () for folders alone. heeds: of the options that only some formats can heed
+    (max-shard-size, zero, sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
     dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
     DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.options`.
     """
@@ -44,7 +70,8 @@ class Holds:
     mesh: tuple[str, ...] = ()
     replicas: bool = False
     zero: int = 0
-    single: bool = False
+    single: tuple[str, ...] = ()
+    heeds: frozenset[str] = frozenset()
     dialect: str = "keep"
     own_layout: bool = False
     dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold

@@ -7,10 +7,12 @@ the format's own `detect` must say None; it spares the import (20 ms for those t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ckpt_tool.errors import UnknownFormat, UsageError, near_misses
+from ckpt_tool.errors import CkptError, UnknownFormat, UsageError, near_misses
 from ckpt_tool.formats.base import Evidence, Format
+from ckpt_tool.formats.lookalikes import LOOKALIKES, looks_like
 from ckpt_tool.storage.source import Tree
 
 
@@ -93,7 +95,10 @@ def _peft() -> Format:
 
 
 def _may_be_torch(tree: Tree) -> bool:
-    return tree.single is not None or not any(name.endswith(".safetensors") for name in tree.names())
+    names = tree.names()
+    if tree.single is not None or not any(name.endswith(".safetensors") for name in names):
+        return True
+    return any("pytorch_model" in name or "_rank_" in name or name.endswith(".bin.index.json") for name in names)
 
 
 def _may_be_dcp(tree: Tree) -> bool:
@@ -162,6 +167,7 @@ _ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
     "peft": (_peft, _may_be_peft),
 }
 NAMES = tuple(_ROWS)
+FOLDERS = 40  # that `components` looks into
 
 
 def by_name(name: str) -> Format:
@@ -180,37 +186,85 @@ def may_be(name: str, tree: Tree) -> bool:
     return _ROWS[name][1](tree)
 
 
-def detect(tree: Tree) -> tuple[Format, Evidence]:
-    """The one format that claims the tree. Raises UnknownFormat (E0390) for none, (E0391) for several."""
+class Claim(NamedTuple):
+    """A format's claim on a tree."""
+
+    name: str
+    evidence: Evidence
+
+
+def claims(tree: Tree) -> list[Claim]:
+    """Every format's claim, in the order of the registry."""
     asked = ((name, by_name(name)) for name in NAMES if may_be(name, tree))
-    found = [(name, fmt, evidence) for name, fmt in asked if (evidence := fmt.detect(tree))]
+    return [Claim(name, evidence) for name, fmt in asked if (evidence := fmt.detect(tree))]
+
+
+def settle(found: Sequence[Claim]) -> list[Claim]:
+    """The claims that stand; two of them are two checkpoints, or one that could be either.
+
+    A claim falls to a more specific one that accounts for every file of it; of what is left, to one of an earlier turn where
+    the same software loads both and takes one of them.
+    """
+    left = [one for one in found if not any(_covers(other.evidence, one.evidence) for other in found)]
+    turns = [(claim.evidence.loader, claim.evidence.turn) for claim in left]
+    first = {loader: min(turn for other, turn in turns if other == loader) for loader, _ in turns}
+    return [claim for claim, (loader, turn) in zip(left, turns, strict=True) if not loader or turn == first[loader]]
+
+
+def _covers(other: Evidence, one: Evidence) -> bool:
+    return other.specificity > one.specificity and one.files <= other.files
+
+
+def detect(tree: Tree) -> tuple[Format, Evidence]:
+    """The one format that claims the tree.
+
+    Raises UnknownFormat: E0390 for none, E0391 for several, E1640 for what is known and not read.
+    """
+    unread = {kind.name: kind for kind in LOOKALIKES} if tree.single is None else {}
+    known = [Claim(name, evidence) for name, kind in unread.items() if (evidence := kind.find(tree))]
+    found = settle([*claims(tree), *known])
     if not found:
+        what, advice = looks_like(tree, components(tree))
         raise UnknownFormat(
-            f"no known checkpoint: {_looks_like(tree)}", code="E0390", path=tree.display(),
-            hint=f"this build reads {', '.join(NAMES)}; if it is one of them, say which with --from",
-        )  # fmt: skip
-    if len(found) > 1:
-        raise UnknownFormat(
-            f"two formats claim it: {' and '.join(name for name, _, _ in found)}", code="E0391", path=tree.display(),
-            hint=f"say which with --from {found[0][0]} or --from {found[1][0]}",
-            faults=[f"{name}: {evidence.why}" for name, _, evidence in found],
-        )  # fmt: skip
-    return found[0][1], found[0][2]
-
-
-def _looks_like(tree: Tree) -> str:
-    """What the tree holds, for the message of a person who passed the wrong thing."""
-    names = list(tree.listing())
-    if not names:
-        return "the folder is empty"
-    if tree.single is not None:
-        head = tree.head(tree.single, 64)
-        kinds = (
-            (b"version https://git-lfs", "the file is a Git LFS pointer (run git lfs pull)"),
-            (b"<!DOCTYPE", "the file is an HTML page, probably an error page of a download"),
-            (b"<html", "the file is an HTML page, probably an error page of a download"),
-            (b"\x1f\x8b", "the file is a gzip archive: unpack it first"),
-            (b"GGUF", "the file is GGUF, an inference format"),
+            f"no known checkpoint: {what}",
+            code="E0390",
+            path=tree.display(),
+            hint=advice or f"this build reads {', '.join(NAMES)}; if it is one of them, say which with --from",
         )
-        return next((words for magic, words in kinds if head.startswith(magic)), f"the file begins with {head[:8]!r}")
-    return f"the folder holds {len(names)} files, among them {', '.join(names[:3])}"
+    if len(found) > 1:
+        raise several(found, tree.display())
+    if found[0].name in unread:
+        raise UnknownFormat(
+            f"{found[0].name}, which this build does not read as a whole ({found[0].evidence.why})",
+            code="E1640",
+            path=tree.display(),
+            hint=unread[found[0].name].hint(tree, components(tree)),
+        )
+    return by_name(found[0].name), found[0].evidence
+
+
+def components(tree: Tree) -> list[str]:
+    """The folders directly below that a format claims, of the first `FOLDERS`. Lists each."""
+    folders = (
+        list(dict.fromkeys(path.split("/")[0] for path in tree.listing() if "/" in path)) if tree.single is None else []
+    )
+    found = []
+    for folder in folders[:FOLDERS]:
+        try:
+            if claims(tree.below(folder)):
+                found.append(folder)
+        except CkptError:  # a link, or a folder that may not be read
+            continue
+    return found
+
+
+def several(found: Sequence[Claim], shown: str) -> UnknownFormat:
+    """The error (E0391) for several claims that stand. shown: the folder."""
+    choices = " or ".join(f"--from {claim.name}" for claim in found if claim.name in NAMES)
+    return UnknownFormat(
+        f"{'two' if len(found) == 2 else len(found)} formats claim it: {' and '.join(claim.name for claim in found)}",
+        code="E0391",
+        path=shown,
+        hint=f"say which with {choices}" if choices else "neither is read as a whole: pass a part of it",
+        faults=[f"{claim.name}: {claim.evidence.why}" for claim in found],
+    )

@@ -23,7 +23,7 @@ from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.catalog import mark_replicas
-from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.moves import Stored
 
@@ -54,7 +54,7 @@ def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:
 
 
 def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
-    """The tensors under the mapping's names. Raises InconsistentCheckpoint E0358 for a state that some sources of a
+    """The tensors under the mapping's names. Raises InconsistentCheckpoint E2303 for a state that some sources of a
     tensor have and others lack, whose shape is neither the parameter's nor a single element, or whose dtypes differ, all
     at once."""
     shapes = parameter_shapes(rows)
@@ -76,7 +76,7 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
     if faults:
         key, fault = faults[0]
         raise InconsistentCheckpoint(
-            f"{key}: {fault}", code="E0358", key=key.name, faults=[f"{key}: {fault}" for key, fault in faults[1:]],
+            f"{key}: {fault}", code="E2303", key=key.name, faults=[f"{key}: {fault}" for key, fault in faults[1:]],
             hint=f"leave the state behind with --drop {key.state}, or keep the source's names with --dialect keep",
         )  # fmt: skip
     dropped = set(mapped.dropped)
@@ -86,7 +86,7 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
     if clash:
         raise UsageError(
             f"the mapping makes {clash[0]} of another tensor, and the checkpoint has one of that name that no rule takes",
-            code="E1280", key=clash[0], faults=clash[1:], hint="rename or drop it in the mapping",
+            code="E2301", key=clash[0], faults=clash[1:], hint="rename or drop it in the mapping",
         )  # fmt: skip
     stored += [row for name in kept for row in by_name[name].values()]
     gone = tuple(row.tensor for name in mapped.dropped for row in by_name.get(name, {}).values())
@@ -187,10 +187,7 @@ def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Ite
 
 def _chunk(chunk: Chunk, box: Box, offset: int, strides: Shape) -> Chunk:
     """`box` of a new tensor, whose element 0 lies `offset` elements behind the array's start."""
-    array = chunk.array
-    there = StoredArray(
-        array.path, array.offset + offset * (array.dtype.bits // 8), array.dtype, box.shape, strides, array.crc
-    )
+    there = chunk.array.view(offset, box.shape, strides)
     return Chunk(box, there, Box((0,) * len(box.shape), box.shape), chunk.replica)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import DIGITS, bounded, numeral
 from ckpt_tool.core.layout import Choice, Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.quantised import Units
@@ -34,10 +35,11 @@ _VOCAB = re.compile(
 _WHOLE = re.compile(
     r"(?:norm|ln_\w+|ln|layernorm|router|gate|inv_freq|rotary_emb|position_embeddings)(?:\.\w+)*$|\.bias$"
 )
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d{1,9})\.")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,9})\.")
 _STACKED = re.compile(r"(?:^|\.)experts\.(?!\d)")
 _FIRST = re.compile(r"(?:embed|wte|wpe|tok(?:ens|en|_|\.|$)|position)")
+_GLOB = 4096  # characters
 _WEIGHTS = (MODEL, EMA)
 
 Shape = tuple[int, ...]
@@ -276,6 +278,7 @@ def _stages(names: Mapping[str, _Name], wishes: Wishes) -> dict[str, int]:
     if stages == 1:
         return {}
     count = max((found.layer for found in names.values() if found.layer is not None), default=-1) + 1
+    bounded(count, len(names), "layers by the tensors' names")
     if wishes.pp_split:
         split = wishes.pp_split
         if len(split) != stages or sum(split) != count or min(split) < 1:
@@ -306,7 +309,7 @@ def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     if ranks == 1:
         return {}
     numbers = {name: found.expert for name, found in names.items() if found.expert is not None}
-    count = max(numbers.values(), default=-1) + 1
+    count = bounded(max(numbers.values(), default=-1) + 1, len(names), "experts by the tensors' names")
     stacked = any(_STACKED.search(alike) for alike in {found.alike for found in names.values() if found.expert is None})
     if not count and stacked:
         return {}
@@ -363,22 +366,41 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
         raise UsageError(f"unknown table {sorted(set(document) - known)[0]!r}", code="E0252", path=path,
                          hint="a layout file has [mesh] and [[rule]] tables")  # fmt: skip
     try:
-        degrees = {str(name): int(size) for name, size in document.get("mesh", {}).items()}
+        degrees = {str(name): _whole(size) for name, size in document.get("mesh", {}).items()}
         rules = tuple(
             Rule(
-                str(entry["match"]),
-                str(entry.get("state", "*")),
+                _glob(entry["match"]),
+                _glob(entry.get("state", "*")),
                 tuple(
-                    (int(dim), (names,) if isinstance(names, str) else tuple(map(str, names)))
+                    (
+                        _whole(int(dim) if numeral(dim) else dim),
+                        (names,) if isinstance(names, str) else tuple(map(str, names)),
+                    )
                     for dim, names in sorted(entry.get("shard", {}).items())
                 ),
-                tuple((str(name), int(index)) for name, index in entry.get("at", {}).items()),
+                tuple((str(name), _whole(index)) for name, index in entry.get("at", {}).items()),
             )
             for entry in document.get("rule", [])
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
+        what = e if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
         raise UsageError(
-            f"the layout file does not read: {type(e).__name__} {e}", code="E0252", path=path,
+            f"the layout file does not read: {what}", code="E0252", path=path,
             hint='want [[rule]] entries such as: match = "*.w1.weight", shard = { 0 = ["tp"] }',
         ) from e  # fmt: skip
     return degrees, rules
+
+
+def _glob(value: object) -> str:
+    """A pattern of a layout file: of a length that takes no time to compile."""
+    if isinstance(value, str) and len(value) <= _GLOB:
+        return value
+    raise ValueError(f"expected a pattern of at most {_GLOB} characters, got {str(value)[:80]!r}")
+
+
+def _whole(value: object) -> int:
+    """A number of a layout file. Raises ValueError for what is none, or has more digits than can be shown."""
+    if type(value) is int and abs(value) < 10**DIGITS:
+        return value
+    shown = f"one of {value.bit_length()} bits" if isinstance(value, int) else repr(value)[:80]
+    raise ValueError(f"expected a whole number, got {shown}")

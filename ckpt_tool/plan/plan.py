@@ -5,25 +5,24 @@ sides. `Unit`s are shares of about 64 MiB of the moves, cut where the set of out
 work on different files; they are derived from the moves alone, which is why a plan file needs none and `--part I/N`
 means the same on every machine.
 
-`Plan.to_json` / `from_json` are exact inverses; a plan read from a file is data and is checked as such (extents within
-files, outputs disjoint).
+`Plan.to_json` / `from_json` are exact inverses; a plan read from a file is data and is checked as such, whole, before a byte
+moves (`plan.saved`, `plan.checking`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.target import Patch, TargetFile
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.target import TargetFile
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import SourceChanged
 from ckpt_tool.plan.copy import Region
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class SourceFile(NamedTuple):
@@ -46,11 +45,19 @@ class Record(NamedTuple):
     crc: int
 
 
+class Extent(NamedTuple):
+    """An array of an output file: bytes [offset, offset + nbytes), padding included. move: the number of the move that fills
+    it, -1 where none does (all of it is padding)."""
+
+    offset: int
+    nbytes: int
+    move: int
+
+
 class Move(NamedTuple):
     """One tensor from its sources to its outputs. numel counts line elements of `item` bytes on the source side.
 
     sources: replica 0 tiles the line; higher replicas are read and compared. item_out: bytes of an element written.
-    zeros: line elements that no source holds and that are written as zeros (padding), named in the report.
     """
 
     key: TensorKey
@@ -96,7 +103,7 @@ class Moves(Sequence[Move]):
 class Plan:
     """A whole run. outputs: the target's files (their arrays already turned into the moves' output regions).
 
-    arrays: for each output file the (offset, nbytes) of its arrays, in the order that `Patch.of` counts.
+    arrays: for each output file its arrays, in the order that `Patch.of` counts.
     format: the output's format name, for the check after the run. single: the output is this one file.
     source_names: the sources as the user named them. states, dropped, fallbacks, removed, notes: for the report.
     """
@@ -104,7 +111,7 @@ class Plan:
     sources: tuple[SourceFile, ...]
     records: tuple[Record, ...]
     outputs: tuple[TargetFile, ...]
-    arrays: Sequence[Sequence[tuple[int, int]]]
+    arrays: Sequence[Sequence[Extent]]
     moves: Sequence[Move]
     format: str
     single: str | None
@@ -176,99 +183,12 @@ class Plan:
 
     @staticmethod
     def from_json(document: Any, path: str) -> Plan:
-        """The plan in `document`, read from file `path`. Raises SourceChanged E0610 when it is not one of ours."""
-        from base64 import b64decode
+        """The plan in `document`, read from file `path` and checked whole. Raises SourceChanged E0610 when it is not one of
+        ours, UnsafeInput E1600 when it writes outside its output."""
+        from ckpt_tool.plan.saved import read_plan
 
-        try:
-            if document["plan_version"] != PLAN_VERSION:
-                raise ValueError(f"plan version {document['plan_version']}, want {PLAN_VERSION}")
-            outputs = tuple(
-                TargetFile(
-                    str(file["path"]),
-                    int(file["size"]),
-                    tuple((int(at), b64decode(data)) for at, data in file["literals"]),
-                    (),
-                    tuple(_patch(*patch) for patch in file["patches"]),
-                    file["copy_of"],
-                )
-                for file in document["outputs"]
-            )
-            arrays = tuple(tuple((int(a), int(n)) for a, n in file["arrays"]) for file in document["outputs"])
-            moves = tuple(
-                Move(
-                    TensorKey(str(key[0]), str(key[1])),
-                    tuple(map(int, shape)),
-                    DTYPES[dtype],
-                    DTYPES[dtype_out],
-                    int(numel),
-                    int(item),
-                    int(item_out),
-                    tuple(_region(region) for region in sources),
-                    tuple(_region(region) for region in targets),
-                )
-                for key, shape, dtype, dtype_out, numel, item, item_out, sources, targets in document["moves"]
-            )
-            plan = Plan(
-                tuple(SourceFile(str(r), str(p), tuple(map(int, i))) for r, p, i in document["sources"]),
-                tuple(Record(*map(int, record)) for record in document["records"]),
-                outputs,
-                arrays,
-                moves,
-                str(document["format"]),
-                document["single"],
-                str(document["destination"]),
-                dict(document["options"]),
-                dict(document["report"]),
-            )
-            _check_extents(plan)
-        except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise SourceChanged(
-                f"the plan file does not read as a plan: {type(e).__name__}: {e}", code="E0610", path=path,
-                hint="make it again with --plan",
-            ) from e  # fmt: skip
-        return plan
+        return read_plan(document, path)
 
 
 def _flat(region: Region) -> list[Any]:
     return [region.file, region.offset, region.at, region.extents, region.strides, region.steps, region.replica]
-
-
-def _region(row: Sequence[Any]) -> Region:
-    file, offset, at, extents, strides, steps, replica = row
-    out = Region(int(file), int(offset), int(at), tuple(map(int, extents)), tuple(map(int, strides)),
-                 tuple(map(int, steps)), int(replica))  # fmt: skip
-    if not len(out.extents) == len(out.strides) == len(out.steps) or min((*out.extents, 0)) < 0:
-        raise ValueError("a region's extents, strides and steps disagree")
-    return out
-
-
-def _check_extents(plan: Plan) -> None:
-    """A plan from a file may have been edited: no region may leave its file."""
-    for move in plan.moves:
-        for regions, sizes, item in (
-            (move.sources, [file.identity[2] for file in plan.sources], move.item),
-            (move.outputs, [file.size for file in plan.outputs], move.item_out),
-        ):
-            for region in regions:
-                low, high = extent_of(region, item)
-                if low < 0 or high > sizes[region.file] and region.numel:
-                    raise ValueError(f"{move.key}: a region leaves its file")
-
-
-def extent_of(region: Region, item: int) -> tuple[int, int]:
-    """[first, end) bytes of the file that the region spans."""
-    reach = [(n - 1) * s for n, s in zip(region.extents, region.strides, strict=True)]
-    low = region.offset + sum(r for r in reach if r < 0)
-    return low, region.offset + sum(r for r in reach if r > 0) + item
-
-
-def regions_of(plan: Plan) -> Iterator[tuple[Move, Region]]:
-    for move in plan.moves:
-        for region in move.sources:
-            yield move, region
-
-
-def _patch(
-    offset: int, kind: Literal["crc32", "digest", "sha256"], of: int, span: Sequence[int] | None = None
-) -> Patch:
-    return Patch(offset, kind, of, None if span is None else (span[0], span[1]))

@@ -14,11 +14,13 @@ from math import lcm, prod
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, first_overlap
+from ckpt_tool.core.inner_path import check_outputs
 from ckpt_tool.core.target import Later, Places, Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Region, hull, is_transposed, row_of
 from ckpt_tool.plan.moves import FileNumber, LaterMoves, Stored, move_of, output_region
-from ckpt_tool.plan.plan import Move, Record
+from ckpt_tool.plan.plan import Extent, Move, Record
+from ckpt_tool.plan.spans import Comb, Span, comb_of, first_clash
 
 UNIT = 64 << 20  # bytes of source values in one unit, about
 LEAF = 256 << 10  # bytes of a leaf of the digest, see `run.digest`
@@ -26,11 +28,13 @@ LEAF = 256 << 10  # bytes of a leaf of the digest, see `run.digest`
 
 def build_moves(
     stored: Sequence[Stored], wanted: Wanted, target: Target, file_number: FileNumber
-) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[tuple[int, int]]]]:
-    """The moves, the checksum records they touch, and each output file's arrays as (offset, nbytes).
+) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
+    """The moves, the checksum records they touch, and each output file's arrays.
 
-    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from.
+    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Raises UnsafeInput E1600 for files
+    that would lie elsewhere than in the output.
     """
+    _check_paths(target, wanted)
     if target.places is not None:
         return _moves_by_group(stored, wanted, target, target.places, file_number)
     outputs: list[list[Region]] = [[] for _ in wanted.tensors]
@@ -57,7 +61,7 @@ def build_moves(
 
 def _moves_by_group(
     stored: Sequence[Stored], wanted: Wanted, target: Target, places: Places, file_number: FileNumber
-) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[tuple[int, int]]]]:
+) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
     """The same of a large target: nothing is made that nobody looks at. Groups are checked, and files when they are
     made."""
     for group, (_, tensor) in places.groups().items():
@@ -72,7 +76,7 @@ def _moves_by_group(
         file_number(source, path)
     records = {Record(file_number(source, path), *crc): None for source, path, crc in read if crc is not None}
 
-    def arrays(file: TargetFile) -> list[tuple[int, int]]:
+    def arrays(file: TargetFile) -> list[Extent]:
         extents = _extents(file, wanted)
         _check_disjoint(file, extents, wanted)
         return extents
@@ -81,9 +85,28 @@ def _moves_by_group(
     return moves, tuple(records), [Later(partial(arrays, file)) for file in target.files]
 
 
-def _extents(file: TargetFile, wanted: Wanted) -> list[tuple[int, int]]:
-    """(offset, nbytes) of the file's arrays, from the first to the last byte of each."""
-    return [(array.offset, _reach(array, wanted.tensors[array.tensor])) for array in file.arrays]
+def _check_paths(target: Target, wanted: Wanted) -> None:
+    """Some formats make files' names of tensors' names, which are data."""
+    files = {file.path: file for file in target.files}
+
+    def tensor(path: str) -> str | None:
+        return next((str(wanted.tensors[array.tensor].key) for array in files[path].arrays), None)
+
+    check_outputs(
+        (file.path for file in target.files),
+        named_by=tensor,
+        path=None,
+        hint="a name of the source becomes a file's name here: rename it there, leave it out with --remove-keys, or write "
+        "another format",
+    )
+
+
+def _extents(file: TargetFile, wanted: Wanted) -> list[Extent]:
+    """The file's arrays, from the first to the last byte of each."""
+    return [
+        Extent(array.offset, _reach(array, wanted.tensors[array.tensor]), array.tensor if array.box.numel else -1)
+        for array in file.arrays
+    ]
 
 
 def _reach(array: TargetArray, item: WantedTensor) -> int:
@@ -94,46 +117,27 @@ def _reach(array: TargetArray, item: WantedTensor) -> int:
     return item.dtype.nbytes(steps + 1)
 
 
-def _check_disjoint(file: TargetFile, extents: Sequence[tuple[int, int]], wanted: Wanted) -> None:
+def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted) -> None:
     """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each other's
     gaps: columns of one matrix."""
-    spans: list[tuple[int, int, tuple[int, int, int] | None]] = [
-        (at, at + n, _comb(array, wanted.tensors[array.tensor]))
-        for (at, n), array in zip(extents, file.arrays, strict=True)
+    spans = [
+        Span(at, at + n, _comb(array, wanted.tensors[array.tensor]))
+        for (at, n, _), array in zip(extents, file.arrays, strict=True)
         if n
     ]
-    spans += [(at, at + len(data), None) for at, data in file.literals if data]
-    end, inside = 0, list[tuple[int, int, int] | None]()
-    for start, stop, comb in sorted(spans, key=lambda span: span[:2]):
-        if stop > file.size or start < end and not all(_apart(comb, other) for other in inside):
-            raise InternalError(f"{file.path}: bytes {start}..{stop} are written twice or lie outside {file.size}")
-        inside = [*inside, comb] if start < end else [comb]
-        end = max(end, stop)
+    spans += [Span(at, at + len(data)) for at, data in file.literals if data]
+    wrong = next((span for span in spans if span.stop > file.size), None) or first_clash(spans)
+    if wrong is not None:
+        raise InternalError(
+            f"{file.path}: bytes {wrong.start}..{wrong.stop} are written twice or lie outside {file.size}"
+        )
 
 
-def _comb(array: TargetArray, item: WantedTensor) -> tuple[int, int, int] | None:
-    """(offset, bytes from tooth to tooth, bytes of a tooth) of an array with gaps of one size; None for one without."""
+def _comb(array: TargetArray, item: WantedTensor) -> Comb | None:
     if array.strides is None:
         return None
-    size, width, pitch = max(1, item.dtype.bits // 8), 1, 0
-    for n, stride in sorted(zip(array.box.shape, array.strides, strict=True), key=lambda dim: dim[1]):
-        if n == 1:
-            continue
-        if not pitch and stride == width:
-            width *= n
-        elif not pitch:
-            pitch = stride
-        elif stride % pitch:
-            return None
-    return (array.offset, pitch * size, width * size) if pitch else None
-
-
-def _apart(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
-    """Do the teeth of two combs never meet?"""
-    if a is None or b is None or a[1] != b[1]:
-        return False
-    ahead = (b[0] - a[0]) % a[1]
-    return ahead >= a[2] and a[1] - ahead >= b[2]
+    size = max(1, item.dtype.bits // 8)
+    return comb_of(array.offset, array.box.shape, [stride * size for stride in array.strides], size)
 
 
 def _check_cover(wanted: Wanted, boxes: Sequence[Sequence[Box]]) -> None:

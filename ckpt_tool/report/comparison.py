@@ -1,17 +1,18 @@
 """`ckpt diff` and `ckpt verify` as pages: what was found, by tensor, and one line that says how it stands.
 
 Reads the documents of cli.md: `equal`, `compared`, `differences`; `ok`, `findings`, `digests`; and, where given, the
-`left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `notes`, `elapsed_s`.
+`left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered` (files with bytes
+that no checksum covers), `notes`, `elapsed_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.report.inspection import note_text
 from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
-from ckpt_tool.report.text import count, duration, more, plural
+from ckpt_tool.report.text import count, duration, more, plural, size
 
 Document = Mapping[str, Any]
 LISTED = 40  # differences or findings that are listed without -v
@@ -69,7 +70,7 @@ def verification(document: Document, *, everything: bool = False) -> Page:
         listed = findings if everything else findings[:LISTED]
         columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
         rows = tuple(
-            (Styled(f.get("code") or "", "bad"), f.get("tensor") or "", f.get("file") or "", f.get("message") or "")
+            (Styled(f.get("code") or "", "bad"), f.get("tensor") or "", _file(f), f.get("message") or "")
             for f in listed
         )
         narrow = any(len(row[3]) > 60 for row in rows)
@@ -83,6 +84,7 @@ def verification(document: Document, *, everything: bool = False) -> Page:
         blocks.append(
             Lines("NaN or Inf values (shown, not counted)", (*listed, more(len(lines) - len(listed), "tensor")))
         )
+    blocks += _uncovered(document.get("uncovered") or ())
     blocks += _notes(document)
     tensors = sum(len(names) for names in (document.get("digests") or {}).values())
     checked = f", {plural(tensors, 'tensor')}" if tensors else ""
@@ -91,6 +93,23 @@ def verification(document: Document, *, everything: bool = False) -> Page:
     else:
         blocks.append(Verdict(False, f"not sound: {plural(len(findings), 'finding')}{checked}{_in(document)}"))
     return Page(f"ckpt verify {document.get('path', '')}", tuple(blocks))
+
+
+def _file(finding: Document) -> str:
+    """The file of a finding, with the byte and the finer place (a zip's member) where they are known."""
+    offset, place = finding.get("offset"), finding.get("place")
+    parts = [finding.get("file"), None if offset is None else f"byte {offset}", place]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _uncovered(rows: Sequence[Document]) -> list[Block]:
+    """What damage can't be seen in: whole files, and of others what lies around their checksummed records."""
+    whole = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
+    parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
+    said = [f"{plural(len(whole), 'file')}, {size(sum(whole))}"] if whole else []
+    if parts:
+        said.append(f"{size(sum(parts))} around the records of {plural(len(parts), 'other' if whole else 'file')}")
+    return [Facts((("no checksum covers", "; ".join(said)),))] if said else []
 
 
 def _detail(difference: Document) -> str:

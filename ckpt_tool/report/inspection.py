@@ -94,6 +94,12 @@ def _security(document: Document) -> Lines | None:
     unsafe = [str(entry) for entry in document["security"].get("unsafe") or ()]
     lines: list[Cell] = [Styled(f"UNSAFE global {text}", "bad") for text in unsafe]
     lines += [text for entry in document["security"].get("globals") or () if (text := str(entry)) not in unsafe]
+    files = document["security"].get("files") or ()
+    unseen = [file for file in files if file["unseen"]]
+    lines += [Styled(f"not looked into: {file['file']} {file['member']}: {file['unseen']}", "bad") for file in unseen]
+    with_pickles = list(dict.fromkeys(file["file"] for file in files))
+    if with_pickles:
+        lines.append(f"pickles in {plural(len(with_pickles), 'file')}: {', '.join(with_pickles[:FILES_SHOWN])}")
     return Lines("security", tuple(lines) or ("no pickle names a global",))
 
 

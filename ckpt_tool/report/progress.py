@@ -31,12 +31,13 @@ def progress_of(
     color: str = "auto",
     json_result: bool = False,
     everything: bool = False,
-    plans: bool = True,
+    announce: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Progress:
     """The progress that `--progress mode` means on this stream.
 
     json_result: the run prints JSON; then `auto` says nothing unless a person is watching. everything: notes and
-    plans uncut (`-v`). plans: False where the plan is the result and would be shown twice (`--dry-run`).
+    plans uncut (`-v`). announce: what shows a plan to a person, who is there to read it before the run; without it the
+    stream shows it.
     """
     if mode == "auto":
         watched = is_terminal(stream) and os.environ.get("TERM", "") not in ("", "dumb")
@@ -46,7 +47,7 @@ def progress_of(
     if mode == "json":
         return JsonLines(stream)
     kind = Bar if mode == "tty" else Lines
-    return kind(stream, look_of(stream, color), everything=everything, plans=plans)
+    return kind(stream, look_of(stream, color), everything=everything, announce=announce)
 
 
 class _Meter:
@@ -107,19 +108,28 @@ class _Meter:
 class Lines(_Meter):
     """Plain lines: for logs, pipes and terminals that can't redraw."""
 
-    def __init__(self, stream: TextIO, look: Look, *, everything: bool = False, plans: bool = True) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        look: Look,
+        *,
+        everything: bool = False,
+        announce: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
         super().__init__(stream)
         self._look = look
         self._everything = everything
-        self._plans = plans
+        self._announce = announce or self._show_plan
 
     def plan(self, document: Mapping[str, Any]) -> None:
-        if self._plans:
-            from ckpt_tool.report.writing import before
+        self._announce(document)
 
-            page = before(document, everything=self._everything)
-            with self._lock:
-                self._say(render(page, self._look))
+    def _show_plan(self, document: Mapping[str, Any]) -> None:
+        from ckpt_tool.report.writing import before
+
+        page = before(document, everything=self._everything)
+        with self._lock:
+            self._say(render(page, self._look))
 
     def note(self, message: str) -> None:
         with self._lock:
@@ -146,8 +156,15 @@ class Bar(Lines):
 
     interval = BAR_INTERVAL
 
-    def __init__(self, stream: TextIO, look: Look, *, everything: bool = False, plans: bool = True) -> None:
-        super().__init__(stream, look, everything=everything, plans=plans)
+    def __init__(
+        self,
+        stream: TextIO,
+        look: Look,
+        *,
+        everything: bool = False,
+        announce: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        super().__init__(stream, look, everything=everything, announce=announce)
         self._draw: Callable[[int], None] | None = None
         self._stop: Callable[[], None] | None = None
         self._print: Callable[[str], None] | None = None

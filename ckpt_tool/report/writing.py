@@ -1,7 +1,8 @@
 """What a writer (`reshard`, `convert`, `merge`, `apply`) is about to do, and what it did, as pages.
 
 Reads the document of cli.md: `plan`, `fallbacks`, `removed`, `removed_bytes`, `dropped`, `elapsed_s`,
-`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`, `committed`. `before` goes to stderr before the first byte moves, `after` to stdout.
+`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`, `committed`.
+A run and a dry run show the same in the same order, on stdout: the plan (`before`, as soon as it is known), then what came of it (`after`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ def before(document: Document, *, everything: bool = False) -> Page:
     return Page("ckpt plan", tuple(blocks))
 
 
-def after(document: Document, *, everything: bool = False) -> Page:
-    """The result: what went, what stayed behind, and one line that says it is done."""
+def after(document: Document, *, everything: bool = False, told: bool = False) -> Page:
+    """The result: the plan, what it lost, and one line that says it is done. told: the plan has been shown already."""
+    blocks = () if told else before(document, everything=everything).blocks
     if "elapsed_s" not in document:
-        page, saved = before(document, everything=everything), document.get("plan_file")
+        saved = document.get("plan_file")
         text = f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
-        return Page("ckpt plan", (*page.blocks, Verdict(None, text)))
+        return Page("ckpt plan", (*blocks, Verdict(None, text)))
     lossy = document.get("overflows") or {}
     texts = [f"{name}: {plural(int(number), 'value')}" for name, number in lossy.items()]
     lost = (
@@ -38,14 +40,7 @@ def after(document: Document, *, everything: bool = False) -> Page:
         if lossy
         else []
     )
-    return Page("ckpt", (*_warnings(document, everything=everything, notes=False), *lost, _done(document)))
-
-
-def whole(document: Document) -> Page:
-    """Plan and result on one page, uncut, for `--report`."""
-    plan = before(document, everything=True)
-    last = after(document).verdict()
-    return Page(plan.title, (*plan.blocks, *last.blocks))
+    return Page("ckpt", (*blocks, *lost, _done(document)))
 
 
 def _plan_rows(document: Document) -> list[tuple[str, Cell]]:
@@ -102,7 +97,7 @@ def _travelling(document: Document) -> list[Block]:
     ]
 
 
-def _warnings(document: Document, *, everything: bool, notes: bool = True) -> list[Block]:
+def _warnings(document: Document, *, everything: bool) -> list[Block]:
     blocks: list[Block] = []
     fallbacks = document.get("fallbacks") or ()
     if fallbacks:
@@ -117,7 +112,7 @@ def _warnings(document: Document, *, everything: bool, notes: bool = True) -> li
     told = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
     if told:
         blocks.append(_listed("made anew", told, "entry", everything))
-    if notes and document.get("notes"):
+    if document.get("notes"):
         blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
     return blocks
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint, SourceChanged, StorageError, wrap_os_error
+from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
@@ -89,6 +89,7 @@ class Files(Protocol):
     def changed(self, number: int) -> CkptError: ...
     def remote(self, number: int) -> Tree | None: ...
     def path(self, number: int) -> str: ...
+    def late_faults(self) -> Iterable[CkptError]: ...
 
 
 class Sources:
@@ -108,6 +109,11 @@ class Sources:
         """The tree to read through where the file has no descriptor (a URL, a view of text arrays), else None."""
         tree = self.trees[self.files[number].root]
         return None if tree.local and not self.files[number].path.endswith(INLINE) else tree
+
+    def late_faults(self) -> Iterator[CkptError]:
+        """What is wrong with the files and shows only when all has been read (`Tree.late_faults`)."""
+        for root, tree in self.trees.items():
+            yield from tree.late_faults(file.path for file in self.files if file.root == root)
 
     def open(self, number: int) -> int:
         file = self.files[number]
@@ -144,6 +150,9 @@ class StagedFiles:
         return self._names[number]
 
     shown = path
+
+    def late_faults(self) -> Iterable[CkptError]:
+        return ()
 
     def remote(self, number: int) -> Tree | None:
         return None
@@ -221,8 +230,8 @@ class Reader:
             self._differs(move, part)
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
-        raise InconsistentCheckpoint(
-            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
+        raise ReplicasDiffer(
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code=REPLICAS_DIFFER,
             path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
             hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
         )  # fmt: skip
@@ -419,7 +428,9 @@ class Writer:
             while done < len(view):
                 n = os.pwrite(fd, view[done:], offset + done)
                 if n == 0:
-                    raise StorageError("the device takes no more bytes", path=self._names[file], offset=offset + done)
+                    raise StorageError(
+                        "the device takes no more bytes", code="E0700", path=self._names[file], offset=offset + done
+                    )
                 done += n
         except OSError as e:
             raise wrap_os_error(e, self._names[file], "writing", offset=offset + done) from e

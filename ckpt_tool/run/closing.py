@@ -8,63 +8,22 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 from ckpt_tool.core.target import DIGEST_CHARS
-from ckpt_tool.errors import CkptError, CorruptFile, StorageError, wrap_os_error
-from ckpt_tool.plan.plan import Plan, Record
-from ckpt_tool.run.blocks import Files, Reader, Sources
+from ckpt_tool.errors import CkptError, StorageError, wrap_os_error
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.run.blocks import Reader, Sources
 from ckpt_tool.run.checksum import Piece, join
+from ckpt_tool.run.records import ALONE, raise_all, record_faults, within
 from ckpt_tool.storage.staging import Staging
-
-ALONE = 16 << 20  # bytes: what is left to read for checksums goes to several threads from here on
-
-
-def record_faults(
-    records: Sequence[Record], files: Files, pieces: Mapping[int, Sequence[Piece]]
-) -> Iterator[CorruptFile]:
-    """A fault for every checksummed record whose bytes have another CRC-32; parts nobody read are read now.
-
-    pieces: source file -> the CRCs of the runs that passed by.
-    """
-    by_file = {file: sorted(found) for file, found in pieces.items()}
-
-    def fault(record: Record) -> CorruptFile | None:
-        stop, reader = record.offset + record.nbytes, Reader(files, 1, {})
-        own = within(by_file.get(record.file, []), record.offset, stop)
-        try:
-            have = join(record.offset, stop, own, partial(reader.chunks, record.file))
-        finally:
-            reader.close()
-        if have == record.crc:
-            return None
-        return CorruptFile(
-            f"the stored CRC-32 of a record is {record.crc:08x}, its {record.nbytes} bytes give {have:08x}",
-            code="E0351",
-            path=files.shown(record.file),
-            offset=record.offset,
-            hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
-        )
-
-    seen = sum(piece.stop - piece.start for found in by_file.values() for piece in found)
-    if sum(record.nbytes for record in records) - seen < ALONE:
-        yield from filter(None, map(fault, records))
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # strips of transposed arrays were not hashed
-        yield from filter(None, pool.map(fault, records))
 
 
 def check_records(plan: Plan, sources: Sources, pieces: Mapping[int, Sequence[Piece]]) -> None:
-    """Raise CorruptFile naming every damaged record that the plan reads."""
-    faults = list(record_faults(plan.records, sources, pieces))
-    if faults:
-        first = faults[0]
-        first.faults = tuple(f"{fault.path} at byte {fault.offset}: {fault.message}" for fault in faults[1:])
-        raise first
+    """Raise CorruptFile naming every damaged record that the plan reads, whether moved or computed from."""
+    raise_all(chain(record_faults(plan.records, sources, pieces), sources.late_faults()))
 
 
 def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
@@ -105,7 +64,7 @@ def fill_patches(
                 elif patch.kind == "sha256":
                     write_all(fd, _sha256(staging, plan.outputs[patch.of].path), patch.offset, file.path)
                 else:
-                    spans.setdefault(patch.span or arrays[patch.of], []).append(patch.offset)
+                    spans.setdefault(patch.span or arrays[patch.of][:2], []).append(patch.offset)
             for offsets, crc in zip(spans.values(), _checksums(fd, spans, written), strict=True):
                 for offset in offsets:
                     write_all(fd, crc.to_bytes(4, "little"), offset, file.path)
@@ -160,17 +119,6 @@ def sync_all(staging: Staging, names: Sequence[str]) -> None:
         thread.join()
     if failures:
         raise failures[0]
-
-
-def within(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """Of sorted pieces those that lie in [start, stop)."""
-    found = []
-    for piece in pieces[bisect_left(pieces, Piece(start, 0, 0)) :]:
-        if piece.start >= stop:
-            break
-        if piece.stop <= stop:
-            found.append(piece)
-    return found
 
 
 def _read_chunks(fd: int, offset: int, nbytes: int) -> Iterator[bytes]:

@@ -14,8 +14,8 @@ import numpy as np
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.compute import Bytes, numpy_type
+from ckpt_tool.run.records import Checked
 from ckpt_tool.run.scan import Visit, readable, walk
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
@@ -63,12 +63,15 @@ def compare(
     """For every pair of equal shape: None when equal, else what differs. dtypes may differ when tolerances are given."""
     mine = readable([pair[0] for pair in pairs], left)
     theirs = readable([pair[1] for pair in pairs], right)
-    other = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
+    other, beside = (
+        {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)},
+        Checked(theirs.files, theirs.records),
+    )
     found: dict[int, Worst] = {}
 
     def visit(move: Move) -> Visit:
         twin = other[id(move)]
-        reader = Reader(theirs.files, 16, {})
+        reader = beside.reader(16)
         worst = found[id(move)] = Worst(move.shape)
         buffer: Bytes = np.empty(STRIDED_BLOCK * max(1, twin.item // move.item + 1), np.uint8)
 
@@ -81,11 +84,11 @@ def compare(
             if advance:
                 advance(len(part))
             if at + n >= move.numel:
-                reader.close()
+                beside.done(reader)
 
         return see
 
-    walk(mine, visit, advance=advance)
+    walk(mine, visit, advance=advance, beside=beside)
     return [found[id(move)].report() if id(move) in found else None for move in mine.moves]
 
 

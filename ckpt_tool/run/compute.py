@@ -167,6 +167,6 @@ def as_torch(values: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Any:
     except ImportError as e:
         raise UsageError("torch is not installed", code="E0270", hint="pip install 'ckpt-tool[torch]'") from e
     if dtype.torch is None:
-        raise UsageError(f"torch has no {dtype.name}", code="E0270", hint="use .numpy()")
+        raise UsageError(f"torch has no {dtype.name}", code="E0242", hint="use .numpy()")
     raw = torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
     return raw.view(getattr(torch, dtype.torch)).reshape(values.shape)

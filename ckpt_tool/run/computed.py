@@ -10,7 +10,8 @@ tree whose files are such lines, so dequantising, folding an adapter and merging
     tree = ComputedTree("model/ (doubled)", [Doubled(tensor.key, tensor.shape, (Input(tensor, opened.tree),), "doubled")])
     tree.tensors[0]     # a LogicalTensor, F32, one array in the file "model/w" of that tree
 
-Inputs are read through their chunks, whatever their files, cuts and layouts; replicas are compared on the way. Rounding to
+Inputs are read through their chunks, whatever their files, cuts and layouts; replicas are compared on the way, and the
+records that they lie in are held against their checksums at the end of the run (`late_faults`). Rounding to
 the dtype that is written is the executor's (it counts overflows). The identity of a computed file is that of all files that
 its inputs lie in and of `text`, so a run whose parameters or sources changed is never gone on with.
 Cost: what `values` costs, on the executor's threads, in ranges of at most a block (4 MiB) or a strip of a panel.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -31,10 +32,12 @@ import numpy as np
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import InternalError
+from ckpt_tool.errors import CkptError, InternalError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.compute import numpy_type
+from ckpt_tool.run.records import Checked, record_faults
 from ckpt_tool.run.scan import readable
 from ckpt_tool.storage.source import Identity, Tree
 
@@ -92,7 +95,8 @@ class ComputedTree(Tree):
         self.root, self.single = first.inputs[0].tree.root, None
         self._first_sight: dict[tuple[str, str], str] = {}
         self._of_thread = threading.local()
-        self._readers: list[Reader] = []
+        self._readers: dict[Reader, Tree] = {}
+        self._passed: dict[tuple[str, str], list[Piece]] = {}  # (tree, file) -> CRCs of what was read of it
         self._guard = threading.Lock()
         self.tensors = tuple(
             simple_tensor(recipe.key, StoredArray(path, 0, _F32, recipe.shape))
@@ -142,10 +146,25 @@ class ComputedTree(Tree):
 
     def close(self) -> None:
         """Close the descriptors of all threads; the inputs' trees belong to whoever opened them."""
-        with self._guard:
-            while self._readers:
-                self._readers.pop().close()
+        for reader in [*self._readers]:
+            self._close(reader)
         self._of_thread = threading.local()
+
+    def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
+        """Damaged records of the inputs of which the files `paths` are computed; what was not read of them is read now."""
+        self.close()
+        wanted: dict[str, dict[int, Input]] = {}
+        for path in paths:
+            for each in self._recipes[path].inputs:
+                if isinstance(each.tree, ComputedTree) or any(chunk.array.crc for chunk in each.tensor.chunks):
+                    wanted.setdefault(each.tree.shown, {})[id(each.tensor)] = each
+        for shown, inputs in wanted.items():
+            source = readable((each.tensor for each in inputs.values()), next(iter(inputs.values())).tree)
+            passed = {
+                number: self._passed.get((shown, file.path), ()) for number, file in enumerate(source.files.files)
+            }
+            yield from record_faults(source.records, source.files, passed)
+            yield from source.files.late_faults()
 
     def bytes_of_inputs(self, path: str) -> int:
         """Bytes that lie in files, of which the tensor at `path` is made."""
@@ -195,9 +214,9 @@ class ComputedTree(Tree):
 
     def _line(self, each: Input) -> tuple[Move, Reader]:
         source = readable([each.tensor], each.tree)
-        reader = Reader(source.files, _ROOM, {})
+        reader = Checked(source.files, source.records).reader(_ROOM)
         with self._guard:
-            self._readers.append(reader)
+            self._readers[reader] = each.tree
         return source.moves[0], reader
 
     def _forget(self) -> None:
@@ -205,10 +224,15 @@ class ComputedTree(Tree):
         last = getattr(self._of_thread, "last", None)
         self._of_thread.last = None
         for reader in last[2] if last else ():
-            reader.close()
-            with self._guard:
-                if reader in self._readers:
-                    self._readers.remove(reader)
+            self._close(reader)
+
+    def _close(self, reader: Reader) -> None:
+        with self._guard:
+            tree = self._readers.pop(reader, None)
+            if tree is not None:
+                for number, pieces in reader.pieces.items():
+                    self._passed.setdefault((tree.shown, reader.path(number)), []).extend(pieces.take())
+        reader.close()
 
 
 def _told(tree: Tree, file: str, identity: Identity) -> str:

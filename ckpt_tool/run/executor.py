@@ -18,7 +18,7 @@ import resource
 import threading
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,18 @@ from typing import Any
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, InputError, SourceChanged, UnsafeInput
+from ckpt_tool.errors import CkptError, InputError, ReplicasDiffer, SourceChanged, UnsafeInput
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit, units
+from ckpt_tool.run import replicas
 from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
 from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.crew import Crew
 from ckpt_tool.run.digest import root
+from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.transposed import PANEL
-from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks, read_back
+from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
@@ -100,7 +102,7 @@ class Executor:
     ) -> None:
         self.plan, self.part, self.progress, self.check = plan, part, progress, check
         self.sources = Sources(plan.sources, trees)
-        self.hashing = verify != "off"
+        self.hashing, self._whole = verify != "off", verify == "full"
         self._fsync, self._lossy = fsync, allow_lossy
         self._resume, self._force = resume, force
         per_thread = 4 * STRIDED_BLOCK
@@ -116,7 +118,7 @@ class Executor:
         for record in plan.records:
             self._record_starts.setdefault(record.file, set()).add(record.offset)
         self._patch_starts = {
-            number: frozenset(array[0] for array in arrays)
+            number: frozenset(array.offset for array in arrays)
             for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
             if any(patch.kind == "crc32" for patch in file.patches)
         }
@@ -126,6 +128,8 @@ class Executor:
     def run(self) -> Result:
         """Carry the plan out and commit. With a part, only the last one to finish commits (`committed` says)."""
         plan = self.plan
+        if self.part is None or self.part[0] == 1:
+            replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
         staging = Staging(
             Path(plan.destination),
             plan.identifier(),
@@ -137,6 +141,9 @@ class Executor:
         with staging:
             try:
                 return self._run(staging)
+            except ReplicasDiffer as e:
+                staging.discard()
+                raise replicas.all_of_them(plan.moves, self.sources, e, threads=self.threads) from e
             except (InputError, SourceChanged, UnsafeInput):
                 staging.discard()  # what was staged can't be trusted, or will never be finished
                 raise
@@ -157,12 +164,10 @@ class Executor:
         self._check_sources()
         if self.part is not None:
             staging.record({"part": True})
-            staging.close_part()
-            journals = staging.part_journals(self.part[1])
+            journals = staging.close_part()
             if not all(journal and journal[-1].get("part") for journal in journals):
                 return Result({}, {}, {}, committed=False)
-            for journal in journals:
-                self._gather_leaves(journal, state)
+            self._take_over(staging, state, [line for journal in journals for line in journal])
         result = self._finish(staging, state)
         if self.progress:
             self.progress.finish()
@@ -196,35 +201,50 @@ class Executor:
 
     def _take_up(self, staging: Staging, state: _State) -> int:
         """Take units off the queue that an earlier run finished, after hashing what it wrote. Returns their bytes."""
+        if self.part is None and staging.went_on:
+            self._clear_gaps(staging)
         if not self.hashing or not staging.resumed:
             return 0
-        lines = {line["unit"]: line for line in staging.resumed if "unit" in line}
-        kept, done = [], 0
-        reader = Reader(StagedFiles(staging.open, self._names), _fd_room(1), {}, panel=self._panel)
-        try:
-            for number, unit in state.queue:
-                line = lines.get(number)
-                if line is not None and self._intact(reader, unit, line):
-                    self._gather_leaves([line], state)
-                    done += unit.nbytes
-                else:
-                    kept.append((number, unit))
-        finally:
-            reader.close()
-        state.queue[:] = kept
+        return self._sift(staging, state, staging.resumed)
+
+    def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line]) -> None:
+        """What the other parts staged, looked at again now that none of them is at work: heads are written again, units that
+        are not what their journals say are moved again. Unhashed runs (`verify="off"`) believe the journals."""
+        self._prepare(staging)
+        self._clear_gaps(staging)
+        if not self.hashing:
+            return
+        mine = {number for number, _ in self._mine()}
+        state.queue[:] = [(number, unit) for number, unit in enumerate(self.units) if number not in mine]
+        self._sift(staging, state, journal)
+        if state.queue:
+            if self.progress:
+                self.progress.note(f"{len(state.queue)} units of other parts are not as they were written: moved again")
+            self._work(staging, state)
+            self._check_sources()
+
+    def _sift(self, staging: Staging, state: _State, journal: Sequence[Line]) -> int:
+        """Take those units off the queue that are staged as the journal says. Returns their bytes."""
+        lines = {line["unit"]: line for line in journal if type(line.get("unit")) is int}
+        files = StagedFiles(staging.open, self._names)
+        found = intact(self.plan.moves, state.queue, lines, files, threads=self.threads, room=_fd_room(self.threads),
+                       panel=self._panel)  # fmt: skip
+        done = sum(unit.nbytes for number, unit in state.queue if number in found)
+        self._gather_leaves((lines[number] for number in found), state)
+        state.queue[:] = [(number, unit) for number, unit in state.queue if number not in found]
         return done
 
-    def _intact(self, reader: Reader, unit: Unit, line: dict[str, Any]) -> bool:
-        """Do the staged files hold, in every copy, what the journal says this unit wrote?"""
-        hashes = line.get("hashes")
-        if not isinstance(hashes, list) or len(hashes) != len(unit.items):
-            return False
-        for item, want in zip(unit.items, hashes, strict=True):
-            if read_back(reader, self.plan.moves[item.move], item.start, item.stop) != want:
-                return False
-        return True
+    def _clear_gaps(self, staging: Staging) -> None:
+        """Zeros where nobody writes, whatever someone has left there."""
+        gaps, reader = Gaps(self.plan), Reader(StagedFiles(staging.open, self._names), 1, {})
+        try:
+            for number, file in enumerate(self.plan.outputs):
+                for offset, nbytes in gaps.stray(number, reader):
+                    write_all(reader.fd(number), bytes(nbytes), offset, file.path)
+        finally:
+            reader.close()
 
-    def _gather_leaves(self, lines: Iterable[dict[str, Any]], state: _State) -> None:
+    def _gather_leaves(self, lines: Iterable[Line], state: _State) -> None:
         for line in lines:
             for move, first, text, out_first, out_text in line.get("leaves", ()):
                 if text:  # in a share shorter than a leaf none may begin: `first` is then another share's leaf

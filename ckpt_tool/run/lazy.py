@@ -18,8 +18,8 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.compute import Bytes, numpy_type
+from ckpt_tool.run.records import Checked, raise_all
 from ckpt_tool.run.scan import readable
 from ckpt_tool.storage.source import Tree
 
@@ -85,15 +85,21 @@ class LazyTensor:
         return as_torch(np.ascontiguousarray(self.numpy()), self._tensor.dtype)
 
     def _read(self) -> Bytes:
-        """The box's bytes, row-major, gathered from the chunks that hold a part of it."""
+        """The box's bytes, row-major, gathered from the chunks that hold a part of it.
+
+        Raises CorruptFile (E0351) for a damaged record that was read whole on the way. A record of which a part was wanted
+        is not checked, for that would read the rest, nor one that lies transposed.
+        """
         chunks = [part for chunk in self._tensor.chunks if (part := _part(chunk, self._box)) is not None]
         source = readable([replace(self._tensor, shape=self._box.shape, chunks=tuple(chunks))], self._tree)
         block: Bytes = np.empty(self._tensor.dtype.nbytes(prod(self._box.shape)), np.uint8)
-        reader = Reader(source.files, 16, {})
+        checked = Checked(source.files, source.records)
+        reader = checked.reader(16)
         try:
             reader.fill(source.moves[0], block.data, 0, source.moves[0].numel)
         finally:
-            reader.close()
+            checked.done(reader)
+        raise_all(checked.faults(unread=False))
         return block
 
 
@@ -118,10 +124,7 @@ def _part(chunk: Chunk, box: Box) -> Chunk | None:
         return None
     start, strides = chunk.region()
     first = start + sum((o - c) * s for o, c, s in zip(shared.offset, chunk.box.offset, strides, strict=True))
-    array = replace(
-        chunk.array, offset=chunk.array.offset + chunk.array.dtype.nbytes(first), shape=shared.shape, strides=strides,
-        crc=None,
-    )  # fmt: skip
+    array = chunk.array.view(first, shared.shape, strides)
     moved = shared.translate(box.offset, sign=-1)
     return Chunk(moved, array, Box((0,) * len(shared.shape), shared.shape), chunk.replica)
 

@@ -63,7 +63,9 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
 
     walk(mine, visit, on_fault=lambda fault: None)
     shapes = {tensor.key: tensor.shape for tensor, _ in pairs}
-    return [drift_at(key, shapes[key], count, first) for key, (count, first) in found.items()]
+    return [
+        drift_at(key, shape, *found[key]) for key, shape in shapes.items() if key in found
+    ]  # whatever thread was first
 
 
 def drift_at(key: TensorKey, shape: Sequence[int], elements: int, first: int) -> Drift:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +21,10 @@ from ckpt_tool.errors import CkptError, InputError, StorageError
 from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
 from ckpt_tool.run.blocks import Reader, Sources
-from ckpt_tool.run.checksum import Piece
-from ckpt_tool.run.closing import record_faults
 from ckpt_tool.run.compute import Bytes
 from ckpt_tool.run.crew import Crew
 from ckpt_tool.run.digest import LeafStream, root
+from ckpt_tool.run.records import Checked, raise_all
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
 
@@ -67,10 +67,12 @@ def walk(
     threads: int | None = None,
     advance: Callable[[int], None] | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
+    beside: Checked | None = None,
 ) -> None:
     """Read every tensor, block by block, by a few threads; `visit(move)` gives the function that sees its blocks.
 
     on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
+    beside: records of what `visit` reads itself.
     """
 
     lock = threading.Lock()
@@ -80,7 +82,7 @@ def walk(
         for index in queue:
             _read_one(reader, source.moves[index], visit, block, advance, on_fault, lock)
 
-    share_out(source, read, threads=threads, on_fault=on_fault)
+    share_out(source, read, threads=threads, on_fault=on_fault, beside=beside)
 
 
 class Queue:
@@ -109,40 +111,52 @@ def share_out(
     *,
     threads: int | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
+    beside: Checked | None = None,
     waits: bool = False,
 ) -> None:
     """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the files.
 
-    Checksums of records are settled at the end, their faults go where `walk` says. waits: an interruption is handed on when all
+    Checksums of records are settled at the end, those of `beside` with them; their faults go where `walk` says. waits: an interruption is handed on when all
     threads have noticed it (`Queue.stopped`), for those that work in memory of the caller's.
     """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
-    queue, lock = Queue(order), threading.Lock()
-    pieces: dict[int, list[Piece]] = {}
-    starts: dict[int, set[int]] = {}
-    for record in source.records:
-        starts.setdefault(record.file, set()).add(record.offset)
+    queue, checked = Queue(order), Checked(source.files, source.records)
 
     def work() -> None:
-        reader = Reader(source.files, 32, starts)
+        reader = checked.reader(32)
         try:
             read(reader, queue)
         except BaseException as e:  # handed to the caller's thread, which raises it
             queue.errors.append(e)
         finally:
-            with lock:
-                for file, collected in reader.pieces.items():
-                    pieces.setdefault(file, []).extend(collected.take())
-            reader.close()
+            checked.done(reader)
 
     count = max(1, min(threads or min(os.cpu_count() or 1, 8), len(order)))
     Crew(work, count).run(queue.errors.append, waits=waits)
     if queue.errors:
         raise queue.errors[0]
-    for fault in record_faults(source.records, source.files, pieces):
-        if on_fault is None:
-            raise fault
-        on_fault(fault)
+    faults = chain.from_iterable(each.faults() for each in (checked, beside) if each is not None)
+    if on_fault is None:
+        raise_all(faults)
+    else:
+        for fault in faults:
+            on_fault(fault)
+
+
+def each_of(count: int, do: Callable[[int], None]) -> None:
+    """`do(0)` to `do(count - 1)`, by a few threads. Raises the first error of one."""
+    queue = Queue(range(count))
+
+    def work() -> None:
+        try:
+            for number in queue:
+                do(number)
+        except BaseException as e:  # handed to the caller's thread, which raises it
+            queue.errors.append(e)
+
+    Crew(work, max(1, min(os.cpu_count() or 1, 8, count))).run(queue.errors.append, waits=False)
+    if queue.errors:
+        raise queue.errors[0]
 
 
 def _read_one(

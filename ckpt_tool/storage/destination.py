@@ -1,6 +1,8 @@
-"""The place where an output shall appear: what is refused before a byte is written, and the hidden name it grows under.
+"""The places where a run writes: what is refused before a byte is written, and the hidden name an output grows under.
 
-Nothing here writes, but for `sweep_leavings`, which removes an empty folder of ours.
+An output is a path of this machine, never a URL (`local_path`); it neither is, holds nor lies in a source
+(`check_destination`); and a file that an option makes besides (`--plan`, `--report`) lies neither in a source nor in an
+output (`check_beside`). Nothing here writes, but for `sweep_leavings`, which removes an empty folder of ours.
 """
 
 from __future__ import annotations
@@ -10,12 +12,35 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_tool.errors import OutputExists, StorageError
+from ckpt_tool.core.inner_path import STAGED
+from ckpt_tool.errors import OutputExists, StorageError, UsageError
+from ckpt_tool.storage.opening import scheme_of
+
+
+def url_fault(path: str) -> tuple[str, str] | None:
+    """(what is wrong with `path` as a place to write to, what to do instead), None for a path of this machine."""
+    scheme = scheme_of(path)
+    if scheme is None:
+        return None
+    if scheme in ("file", "local"):
+        return f"{path} is a URL, and outputs are named by paths", f"write it as a path: {path.partition('://')[2]}"
+    return (
+        f"{path} is a URL, and writing to URLs is not supported yet",
+        "write to a local path, then upload it with rclone copy or aws s3 sync",
+    )
+
+
+def local_path(path: str) -> Path:
+    """`path` as the place of an output. Raises UsageError E1610 for a URL: as a path it would be a folder `s3:`."""
+    fault = url_fault(path)
+    if fault is not None:
+        raise UsageError(fault[0], code="E1610", hint=fault[1])
+    return Path(path)
 
 
 def staging_path(destination: Path) -> Path:
     """The hidden sibling in which `destination` grows."""
-    return destination.parent / f".{destination.name}.ckpt-partial"
+    return destination.parent / f".{destination.name}{STAGED}"
 
 
 def check_destination(destination: Path, sources: Iterable[Path], *, force: bool) -> None:
@@ -52,6 +77,40 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
         )  # fmt: skip
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
+
+
+def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterable[str | None]) -> None:
+    """Refuse (exit 5) a file that `option` makes where it is or lies in a source or an output of the same run.
+
+    By device and inode where both are there; an output that is still to come is known by its resolved name. URLs among
+    `sources` hold no local file.
+    """
+    real = Path(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
+    above = {_identity(place) for place in (real, *real.parents)} - {None}
+    for kind, roots in (("source", sources), ("output", outputs)):
+        for root in roots:
+            if not root or scheme_of(root) is not None:
+                continue
+            resolved = Path(os.path.realpath(root))
+            if _identity(resolved) in above or kind == "output" and resolved in (real, *real.parents):
+                raise OutputExists(
+                    f"the file of {option} would be or lie in the {kind} {root}",
+                    code="E0510",
+                    path=path,
+                    hint="name a file elsewhere: neither a source nor an output gets other files",
+                )
+
+
+def refuse_link(destination: Path) -> None:
+    """Raise OutputExists E1603 where the output's name is a symbolic link: replacing the link would leave what it points to,
+    replacing what it points to is not what the name says."""
+    if destination.is_symlink():
+        raise OutputExists(
+            f"{destination} is a symbolic link to {os.readlink(destination)}, and --force replaces no links",
+            code="E1603",
+            path=destination,
+            hint=f"name what it points to ({destination.resolve()}), or remove the link",
+        )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

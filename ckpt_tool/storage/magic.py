@@ -11,6 +11,8 @@ from __future__ import annotations
 from ckpt_tool.storage.source import Tree
 
 TAIL_LIMIT = 22 + 65_535  # bytes: a zip's end record and its longest comment (APPNOTE 4.3.16)
+HEAD = 512  # bytes that tell every kind; 64 tell all but archives that name themselves later
+NPZ = "a NumPy .npz archive"
 _LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # torch 2.13 serialization.MAGIC_NUMBER as pickled
 
 # (first bytes, what it is, what to do)
@@ -26,6 +28,7 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
     (b"GGUF", "a GGUF file", "GGUF is an inference format that this tool does not read"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "HDF5 is not read: save the model as safetensors"),
     (b"\x93NUMPY", "a NumPy .npy file", "save it as safetensors"),
+    (b"Salted__", "encrypted with OpenSSL", "decrypt it first"),
     (b"\x7fELF", "a program, not a checkpoint", "get the file again"),
 )
 
@@ -43,6 +46,14 @@ def advice(head: bytes) -> str | None:
 
 
 def _recognise(head: bytes) -> tuple[str, str] | None:
+    inner = head[30 : 30 + int.from_bytes(head[26:28], "little")] if head.startswith(b"PK\x03\x04") else b""
+    if inner.endswith(b".npy"):
+        return NPZ, "save its arrays as safetensors"
+    if head[257:262] == b"ustar":
+        return (
+            "a tar archive (a NeMo .nemo, or a torch file from before 0.1.10)",
+            "unpack it and pass the weights in it",
+        )
     for start, name, remedy in _STARTS:
         if head.startswith(start):
             return name, remedy
@@ -51,6 +62,14 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
         return "an HTML or XML page", "the download gave an error page: log in or check the address, then get it again"
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2] in b"}]({(cX\x95\x8a\x8c":
         return "a bare pickle", "it is never executed; pass --from torch if it is a torch file"
+    if len(head) > 4 and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
+        key = head[1:] if head[0] < 0xDE else head[3:] if head[0] == 0xDE else head[5:]
+        if key and 0xA1 <= key[0] <= 0xBF and key[1 : 1 + (key[0] & 31)].isascii():
+            return "a MessagePack file (Flax?)", "save its arrays as safetensors"
+    if len(head) > 8 and head[0] == 8 and head[1] < 32 and head[2] == 0x12 and head[4 : 4 + min(head[3], 32)].isalnum():
+        return "an ONNX model", "ONNX is an inference format that this tool does not read"
+    if head[4:8] == b"TFL3":
+        return "a TensorFlow Lite model", "it is an inference format that this tool does not read"
     if text.startswith(b"{"):
         return "JSON text", "the file lacks the 8 bytes before its header, or is another file"
     if len(head) >= 32 and not any(head):

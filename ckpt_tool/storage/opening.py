@@ -18,10 +18,20 @@ from ckpt_tool.storage.source import Tree
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
 
 
+def scheme_of(path: str) -> str | None:
+    """The scheme of a URL in lower case, None for a path.
+
+    >>> scheme_of("S3://bucket/run"), scheme_of("runs/7")
+    ('s3', None)
+    """
+    found = _SCHEME.match(path)
+    return found[1].lower() if found else None
+
+
 def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> Tree:
     """The tree at `src`: a file, a folder or a URL.
 
-    Raises StorageError (nothing there, no permission), UnsafeInput (neither file nor folder), UsageError E0247 (a URL
+    Raises StorageError (nothing there, no permission), UnsafeInput (neither file nor folder), UsageError E0247, E2502 (a URL
     whose store needs a package that is not installed, or an unknown scheme).
     """
     text = os.fspath(src)

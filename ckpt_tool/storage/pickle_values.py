@@ -255,11 +255,11 @@ def as_extras(value: Any) -> Any:
     return value
 
 
-class Misuse(Exception):
-    """A builder's or the machine's complaint, raised inside and turned into a CkptError with its place at once.
+UNSAFE = frozenset({"E0420", "E0423"})  # codes of complaints that become UnsafeInput; the others become CorruptFile
 
-    code: E036x and E037x become CorruptFile, E042x UnsafeInput.
-    """
+
+class Misuse(Exception):
+    """A builder's or the machine's complaint, raised inside and turned into a CkptError with its place at once."""
 
     def __init__(self, what: str, code: str) -> None:
         super().__init__(what)

@@ -32,6 +32,7 @@ from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
 from ckpt_tool.storage.pickle_machine import LONG_TEXT, Machine
 from ckpt_tool.storage.pickle_values import (
+    UNSAFE,
     GlobalUse,
     MissingField,
     Misuse,
@@ -95,6 +96,21 @@ def load_file(
             f"a pickle at bytes {start} to {end} of a file of {size}", code="E0368", path=tree.display(path),
             offset=min(max(start, 0), size), hint="the file is cut short: compare its size with the source",
         )  # fmt: skip
+    machine = machine_of(tree, path, start=start, end=end, span_from=span_from, opcodes=opcodes, places=places)
+    return _execute(machine, tree.display(path), None, multi=multi)
+
+
+def machine_of(
+    tree: Tree,
+    path: str,
+    *,
+    start: int,
+    end: int,
+    span_from: int = 4096,
+    opcodes: int = OPCODE_LIMIT,
+    places: bool = False,
+) -> Machine:
+    """The machine over bytes [start, end) of a file, a window at a time."""
     window = [4096]
     last = [start]
 
@@ -105,8 +121,7 @@ def load_file(
         return tree.read(path, offset, min(max(wanted, window[0]), end - offset))
 
     first = tree.read(path, start, min(1 << 16, end - start))
-    machine = Machine(first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill, places=places)
-    return _execute(machine, tree.display(path), None, multi=multi)
+    return Machine(first, origin=start, end=end, opcodes=opcodes, span_from=span_from, refill=refill, places=places)
 
 
 def load_many(tree: Tree, path: str, count: int, *, start: int = 0) -> list[Pickled]:
@@ -198,7 +213,7 @@ def _fault(error: Misuse, machine: Machine, path: str, member: str | None) -> Ck
     unsafe = [use for use in machine.verdicts() if use.tier == 3]
     if unsafe:
         return _unsafe(unsafe, path, member, f"; then the stream is broken: {error.what}")
-    kind = UnsafeInput if error.code.startswith("E04") else CorruptFile
+    kind = UnsafeInput if error.code in UNSAFE else CorruptFile
     return kind(
         error.what,
         code=error.code,

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -34,7 +35,7 @@ from ckpt_tool.errors import (
     near_misses,
 )
 from ckpt_tool.storage.inline_arrays import INLINE, base_of
-from ckpt_tool.storage.source import DEPTH_LIMIT, FILE_LIMIT, Identity, Tree, missing_file, safe_relative
+from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 
 FIRST_FETCH = 64 << 10  # bytes
 LAST_FETCH = 2 << 20  # bytes
@@ -72,7 +73,7 @@ class RemoteTree(Tree):
     local = False
 
     def __init__(self, url: str) -> None:
-        """Raises UsageError E0247 (no package for the scheme), StorageError E0702 (nothing there), E0700."""
+        """Raises UsageError E0247 (no package), E2502 (no such scheme), StorageError E0702 (nothing there), E0700."""
         self.shown = url
         self.bytes_read = 0
         self.requests = 0
@@ -104,7 +105,7 @@ class RemoteTree(Tree):
 
     def _find(self) -> dict[str, int]:
         try:
-            entries = self._fs.find(self._base, maxdepth=DEPTH_LIMIT + 1, withdirs=False, detail=True)
+            entries = self._fs.find(self._base, maxdepth=FOLDERS + 1, withdirs=False, detail=True)
         except _errors() as e:
             self._fail(e, "", "listing")
         if len(entries) > FILE_LIMIT:
@@ -245,7 +246,7 @@ class RemoteTree(Tree):
         reason = f"{type(error).__name__}: {str(error) or 'no reason given'}"[:300]
         denied = isinstance(error, PermissionError) or "redential" in reason or "403" in reason
         raise StorageError(
-            f"{doing} failed: {reason}", path=self.display(path), offset=offset,
+            f"{doing} failed: {reason}", code="E0700", path=self.display(path), offset=offset,
             hint="log in to the store as its own tool does (aws configure, gcloud auth login, hf auth login)" if denied
             else "check the URL and the network, then try again",
         ) from error  # fmt: skip
@@ -294,7 +295,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as e:
         scheme = url.partition(":")[0]
         raise UsageError(
-            f"the URL can't be opened: {e}", code="E0247", path=url,
+            f"the URL can't be opened: {e}", code="E2502", path=url,
             hint=near_misses(scheme, fsspec.available_protocols()) or "the common schemes are s3://, gs:// and hf://",
         ) from e  # fmt: skip
     return found

@@ -297,6 +297,7 @@ def build_header(
     if len(text) > HEADER_LIMIT:
         raise UsageError(
             f"the header would take {len(text)} bytes, the limit is {HEADER_LIMIT}",
+            code="E0200",
             hint="pass a smaller --max-shard-size, so that fewer tensors share a file",
         )
     start = 8 + len(text)
@@ -313,24 +314,31 @@ def _check_writable(tensors: list[tuple[str, DType, tuple[int, ...]]], metadata:
     for name, dtype, _ in tensors:
         if dtype.name not in SAFETENSORS_NAMES:
             raise UsageError(
-                f"safetensors has no dtype {dtype.name}", key=name, hint="pass --dtype to cast, or --to another format"
+                f"safetensors has no dtype {dtype.name}",
+                code="E0258",
+                key=name,
+                hint="pass --dtype to cast, or --to another format",
             )
         if name == METADATA or name in seen:
             raise UsageError(
-                f"safetensors can't hold a tensor named {name!r}" if name == METADATA else "two tensors have one name",
+                f"safetensors can't hold a tensor named {name!r}" if name == METADATA else "two tensors have one name", code="E0200",
                 key=name, hint="rename or remove it",
             )  # fmt: skip
         if not _is_unicode(name) or len(name.encode("utf-8")) > NAME_LIMIT:
             raise UsageError(
-                f"a tensor name of {len(name)} characters is longer than {NAME_LIMIT} bytes or is not Unicode",
+                f"a tensor name of {len(name)} characters is longer than {NAME_LIMIT} bytes or is not Unicode", code="E0200",
                 key=name[:200], hint="rename or remove it",
             )  # fmt: skip
         seen.add(name)
     if len(tensors) > TENSOR_LIMIT:
-        raise UsageError(f"{len(tensors)} tensors in a file, want at most {TENSOR_LIMIT}", hint="pass --max-shard-size")
+        raise UsageError(
+            f"{len(tensors)} tensors in a file, want at most {TENSOR_LIMIT}", code="E0200", hint="pass --max-shard-size"
+        )
     for pair in metadata.items():
         if not all(isinstance(text, str) and _is_unicode(text) for text in pair):
-            raise UsageError(f"safetensors metadata maps strings to strings, found {pair[0]!r}: {pair[1]!r}"[:300])
+            raise UsageError(
+                f"safetensors metadata maps strings to strings, found {pair[0]!r}: {pair[1]!r}"[:300], code="E0200"
+            )
 
 
 def _is_unicode(text: str) -> bool:

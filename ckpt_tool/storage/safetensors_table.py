@@ -38,6 +38,10 @@ class HeaderTable(Mapping[TensorKey, LogicalTensor]):
         """The tensors as columns, one block a header."""
         return (Block(self.state, header.names.encoded, header.kinds) for header in self.headers)
 
+    def parted(self) -> Iterator[LogicalTensor]:
+        """None: a tensor lies whole under its own name."""
+        return iter(())
+
     def header_of(self, name: str) -> tuple[Header, int]:
         """The header that holds tensor `name`, and its row there. Raises KeyError."""
         if self._where is None:

@@ -3,8 +3,8 @@
 A tree is opened from what the user typed: a folder, or one file (then `single` is its name and the tree holds just
 that file and its siblings on request). Paths that come out of a checkpoint's own files are data: `safe_relative`
 refuses everything but plain relative paths, and opening walks them component by component with O_NOFOLLOW, so a
-symlink that a stranger put into the folder is refused (exit 4), a FIFO never blocks. Only the symlinks of a Hugging
-Face cache snapshot into its own `blobs/` are followed.
+link that leads out of the folder is refused (exit 4), a FIFO never blocks. Links that stay inside what the user gave are
+followed, and those of a Hugging Face cache into its own `blobs/` (`storage.links`).
 
 Cost: one open per file and thread (a small cache), one pread per call. `bytes_read` counts for the tests that hold
 readers to headers alone.
@@ -17,9 +17,12 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tool.core.inner_path import FOLDERS, STAGED, leaves, unfit
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -30,10 +33,10 @@ from ckpt_tool.errors import (
     wrap_os_error,
 )
 from ckpt_tool.storage.inline_arrays import INLINE, base_of, view
+from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, open_below
+from ckpt_tool.storage.records import Met
 
 FILE_LIMIT = 1_000_000  # entries of one tree
-DEPTH_LIMIT = 6  # folders below the root
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Identity(NamedTuple):
@@ -58,26 +61,7 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
         named_in: the file that states it, for the message.
         place: where in that file (JSON pointer, pickle position).
     """
-    parts = path.split("/")
-    reason = ""
-    if not path:
-        reason = "is empty"
-    elif path.startswith("/"):
-        reason = "is absolute"
-    elif "\\" in path or any(character < " " or character == "\x7f" for character in path):
-        reason = "holds a backslash or a control character"
-    elif not _encodable(path):
-        reason = "is no text"
-    elif "://" in path or path.startswith("file:"):
-        reason = "is a URL"
-    elif len(path) > 1 and path[1] == ":":
-        reason = "names a drive"
-    elif any(part in ("", ".", "..") for part in parts):
-        reason = "holds an empty, '.' or '..' component"
-    elif any(part.endswith((" ", ".")) for part in parts):
-        reason = "has a component that ends in a space or a dot"
-    elif any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts) or len(parts) > DEPTH_LIMIT:
-        reason = "is too long or too deep"
+    reason = unfit(path)
     if reason:
         raise UnsafeInput(
             f"the file name {path[:200]!r} {reason}; only plain names inside the checkpoint's folder are opened",
@@ -89,25 +73,21 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
     return path
 
 
-def _encodable(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # a lone surrogate out of a JSON escape
-        return False
-    return True
-
-
 class Tree:
     """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
 
     Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
-    a URL, `storage.remote`, has none).
+    a URL, `storage.remote`, has none). odd_links: links that were listed and are not followed -> what they are.
     """
 
     local = True
+    odd_links: dict[str, str] = {}
     _views: dict[str, bytes] | None = None  # by file: see `storage.inline_arrays`
 
-    def __init__(self, path: str | os.PathLike[str], *, follow_symlinks: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None
+    ) -> None:
+        """bounds: of the tree that this one is a part of; its own where there is none."""
         given = Path(path)
         self.shown = os.fspath(path)
         self.bytes_read = 0
@@ -134,18 +114,8 @@ class Tree:
             raise UnsafeInput(
                 f"{self.shown} is neither a file nor a folder", code="E0411", path=self.shown, hint="pass a checkpoint"
             )
-        self._blobs = self._blob_folder()
-
-    def _blob_folder(self) -> Path | None:
-        """`blobs/` of a Hugging Face cache snapshot (`models--X/snapshots/REV`), None elsewhere.
-
-        `blobs` itself must be a folder: were it a link, links into it could lead anywhere.
-        """
-        revision = self.root.resolve()
-        blobs = revision.parent.parent / "blobs"
-        if revision.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink():
-            return blobs
-        return None
+        self._bounds = bounds or Bounds.of(self.root)
+        self.odd_links = {}
 
     def display(self, path: str = "") -> str:
         """`path` as messages show it."""
@@ -154,6 +124,16 @@ class Tree:
             return self.shown
         base = os.path.dirname(self.shown) if self.single is not None else self.shown
         return os.path.join(base, path) if path else self.shown
+
+    @cached_property
+    def met(self) -> Met:
+        """What readers met in the files so far."""
+        return Met()
+
+    def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
+        """What is wrong with files that were read and shows only at the end: of files that are computed, the damaged
+        records of what they are computed from."""
+        return iter(())
 
     # -- listing ------------------------------------------------------------------------------------------------
 
@@ -169,23 +149,32 @@ class Tree:
             if self.single is not None:
                 found[self.single] = self.identity(self.single).size
             else:
-                self._walk("", found, 0)
+                real = str(self.root.resolve())
+                self._walk("", real, found, frozenset((real,)))
                 self._check_case(found)
             self._listing = dict(sorted(found.items()))
         return self._listing
 
-    def _walk(self, prefix: str, found: dict[str, int], depth: int) -> None:
+    def _walk(self, prefix: str, real: str, found: dict[str, int], above: frozenset[str]) -> None:
+        """List a folder. real: its resolved path. above: those of the folders on the way to it, its own among them."""
         try:
             entries = sorted(os.scandir(self.root / prefix), key=lambda entry: entry.name)
         except OSError as e:
             raise wrap_os_error(e, self.display(prefix), "listing") from e
         for entry in entries:
-            path = prefix + entry.name
-            if entry.is_dir(follow_symlinks=self._links):
-                if depth < DEPTH_LIMIT and not entry.name.endswith(".ckpt-partial"):
-                    self._walk(path + "/", found, depth + 1)
+            path, inner = prefix + entry.name, os.path.join(real, entry.name)
+            linked = entry.is_symlink()
+            folder = entry.is_dir(follow_symlinks=False)
+            if linked:
+                size, inner = self._behind(path, above)
+                folder = size is None
+            else:
+                size = None if folder else _size_of(entry)
+            if folder:
+                if len(above) <= FOLDERS and not entry.name.endswith(STAGED):
+                    self._walk(path + "/", inner, found, above | {inner})
                 continue
-            found[path] = self._size_of(entry)
+            found[path] = -1 if size is None else size
             if len(found) > FILE_LIMIT:
                 raise CorruptFile(
                     f"more than {FILE_LIMIT} files",
@@ -194,13 +183,30 @@ class Tree:
                     hint="pass the checkpoint's folder",
                 )
 
-    def _size_of(self, entry: os.DirEntry[str]) -> int:
-        """Size in bytes of a regular file (or of one behind a link that may be followed), -1 for anything else."""
-        try:
-            info = entry.stat(follow_symlinks=bool(self._blobs or self._links))
-        except OSError:  # it vanished while we looked, or is a link that leads nowhere or in a circle
-            return -1
-        return info.st_size if stat.S_ISREG(info.st_mode) else -1
+    def _behind(self, path: str, above: frozenset[str]) -> tuple[int | None, str]:
+        """(size in bytes of the file that the link leads to, None for a folder, -1 where it is not followed, resolved path)."""
+        real = os.path.realpath(self.root / path)
+        odd = None if self._links else self._bounds.why_not(self.root / path)
+        size: int | None = -1
+        if odd is None:
+            try:
+                info = os.stat(real)
+            except OSError as e:
+                odd = CIRCLE if e.errno == errno.ELOOP else NOWHERE
+            else:
+                if stat.S_ISREG(info.st_mode):
+                    size = info.st_size
+                elif not stat.S_ISDIR(info.st_mode):
+                    odd = NO_FILE
+                elif real in above:
+                    odd = CIRCLE
+                elif not (self._links or self._bounds.holds(real)):
+                    odd = LEAVES  # a cache links files alone
+                else:
+                    size = None
+        if odd is not None:
+            self.odd_links[path] = odd
+        return size, real
 
     def _check_case(self, found: dict[str, int]) -> None:
         folded: dict[str, str] = {}
@@ -216,22 +222,26 @@ class Tree:
         """The files directly below the root."""
         return [path for path in self.listing() if "/" not in path]
 
+    def seen(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that a reader can judge: no links that are not followed, which are named as what they are."""
+        return [name for name in names if name not in self.odd_links]
+
     def exists(self, path: str) -> bool:
         return path in self.listing()
 
     def below(self, folder: str) -> Tree:
-        """The tree of a sub-folder, named by our own code or checked by `safe_relative`. Refuses links on the way."""
-        at = self.root
-        for part in folder.split("/"):
-            at = at / part
-            if at.is_symlink() and not self._links:
-                raise self._behind_link(folder)
-        return Tree(self.display(folder), follow_symlinks=self._links)
+        """The tree of a sub-folder, named by our own code or checked by `safe_relative`. Refuses links that leave this one."""
+        tree = Tree(self.display(folder), follow_symlinks=self._links, bounds=self._bounds)
+        if not (self._links or self._bounds.holds(str(tree.root))):
+            raise self._behind_link(folder)
+        return tree
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
-        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs."""
+        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs, other folders' files."""
+        if path != self.single and leaves(path):
+            safe_relative(path, named_in=self.shown)
         try:
             return self._open(path)
         except OSError as e:
@@ -240,44 +250,38 @@ class Tree:
             if e.errno == errno.ENXIO:  # a socket, or a device without a driver
                 raise self._not_regular(path) from e
             if e.errno == errno.ENOENT:
-                raise missing_file(path, self.display(path)) from e
+                raise missing_file(path, self.display(path), link=os.path.islink(self.root / path)) from e
             raise wrap_os_error(e, self.display(path), "opening") from e
 
     def _open(self, path: str) -> int:
         if self.single == path or self._links:
             fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        elif self._blobs is not None and (self.root / path).is_symlink():
-            real = Path(os.path.realpath(self.root / path))  # Path.resolve raises RuntimeError on a circle of links
-            if self._blobs not in real.parents:
-                raise OSError(errno.ELOOP, "link leaves blobs/")
-            fd = os.open(real, _FLAGS)
-        elif "/" not in path:
-            fd = os.open(self.root / path, _FLAGS)
         else:
-            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            *parents, name = path.split("/")
             try:
-                for part in parents:
-                    inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-                    os.close(folder)
-                    folder = inner
-                fd = os.open(name, _FLAGS, dir_fd=folder)
-            finally:
-                os.close(folder)
+                fd = open_below(self.root, path)
+            except OSError as e:
+                inside = self._bounds.inside(self.root / path) if e.errno in (errno.ELOOP, errno.ENOTDIR) else None
+                if inside is None:
+                    raise
+                fd = open_below(*inside)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise self._not_regular(path)
         return fd
 
     def _behind_link(self, path: str) -> UnsafeInput:
+        why = self._bounds.why_not(self.root / path) or LEAVES
         return UnsafeInput(
-            f"{path} is a symbolic link (or lies behind one)", code="E0412", path=self.display(path),
-            hint="links inside a checkpoint are not followed; replace the link by what it points to, or pass that path",
-        )  # fmt: skip
+            f"{path} is, or lies behind, a link that {why}",
+            code="E0412",
+            path=self.display(path),
+            hint="--follow-symlinks follows it, if you trust where it leads; or put in its place what it points to",
+        )
 
     def _not_regular(self, path: str) -> UnsafeInput:
+        linked = os.path.islink(self.root / path)
         return UnsafeInput(
-            f"{path} is not a regular file",
+            f"{path} is a link that {NO_FILE}" if linked else f"{path} is not a regular file",
             code="E0413",
             path=self.display(path),
             hint="remove it or pass the real file",
@@ -405,6 +409,15 @@ class Tree:
             cache.close()
 
 
+def _size_of(entry: os.DirEntry[str]) -> int:
+    """Size in bytes of a regular file, -1 for anything else."""
+    try:
+        info = entry.stat(follow_symlinks=False)
+    except OSError:  # it vanished while we looked
+        return -1
+    return info.st_size if stat.S_ISREG(info.st_mode) else -1
+
+
 class _FdCache(OrderedDict[str, int]):
     """Descriptors that close with their thread."""
 
@@ -420,10 +433,13 @@ class _FdCache(OrderedDict[str, int]):
         self.close()
 
 
-def missing_file(path: str, shown: str) -> CkptError:
-    """A file that the checkpoint names and that is not there (exit 3)."""
+def missing_file(path: str, shown: str, *, link: bool = False) -> CkptError:
+    """A file that the checkpoint names and that is not there (exit 3). link: the name is there, as a link."""
     from ckpt_tool.errors import Incomplete
 
     return Incomplete(
-        f"{path} is missing", code="E0313", path=shown, hint="fetch the file, or pass the folder that holds it"
+        f"{path} is a link that {NOWHERE}" if link else f"{path} is missing",
+        code="E0313",
+        path=shown,
+        hint="fetch the file, or pass the folder that holds it",
     )

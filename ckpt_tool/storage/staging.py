@@ -7,7 +7,8 @@ fsynced and renamed with RENAME_NOREPLACE, the parent is fsynced. A kill at any 
 whole, or new and whole; the same command goes on from the journal.
 
 What this does not do: it never touches a folder that is not ours (another owner, a link, unknown content without a
-journal), never retries an fsync that failed (Linux marks the pages clean: the second call would lie).
+journal), never opens anything below it but by `storage.beneath`, never retries an fsync that failed (Linux marks the pages
+clean: the second call would succeed for nothing).
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import socket
@@ -24,15 +23,17 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
-from ckpt_tool.storage.destination import staging_path
+from ckpt_tool.storage import journal
+from ckpt_tool.storage.beneath import Irregular, files_beneath, open_beneath, open_own, sync_folder, sync_folders, wipe
+from ckpt_tool.storage.destination import refuse_link, staging_path
 
-JOURNAL = ".ckpt-journal"
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _REPLACED = "user.ckpt.replaced"
+_NFS = ".nfs"  # how NFS calls a file that was removed and is still open
 
 
 class Staging:
@@ -63,48 +64,93 @@ class Staging:
         self._force = force
         self._folder_fd = self._journal_fd = -1
         self._write = threading.Lock()
-        self.failed_sync = self._recorded = False
-        self.resumed: list[dict[str, Any]] = []
+        self.failed_sync = self._recorded = self.went_on = False  # went_on: an earlier run of the plan has been here
+        self.resumed: list[journal.Line] = []
         self._names = set(files)
+        self._replaces: tuple[int, int] | None = None
         self._claim(resume=resume)
 
     # -- claiming -----------------------------------------------------------------------------------------------
 
     def _claim(self, *, resume: bool) -> None:
-        name = self._journal_name(self.part)
         fresh = self._lock_folder()
+        try:
+            self._take(fresh=fresh, resume=resume)
+        except BaseException:
+            if fresh and self._alone():
+                _remove_empty(self.path)
+            self._release()
+            raise
+
+    def _alone(self) -> bool:
+        """Does nobody else hold the folder?"""
+        try:
+            fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _take(self, *, fresh: bool, resume: bool) -> None:
+        """Of the locked folder: is it ours, and what of our plan's work lies there?"""
         if not fresh:
             self._check_ours()
-        if not self._force and os.path.lexists(self.destination):  # an equal run committed while we came
-            if fresh:
-                os.rmdir(self.path)
-            self._release()
+        if self._force:
+            refuse_link(self.destination)
+        elif os.path.lexists(self.destination):  # an equal run committed while we came
             raise OutputExists(
-                f"{self.destination} exists", code="E0501", path=self.destination,
+                f"{self.destination} exists",
+                code="E0501",
+                path=self.destination,
                 hint="choose a new name, or --force to replace it in one step",
-            )  # fmt: skip
-        try:
-            self._journal_fd = os.open(
-                self.path / name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
-            fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise self._locked(name) from e
-        except OSError as e:
-            raise wrap_os_error(e, self.path / name, "opening the journal") from e
-        lines = self._lines(name)
-        if lines and lines[0].get("plan") == self.plan_id and resume:
-            self.resumed = lines[1:]
+        self._replaces = _inode(self.destination)
+        if self.part is not None:
+            self.check_parts()
+        name = journal.name_of(self.part)
+        self._journal_fd = self._open_journal(name)
+        lines = journal.read(self._folder_fd, name)
+        if lines and lines[0]["plan"] == self.plan_id and resume:
+            self.went_on, self.resumed = True, lines[1:]
             return
         if self.part is None:
-            self._wipe(keep=name)
-        elif lines:
-            raise SourceChanged(
-                f"part {self.part[0]}/{self.part[1]} was started with another plan", code="E0611", path=self.path,
-                hint="run every part with the same plan file, or remove the leavings: ckpt clean",
-            )  # fmt: skip
+            wipe(self._folder_fd, keep=name)
         os.ftruncate(self._journal_fd, 0)
         self.record({"plan": self.plan_id, "pid": os.getpid(), "host": socket.gethostname()})
+
+    def _open_journal(self, name: str) -> int:
+        fd = -1
+        try:
+            fd = open_own(self._folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            os.close(fd)
+            raise self._locked(name) from e
+        except Irregular as e:
+            raise self._foreign(f"holds {name}, which {e.strerror}") from e
+        except OSError as e:
+            raise wrap_os_error(e, self.path / name, "opening the journal") from e
+        return fd
+
+    def check_parts(self) -> None:
+        """Raise SourceChanged where another part of the output was begun by another plan (E0611) or as one of another number
+        of parts (E1602). A journal without a whole first line says nothing yet."""
+        for name in journal.names(self._folder_fd):
+            lines, part = journal.read(self._folder_fd, name, first=True), journal.part_of(name)
+            what = f"part {part[0]}/{part[1]}" if part else "the whole output"
+            if lines and lines[0]["plan"] != self.plan_id:
+                raise SourceChanged(
+                    f"{what} was started with another plan",
+                    code="E0611",
+                    path=self.path,
+                    hint="run every part with the same plan file, or remove the leavings: ckpt clean",
+                )
+            if lines and part and self.part and part[1] != self.part[1]:
+                raise SourceChanged(
+                    f"{what} was started, and this is part {self.part[0]}/{self.part[1]}",
+                    code="E1602",
+                    path=self.path,
+                    hint="run every part of the plan with the same N of --part I/N, or remove the leavings: ckpt clean",
+                )
 
     def _lock_folder(self) -> bool:
         """Make the folder or find it, and lock it: alone, or shared with the other parts. True when it was made.
@@ -132,8 +178,10 @@ class Staging:
                 fcntl.flock(self._folder_fd, kind | fcntl.LOCK_NB)
             except BlockingIOError as e:
                 if self.part is None or os.path.lexists(self.path / JOURNAL):
-                    raise self._locked(self._journal_name(self.part)) from e
-                os.close(self._folder_fd)  # another part looks whether it is the last one, or commits: soon over
+                    locked = self._locked(journal.name_of(self.part))
+                    self._release()
+                    raise locked from e
+                self._release()  # another part looks whether it is the last one, or commits: soon over
                 time.sleep(0.02)
                 continue
             held = os.fstat(self._folder_fd)
@@ -143,72 +191,36 @@ class Staging:
                 now = None
             if now is not None and (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
                 return fresh
-            os.close(self._folder_fd)  # it was renamed away between the open and the lock
+            self._release()  # it was renamed away between the open and the lock
 
     def _locked(self, name: str) -> OutputExists:
-        owner = self._owner(name)
-        self._release()
+        lines = journal.read(self._folder_fd, name, first=True)
+        owner = "it is just starting or about to end"
+        if lines:
+            owner = f"process {lines[0].get('pid')} on {lines[0].get('host')}"
         return OutputExists(
-            f"another run is writing {self.destination}: {owner}", code="E0503", path=self.path,
+            f"another run is writing {self.destination}: {owner}",
+            code="E0503",
+            path=self.path,
             hint="wait for it to end; if it died on another machine: ckpt clean",
-        )  # fmt: skip
+        )
 
     def _foreign(self, why: str) -> OutputExists:
-        self._release()
         return OutputExists(
-            f"the staging name {self.path} exists and {why}", code="E0504", path=self.path,
+            f"the staging name {self.path} exists and {why}",
+            code="E0504",
+            path=self.path,
             hint="look at it and move it away: it is never followed or overwritten",
-        )  # fmt: skip
+        )
 
     def _check_ours(self) -> None:
         """Refuse a staging folder that this user's earlier run cannot have left."""
         if os.fstat(self._folder_fd).st_uid != os.geteuid():
             raise self._foreign("belongs to another user")
-        found = {
-            os.path.relpath(os.path.join(at, name), self.path) for at, _, names in os.walk(self.path) for name in names
-        }  # one look: between two, another part may begin its journal
+        found = set(files_beneath(self._folder_fd))  # one look: between two, another part may begin its journal
         begun = any(name.startswith(JOURNAL) for name in found)
-        if not begun and not found <= self._names and not _was_replaced(self.path):
+        if not begun and not found <= self._names and not was_replaced(self.path):
             raise self._foreign("holds files that no run of this plan has written")
-
-    def _journal_name(self, part: tuple[int, int] | None) -> str:
-        return JOURNAL if part is None else f"{JOURNAL}-{part[0]}-of-{part[1]}"
-
-    def _owner(self, name: str) -> str:
-        lines = self._lines(name)
-        return (
-            f"process {lines[0].get('pid')} on {lines[0].get('host')}"
-            if lines
-            else "it is just starting or about to end"
-        )
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        """The journal's lines as far as they are whole and sealed: a torn or edited line ends it."""
-        try:
-            text = (self.path / name).read_bytes()
-        except OSError:
-            return []
-        lines: list[dict[str, Any]] = []
-        for raw in text.split(b"\n")[:-1]:
-            seal, _, body = raw.partition(b" ")
-            try:
-                line = json.loads(body)
-                plan = str((lines or [line])[0]["plan"])
-            except (ValueError, TypeError, KeyError):
-                break
-            if seal != _seal(plan, body):
-                break
-            lines.append(line)
-        return lines
-
-    def _wipe(self, *, keep: str) -> None:
-        for entry in os.scandir(self.path):
-            if entry.name == keep:
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
 
     @property
     def left(self) -> Path | None:
@@ -222,11 +234,10 @@ class Staging:
 
     # -- the journal ----------------------------------------------------------------------------------------------
 
-    def record(self, line: dict[str, Any]) -> None:
-        """Append one line, sealed. Torn lines are ignored by `_lines`, so no fsync: a resumed run checks the bytes anyway."""
+    def record(self, line: journal.Line) -> None:
+        """Append one line, sealed. Torn lines are ignored, so no fsync: a resumed run checks the bytes anyway."""
         self._recorded = self._recorded or "unit" in line
-        body = json.dumps(line, separators=(",", ":")).encode()
-        data = _seal(self.plan_id, body) + b" " + body + b"\n"
+        data = journal.sealed(self.plan_id, line)
         with self._write:
             try:
                 while data:
@@ -234,44 +245,47 @@ class Staging:
             except OSError as e:
                 raise wrap_os_error(e, self.path, "writing the journal") from e
 
-    def part_journals(self, count: int) -> list[list[dict[str, Any]]]:
-        """The journals of all parts, in order; an empty list for a part that has not begun."""
-        return [self._lines(self._journal_name((i + 1, count))) for i in range(count)]
-
-    def close_part(self) -> None:
-        """Part of a plan: wait until no other part is at work, so that one of them may commit."""
+    def close_part(self) -> list[list[journal.Line]]:
+        """Part of a plan: wait until no other part is at work, so that one of them may commit. The journals of all parts, in
+        order; an empty list for a part that has not begun. Raises as `check_parts`."""
         fcntl.flock(self._folder_fd, fcntl.LOCK_EX)
+        self.check_parts()
+        _, count = self.part or (1, 1)
+        return [journal.read(self._folder_fd, journal.name_of((i + 1, count))) for i in range(count)]
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, size: int) -> int:
         """A descriptor of the staged file, `size` bytes long and preallocated; an earlier run's is kept."""
-        path = self.path / name
+        doing = f"allocating {size} bytes for {name}"
+        fd = self._open(name, os.O_RDWR | os.O_CREAT, doing, make=True)
         try:
-            if "/" in name:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            try:
-                info = os.fstat(fd)
-                if info.st_size > size:
-                    os.ftruncate(fd, size)
-                if size and info.st_blocks * 512 < size:
-                    _allocate(fd, size)
-                elif info.st_size < size:
-                    os.ftruncate(fd, size)
-            except BaseException:
-                os.close(fd)
-                raise
+            info = os.fstat(fd)
+            if info.st_size > size:
+                os.ftruncate(fd, size)
+            if size and info.st_blocks * 512 < size:
+                _allocate(fd, size)
+            elif info.st_size < size:
+                os.ftruncate(fd, size)
         except OSError as e:
-            raise wrap_os_error(e, path, f"allocating {size} bytes for {name}") from e
+            os.close(fd)
+            raise wrap_os_error(e, self.path / name, doing) from e
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def open(self, name: str) -> int:
         """A descriptor of a staged file, for reading and writing."""
+        return self._open(name, os.O_RDWR, "opening the staged file")
+
+    def _open(self, name: str, flags: int, doing: str, *, make: bool = False) -> int:
         try:
-            return os.open(self.path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return open_beneath(self._folder_fd, name, flags, make=make)
+        except Irregular as e:
+            raise self._foreign(f"holds {name}, which {e.strerror}") from e
         except OSError as e:
-            raise wrap_os_error(e, self.path / name, "opening the staged file") from e
+            raise wrap_os_error(e, self.path / name, doing) from e
 
     def sync(self, name: str) -> None:
         """fsync one staged file. A failure is final: the staged bytes are not to be trusted and are discarded."""
@@ -300,17 +314,20 @@ class Staging:
 
         Raises StorageError E0707 when the name is there but the parent's fsync failed (durability unknown).
         """
-        for name in os.listdir(self.path):
-            if name.startswith(JOURNAL):
-                os.unlink(self.path / name)
-        _sync_folders(self.path)
+        self._check_whole()
+        try:
+            for name in journal.names(self._folder_fd):
+                os.unlink(name, dir_fd=self._folder_fd)
+            sync_folders(self._folder_fd)
+        except OSError as e:
+            raise wrap_os_error(e, self.path, "closing the staging folder") from e
         if single is None:
-            os.chmod(self.path, 0o777 & ~_umask())
+            os.chmod(self._folder_fd, 0o777 & ~_umask())
             self._rename(self.path, self.destination)
         else:
             self._rename(self.path / single, self.destination)
         try:
-            _sync_folder(self.destination.parent)
+            _sync_parent(self.destination)
         except OSError as e:
             raise StorageError(
                 f"{self.destination} is complete, but the fsync of its folder failed: {os.strerror(e.errno or 0)}",
@@ -321,9 +338,18 @@ class Staging:
             if self.path.exists():  # what --force replaced, or the emptied folder of a single file
                 _remove(self.path)
 
+    def _check_whole(self) -> None:
+        """Refuse to commit what no run of this plan has written."""
+        held = os.fstat(self._folder_fd)
+        if _inode(self.path) != (held.st_dev, held.st_ino):
+            raise self._foreign("is not the folder that was written")
+        found = {name for name in files_beneath(self._folder_fd) if not name.startswith((JOURNAL, _NFS))}
+        if found - self._names:
+            raise self._foreign(f"holds {min(found - self._names)}, which no run of this plan has written")
+
     def _rename(self, staged: Path, final: Path) -> None:
         try:
-            if self._force and os.path.lexists(final):
+            if self._force and self._replaces is not None and _inode(final) == self._replaces:
                 _mark_replaced(final)
                 _renameat2(staged, final, _RENAME_EXCHANGE)
                 if staged != self.path and staged.is_dir():
@@ -352,11 +378,6 @@ class Staging:
         self._release()
 
 
-def _seal(plan_id: str, body: bytes) -> bytes:
-    """What binds a journal line to its plan and its own words. No secret: it finds damage, not forgers."""
-    return hashlib.blake2b(plan_id.encode() + b"\0" + body, digest_size=8).hexdigest().encode()
-
-
 def _mark_replaced(old: Path) -> None:
     """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the staging
     name, and the next run must know that it may go. Where the file system has no such marks, that run will ask."""
@@ -366,7 +387,8 @@ def _mark_replaced(old: Path) -> None:
         return
 
 
-def _was_replaced(path: Path) -> bool:
+def was_replaced(path: Path) -> bool:
+    """Was this output marked, by a run that was killed in the act, as one that its new self replaces?"""
     try:
         return os.getxattr(path, _REPLACED, follow_symlinks=False) == b"1"
     except OSError:
@@ -378,6 +400,13 @@ def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:  # rmtree closes a descriptor twice when the first close fails
+        return
+
+
+def _remove_empty(folder: Path) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:
         return
 
 
@@ -396,23 +425,21 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_parent(path: Path) -> None:
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as e:
-        if e.errno != errno.EINVAL:  # some network file systems have no folder fsync
-            raise
+        sync_folder(fd)
     finally:
         os.close(fd)
 
 
-def _sync_folders(root: Path) -> None:
+def _inode(path: Path) -> tuple[int, int] | None:
+    """What the name itself stands for, None where there is no such name."""
     try:
-        for at, _, _ in os.walk(root, topdown=False):
-            _sync_folder(Path(at))
-    except OSError as e:
-        raise wrap_os_error(e, root, "fsync of the staging folder") from e
+        info = os.lstat(path)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tool.errors import CorruptFile
+from ckpt_tool.storage.json_faults import EDITED, bad_escape, fault_of, glimpse
 
 DEPTH_LIMIT = 64  # containers
 VALUE_LIMIT = 2_000_000  # values of one document
@@ -97,7 +98,7 @@ def members(raw: bytes, *, path: str, offset: int = 0, limit: int = VALUE_LIMIT)
     exact = _Exact(raw, path, offset, "", limit)
     at = exact.skip(0)
     if raw[at : at + 1] != b"{":
-        exact.fail(f"want an object, found {_glimpse(raw, at)}", SYNTAX, at)
+        exact.want("an object", at)
     seen: dict[str, int] = {}
     at = exact.skip(at + 1)
     if raw[at : at + 1] == b"}":
@@ -117,7 +118,7 @@ def members(raw: bytes, *, path: str, offset: int = 0, limit: int = VALUE_LIMIT)
             exact.expect_end(at + 1)
             return
         if mark != b",":
-            exact.fail(f"want ',' or '}}', found {_glimpse(raw, at)}", SYNTAX, at)
+            exact.want("',' or '}'", at)
         at += 1
 
 
@@ -137,8 +138,11 @@ def check_utf8(raw: bytes, *, path: str, offset: int = 0) -> None:
             decoder.decode(raw[at : at + _BLOCK], final=at + _BLOCK >= len(raw))
         except UnicodeDecodeError as e:
             bad = at - pending + e.start
+            wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             raise CorruptFile(
-                f"not UTF-8: byte 0x{raw[bad]:02x} at {offset + bad} ({e.reason})",
+                "the text is UTF-16, want UTF-8"
+                if wide
+                else f"not UTF-8: byte 0x{raw[bad]:02x} at {offset + bad} ({e.reason})",
                 code=NOT_UTF8,
                 path=path,
                 offset=offset + bad,
@@ -195,13 +199,6 @@ def _finite(digits: str) -> float:
 _SCANNER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 
-def _glimpse(raw: bytes, at: int) -> str:
-    """What stands at `raw[at]`, short enough for a message."""
-    if at >= len(raw):
-        return "the end"
-    return repr(raw[at : at + 12])[1:]
-
-
 class _Open:
     """A container that is still being filled."""
 
@@ -239,7 +236,7 @@ class _Exact:
 
     # -- faults -------------------------------------------------------------------------------------------------
 
-    def fail(self, message: str, code: str, at: int, hint: str = "the file is damaged or was edited") -> NoReturn:
+    def fail(self, message: str, code: str, at: int, hint: str = EDITED) -> NoReturn:
         raise CorruptFile(
             message,
             code=code,
@@ -248,6 +245,13 @@ class _Exact:
             place=self.prefix + pointer(*(part for each in self.open for part in each.parts())) or None,
             hint=hint,
         )
+
+    def want(self, wanted: str, at: int) -> NoReturn:
+        """What stands at `at` is not what is wanted there: a fault of syntax, or another one that has a name."""
+        if not self.raw[at:].isascii():
+            check_utf8(self.raw, path=self.path, offset=self.offset)
+        fault = fault_of(self.raw, at, wanted)
+        self.fail(fault.message, NOT_A_NUMBER if fault.number else SYNTAX, fault.at, fault.hint)
 
     def duplicate(self, key: str, first: int, second: int) -> NoReturn:
         places = f"bytes {self.offset + first} and {self.offset + second}"
@@ -268,7 +272,7 @@ class _Exact:
     def expect_end(self, at: int) -> None:
         at = self.skip(at)
         if at != len(self.raw):
-            self.fail(f"the JSON text ends, but {_glimpse(self.raw, at)} follows", SYNTAX, at)
+            self.fail(f"the JSON text ends, but {glimpse(self.raw, at)} follows", SYNTAX, at)
 
     def string(self, token: bytes, at: int) -> str:
         """The text of a string token, quotes included."""
@@ -281,7 +285,8 @@ class _Exact:
         try:
             text = str(json.loads(f'"{text}"'))
         except ValueError:
-            self.fail("a string holds an escape that JSON does not know", SYNTAX, at)
+            fault = bad_escape(token, at, self.raw)
+            self.fail(fault.message, SYNTAX, fault.at)
         if _LONE.search(text):
             self.fail("a string holds a lone surrogate, which no encoding can write", SURROGATE, at)
         return text
@@ -301,8 +306,7 @@ class _Exact:
         """(text, where it starts, where its value starts)."""
         found = _KEY.match(self.raw, at)
         if found is None:
-            at = self.skip(at)
-            self.fail(f"want a key in quotes and ':', found {_glimpse(self.raw, at)}", SYNTAX, at)
+            self.want("a key in quotes and ':'", self.skip(at))
         return self.string(found[1], found.start(1)), found.start(1), found.end()
 
     def member_value(self, at: int) -> tuple[Any, int]:
@@ -333,7 +337,7 @@ class _Exact:
                     at = self._next_key(at + 1) if kind is dict else at + 1
                     break
                 if mark != (b"}" if kind is dict else b"]"):
-                    self.fail(f"want ',' or the closing bracket, found {_glimpse(self.raw, at)}", SYNTAX, at)
+                    self.want(f"',' or the closing {'}' if kind is dict else ']'!r}", at)
                 value, at = self.open.pop().box, at + 1
             else:
                 return value, at
@@ -342,7 +346,7 @@ class _Exact:
         """A scalar or an empty container whole; `_OPENED` where a container was opened."""
         token = _TOKEN.match(self.raw, at)
         if token is None:
-            self._no_token(at)
+            self.want("a value", self.skip(at))
         self.count += 1
         if self.count > self.limit:
             self.fail(f"more than {self.limit} values", LIMIT, token.start(), hint="no real checkpoint has as many")
@@ -355,7 +359,7 @@ class _Exact:
             return _WORDS[token[4]], end
         mark, start = token[1], token.start(1)
         if mark not in b"{[":
-            self.fail(f"want a value, found {mark.decode()!r}", SYNTAX, start)
+            self.want("a value", start)
         if len(self.open) == DEPTH_LIMIT:
             self.fail(f"nested more than {DEPTH_LIMIT} deep", LIMIT, start, hint="no real checkpoint nests this deep")
         box: dict[str, Any] | list[Any] = {} if mark == b"{" else []
@@ -374,20 +378,6 @@ class _Exact:
             self.duplicate(key, inner.keys[key], key_at)
         inner.key = key
         return value_at
-
-    def _no_token(self, at: int) -> NoReturn:
-        at = self.skip(at)
-        rest = self.raw[at : at + 10]
-        for word in (b"NaN", b"Infinity", b"-Infinity"):
-            if rest.startswith(word):
-                self.fail(f"{word.decode()} is not JSON", NOT_A_NUMBER, at, hint="write a number or null")
-        if rest.startswith(codecs.BOM_UTF8):
-            self.fail("the text begins with a byte order mark, want plain UTF-8", SYNTAX, at)
-        if rest and not self.raw[at:].isascii():
-            check_utf8(self.raw, path=self.path, offset=self.offset)
-        if rest[:1] == b'"':
-            self.fail("a string is not closed or holds a control character", SYNTAX, at)
-        self.fail(f"want a value, found {_glimpse(self.raw, at)}", SYNTAX, at)
 
 
 _OPENED = object()

@@ -72,7 +72,7 @@ class TorchZip:
 
         tail: a guess of the bytes behind the last storage; right, the whole takes two preads for one storage. An item
             of a DCP file that holds one tensor of `n` bytes: `length - before.head - n`, with the item before it.
-        Raises CorruptFile E0340-E0349 (exit 3), UnsafeInput E0430-E0449 (exit 4).
+        Raises CorruptFile E0340-E0348 (exit 3), UnsafeInput E0430-E0438 (exit 4).
         """
         size = tree.size(path)
         nbytes = size - start if length is None else length
@@ -94,6 +94,7 @@ class TorchZip:
         head, behind = (storages[0].data, storages[-1].data + storages[-1].nbytes) if storages else (nbytes, 0)
         opened = TorchZip(tree, path, start, nbytes, root, records, "little", head, nbytes - behind, archive)
         opened._check_byteorder()
+        tree.met.zip(path, start, nbytes)
         return opened
 
     def pickled(self, *, opcodes: int = pickles.OPCODE_LIMIT) -> Pickled:

@@ -34,6 +34,7 @@ from ckpt_tool.storage.source import Tree
 MEMBER_LIMIT = 1_000_000
 DIRECTORY_LIMIT = 128 << 20  # bytes
 SMALL = 65536  # bytes; records up to this size that lie between headers are read along with them
+HEAD = b"PK\x03\x04"  # of a local header, and so of a zip
 END = struct.Struct("<4s4H2IH")
 LOCATOR = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQ2H2I4Q")
@@ -177,7 +178,7 @@ def _no_end(archive: Archive) -> CkptError:
     if found >= 0 and found + END.size <= len(window):
         at = length - len(window) + found
         return archive.unsafe(f"{length - at - END.size} bytes follow the zip's end record", "E0437", at)
-    last = window.rfind(b"PK\x03\x04")
+    last = window.rfind(HEAD)
     begun = ""
     if last >= 0 and last + LOCAL.size <= len(window):
         name_size = LOCAL.unpack_from(window, last)[9]
@@ -342,7 +343,7 @@ def _local_size(archive: Archive, member: Member, head: bytes) -> int:
     """Bytes of the local header, which must say what the directory says."""
     signature, _, flags, method, _, _, crc, packed, nbytes, n, e = LOCAL.unpack_from(head)
     extra_size: int = e
-    if signature != b"PK\x03\x04":
+    if signature != HEAD:
         raise archive.corrupt("no local header where the directory says", "E0341", member.header, place=member.name)
     same = head[LOCAL.size :] == member.raw_name and n == len(member.raw_name) and flags == member.flags and not method
     later = flags & 8 and not crc and not packed and not nbytes  # then they stand in the descriptor

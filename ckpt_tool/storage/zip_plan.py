@@ -61,11 +61,11 @@ def plan_zip(root: str, pickle: bytes, storages: Sequence[tuple[str, int]], *, b
         root: its top folder: the file's stem, or `archive` for an item of a DCP file.
         pickle: the bytes of data.pkl. storages: (key, nbytes) in order.
         base: added to every offset of the plan (the item's place inside a `.distcp`); `size` stays the zip's own.
-    Raises UsageError E0230 for a root or key that is no plain name.
+    Raises UsageError E2501 for a root or key that is no plain name.
     """
     for name in (root, *(key for key, _ in storages)):
         if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
-            raise UsageError(f"{name!r} is no plain name of a record", code="E0230", hint="choose another output name")
+            raise UsageError(f"{name!r} is no plain name of a record", code="E2501", hint="choose another output name")
     writer = _Writer(root)
     writer.literal("data.pkl", pickle)
     writer.literal(".format_version", b"1")

@@ -238,4 +238,4 @@ def test_the_spec_says_how_norms_and_experts_are_spelled(saved: Saved, tmp_path:
     assert torch.equal(te[f"{at}.mlp.experts.linear_fc1.weight3"], torch.cat([gate, up]))
     with pytest.raises(UsageError) as caught:
         hop(source, tmp_path / "hf", "sharded", spec="te")
-    assert caught.value.code == "E1384"
+    assert caught.value.code == "E0261"

@@ -261,16 +261,22 @@ def test_experts_one_by_one_give_the_same(ckpt: Runner, merged: Path, name: str,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", NEAR, ids=lambda case: case.name)
 def test_near(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path) -> None:
+    """fp32 values within `far` of each other. Where they are written as bf16, an exact value between two neighbours may fall to
+    either, so a few elements are a unit in the last place apart, 2^-7 of a value just above a power of two. (`nuslerp-rows`
+    has two such: in fp64 they lie 2e-8 and 7e-7 off the middle, and both times on the side to which this tool rounds.)
+    """
     want, got = both(ckpt, merged, kind, case, tmp_path)
-    worst = 0.0
+    worst, differ, total = 0.0, 0, 0
     for name, theirs in want.items():
         a, b = theirs.double(), got[name].double()
         scale = torch.maximum(torch.maximum(a.abs(), b.abs()), torch.tensor(0.05))
         far = ((a - b).abs() / scale)[~at_thresholds(merged, kind, case, name)]
         worst = max(worst, float(far.max()) if far.numel() else 0.0)
-    print(f"{kind} {case.name}: {worst:.2e}")
+        differ, total = differ + int((far > 0).sum()), total + far.numel()
+    print(f"{kind} {case.name}: {worst:.2e}, {differ} of {total} differ")
     short = kind == "moe" and case.name == "nuslerp-columns"  # vectors of 4, nearly parallel: acos has few digits there
-    assert worst <= (2**-8 if kind == "bf16" else 5e-4 if short else case.far)
+    assert worst <= (2**-7 if kind == "bf16" else 5e-4 if short else case.far)
+    assert kind != "bf16" or differ <= 1 + total * 2 * 2**8 * case.far  # as many as lie so near to the middle of two
 
 
 @pytest.mark.parametrize("kind", ["llama", "moe"])

@@ -76,4 +76,4 @@ def test_two_worlds_are_folded_one_by_one(tmp_path):
     with pytest.raises(CkptError) as e:
         fold([str(ROOT / "base"), str(ROOT / "adapter"), str(ROOT.parent / "peft/lora_bf16")], str(tmp_path / "out"), Reading(),
              Writing(), Silent())  # fmt: skip
-    assert e.value.code == "E1420"
+    assert e.value.code == "E2402"

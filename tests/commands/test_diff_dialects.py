@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_tool as ckpt
+from ckpt_tool.errors import UsageError
 
 LLAMA = Path(__file__).parents[2] / "fixtures" / "convert" / "llama"
 
@@ -31,3 +32,20 @@ def test_a_changed_value_is_found_under_its_name(tmp_path: Path) -> None:
     result = ckpt.diff(str(LLAMA / "hf"), str(tmp_path / "m"), dialect="hf", config=config)
     (row,) = result["differences"]
     assert row["kind"] == "value" and row["name"].startswith(("model.", "lm_head"))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'{"a": "b\n"}', "control character (newline)"),
+        (b'{"a": 1, "a": 2}', "stands twice"),
+        (b"{'a': 'b'}", "single quotes"),
+        (b"a b\n\xff\xfe c", "not UTF-8"),
+    ],
+)
+def test_a_map_that_does_not_read_is_a_usage_error(data: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "map").write_bytes(data)
+    model = str(Path(__file__).parents[2] / "fixtures" / "safetensors" / "llama_one_file")
+    with pytest.raises(UsageError) as caught:
+        ckpt.diff(model, model, map=str(tmp_path / "map"))
+    assert caught.value.code == "E0268" and said in caught.value.message

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.core.box import Box, contiguous_strides, first_overlap, flat_boxes, whole
+from ckpt_tool.core.box import Box, contiguous_strides, first_hole, first_overlap, flat_boxes, whole
 
 
 @st.composite
@@ -128,3 +128,20 @@ def test_flat_boxes_are_the_line_in_order(shape: list[int], data: st.DataObject)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     found = [numbers[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))].reshape(-1) for b in boxes]
     assert np.array_equal(np.concatenate([np.empty(0, int), *found]), np.arange(start, stop))
+
+
+@given(shape=st.lists(st.integers(0, 5), max_size=3), data=st.data())
+def test_what_is_left_of_boxes_is_found(shape: list[int], data: st.DataObject) -> None:
+    """The oracle marks elements one by one."""
+    taken = np.zeros(shape, bool)
+    boxes = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+        boxes.append(Box(offset, tuple(data.draw(st.integers(0, n - o)) for o, n in zip(offset, shape, strict=True))))
+        taken[tuple(slice(o, o + n) for o, n in zip(offset, boxes[-1].shape, strict=True))] = True
+    hole = first_hole(shape, boxes)
+    if taken.all():
+        assert hole is None
+    else:
+        assert hole is not None and hole.numel and hole.inside(shape)
+        assert not taken[tuple(slice(o, e) for o, e in zip(hole.offset, hole.end, strict=True))].any()

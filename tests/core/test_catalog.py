@@ -99,11 +99,37 @@ def test_all_faults_at_once_with_file_and_tensor() -> None:
         catalog(good, short, clash).check()
     assert "2 tensors are not whole" in error.value.message
     assert error.value.key == "short [exp_avg]"
-    assert error.value.path == "file0"
+    assert error.value.path is None, "nothing tells whose part it is: file0 is sound"
     (second,) = error.value.faults
     assert second.startswith("clash: boxes at [0] (file0) and [2] (file1) overlap")
     kinds: list[CkptError] = list(faults_of([good, short, clash]))
     assert [type(kind) for kind in kinds] == [Incomplete, InconsistentCheckpoint]
+
+
+def test_a_gap_is_laid_to_the_file_that_holds_that_part_of_others() -> None:
+    """Two ranks; `b` of rank 1 has gone, whose shape no other tensor has: its part of the others tells."""
+    halves = {"a": (8, 4), "b": (6, 2), "c": (4, 4), "f": (2, 6)}
+    cut = {name: [Box((0, 0), (n // 2, m)), Box((n // 2, 0), (n // 2, m))] for name, (n, m) in halves.items()}
+    tensors = [tensor(name, shape, cut[name]) for name, shape in halves.items()]
+    columns = tensor("d", (6, 4), [Box((0, 0), (6, 2)), Box((0, 2), (6, 2))])
+    lone = LogicalTensor(TensorKey("e"), (6, 2), F32, (chunk(whole((6, 2)), "elsewhere"),))
+    broken = LogicalTensor(TensorKey("b"), (6, 2), F32, tensors[1].chunks[:1])
+    with pytest.raises(Incomplete) as error:
+        catalog(lone, columns, tensors[0], broken, *tensors[2:]).check()
+    assert error.value.path == "file1" and error.value.key == "b"
+    assert "6 of 12 elements" in error.value.message and "[3, 0] of shape [3, 2]" in error.value.message
+    assert "that part lies in file1" in error.value.message
+
+
+def test_an_index_that_leaves_elements_out_is_named() -> None:
+    short = LogicalTensor(TensorKey("b"), (4,), F32, (chunk(Box((0,), (2,)), "optimizer/0"),))
+    for tensors in ((short,), (short, tensor("c", (4,), [Box((0,), (2,)), Box((2,), (2,))]))):
+        found = Catalog("dcp", {each.key: each for each in tensors}, indexes=("model/.metadata", "optimizer/.metadata"))
+        with pytest.raises(Incomplete) as error:
+            found.check()
+        assert (
+            error.value.path == "optimizer/.metadata" and "which optimizer/.metadata leaves out" in error.value.message
+        )
 
 
 def test_empty_and_scalar_tensors() -> None:

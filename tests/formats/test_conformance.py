@@ -164,7 +164,12 @@ def _convert(source, target, to):
     try:
         return convert(str(source), str(target), Reading(), Writing(to=to, verify="full", dialect="keep"), Silent())
     except CkptError as e:
-        assert e.exit_code == 2 and e.code in ("E0249", "E0258", "E0259", "E0286", "E1433"), (to, e, e.hint)
+        assert (
+            e.exit_code == 2 and e.code in ("E0249", "E0258", "E2001", "E0259", "E0286", "E1433") or e.code == "E1600"
+        ), (
+            to,
+            e,
+        )
         return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from targets import FIXTURES, ramp
 
 from ckpt_tool.commands.convert import convert
@@ -313,10 +313,11 @@ def test_states_that_deepspeed_would_take_for_its_own_lie_beside(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["../up", "/root", "a//b", ".", "optimizer_state.pt"])
 def test_names_that_no_folder_can_have_are_refused_before_a_byte_is_written(name: str, tmp_path: Path) -> None:
-    torch.save({"state": {name: {"exp_avg": torch.zeros(2)}}, "param_groups": []}, tmp_path / "in.pt")
+    save_file({name: torch.zeros(2)}, tmp_path / "in.safetensors")
     with pytest.raises(CkptError) as raised:
-        to(tmp_path / "in.pt", tmp_path / "out")
-    assert raised.value.code == "E0290" and not (tmp_path / "out").exists()
+        to(tmp_path / "in.safetensors", tmp_path / "out")
+    assert (raised.value.exit_code, raised.value.code) == (4, "E1600") and not (tmp_path / "out").exists()
+    assert raised.value.key is not None and raised.value.key.startswith(name)
 
 
 def test_moments_without_weights_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ckpt_tool.core.layout import Layout, Mesh
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InternalError, UsageError
+from ckpt_tool.formats.base import Specificity
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import index as hf_index
 from ckpt_tool.formats.hf.format import FORMAT, pack
@@ -124,11 +125,10 @@ TWO_FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetenso
         ([*TWO_FILES, *(f"sharded/{name}" for name in SHARDS)], "numbered", TWO_FILES),
         (["adapter_config.json", "adapter_model.safetensors"], None, []),
         (["adapter_model.safetensors", "model.safetensors"], "one", ["model.safetensors"]),
-        (["ckpt.index.json", "model.safetensors"], None, []),
-        ([".metadata", "__0_0.distcp", "model.safetensors"], None, []),
-        (["model.safetensors.index.json", "optimizer.safetensors.index.json"], None, []),
-        (["model-00001-of-00002.safetensors", "master_weights-00001-of-00002.safetensors"], None, []),
-        (["model.safetensors", "optimizer.safetensors"], None, []),
+        (["model.tp00.safetensors", "model.tp01.safetensors"], None, []),
+        (["ckpt.index.json", "model.safetensors"], "one", ["model.safetensors"]),
+        ([".metadata", "__0_0.distcp", "model.safetensors"], "one", ["model.safetensors"]),
+        (["model.safetensors.index.json", "optimizer.safetensors.index.json"], "index", []),
         (["pytorch_model.bin", "config.json"], None, []),
         (["sub/model.safetensors"], None, []),
         ([], None, []),
@@ -185,7 +185,8 @@ def test_single_files_are_known_by_content(tmp_path):
         "z.pt": b"hello there",
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert FORMAT.detect(Tree(tmp_path / name)) is None
+        claim = FORMAT.detect(Tree(tmp_path / name))
+        assert claim is None or claim.specificity == Specificity.CONTAINER, "by its name alone"
     with pytest.raises(CkptError, match="zip archive"):  # --from safetensors
         read(tmp_path / "x.safetensors")
 

@@ -113,7 +113,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
 def test_what_would_be_read_back_under_another_name_is_refused() -> None:
     with pytest.raises(UsageError) as e:
         layout({"model.layers.0.x": (2,), "decoder.layers.norm": (2,)}, {}).entries()
-    assert e.value.code == "E0258" and "decoder.layers.norm" in e.value.message
+    assert e.value.code == "E2001" and "decoder.layers.norm" in e.value.message
 
 
 @pytest.mark.parametrize(("args", "more"), [({}, set()), (TE, {"self_attention.core_attention", "pre_mlp_layernorm"})])

@@ -11,11 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tool.commands.convert import convert
+from ckpt_tool.commands.merge import merge
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.peft.lone import is_adapter
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -39,8 +42,7 @@ def test_a_whole_model_beside_it_is_what_the_folder_is(adapter):
     assert registry.detect(Tree(adapter))[0].name == "safetensors"
     (adapter / "model.safetensors").unlink()
     torch.save({"w": torch.ones(2)}, adapter / "pytorch_model.bin")
-    names = [name for name in registry.NAMES if registry.by_name(name).detect(Tree(adapter))]
-    assert "peft" not in names
+    assert registry.detect(Tree(adapter))[0].name == "torch"
 
 
 def test_what_a_trainer_puts_beside_an_adapter(adapter):
@@ -60,12 +62,12 @@ def test_configs(adapter):
     config = adapter / "adapter_config.json"
     for text in ('{"peft_type": 5}', "[]", "{}"):
         config.write_text(text)
-        assert refused(adapter, "E1430", 3).path.endswith("adapter_config.json")
+        assert refused(adapter, "E1423", 3).path.endswith("adapter_config.json")
     config.write_text('{"peft_type": "LORA", "peft_type": "LORA"}')
     with pytest.raises(CkptError, match="duplicate key"):
         open_source(str(adapter), Reading())
     config.unlink()
-    refused(adapter, "E1430", 3)
+    refused(adapter, "E1612", 3)
 
 
 def test_weights(adapter):
@@ -105,3 +107,58 @@ def test_the_config_travels(adapter, tmp_path):
     assert len(catalog.tensors) == 4 and catalog.hints["peft"]["config"] == json.loads(
         (adapter / "adapter_config.json").read_text()
     )
+
+
+# -- without a config --------------------------------------------------------------------------------------------------------
+
+ADAPTERS = sorted(path for path in (FIXTURES / "peft").iterdir() if (path / "adapter_config.json").is_file())
+MISSING = "this is an adapter, and its adapter_config.json is missing"
+
+
+def notes_of(path):
+    return [note.message for note in open_source(str(path), Reading()).catalog.notes if "adapter" in note.message]
+
+
+@pytest.mark.parametrize("how", ["folder", "file", "file beside its config", "renamed"])
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.name)
+def test_an_adapter_without_its_config_is_called_that(path, how, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(path, folder)
+    if how != "file beside its config":
+        (folder / "adapter_config.json").unlink()
+    (weights,) = folder.glob("adapter_model.*")
+    if how == "renamed":
+        weights = weights.rename(folder / f"mine{weights.suffix}")
+    src = folder if how == "folder" else weights
+    known = any(
+        ".lora_" in name or "base_model.model." in name for name, _ in open_source(str(src), Reading()).catalog.tensors
+    )
+    assert known, "a fixture of another method?"
+    (note,) = notes_of(src)
+    said = "adapter_config.json lies beside it" if how == "file beside its config" else MISSING
+    assert said in note and "pass the folder" in note
+    base = str(FIXTURES / "convert/llama/hf")
+    with pytest.raises(CkptError, match="this is an adapter, and") as e:
+        merge([base, str(src)], str(tmp_path / "out"), Reading(), Writing(), Silent(), method="lora")
+    assert (e.value.code, e.value.exit_code) == ("E1612", 3) and "pass the folder" in e.value.hint
+    with pytest.raises(CkptError, match="adapter whose adapter_config.json is missing") as e:
+        convert(str(src), str(tmp_path / "out"), Reading(), Writing(to="peft"), Silent())
+    assert e.value.code == "E1433"
+    written = convert(
+        str(src), str(tmp_path / "plain"), Reading(), Writing(to="dcp", dialect="keep", fsync=False), Silent()
+    )
+    assert any("this is an adapter" in line for line in written["notes"])
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.name)
+def test_one_with_its_config_has_no_such_note(path):
+    assert not notes_of(path)
+
+
+def test_nothing_else_is_called_an_adapter():
+    for name in ("safetensors", "torch"):
+        for path in sorted((FIXTURES / name).iterdir()):
+            if ".truth." not in path.name and path.suffix not in (".md", ".json"):
+                assert not notes_of(path), path
+    assert not any(is_adapter(keys) for keys in ([], [TensorKey("a.lora_A.weight"), TensorKey("w")], [TensorKey("w")]))
+    assert is_adapter([TensorKey("a.lora_A.weight"), TensorKey("a.lora_B.weight")])

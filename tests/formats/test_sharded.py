@@ -437,7 +437,7 @@ def refused(wanted: Wanted, code: str) -> UsageError:
 
 def test_c128_is_refused_with_every_tensor_named() -> None:
     tensors = tuple(WantedTensor(TensorKey(name, "ema"), (2,), DTYPES["C128"]) for name in ("a", "b"))
-    error = refused(Wanted(tensors), "E0245")
+    error = refused(Wanted(tensors), "E0258")
     assert error.key == "a [ema]" and "b [ema]" in error.faults[0]
 
 
@@ -478,14 +478,14 @@ def test_without_its_index_a_save_is_unfinished(tiny: Path) -> None:
     evidence = FORMAT.detect(Tree(tiny))
     assert evidence is not None and "missing" in evidence.why
     assert registry.detect(Tree(tiny))[0].name == "sharded", "no other format may take the ranks' files for a model"
-    error = fault(tiny, Incomplete, "E0395")
+    error = fault(tiny, Incomplete, "E0385")
     assert "written last" in error.message and "not finished" in error.message and error.exit_code == 3
 
 
 def test_missing_rank_files_are_all_named_at_once(tiny: Path) -> None:
     (tiny / "model.tp01_dp00.safetensors").unlink()
     (tiny / "exp_avg.tp00_dp01.safetensors").unlink()
-    error = fault(tiny, Incomplete, "E0396")
+    error = fault(tiny, Incomplete, "E0301")
     assert "2 of 9" in error.message
     assert any("model.tp01_dp00.safetensors" in line and "tp 1 dp 0" in line for line in error.faults)
     assert any("exp_avg.tp00_dp01.safetensors" in line and "tp 0 dp 1" in line for line in error.faults)
@@ -494,7 +494,7 @@ def test_missing_rank_files_are_all_named_at_once(tiny: Path) -> None:
 def test_every_cut_file_is_named_with_both_sizes(tiny: Path) -> None:
     for name in ("model.tp00_dp00.safetensors", "extras.tp00_dp01.safetensors"):
         os.truncate(tiny / name, 50)
-    error = fault(tiny, CorruptFile, "E0397")
+    error = fault(tiny, CorruptFile, "E2605")
     assert "extras.tp00_dp01.safetensors has 50 bytes" in error.message
     assert any("model.tp00_dp00" in line for line in error.faults)
 
@@ -518,7 +518,7 @@ def test_files_of_another_save_are_named(tiny: Path, tmp_path: Path) -> None:
     other = write(FORMAT.target(later, layout), arrays, tmp_path / "other")
     for name in ("model.tp01_dp00.safetensors", "exp_avg.tp01_dp01.safetensors"):
         (tiny / name).write_bytes((other / name).read_bytes())
-    error = fault(tiny, InconsistentCheckpoint, "E0398")
+    error = fault(tiny, InconsistentCheckpoint, "E0384")
     assert error.exit_code == 3 and "exp_avg.tp01_dp01.safetensors" in error.message
     assert any("model.tp01_dp00.safetensors" in line for line in error.faults)
 
@@ -535,7 +535,7 @@ def test_two_ranks_swapped_are_told(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda m: m.pop("save"), "E0398"),
+        (lambda m: m.pop("save"), "E0384"),
         (lambda m: m.update(state="ema"), "E0388"),
         (lambda m: m.update(mesh='{"tp":2}'), "E0388"),
         (lambda m: m.update(mesh='{"tp":2'), "E0320"),
@@ -582,7 +582,7 @@ INDEX_FAULTS = [
     (lambda d: d.update(mesh={"xp": 2}), "E0386", "/mesh"),
     (lambda d: d.update(mesh=[]), "E0386", "/mesh"),
     (lambda d: d.update(ckpt_version=True), "E0386", "/ckpt_version"),
-    (lambda d: d.update(ckpt_version=2), "E0389", "/ckpt_version"),
+    (lambda d: d.update(ckpt_version=2), "E2602", "/ckpt_version"),
     (lambda d: d.update(files={}), "E0386", "/files"),
     (lambda d: d["files"][0].update(size=-1), "E0386", "/files/0/size"),
     (lambda d: d["files"][0].update(size=1e3), "E0386", "/files/0/size"),
@@ -712,4 +712,4 @@ def test_other_formats_are_not_claimed(tmp_path: Path) -> None:
 
 def test_a_newer_version_says_so(tiny: Path) -> None:
     edit_index(tiny, lambda d: d.update(ckpt_version=7))
-    assert "update" in str(fault(tiny, UnknownFormat, "E0389").hint)
+    assert "update" in str(fault(tiny, UnknownFormat, "E2602").hint)

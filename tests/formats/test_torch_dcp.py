@@ -28,6 +28,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, UnknownFormat, UsageError
+from ckpt_tool.formats import registry
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp.format import FORMAT
 from ckpt_tool.storage.source import Tree
@@ -127,7 +128,8 @@ def test_what_is_not_dcp_is_not_claimed(tmp_path: Path) -> None:
             path.write_bytes(b"x")
         return Tree(tmp_path / name)
 
-    assert FORMAT.detect(folder("megatron", ".metadata", "common.pt", "metadata.json", "__0_0.distcp")) is None
+    megatron = folder("megatron", ".metadata", "common.pt", "metadata.json", "__0_0.distcp")
+    assert registry.detect(megatron)[0].name == "megatron-dist", "its claim is the more specific one"
     assert FORMAT.detect(folder("paddle", "0.metadata", "0_0.distcp")) is None
     assert FORMAT.detect(folder("hf", "model.safetensors", "config.json")) is None
     assert FORMAT.detect(folder("nested", "inner/.metadata", "inner/__0_0.distcp")) is not None

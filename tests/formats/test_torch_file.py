@@ -18,6 +18,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.formats import registry
 from ckpt_tool.formats.torch.format import FORMAT
 from ckpt_tool.storage.source import Tree
 
@@ -200,7 +201,7 @@ def test_which_folders_are_ours(tmp_path: Path) -> None:
     assert FORMAT.detect(folder("args", training_args__bin={"lr": 1})) is None
     tree = folder("both", pytorch_model__bin=state)
     save_file({"a.w": ramp((2,))}, tmp_path / "both" / "model.safetensors")
-    assert FORMAT.detect(Tree(tree.root)) is None, "transformers takes the safetensors"
+    assert registry.detect(Tree(tree.root))[0].name == "safetensors", "as transformers takes them"
     assert FORMAT.detect(Tree(FIXTURES / "dcp" / "fsdp2_dp4")) is None
     assert FORMAT.detect(Tree(FIXTURES)) is None
 

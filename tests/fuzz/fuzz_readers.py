@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of the readers (atheris): whatever the bytes, a value or an error of ours, soon.
 
-    python tests/fuzz/fuzz_readers.py seeds CORPUS              write seeds to CORPUS/pickle and CORPUS/zip
+    python tests/fuzz/fuzz_readers.py seeds CORPUS              write seeds to CORPUS/TARGET, for each target
     python tests/fuzz/fuzz_readers.py pickle CORPUS [-max_total_time=600 ...]   libFuzzer's options
-    python tests/fuzz/fuzz_readers.py zip CORPUS [...]
+    python tests/fuzz/fuzz_readers.py zip CORPUS [...]          and so the targets of `targets.py`
 
 The idea: a reader may raise `CkptError` and nothing else, must end within seconds and within `-rss_limit_mb`, and what it
 does read must keep its promises: offsets inside the file, values that nest finitely and turn into JSON, and, where a
@@ -11,6 +11,7 @@ pickle names nothing, the very value that CPython reads (its pure-Python unpickl
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import os
@@ -21,6 +22,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 HERE = pathlib.Path(__file__).parent
 LIMIT = 6000  # bytes of an input
+LIMITS = {"dcp": 24_000, "plan": 64, "tree": 64}
 
 
 def _imported():
@@ -34,13 +36,20 @@ def _imported():
     else:
         watching = atheris.instrument_imports(include=["ckpt_tool"])
     with watching:
+        import ckpt_tool.cli_parser  # noqa: F401  all that is loaded late, for coverage
         from ckpt_tool.core import extras
         from ckpt_tool.errors import CkptError
+        from ckpt_tool.formats import registry
         from ckpt_tool.storage import pickle_values, pickle_writer, pickles, source, torch_stream, torchzip
-    return extras, CkptError, pickle_values, pickle_writer, pickles, source, torch_stream, torchzip
+
+        for name in registry.NAMES:
+            registry.by_name(name)
+        sys.path.insert(0, str(HERE))
+        targets = importlib.import_module("targets")
+    return targets, extras, CkptError, pickle_values, pickle_writer, pickles, source, torch_stream, torchzip
 
 
-extras, CkptError, pickle_values, pickle_writer, pickles, source, torch_stream, torchzip = _imported()
+targets, extras, CkptError, pickle_values, pickle_writer, pickles, source, torch_stream, torchzip = _imported()
 
 
 class Forbidding(pickle._Unpickler):
@@ -195,9 +204,11 @@ def seeds(folder):
         else:  # the pickle inside; what follows its end is another case
             end = data.find(b"PK\x03\x04", at)
             (folder / "pickle" / f"{number:04}").write_bytes(data[at : end if end > 0 else len(data)][:LIMIT])
+    for number, (mode, data) in enumerate(targets.seeds()):
+        (folder / mode / f"{number:05}").write_bytes(data[: LIMITS.get(mode, LIMIT)])
 
 
-MODES = {"pickle": one_pickle, "zip": one_zip}
+MODES = {"pickle": one_pickle, "zip": one_zip, **targets.TARGETS}
 
 
 def main():
@@ -211,9 +222,9 @@ def main():
         [
             sys.argv[0],
             os.path.join(corpus, mode),
-            f"-max_len={LIMIT}",
-            "-timeout=25",
-            "-rss_limit_mb=2048",
+            f"-max_len={LIMITS.get(mode, LIMIT)}",
+            "-timeout=10",
+            "-rss_limit_mb=1024",
             f"-artifact_prefix={corpus}/{mode}-",
             *options,
         ],

@@ -117,7 +117,7 @@ for name, word in {
         f"A15-dim-{name}", shape, b"a", 3, word, "/a/shape/0", "not json" if json_fault else "non-negative integer"
     )
     add_header(f"A15-offset-{name}", offset, b"a", 3, word, "/a/data_offsets/1")
-add_header("A15-leading-zero", b'{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}', b"a", 3, "want ','")
+add_header("A15-leading-zero", b'{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}', b"a", 3, "begins with a zero")
 add_header("A16", {"a": entry("U8", [10**30], [0, 0])}, b"", 3, "out of range", "/a/shape/0")
 add_header(
     "A16-digits", b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}', b"", 3, "5000 digits"

@@ -17,7 +17,7 @@ from ckpt_tool.report.inspection import inspection
 from ckpt_tool.report.listing import listing
 from ckpt_tool.report.page import Page
 from ckpt_tool.report.plain import Look, render
-from ckpt_tool.report.writing import after, before, whole
+from ckpt_tool.report.writing import after, before
 
 EVIL = "a\x1b]0;owned\x07<script>alert(1)</script>\u202e\n::error::x"
 
@@ -144,14 +144,14 @@ def test_the_plan_tells_all_before_bytes_move() -> None:
 def test_the_result_ends_in_one_line() -> None:
     shown = text(after(DONE))
     assert shown.splitlines()[-1] == "wrote 13.4 GB in 8 files to out in 3.3 s (4.06 GB/s); digests checked"
-    assert "removed 2 tensors, 6.00 MB" in shown and "from  " not in shown
+    assert "removed 2 tensors, 6.00 MB" in shown and shown.startswith("from  ")
+    assert text(after(DONE, told=True)) == shown.splitlines()[-1] + "\n"
     assert text(after(WRITTEN)).splitlines()[-1] == "dry run: nothing was written"
     assert (
         text(after({**WRITTEN, "plan_file": "p.json"})).splitlines()[-1] == "plan saved; run it with ckpt apply p.json"
     )
     part = {**DONE, "committed": False, "part": [3, 8]}
     assert text(after(part)).splitlines()[-1] == "part 3 of 8 is done; the output appears when the last part is"
-    assert "from  " in text(whole(DONE)) and "wrote 13.4 GB" in text(whole(DONE))
 
 
 def test_the_device_is_named_with_what_it_leaves_to_the_cpu() -> None:
@@ -213,9 +213,17 @@ def test_verification() -> None:
     shown = text(verification({"ok": False, "findings": [finding], "digests": {}, "path": "x", "format": "torch"}))
     assert "E0331" in shown and "CRC is 3, want 4" in shown and "a.pt" in shown
     assert shown.splitlines()[-1] == "not sound: 1 finding"
+    assert "a.pt, byte 7" in shown
     sound = {"ok": True, "findings": [], "digests": {"model": {"w": "8f" * 16}}, "nonfinite": {"w": 3}}
     shown = text(verification(sound))
     assert "8f" * 16 in shown and "w: 3" in shown and shown.splitlines()[-1] == "sound: no findings, 1 tensor"
+    rows = [{"file": "config.json", "bytes": 651, "size": 651}, {"file": "a.pt", "bytes": 1206, "size": 90_000}]
+    shown = text(verification({**sound, "uncovered": rows}))
+    assert "no checksum covers  1 file, 651 B; 1.21 kB around the records of 1 other" in shown
+    assert "no checksum covers  1.21 kB around the records of 1 file" in text(
+        verification({**sound, "uncovered": rows[1:]})
+    )
+    assert "no checksum" not in text(verification({**sound, "uncovered": None}))
 
 
 def test_listing_takes_any_document() -> None:
@@ -287,19 +295,17 @@ def test_html_is_one_page_without_requests(tmp_path: Path) -> None:
     assert source.startswith(html.MARK) and "default-src 'none'" in source
     assert "http://" not in source and "https://" not in source and "src=" not in source
     assert "layers.[0-1]" in source
-    html.check_target(str(path), [])  # an earlier report may be replaced
+    html.check_target(str(path))  # an earlier report may be replaced
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.html"]
 
 
-def test_a_report_replaces_nothing_else_and_stays_out_of_the_source(tmp_path: Path) -> None:
+def test_a_report_replaces_nothing_else(tmp_path: Path) -> None:
     taken = tmp_path / "model.safetensors"
     taken.write_bytes(b"weights")
     with pytest.raises(OutputExists, match="is no report"):
-        html.check_target(str(taken), [])
-    with pytest.raises(OutputExists, match="lie in the source"):
-        html.check_target(str(tmp_path / "r.html"), [str(tmp_path)])
+        html.check_target(str(taken))
     with pytest.raises(StorageError, match="does not exist"):
-        html.check_target(str(tmp_path / "none" / "r.html"), [])
+        html.check_target(str(tmp_path / "none" / "r.html"))
     assert taken.read_bytes() == b"weights"
 
 

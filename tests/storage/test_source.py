@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -23,14 +24,14 @@ from ckpt_tool.errors import (
     StorageError,
     UnsafeInput,
 )
-from ckpt_tool.storage.source import DEPTH_LIMIT, Tree, safe_relative
+from ckpt_tool.storage.source import Tree, safe_relative
 
 # -- names out of a checkpoint's own files (safety.md B1-B3, B17) -------------------------------------------------
 
 TRAVERSALS = [
     "/etc/passwd", "../other/model.safetensors", "a/../../x", "..\\x", "C:\\x", "C:x", "//host/x", "\\\\host\\x", "x\0y",
     "file:///x", "file:x", "http://x", "s3://bucket/x", "", ".", "..", "a//b", "a/", "./a", "a/./b", "a.", "a ", "b /a",
-    "iter_5\n", "a\tb", "\x1b[31mred", "x\x7f", "\ud800.bin", "n" * 256, "é" * 128, "a/" * DEPTH_LIMIT + "b",
+    "iter_5\n", "a\tb", "\x1b[31mred", "x\x7f", "\ud800.bin", "n" * 256, "é" * 128, "a/" * (FOLDERS + 1) + "b",
 ]  # fmt: skip
 
 
@@ -82,11 +83,70 @@ def refused(tree: Tree, path: str, code: str) -> UnsafeInput:
     return info.value
 
 
-@pytest.mark.parametrize("target", ["../secret", "/dev/zero", "missing", "link", "a.bin", "."], ids=ascii)
-def test_a_link_in_the_folder_is_refused_and_listed_as_no_file(ckpt: Path, target: str) -> None:
+ODD = {"../secret": "leaves the folder", "/dev/zero": "leaves the folder", "../missing": "leaves the folder",
+       "link": "leads in a circle", ".": "leads in a circle", "..": "leads in a circle"}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ODD, ids=ascii)
+def test_a_link_that_leaves_the_folder_is_refused_and_listed_as_what_it_is(ckpt: Path, target: str) -> None:
     (ckpt / "link").symlink_to(target)
     tree = Tree(ckpt)
-    assert tree.listing()["link"] == -1
+    assert tree.listing()["link"] == -1 and tree.odd_links == {"link": ODD[target]}
+    assert ODD[target] in refused(tree, "link", "E0412").message
+    assert tree.seen(tree.names()) == ["a.bin"]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_link_that_leads_nowhere_is_a_missing_file(ckpt: Path, follow: bool) -> None:
+    (ckpt / "link").symlink_to("missing")
+    tree = Tree(ckpt, follow_symlinks=follow)
+    assert tree.listing()["link"] == -1 and tree.odd_links == {"link": "leads nowhere"}
+    with pytest.raises(Incomplete, match="leads nowhere"):
+        tree.read("link", 0, 1)
+
+
+def test_links_inside_the_folder_are_followed(ckpt: Path) -> None:
+    (ckpt / "link").symlink_to("sub/b.bin")
+    (ckpt / "rank").symlink_to("sub")
+    (ckpt / "sub" / "up").symlink_to("../a.bin")
+    (ckpt / "absolute").symlink_to(ckpt / "a.bin")
+    (ckpt / "two").symlink_to("rank/up")
+    tree = Tree(ckpt)
+    assert tree.listing() == dict.fromkeys(
+        ("a.bin", "absolute", "link", "rank/b.bin", "rank/up", "sub/b.bin", "sub/up", "two"), 100
+    )
+    assert [tree.read(path, 0, 1) for path in ("link", "rank/b.bin", "rank/up", "two")] == [b"d", b"d", b"\0", b"\0"]
+    assert tree.below("rank").read("up", 1, 1) == b"\1", "it leaves rank, not what the user gave"
+    assert Tree(ckpt / "a.bin").read("link", 0, 1) == b"d"
+    assert Tree(ckpt / "sub").odd_links == {} and Tree(ckpt / "sub").listing()["up"] == -1
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_folders_that_link_each_other_end(ckpt: Path, follow: bool) -> None:
+    """Eight links a folder, each to the folder above it or beside: not eight to the power of the depth."""
+    (ckpt / "other").mkdir()
+    for n in range(8):
+        (ckpt / "sub" / f"l{n}").symlink_to("../other")
+        (ckpt / "other" / f"l{n}").symlink_to("../sub")
+    tree = Tree(ckpt, follow_symlinks=follow)
+    assert len(tree.listing()) < 300 and set(tree.odd_links.values()) == {"leads in a circle"}
+
+
+def test_a_link_to_no_regular_file_is_said_to_be_one(ckpt: Path) -> None:
+    os.mkfifo(ckpt / "pipe")
+    (ckpt / "link").symlink_to("pipe")
+    tree = Tree(ckpt)
+    assert tree.listing()["link"] == -1 and tree.odd_links == {"link": "leads to no regular file"}
+    refused(tree, "link", "E0413")
+
+
+def test_a_link_that_is_followed_is_held_to_its_bounds_when_it_is_opened(ckpt: Path) -> None:
+    (ckpt / "link").symlink_to("sub/b.bin")
+    tree = Tree(ckpt)
+    assert tree.listing()["link"] == 100
+    (ckpt / "sub").rename(ckpt / "was")
+    (ckpt / "sub").symlink_to("..")
+    (ckpt.parent / "b.bin").write_bytes(b"secret")
     refused(tree, "link", "E0412")
 
 
@@ -180,6 +240,12 @@ def test_blobs_that_are_themselves_a_link_are_no_cache(snapshot: Path) -> None:
     refused(Tree(snapshot), "model.safetensors", "E0412")
 
 
+def test_a_folder_of_a_snapshot_reads_through_the_same_blobs(snapshot: Path) -> None:
+    """`unet/` of a pipeline is a checkpoint too."""
+    assert Tree(snapshot / "onnx").read("model.onnx", 0, 8) == b"weights!"
+    assert Tree(snapshot).below("onnx").read("model.onnx", 0, 8) == b"weights!"
+
+
 def test_a_dangling_blob_is_a_missing_file(snapshot: Path) -> None:
     (snapshot.parents[1] / "blobs" / "feed").unlink()
     tree = Tree(snapshot)
@@ -254,14 +320,14 @@ def test_names_that_differ_only_in_case_are_an_error(ckpt: Path) -> None:
 
 def test_the_listing_is_sorted_stops_at_a_depth_and_leaves_staging_out(tmp_path: Path) -> None:
     deep = tmp_path
-    for level in range(DEPTH_LIMIT + 3):
+    for level in range(FOLDERS + 3):
         (deep / "f").write_bytes(b"")
         deep = deep / f"d{level}"
         deep.mkdir()
     (tmp_path / ".out.ckpt-partial").mkdir()
     (tmp_path / ".out.ckpt-partial" / "half").write_bytes(b"")
     found = list(Tree(tmp_path).listing())
-    assert found == sorted(found) and len(found) == DEPTH_LIMIT + 1
+    assert found == sorted(found) and len(found) == FOLDERS + 1
 
 
 def test_a_file_that_vanishes_while_listed_is_no_crash(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +477,7 @@ def test_descriptors_close_with_the_tree_the_thread_and_on_errors(tmp_path: Path
     for i in range(10):
         (tmp_path / f"{i}.bin").write_bytes(bytes([i]))
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("0.bin")
+    (tmp_path / "link").symlink_to(tmp_path.parent)
     (tmp_path / "d").mkdir()
     gc.collect()  # trees of earlier tests close now, not while we count
     before = open_descriptors()

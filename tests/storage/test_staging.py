@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.errors import OutputExists
 from ckpt_tool.storage.destination import staging_path
-from ckpt_tool.storage.staging import JOURNAL, Staging
+from ckpt_tool.storage.staging import Staging
 
 
 def test_a_part_waits_while_another_looks_whether_it_is_the_last(tmp_path: Path) -> None:
@@ -26,7 +28,7 @@ def test_a_part_waits_while_another_looks_whether_it_is_the_last(tmp_path: Path)
         timer.start()
         with Staging(out, "plan", ["f"], part=(2, 2)) as second:
             assert time.monotonic() - began > 0.15
-            assert len(second.part_journals(2)) == 2
+            assert len(second.close_part()) == 2
         timer.join()
 
 
@@ -41,15 +43,15 @@ def test_a_part_does_not_wait_for_a_whole_run(tmp_path: Path) -> None:
 
 def test_a_part_that_begins_while_another_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part has made the folder, and writes its journal in the moment in which the second looks what lies there."""
-    out, walk = tmp_path / "out", os.walk
+    out, walk = tmp_path / "out", os.fwalk
     staged = staging_path(out)
 
-    def begin_late(top: str) -> Iterator[tuple[str, list[str], list[str]]]:
-        monkeypatch.setattr(os, "walk", walk)
+    def begin_late(*args: Any, **options: Any) -> Iterator[Any]:
+        monkeypatch.setattr(os, "fwalk", walk)
         (staged / f"{JOURNAL}-1-of-2").write_text("")
-        return walk(top)
+        return walk(*args, **options)
 
     staged.mkdir(0o700)
-    monkeypatch.setattr(os, "walk", begin_late)
+    monkeypatch.setattr(os, "fwalk", begin_late)
     with Staging(out, "plan", ["f"], part=(2, 2)) as second:
-        assert second.part_journals(2)[0] == []
+        assert second.close_part()[0] == []

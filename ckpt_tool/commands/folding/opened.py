@@ -16,10 +16,10 @@ from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.peft.lone import CONFIG, PADDLE_CONFIG, is_adapter, without_config
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.strict_json import parse
 
-CONFIG, PADDLE_CONFIG = "adapter_config.json", "lora_config.json"
 USAGE = "E1420"
 _LIMIT = 16 << 20  # bytes
 
@@ -33,6 +33,8 @@ def open_adapter(src: str, reading: Reading, weight: float) -> Adapter:
     asked = replace(reading, from_format="peft" if CONFIG in names else None, family=None, config=None)
     opened = open_source(src, asked).refuse_unsafe()
     catalog = opened.catalog
+    if catalog.format != "peft" and not paddle and is_adapter(catalog.tensors):
+        raise without_config(opened.tree)
     if catalog.format != "peft" and not (paddle and catalog.format == "paddle-unified"):
         raise UsageError(
             f"{src} is no adapter but {catalog.format}", code=USAGE, path=opened.path,

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.commands.merging.settings import Job, Part, Place, Slice, Value, value_of
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.plan.moves import Stored
 
-_LAYER = re.compile(r"^(.*?(?:^|\.))(\d+)\.")
+_LAYER = re.compile(r"^(.*?(?:^|\.))(\d{1,9})\.")
 _BEFORE = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 Tensors = Mapping[str, Stored]
 
@@ -74,6 +75,7 @@ class Grouping:
             return
         (stack,) = stacks
         lengths = {path: self._length(path) for path in self._models}
+        inside = {path: self._inside(path) for path in self._models}
         first, last = self._job.slices[0], self._job.slices[-1]
         outside = list(dict.fromkeys(
             name for slice_ in (first, last) for part in slice_.parts for name in self._models[part.model]
@@ -84,32 +86,45 @@ class Grouping:
         origins: list[tuple[str, int]] = []
         for slice_ in self._job.slices:
             ranges = [part.layers or (0, lengths[part.model]) for part in slice_.parts]
-            for part, (_, end) in zip(slice_.parts, ranges, strict=True):
-                if end > lengths[part.model]:
-                    self._fault(f"layer_range ends at {end}, {part.model} has {lengths[part.model]} layers")
+            beyond = [
+                (part, end) for part, (_, end) in zip(slice_.parts, ranges, strict=True) if end > lengths[part.model]
+            ]
+            for part, end in beyond:
+                self._fault(f"layer_range ends at {end}, {part.model} has {lengths[part.model]} layers")
             count = ranges[0][1] - ranges[0][0]
             if any(end - start != count for start, end in ranges):
                 self._fault(f"the models of a slice have ranges of different lengths: {ranges}")
                 continue
+            if beyond:  # a range may end anywhere: nothing of it is counted out
+                continue
             for at in range(count):
                 t = at / (count - 1) if count > 1 else 1.0
-                yield from self._layer(slice_, stack, [start + at for start, _ in ranges], len(origins), t)
+                yield from self._layer(slice_, stack, inside, [start + at for start, _ in ranges], len(origins), t)
                 origins.append((slice_.parts[0].model, ranges[0][0] + at))
         for name in [each for each in outside if not _BEFORE.search(each)]:
             yield self._group(name, last, [name] * len(last.parts), 0.0)
         self.layers = origins
 
     def _length(self, path: str) -> int:
-        return max((layer[1] + 1 for name in self._models[path] if (layer := layer_of(name))), default=0)
+        found = [layer[1] for name in self._models[path] if (layer := layer_of(name))]
+        return bounded(max(found, default=-1) + 1, len(found), f"layers by the tensors' names of {path}")
 
-    def _layer(self, slice_: Slice, stack: str, inputs: Sequence[int], number: int, t: float) -> Iterator[Group | None]:
-        """One layer of the output, the tensors in the order of the first model's."""
+    def _inside(self, path: str) -> dict[int, list[str]]:
+        """Layer -> the rests of its tensors' names."""
+        found: dict[int, list[str]] = {}
+        for name in self._models[path]:
+            if layer := layer_of(name):
+                found.setdefault(layer[1], []).append(layer[2])
+        return found
+
+    def _layer(
+        self, slice_: Slice, stack: str, inside: Mapping[str, Mapping[int, Sequence[str]]], inputs: Sequence[int],
+        number: int, t: float,
+    ) -> Iterator[Group | None]:  # fmt: skip
+        """One layer of the output, the tensors in the order of the first model's. inside: of each model (`_inside`)."""
         rests: dict[str, None] = {}
         for part, index in zip(slice_.parts, inputs, strict=True):
-            prefix = f"{stack}{index}."
-            rests.update(
-                (name.removeprefix(prefix), None) for name in self._models[part.model] if name.startswith(prefix)
-            )
+            rests.update(dict.fromkeys(inside[part.model].get(index, ())))
         for rest in rests:
             yield self._group(f"{stack}{number}.{rest}", slice_, [f"{stack}{index}.{rest}" for index in inputs], t)
 

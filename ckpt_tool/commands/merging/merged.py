@@ -47,7 +47,7 @@ def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progres
     lost = [state for state in writing.states if state not in ("model", "all", "extras")]
     if lost:
         raise UsageError(
-            f"--state {lost[0]}: {option} makes a model; optimizer states of several jobs have no mean", code="E1440",
+            f"--state {lost[0]}: {option} makes a model; optimizer states of several jobs have no mean", code="E2401",
             hint="leave --state off",
         )  # fmt: skip
     if job.dtype and not writing.dtypes:
@@ -56,7 +56,7 @@ def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progres
     if job.method.trim in ("largest", "crumbs") and any(_grows(model, writing.vocab_size or 0) for model in models):
         raise UsageError(
             f"--vocab-size {writing.vocab_size}: rows of zeros would count among those that {job.method.name} leaves out",
-            code="E1440", hint="merge first, then ckpt convert the output with --vocab-size",
+            code="E1442", hint="merge first, then ckpt convert the output with --vocab-size",
         )  # fmt: skip
     notes = [*job.notes, *check_models(models, sliced=job.sliced, any_tokenizer=job.any_tokenizer)]
     chosen = _chosen(job, models, writing, option, notes)

@@ -110,12 +110,12 @@ def _layers(kinds: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not sparse:
         return {"moe_num_experts": [0, 0]}, ()
     first, last = sparse[0], sparse[-1]
-    for every in range(1, len(kinds) + 1):
-        if [i for i in range(first, last + 1) if (i + 1) % every == 0] == sparse:
-            return {
-                "moe_layer_start_index": [first] * 2,
-                "moe_layer_end_index": [last] * 2,
-                "moe_layer_interval": every,
-            }, ()
+    every = sparse[1] - first if len(sparse) > 1 else 1
+    if [i for i in range(first, last + 1) if (i + 1) % every == 0] == sparse:
+        return {
+            "moe_layer_start_index": [first] * 2,
+            "moe_layer_end_index": [last] * 2,
+            "moe_layer_interval": every,
+        }, ()
     grid = {"moe_layer_start_index": [first] * 2, "moe_layer_end_index": [last] * 2, "moe_layer_interval": 1}
     return grid, (f"mlp_layer_types {kinds} is no regular pattern: Paddle's config has one",)

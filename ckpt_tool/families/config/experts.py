@@ -68,9 +68,10 @@ def _sparse_layers_to(model: Model, out: Values) -> None:
 
 def _sparse_layers_back(args: Arguments, out: Values) -> None:
     layers = _pattern(args)
-    steps = [s for s in range(1, len(layers) + 1) if layers == [int((i + 1) % s == 0) for i in range(len(layers))]]
-    out["decoder_sparse_step"] = steps[0] if steps else 1
-    out["mlp_only_layers"] = [] if steps else [i for i, each in enumerate(layers) if not each]
+    step = layers.index(1) + 1 if 1 in layers else 0
+    even = step > 0 and layers == [int((i + 1) % step == 0) for i in range(len(layers))]
+    out["decoder_sparse_step"] = step if even else 1
+    out["mlp_only_layers"] = [] if even else [i for i, each in enumerate(layers) if not each]
 
 
 def _first_dense_to(model: Model, out: Values) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.errors import UsageError
 
 UNSAYABLE = "E1413"
@@ -83,7 +84,7 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 def _window(params: Mapping[str, Any]) -> int | None:
     """A number, in some releases as text. Raises UsageError E1413 for several."""
     window = params.get("sliding_window", params.get("_sliding_window"))
-    if window is None or str(window).isdecimal():
+    if window is None or numeral(window):
         return int(str(window)) if window is not None else None
     raise UsageError(
         f"sliding_window {str(window)[:80]}: no config of the hub that is known here says that", code=UNSAYABLE,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import LEAST
 from ckpt_tool.families.config.megatron_arguments import (
     ARGUMENTS,
     EXPERT_ARGUMENTS,
@@ -25,7 +26,7 @@ from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES
 
 Values = dict[str, Any]
-LAYERS = 1 << 16  # a config that claims more layers is not spelled out
+LAYERS = LEAST  # a config that claims more layers is not spelled out
 # What a key is called elsewhere too: transformers 5 saves by the names of its attribute maps
 OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("num_local_experts", "n_routed_experts"), "n_routed_experts": ("num_local_experts", "num_experts"),

@@ -5,8 +5,7 @@
     pytorch_model_fsdp_0/, optimizer_0/            accelerate: model and optimizer, each a save of its own
     __0_0.distcp without any metadata              a save that was not finished: `.metadata` is written last
 
-Not ours: Megatron's torch_dist folders (`common.pt` and `metadata.json` beside), Paddle's (`0.metadata`,
-`0_0.distcp`). Source of the names: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEFAULT_SUFFIX`,
+Source of the names: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEFAULT_SUFFIX`,
 `_StoragePrefix`: `__{rank}_`), accelerate 1.15 `utils/fsdp_utils.py`. Reads nothing.
 """
 
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from ckpt_tool.errors import Incomplete, UnknownFormat
 
 METADATA = ".metadata"
-UNFINISHED, SEVERAL = "E0385", "E0393"
+UNFINISHED, SEVERAL = "E0385", "E0392"
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
@@ -51,8 +50,6 @@ def find(listing: Iterable[str]) -> list[Save]:
 
 def _save(folder: str, names: list[str]) -> Save | None:
     have = set(names)
-    if "common.pt" in have and "metadata.json" in have:
-        return None
     ranks = sorted((int(m[1]), m[0]) for name in names if (m := _RANK_METADATA.fullmatch(name)))
     tmp = next((name for name in sorted(names) if name.endswith(METADATA + ".tmp") and name[:1] in "._"), None)
     if METADATA in have:
@@ -62,6 +59,17 @@ def _save(folder: str, names: list[str]) -> Save | None:
     if tmp or any(DATA.fullmatch(name) for name in names):
         return Save(folder, (), tmp)
     return None
+
+
+def files(saves: Iterable[Save], listing: Iterable[str]) -> frozenset[str]:
+    """The files of the saves: their metadata, and everything in their folders that is called as a data file."""
+    folders = {save.folder for save in saves}
+    named = {save.folder + name for save in saves for name in (*save.metadata, *filter(None, (save.tmp,)))}
+    for path in listing:
+        folder, slash, name = path.rpartition("/")
+        if folder + slash in folders and DATA.fullmatch(name):
+            named.add(path)
+    return frozenset(named)
 
 
 def why(saves: list[Save]) -> str:
@@ -74,7 +82,7 @@ def why(saves: list[Save]) -> str:
 
 
 def check(saves: list[Save], shown: str) -> None:
-    """Raise Incomplete (E0385) for a save that was not finished, UnknownFormat (E0393) for folders that are not one
+    """Raise Incomplete (E0385) for a save that was not finished, UnknownFormat (E0392) for folders that are not one
     checkpoint. shown: the root, for messages."""
     for save in saves:
         where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown

@@ -36,22 +36,22 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InputError, UnsafeInput
+from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput, both, for_each
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import PLACED, Evidence, Holds
 from ckpt_tool.formats.dcp import folders as dcp_folders
+from ckpt_tool.formats.dcp import systems as dcp_systems
 from ckpt_tool.formats.dcp.folders import Save
 from ckpt_tool.formats.dcp.items import Items, ReadObject
-from ckpt_tool.formats.dcp.metadata import INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
+from ckpt_tool.formats.dcp.metadata import SHOWN, Listing, TensorEntry, read_listing
 from ckpt_tool.formats.hf import files as hf_files
-from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import SLOT, part
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import WrapperRef
 from ckpt_tool.storage.source import Tree
 
-DTENSOR = "E0399"
+DTENSOR = "E2607"
 
 
 class _Dcp:
@@ -60,35 +60,37 @@ class _Dcp:
     name = "dcp"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp", "cp"), replicas=False, zero=3,
-        dialect="keep", dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        dialect="keep", heeds=PLACED, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names: see `formats.dcp.folders`; Megatron's own folders are left to `megatron-dist`."""
+        """By names: see `formats.dcp.folders`."""
         if tree.single is not None:
             return None
-        saves = [
-            save for save in dcp_folders.find(tree.listing()) if not megatron_dist_folder.claims(tree, save.folder)
-        ]
-        return Evidence(dcp_folders.why(saves)) if saves else None
+        saves = dcp_folders.find(tree.listing())
+        if not saves:
+            return None
+        return Evidence(dcp_folders.why(saves), files=dcp_folders.files(saves, tree.listing()))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
-        `require_checksums` (bool) refuses files without CRCs (E0397).
+        `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so keys that
+        have another system's meaning are read as they are.
 
-        Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes), InconsistentCheckpoint (E0308
-        overlap, E0389, E0394), InputError (E0393, E0395, E0396, E0399), and what the containers raise.
+        Raises UnknownFormat (E1640 another system's), Incomplete (E0385 not finished, E0301 files missing, E0309 boxes), InconsistentCheckpoint (E0308
+        overlap, E0389, E0394), InputError (E1333, E1334, E0395, E2607), and what the containers raise.
         """
         saves = dcp_folders.find(tree.listing())
         if not saves:
-            raise InputError(
-                "no .metadata and no __*_*.distcp: this is no DCP folder", code=dcp_folders.SEVERAL, path=tree.display(),
+            raise UnknownFormat(
+                "no .metadata and no __*_*.distcp: this is no DCP folder", code="E0393", path=tree.display(),
                 hint="pass the folder that holds .metadata",
             )  # fmt: skip
         dcp_folders.check(saves, tree.display())
-        listings = [read_listing(tree, save.folder, save.metadata) for save in saves]
+        listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
         for listing in listings:
-            megatron_dist_folder.refuse_unfinished(listing.objects, tree.display(listing.folder))
+            if not options.get("forced"):
+                dcp_systems.refuse(listing.tensors, listing.objects, tree.display(listing.folder))
         _check_files(tree, saves, listings)
         catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
         catalog.check()
@@ -111,7 +113,7 @@ def _check_files(tree: Tree, saves: Sequence[Save], listings: Sequence[Listing])
     missing = [file for file in named if file not in have]
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}", code=INCOMPLETE,
+            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}", code="E0301",
             path=tree.display(saves[0].folder + saves[0].metadata[0]), faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them; every rank writes its own",
         )  # fmt: skip
@@ -131,12 +133,20 @@ class _Reading:
         self.tensors: list[LogicalTensor] = []  # keys are given later
         self.extras = _Extras()
 
+    def _items(self, listing: Listing) -> tuple[dict[tuple[str, int], StoredArray], dict[str, ReadObject]]:
+        """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
+        items, objects = self.items, list(listing.objects.values())
+        return both(
+            lambda: items.arrays(listing.tensors.values()),
+            lambda: {read.entry.fqn: read for read in items.objects(objects)},
+        )
+
     def catalog(self, *, required: bool) -> Catalog:
-        for listing in self.listings:
-            arrays = self.items.arrays(listing.tensors.values())
+        for listing, (arrays, objects) in zip(
+            self.listings, for_each(self.listings, self._items, file=id), strict=True
+        ):
             for entry in listing.tensors.values():
                 self._add(entry.path, _logical(entry, arrays))
-            objects = {read.entry.fqn: read for read in self.items.objects(list(listing.objects.values()))}
             for fqn in listing.objects:
                 self._object(objects[fqn])
         extras = self.extras.finished()
@@ -166,6 +176,7 @@ class _Reading:
                 dict.fromkeys((*(u for each in self.listings for u in each.unsafe), *self.items.unsafe, *self.unsafe))
             ),
             hints,
+            indexes=self._metadata(),
         )
 
     def _metadata(self) -> tuple[str, ...]:
@@ -213,7 +224,7 @@ class _Reading:
                 yield Note(
                     "N-rank-objects",
                     f"{len(listing.differing)} objects were saved by every rank; rank 0's are taken, such as "
-                    f"{listing.differing[0]}",
+                    f"{listing.differing[0].fqn}",
                 )
         beside = [
             name for name in self.tree.names()

@@ -28,16 +28,16 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, by_name
 from ckpt_tool.storage import pickles
-from ckpt_tool.storage.pickle_values import Record
+from ckpt_tool.storage.pickle_values import Pickled, Record
 from ckpt_tool.storage.source import Tree, safe_relative
 
 SIZE_LIMIT = 4 << 30  # bytes of one .metadata; 100,000 chunks take 20 MB
 RANK_LIMIT = 64
 SHOWN = 100  # faults that one message lists
 
-INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0388", "E0389", "E0393", "E0395", "E0396"
+INCOMPLETE, CONTRADICTION, FOREIGN, COMPRESSED, PLANNER = "E0309", "E0389", "E1333", "E0395", "E0396"
 _MODULE = "torch.distributed.checkpoint.metadata."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
 
@@ -77,7 +77,7 @@ class TensorEntry:
 class Listing:
     """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
     keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
-    stored flattened (`formats.megatron_dist.pieces`)."""
+    stored flattened (`formats.megatron_dist.pieces`). differing: objects that other ranks saved too, and nobody reads."""
 
     folder: str
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -86,24 +86,25 @@ class Listing:
     planner: bool = True
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)
-    differing: list[str] = field(default_factory=list)
+    differing: list[ObjectEntry] = field(default_factory=list)
     reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> Listing:
     """The listing of `folder` ("" or "name/"), merged from its metadata files (one, or one a rank).
 
-    Raises InputError E0388 (items missing), E0389 (contradictions), E0393 (not torch's metadata), E0395 (compressed
+    Raises InputError E0309 (items missing), E0389, E2603 (form), E1333 (not torch's metadata), E0395 (compressed
     items), E0396 (planner_data); UnsafeInput E0410 for a file name that leaves the folder, E0420 for a pickle that is
     nothing but a call.
     """
     listing = Listing(folder)
-    for name in metadata_files:
-        path = folder + name
-        shown = tree.display(path)
-        pickled = pickles.load(
-            tree.read_whole(path, limit=SIZE_LIMIT), path=shown, opcodes=pickles.METADATA_OPCODES
-        )  # fmt: skip
+
+    def load(name: str) -> Pickled:
+        raw = tree.read_whole(folder + name, limit=SIZE_LIMIT)
+        return pickles.load(raw, path=tree.display(folder + name), opcodes=pickles.METADATA_OPCODES)
+
+    for name, pickled in by_name(metadata_files, load).items():
+        shown = tree.display(folder + name)
         value = pickled.value
         if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):
             value = Record(_MODULE + "Metadata", state=value.state)
@@ -121,6 +122,8 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
             pickles.refuse_unsafe(pickled, shown)  # what is wrong may be the doing of a name that asks for code
             e.path = e.path or shown
             raise
+    for entry in listing.differing:
+        tree.met.zip(entry.file, entry.at, entry.length)
     return listing
 
 
@@ -152,7 +155,7 @@ class _Reading:
                 self.object(ObjectEntry(fqn, path, *where))
             else:
                 raise CorruptFile(
-                    f"an entry is {_what(entry)}, want tensor or bytes metadata", code=CONTRADICTION, key=fqn,
+                    f"an entry is {_what(entry)}, want tensor or bytes metadata", code="E2603", key=fqn,
                     hint="the metadata is damaged: get the checkpoint again",
                 )  # fmt: skip
         if self.faults:
@@ -193,7 +196,7 @@ class _Reading:
             ):
                 raise CorruptFile(
                     f"storage_data maps {_what(index)} to {_what(info)}, want MetadataIndex and _StorageInfo",
-                    code=CONTRADICTION, hint="the metadata is damaged, or of a storage that is not a file system",
+                    code="E2603", hint="the metadata is damaged, or of a storage that is not a file system",
                 )  # fmt: skip
             fqn, offset = index.get("fqn", str), index.state.get("offset")
             file, at, length = info.get("relative_path", str), info.get("offset"), info.get("length")
@@ -211,7 +214,8 @@ class _Reading:
                 safe = safe_relative(file, named_in=self.shown, place=f"storage_data of {fqn}"[:300])
                 safe = self.safe[file] = self.listing.folder + safe
                 self.listing.files[safe] = None
-            out[fqn, None if offset is None else tuple(offset)] = (safe, at, length)
+            corner = tuple(offset) if isinstance(offset, list) else offset
+            out[fqn, None if corner is None else _size(corner, fqn)] = (safe, at, length)
         return out
 
     def paths(self, planner: Any, states: dict[Any, Any]) -> dict[str, Path]:
@@ -240,7 +244,7 @@ class _Reading:
     def object(self, entry: ObjectEntry) -> None:
         known = self.listing.objects.setdefault(entry.fqn, entry)
         if known is not entry:
-            self.listing.differing.append(entry.fqn)
+            self.listing.differing.append(entry)
 
     def tensor(self, fqn: str, path: Path, entry: Record, items: dict[Any, Any], missing: list[str]) -> None:
         shape = _size(entry.get("size"), fqn)
@@ -251,9 +255,7 @@ class _Reading:
         numel = _numel(shape)
         for chunk in chunks:
             if not isinstance(chunk, Record):
-                raise CorruptFile(
-                    f"a chunk is {_what(chunk)}", code=CONTRADICTION, key=fqn, hint="the metadata is damaged"
-                )
+                raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
             offset, extent = _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
             if not len(offset) == len(extent) == len(shape) or any(
                 o + n > s for o, n, s in zip(offset, extent, shape, strict=True)
@@ -289,7 +291,7 @@ class _Reading:
         found = from_torch(name.name) if isinstance(name, Symbol) else None
         if found is None:
             raise InputError(
-                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here", code=CONTRADICTION,
+                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here", code="E1334",
                 key=fqn, hint="cast the tensor before saving, or leave it out",
             )  # fmt: skip
         return found
@@ -299,8 +301,8 @@ def _size(value: Any, fqn: str) -> tuple[int, ...]:
     """A torch.Size as it was read: integers >= 0, at most 64 of them."""
     if type(value) is tuple and len(value) <= RANK_LIMIT and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
         return value
-    raise InconsistentCheckpoint(
-        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", code=CONTRADICTION, key=fqn,
+    raise CorruptFile(
+        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", code="E2603", key=fqn,
         hint="the metadata is damaged: get the checkpoint again",
     )  # fmt: skip
 

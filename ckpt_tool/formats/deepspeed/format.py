@@ -45,7 +45,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat, by_name
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed.files import sort_files
@@ -65,18 +65,19 @@ class _DeepSpeed:
     name = "deepspeed"
     holds = Holds(
         mesh=("pp", "ep", "dp"), zero=1, dialect="keep", own_layout=True,
-        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        heeds=frozenset({"zero", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By file names alone; a universal checkpoint has module files too, and a folder `zero`."""
-        if tree.single is not None or any(path.startswith("zero/") for path in tree.listing()):
+        """By file names alone."""
+        if tree.single is not None:
             return None
         files = sort_files(tree.names())
         if not files:
             return None
         return Evidence(
-            f"{len(files.optim)} optimizer files and {len(files.model) + len(files.model3)} module files of DeepSpeed"
+            f"{len(files.optim)} optimizer files and {len(files.model) + len(files.model3)} module files of DeepSpeed",
+            files=frozenset(files.all()),
         )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
@@ -145,7 +146,9 @@ def _off(reader: Reader, module: Module) -> Off:
     """The optimizer without ZeRO: in the module files, or one for each expert rank."""
     if not reader.files.expp:
         return optimizer_off([file for _, file in sorted(reader.modules.items())], module.parameters())
-    files = {rank: read_module(reader.tree, name) for rank, name in sorted(reader.files.expp.items())}
+    expp = sorted(reader.files.expp.items())
+    read = by_name((name for _, name in expp), lambda name: read_module(reader.tree, name))
+    files = {rank: read[name] for rank, name in expp}
     for file in files.values():
         reader.unsafe += file.unsafe
         reader.globals.update(dict.fromkeys(file.globals))

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
@@ -164,4 +165,4 @@ def _part(group: Group, names: Sequence[str]) -> Group:
 def _layer(name: str) -> tuple[int, int]:
     """Sorts tied modules first, then layers by number, each in the order given (a stable sort)."""
     index = name.partition(".")[0]
-    return (1, int(index)) if index.isdecimal() else (0, 0)
+    return (1, int(index)) if numeral(index) else (0, 0)

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, by_name
 from ckpt_tool.formats.deepspeed.described import UNUSED
 from ckpt_tool.formats.deepspeed.files import expert_name, layer_name
 from ckpt_tool.formats.deepspeed.flat import share
@@ -133,8 +134,10 @@ class Module:
         reader = self.reader
         known = dict(reader.flat.shapes)
         tied = dict(tied_keys(known, self.shared))
-        for index, name in sorted(reader.files.layers.items()):
-            arrays, content = read_tensors(reader.tree, name)
+        layers = sorted(reader.files.layers.items())
+        read = by_name((name for _, name in layers), lambda name: read_tensors(reader.tree, name))
+        for index, name in layers:
+            arrays, content = read[name]
             reader.unsafe += content.unsafe
             reader.globals.update(dict.fromkeys(content.globals))
             key = key_of_layer(index, {local: a.shape for local, a in arrays.items()}, known, tied)
@@ -157,7 +160,7 @@ class Module:
         lost = [name for name in reader.flat.shapes if name not in self.arrays and expert_name_of(name) is None]
         if lost:
             raise Incomplete(
-                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}",
+                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}", code="E0302",
                 path=reader.modules[0, 0].path, key=lost[0], faults=lost[1:100],
                 hint="module and optimizer come from two runs: fetch the whole save again",
             )  # fmt: skip
@@ -166,17 +169,19 @@ class Module:
         lost = [name for name in known if name not in self.arrays]
         if lost:
             index = lost[0].partition(".")[0]
-            file = layer_name(int(index)) if index.isdecimal() else "of the tied layer"
+            file = layer_name(int(index)) if numeral(index) else "of the tied layer"
             raise Incomplete(
-                f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}",
+                f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}", code="E0302",
                 path=self.reader.tree.display(), key=lost[0], faults=lost[1:100], hint="fetch the missing layer_*-model_states.pt",
             )  # fmt: skip
 
     def _experts(self) -> None:
         """The expert files. Every expert that the optimizer knows must have one."""
         reader = self.reader
-        for (layer, number), file in sorted(reader.files.experts.items()):
-            arrays, content = read_tensors(reader.tree, file)
+        experts = sorted(reader.files.experts.items())
+        read = by_name((file for _, file in experts), lambda file: read_tensors(reader.tree, file))
+        for (layer, number), file in experts:
+            arrays, content = read[file]
             reader.unsafe += content.unsafe
             reader.globals.update(dict.fromkeys(content.globals))
             for name, array in arrays.items():
@@ -219,7 +224,7 @@ class Module:
                     lost[expert_name(layers.get(prefix, 0), expert)] = f"{prefix}{expert}"
         if lost:
             raise Incomplete(
-                f"{len(lost)} experts have no file: {', '.join([*lost][:8])}", path=self.reader.tree.display(),
+                f"{len(lost)} experts have no file: {', '.join([*lost][:8])}", code="E0302", path=self.reader.tree.display(),
                 key=next(iter(lost.values())), faults=[*lost][8:100], hint="every expert parallel rank writes its own: fetch them all",
             )  # fmt: skip
 
@@ -246,7 +251,7 @@ class Module:
                         or array.strides is not None
                     ):
                         raise Incomplete(
-                            f"the share of frozen {name} is missing or too small", path=file.path, key=name,
+                            f"the share of frozen {name} is missing or too small", code="E0302", path=file.path, key=name,
                             hint="the ranks' files come from two runs",
                         )  # fmt: skip
                     if start < stop:

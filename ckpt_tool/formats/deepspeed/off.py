@@ -63,8 +63,8 @@ def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray])
     if not groups:
         return Off({}, {}, [], [])
     if len({len(stage) for stage in sizes}) > 1:
-        raise CorruptFile(
-            f"the stages have {[len(stage) for stage in sizes][:8]} parameter groups, want as many in each", code=MALFORMED,
+        raise InconsistentCheckpoint(
+            f"the stages have {[len(stage) for stage in sizes][:8]} parameter groups, want as many in each", code="E0359",
             path=files[0].path, hint="files of two runs lie together",
         )  # fmt: skip
     return _named(files, model, entries, groups, sizes, wrapper)

@@ -39,7 +39,7 @@ def optimizer_of_experts(
     if lost or any(count % ep for count in layers.values()):
         raise Incomplete(
             f"of {ep} expert ranks {len(lost)} have no optimizer: {', '.join(lost[:8])}" if lost else
-            f"{ep} expert ranks have an optimizer, for {sorted(set(layers.values()))} experts",
+            f"{ep} expert ranks have an optimizer, for {sorted(set(layers.values()))} experts", code="E0302",
             path=shown, hint="every expert rank writes its own: fetch all expp_rank_* files", faults=lost[8:100],
         )  # fmt: skip
     chunks: dict[TensorKey, list[StoredArray]] = {}

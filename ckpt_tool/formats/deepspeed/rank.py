@@ -24,6 +24,7 @@ from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 MALFORMED, REFUSED, DISAGREE = "E0355", "E0356", "E0359"
@@ -266,7 +267,7 @@ def _scalar(tree: Tree, array: StoredArray, state: str) -> Any:
         raise _malformed(
             f"{state} is a {array.dtype.name} scalar, want F32, F64 or an integer", tree.display(array.path)
         )
-    return struct.unpack(code, tree.read(array.path, array.offset, struct.calcsize(code)))[0]
+    return struct.unpack(code, read_array(tree, array, struct.calcsize(code)))[0]
 
 
 def _layout(state: Mapping[str, Any], groups: list[FlatGroup], stage: int, shown: str) -> None:

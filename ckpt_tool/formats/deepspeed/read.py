@@ -13,7 +13,8 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import MASTER
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, for_each
+from ckpt_tool.formats.deepspeed.agree import refuse_other_shapes
 from ckpt_tool.formats.deepspeed.files import Files, model3_name, model_name, optim_name
 from ckpt_tool.formats.deepspeed.flat import Piece, partition, shares, undeal
 from ckpt_tool.formats.deepspeed.moe import expert_name_of, global_names, holders
@@ -32,7 +33,7 @@ from ckpt_tool.storage.source import Tree
 
 SHOWN = 100
 FILES = 1 << 20  # ranks of one checkpoint
-_COUNTERS = frozenset(
+COUNTERS = frozenset(
     {"global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version"}
 )
 _OF_A_RANK = frozenset({"module", "checkpoint_parallel_dimensions"})  # values that are not compared between ranks
@@ -73,7 +74,7 @@ class Reader:
         names = {**{(0, mp): name for mp, name in self.files.model.items()}, **self.files.model3}
         if not names:
             raise self._missing([model_name(0)])
-        first = read_module(self.tree, names[min(names)])
+        first = self._first(names)
         self.dp, models = first.count("dp_world_size"), self._model_ranks(first)
         self.stage = 3 if self.files.model3 else 0
         if self.dp * models > FILES:
@@ -94,14 +95,32 @@ class Reader:
         if lost:
             raise self._missing(lost)
         self._no_strangers(wanted, models)
-        for rank in sorted(names):
-            self.modules[rank] = first if rank == min(names) else read_module(self.tree, names[rank])
-        for rank, name in sorted(self.files.optim.items()):
-            self.optimizers[rank] = read_optimizer(self.tree, name)
+        self._read_all(names, {names[min(names)]: first})
         read: list[ModuleFile | OptimizerFile] = [*self.modules.values(), *self.optimizers.values()]
         self.unsafe += [line for file in read for line in file.unsafe]
         self.globals.update(dict.fromkeys(line for file in read for line in file.globals))
         self._of_one_save()
+
+    def _first(self, names: Mapping[tuple[int, int], str]) -> ModuleFile:
+        """The first module file, which says how many there are. Where it does not read, the others are tried too."""
+        try:
+            return read_module(self.tree, names[min(names)])
+        except InputError:
+            self._read_all(names, {})
+            raise
+
+    def _read_all(self, names: Mapping[tuple[int, int], str], known: Mapping[str, ModuleFile]) -> None:
+        """Every file of the module and of the optimizer; those that do not read are named at once."""
+        modules = {name: rank for rank, name in sorted(names.items())}
+        optimizers = {name: rank for rank, name in sorted(self.files.optim.items())}
+
+        def read(name: str) -> None:
+            if name in modules:
+                self.modules[modules[name]] = known.get(name) or read_module(self.tree, name)
+            else:
+                self.optimizers[optimizers[name]] = read_optimizer(self.tree, name)
+
+        for_each((*modules, *optimizers), read)
 
     def _model_ranks(self, first: ModuleFile) -> int:
         """Model ranks, all of them pipeline stages: tensor parallel ranks are refused."""
@@ -135,7 +154,7 @@ class Reader:
 
     def _missing(self, names: Sequence[str]) -> Incomplete:
         return Incomplete(
-            f"{len(names)} files are missing: {', '.join(names[:8])}", path=self.tree.display(), faults=names[8:SHOWN],
+            f"{len(names)} files are missing: {', '.join(names[:8])}", code="E0302", path=self.tree.display(), faults=names[8:SHOWN],
             hint="every rank writes its own file: fetch them from all machines of the job",
         )  # fmt: skip
 
@@ -147,7 +166,7 @@ class Reader:
                 mine, theirs = modules[0].values.get(key), other.values.get(key)
                 if key in _OF_A_RANK or same(mine, theirs):
                     continue
-                if key in _COUNTERS:
+                if key in COUNTERS:
                     raise self._other(other.path, str(key), theirs, mine, modules[0].path)
                 self.notes.append(Note(
                     "W-ranks-differ", f"{key} of {other.path.rpartition('/')[2]} differs from rank 0's, which is kept", other.path
@@ -168,6 +187,7 @@ class Reader:
             for key in sorted(first.rest.keys() | file.rest.keys(), key=str):
                 if not same(first.rest.get(key), file.rest.get(key)):
                     raise self._other(file.path, key, file.rest.get(key), first.rest.get(key), first.path)
+        refuse_other_shapes(self.modules, stage3=self.stage == 3)
         self._steps()
 
     def _steps(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import flat_boxes, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import TargetFile
@@ -237,7 +238,7 @@ class ModuleWriter:
                 layers.setdefault(said.tied.get(key, 0), []).append((name, local))
             else:
                 index, _, local = name.partition(".")
-                layers.setdefault(int(index) if index.isdecimal() else 0, []).append((name, local))
+                layers.setdefault(int(index) if numeral(index) else 0, []).append((name, local))
         for number, names in sorted(layers.items()):
             composer = TorchComposer()
             state = _map((local, self._whole(composer, name, MODEL)) for name, local in names)

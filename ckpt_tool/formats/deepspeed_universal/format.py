@@ -41,7 +41,8 @@ from collections.abc import Mapping
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.deepspeed.files import sort_files
 from ckpt_tool.storage.source import Tree
 
 ZERO = "zero/"
@@ -54,11 +55,17 @@ class _Universal:
     holds = Holds(mesh=(), dialect="keep", dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By file names alone: folders below `zero/` with an `fp32.pt`."""
+        """By file names alone: folders below `zero/` with an `fp32.pt`. The module's files beside them are part of it, the
+        optimizer's partitions are not."""
         if tree.single is not None:
             return None
         found = sum(path.startswith(ZERO) and path.endswith("/fp32.pt") for path in tree.listing())
-        return Evidence(f"{found} parameters below zero/") if found else None
+        if not found:
+            return None
+        below = (path for path in tree.listing() if path.startswith(ZERO))
+        modules = sort_files(tree.names())
+        modules.optim, modules.expp = {}, {}
+        return Evidence(f"{found} parameters below zero/", Specificity.OWN, frozenset((*modules.all(), *below)))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from pickles and directories alone. Options: `require_checksums` (bool).

@@ -8,7 +8,7 @@ ZeRO 3's many only the first, and the others where frozen parameters lie in shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EXTRAS, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, for_each
 from ckpt_tool.formats.deepspeed.files import Files, model3_name
 from ckpt_tool.formats.deepspeed.flat import share
+from ckpt_tool.formats.deepspeed.read import COUNTERS, same
 from ckpt_tool.formats.deepspeed_universal.record import STATES, TENSORS, Recorded
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.torch.content import TorchContent
@@ -53,7 +54,12 @@ class Modules:
                 f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
                 hint="copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
             )  # fmt: skip
-        contents = [self.opening(name) for name in names]
+        try:
+            contents = for_each(names, self.opening)
+        except InputError:
+            for_each(dict.fromkeys((*names, *of_rank.values())), self.opening)  # names those of the other ranks too
+            raise
+        self._of_one_save(contents[0], names[0], list(zip(contents[1:], names[1:], strict=True)), ())
         for number, content in enumerate(contents):
             values = content.extras if isinstance(content.extras, dict) else {}
             groups = values.get("param_shapes") or []
@@ -75,6 +81,23 @@ class Modules:
             ))  # fmt: skip
         self._module(contents[0], sliced=sliced)
         self._frozen(contents[0], of_rank)
+
+    def _of_one_save(
+        self, first: TorchContent, name: str, others: Sequence[tuple[TorchContent, str]], lists: Sequence[str]
+    ) -> None:
+        """Raise InconsistentCheckpoint E0359 for module files of another step, or of another model by those `lists`."""
+        faults = []
+        for content, other in others:
+            mine, theirs = (c.extras if isinstance(c.extras, dict) else {} for c in (content, first))
+            faults += [
+                f"{other} has {key} {str(mine.get(key))[:80]}, but {name} {str(theirs.get(key))[:80]}"
+                for key in (*sorted(COUNTERS), *lists) if not same(mine.get(key), theirs.get(key))
+            ]  # fmt: skip
+        if faults:
+            raise InconsistentCheckpoint(
+                faults[0], code=DISAGREE, path=self.tree.display(faults[0].split(" ")[0]), faults=faults[1:SHOWN],
+                hint="the files come from two steps or two runs: fetch one save whole",
+            )  # fmt: skip
 
     def _module(self, content: TorchContent, *, sliced: bool) -> None:
         """Tensors of the first module file: the model, buffers, what the client kept."""
@@ -124,13 +147,13 @@ class Modules:
                 f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}", code=MISSING,
                 path=self.tree.display(), faults=gone[8:SHOWN], hint="copy every rank's model states into this folder",
             )  # fmt: skip
+        ranked = [of_rank[rank] for rank in range(1, count)]
+        others = for_each(ranked, self.opening)
+        same_save = list(zip(others, ranked, strict=True))
+        self._of_one_save(content, of_rank[0], same_save, ("param_shapes", "frozen_param_shapes"))
         parts = [found] + [
-            {
-                str(p[1]): a
-                for p, a in self.opening(of_rank[rank]).leaves
-                if p[0] == "frozen_param_fragments" and len(p) == 2
-            }
-            for rank in range(1, count)
+            {str(p[1]): a for p, a in other.leaves if p[0] == "frozen_param_fragments" and len(p) == 2}
+            for other in others
         ]
         for name, shape in shapes.items():
             length = share(prod(shape), count)

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
 from ckpt_tool.core.tensor import MASTER, MODEL, STEP, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, by_name
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed.files import sort_files
@@ -22,6 +22,7 @@ from ckpt_tool.formats.deepspeed.rank import plain
 from ckpt_tool.formats.deepspeed_universal.module import DISAGREE, MISSING, Modules, malformed, shaped
 from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, Recorded
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
@@ -66,8 +67,9 @@ class Reader:
         self.module.read(files, record)
         self.tensors |= self.module.tensors
         self.notes += self.module.notes
+        opened = by_name((path for found in folders.values() for path in found.values()), self._open)
         for name, found in folders.items():
-            self.params[name] = self._param(name, found)
+            self.params[name] = self._param(name, {state: opened[path] for state, path in found.items()}, found)
         self._whole(record)
         self._states(record)
         groups, steps = self._groups(state)
@@ -114,12 +116,11 @@ class Reader:
 
     # -- the folders --------------------------------------------------------------------------------------------------------
 
-    def _param(self, name: str, files: Mapping[str, str]) -> _Param:
+    def _param(self, name: str, contents: Mapping[str, TorchContent], files: Mapping[str, str]) -> _Param:
         """A folder's files."""
         out = _Param(states=set(files))
-        for state, path in files.items():
-            content = self._open(path)
-            shown = self.tree.display(path)
+        for state, content in contents.items():
+            shown = self.tree.display(files[state])
             extras = content.extras if isinstance(content.extras, dict) else {}
             if len(content.leaves) > 1 or content.leaves and str(content.leaves[0][0][0]) not in ("param", "value"):
                 raise malformed(f"{len(content.leaves)} tensors, want one, under param", shown, name)
@@ -138,9 +139,7 @@ class Reader:
             array = content.leaves[0][1]
             code = _SCALARS.get(array.dtype.name)
             if code is not None and array.numel == 1:
-                value: float | int = struct.unpack(
-                    code, self.tree.read(array.path, array.offset, struct.calcsize(code))
-                )[0]
+                value: float | int = struct.unpack(code, read_array(self.tree, array))[0]
                 return value
         value = extras.get("value")  # type: ignore[assignment]
         if content.leaves or type(value) not in (int, float):
@@ -232,9 +231,7 @@ class Reader:
             if path[:2] == ("optimizer_state_dict", "state") and path[2] in numbers and path[-1] == STEP:
                 code = _SCALARS.get(array.dtype.name)
                 if code is not None and array.numel == 1:
-                    found: float | int = struct.unpack(
-                        code, self.tree.read(array.path, array.offset, struct.calcsize(code))
-                    )[0]
+                    found: float | int = struct.unpack(code, read_array(self.tree, array))[0]
                     return found
         return None
 

@@ -36,7 +36,7 @@ from ckpt_tool.formats.torch.content import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
 from ckpt_tool.storage.pickle_writer import TorchSize
 
-NAME, NO_DTYPE = "E0290", "E0242"
+NO_DTYPE = "E0242"
 VERSION = "0.19.8"  # of DeepSpeed, where the source says none
 SHOWN = 20
 _STATE = re.compile(r"[A-Za-z_]\w*")
@@ -60,7 +60,7 @@ class _Layout:
 
 
 def target(wanted: Wanted) -> Target:
-    """Every file. Raises UsageError E0290 for names that no folder can have, E0242 for dtypes that torch lacks."""
+    """Every file, a parameter's in a folder of its name. Raises UsageError E0242 for dtypes that torch lacks."""
     _check(wanted.tensors)
     extras, left_out = writable(wanted.extras)
     layout = _lay_out(wanted, extras)
@@ -77,7 +77,7 @@ def target(wanted: Wanted) -> Target:
     small = TorchComposer()
     files.append(small.file(model3_name(0, 0), {**top, "module": OrderedMap(), **_lists(layout, wanted)}))
     steps = extras.get("global_steps", extras.get("iteration"))
-    tag = f"global_step{steps}_universal" if type(steps) is int and steps >= 0 else "universal"
+    tag = f"global_step{steps}_universal" if type(steps) is int and 0 <= steps < 1 << 62 else "universal"
     placed = [TargetFile(f"{tag}/{f.path}", f.size, f.literals, f.arrays, f.patches) for f in files]
     copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
     pointer = whole_file("latest_universal", tag.encode())
@@ -91,15 +91,6 @@ def _check(tensors: Sequence[WantedTensor]) -> None:
             f"torch has no {without[0].dtype.name}", code=NO_DTYPE, key=str(without[0].key),
             faults=[str(tensor.key) for tensor in without[1:SHOWN]], hint="cast it with --dtype, or write safetensors",
         )  # fmt: skip
-    for tensor in tensors:
-        parts = tensor.key.name.split("/")
-        unfit = any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > 255 for part in parts)
-        if tensor.key.state not in (MODEL, EXTRAS) and (unfit or parts[-1].endswith(".pt")):
-            name = tensor.key.name
-            raise UsageError(
-                f"no folder can be called {name[:80]!r}", code=NAME, key=str(tensor.key)[:200],
-                hint="a parameter's name is its folder's: rename it, or leave it out with --remove-keys",
-            )  # fmt: skip
 
 
 # -- what goes where ------------------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ numbered files (`model-00001-of-00002.safetensors`); `model.safetensors`; all sa
 
     choose(["model.safetensors", "extra.safetensors", "config.json"]).files == ("model.safetensors",)
 
-Folders that other formats own are left to them: `ckpt.index.json` (sharded), `.metadata` (dcp), Paddle's
-`master_weights*`, `optimizer*` and `peft_model*` (paddle-unified), `0.metadata` and `0_0.safetensors` (paddle-flex), an adapter alone (peft).
-Reads nothing.
+A name that carries a rank's coordinates (`model.tp00.safetensors`) is a part, not a whole model, and an adapter is none:
+both are left out. Reads nothing.
 """
 
 from __future__ import annotations
@@ -45,12 +44,9 @@ SIDEFILES_BY_NAME = (
 
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
-_SHARDED = re.compile(
+_OF_A_RANK = re.compile(
     r"[\w%-]+(?:[._](?:tp|pp|ep|etp|dp|cp|vpp)\d{2,})+\.safetensors"
 )  # a rank's, its index lost or not
-_PADDLE = re.compile(r"(master_weights|optimizer|peft_model)([-.].*)?\.safetensors(\.index\.json|_shard_\d+)?")
-_FLEX = re.compile(r"(?:(?:model_state|optimizer_state|master_weight|ema_state)/)?\d{1,9}\.metadata(\.lock)?")
-_FLEX_DATA = re.compile(r"\d{1,9}_\d{1,9}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +61,9 @@ class FileSet:
     notes: tuple[Note, ...] = ()
 
 
+ADAPTER = "adapter_model.safetensors"  # PEFT's, and a checkpoint of this format only where its config is lost
+
+
 def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | None:
     """The files that count, None where the folder holds no model of this format.
 
@@ -73,21 +72,19 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     """
     paths = sorted(listing)
     names = [path for path in paths if "/" not in path]
-    if "ckpt.index.json" in names or any(_SHARDED.fullmatch(name) for name in names):
-        return None
-    if ".metadata" in names or any(_PADDLE.fullmatch(name) for name in names):
-        return None
-    if any(_FLEX.fullmatch(path) for path in paths):
-        return None
     weights = [
-        name for name in names if name.endswith(SUFFIX) and not name.startswith(("adapter_model", "ckpt_extras."))
+        name
+        for name in names
+        if name.endswith(SUFFIX)
+        and not name.startswith(("adapter_model", "ckpt_extras."))
+        and not _OF_A_RANK.fullmatch(name)
     ]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("adapter_model")]
-    if weights and all(_FLEX_DATA.fullmatch(name) for name in weights):
-        return None
     dcp = [name for name in weights if _DCP_SHARD.fullmatch(name)]
     whole = [name for name in weights if name not in set(dcp)]
     below = [path for path in paths if path.startswith(DCP_FOLDER) and _DCP_SHARD.fullmatch(path[len(DCP_FOLDER) :])]
+    if not prefer and "model" + SUFFIX in whole and "model" + INDEX_SUFFIX not in indexes:
+        indexes = []  # transformers opens it, whatever else has an index
     if indexes or whole:
         chosen = _indexed(indexes, prefer) if indexes else _whole_files(whole)
         message = f"{DCP_FOLDER} holds the per-rank shards that the whole files were made of: not read"
@@ -97,7 +94,21 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     if below:
         note = Note(DCP_NOTE, f"read from {DCP_FOLDER}: the whole files were never written", DCP_FOLDER)
         return FileSet("dcp", f"{len(below)} per-rank files in {DCP_FOLDER}", tuple(below), notes=(note,))
+    if ADAPTER in names and not {"adapter_config.json", "lora_config.json"} & set(names):
+        return FileSet("one", f"{ADAPTER} without its config", (ADAPTER,))
     return None
+
+
+def claimed(chosen: FileSet, listing: Iterable[str]) -> frozenset[str]:
+    """The files of the set, by names: those of an index are the files with its stem. DCP's shards beside it count too: they
+    are another model, or the same again."""
+    listing = list(listing)
+    shards = [name for name in listing if _DCP_SHARD.fullmatch(name)]
+    if chosen.index is None:
+        return frozenset((*chosen.files, *shards))
+    stem = chosen.index.removesuffix(INDEX_SUFFIX)
+    parts = (n for n in listing if n == stem + SUFFIX or n.startswith(stem + "-") and _NUMBERED.fullmatch(n))
+    return frozenset((chosen.index, *parts, *shards))
 
 
 def one_file(name: str, why: str) -> FileSet:

@@ -14,7 +14,7 @@ safetensors 0.8.0 `tensor.rs`.
 
 Also read: numbered files without an index (all must be there); folders of plain safetensors files (their union); the
 per-rank shards of torch's `HuggingFaceStorageWriter` (`formats.hf.shards`), also those in `sharded/` where the
-consolidated files were never written. Other formats keep safetensors files too; `hf.files.choose` leaves them alone.
+consolidated files were never written.
 
 Example: a folder with `config.json`, the index and two files of 10 tensors gives a catalog of 20 tensors of state
 `model`, `sidefiles == ("config.json",)`, and `files` the index and the two.
@@ -31,17 +31,22 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, InternalError
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.errors import (
+    CkptError,
+    Incomplete,
+    InconsistentCheckpoint,
+    InputError,
+    InternalError,
+    UnknownFormat,
+    for_each,
+    together,
+)
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
 from ckpt_tool.formats.hf.index import Index, read_index, write_index
-from ckpt_tool.formats.meta import files as meta_files
-from ckpt_tool.formats.paddle_unified import files as paddle_unified_files
-from ckpt_tool.storage.magic import what_is
 from ckpt_tool.storage.safetensors_file import (
-    FOREIGN,
     Header,
     build_header,
     gc_paused,
@@ -59,6 +64,8 @@ STEM = "model"
 METADATA = {"format": "pt"}
 HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
+DELTA = "delta_encoding"  # slime `utils/disk_delta.py`: in the metadata of its index
+NOT_READ = "E1640"
 MISSING_SHARDS, NOT_IN_SHARD, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
 NO_GLOBAL_SHAPE, TOTAL_SIZE, HEADER_WARNING, EXTRA = "W-no-global-shape", "W-total-size", "W-header", "W-extra-tensors"
 
@@ -68,18 +75,29 @@ class HfSafetensors:
     tensors that the index does not name are told in notes instead of refused; `prefer` (str): the index to read by."""
 
     name = "safetensors"
-    holds = Holds(all_states=False, extras=False, single=True, dialect="hf", dtypes=frozenset({"C128"}))
+    holds = Holds(
+        all_states=False,
+        extras=False,
+        single=(".safetensors",),
+        dialect="hf",
+        dtypes=frozenset({"C128"}),
+        heeds=frozenset({"max-shard-size"}),
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder; by the first bytes of a single file. A folder whose first file says that it is in
-        Paddle's layout is `paddle-unified`, one with `consolidated` files and params.json alone `meta`."""
+        """By the names in a folder; by the first bytes of a single file, a damaged one by its name."""
         chosen = _choose(tree, None)
-        if chosen is None or tree.single is None and paddle_unified_files.why(tree) is not None:
+        if chosen is None:
             return None
-        theirs = meta_files.choose(tree.names()) if tree.single is None else None
-        if theirs is not None and theirs.safetensors:
-            return None
-        return Evidence(chosen.why)
+        named = chosen.kind in ("index", "numbered", "dcp") or chosen.files == (STEM + SUFFIX,)
+        if tree.single is not None:
+            named = chosen.why != BY_NAME
+        return Evidence(
+            chosen.why,
+            Specificity.NAMES if named else Specificity.CONTAINER,
+            hf_files.claimed(chosen, tree.names()),
+            loader="transformers" if named and chosen.kind != "dcp" else "",
+        )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are told at once."""
@@ -88,11 +106,10 @@ class HfSafetensors:
         if chosen is None and tree.single is not None:  # asked for by name: the header's fault says what it is
             chosen = hf_files.one_file(tree.single, "asked for")
         if chosen is None:
-            raise CorruptFile(
-                "no safetensors files here", code=FOREIGN, path=tree.display(), hint="pass the folder that holds them"
+            raise UnknownFormat(
+                "no safetensors files here", code="E0393", path=tree.display(), hint="pass the folder that holds them"
             )
-        with gc_paused():
-            catalog = _read(tree, chosen, lenient=bool(options.get("lenient")))
+        catalog = _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
         return catalog
@@ -104,7 +121,7 @@ class HfSafetensors:
 
 FORMAT = HfSafetensors()
 BIN_INDEX = "pytorch_model.bin.index.json"
-_TORCH_KINDS = ("a zip archive", "a bare pickle", "a torch file")  # what the torch formats claim by content
+BY_NAME = "its name"  # all that speaks for a single file
 _NO_SHAPES = Note(
     NO_GLOBAL_SHAPE, "the shards record no global shapes: a tensor whose last part is missing reads as a smaller one"
 )
@@ -118,7 +135,7 @@ def _agree(tree: Tree, catalog: Catalog) -> None:
         odd = sorted(theirs ^ mine)
         raise InconsistentCheckpoint(
             f"{BIN_INDEX} and the safetensors files name different tensors, {len(odd)} of them, such as {odd[0]}",
-            code="E0394", path=tree.display(BIN_INDEX),
+            code="E2604", path=tree.display(BIN_INDEX),
             hint="say which is right: --prefer safetensors, or --from torch", faults=odd[1:50],
         )  # fmt: skip
 
@@ -136,25 +153,35 @@ def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
     mapped = b'"weight_map"' in head and b'.safetensors"' in head
     if head.lstrip()[:1] == b"{" and (mapped or name.endswith(INDEX_SUFFIX)):
         return FileSet("index", "an index of safetensors files", index=name)
-    # Damaged, but by its name ours to say so; other formats claim what is theirs by content.
-    if name.endswith(SUFFIX) and not (what_is(head) or "").startswith(_TORCH_KINDS):
-        return hf_files.one_file(name, "its name")
+    if name.endswith(
+        SUFFIX
+    ):  # damaged, but by its name ours to say so; what is another format's by content is more specific
+        return hf_files.one_file(name, BY_NAME)
     return None
 
 
-def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
-    listing = [] if tree.single else list(tree.listing())
+def read_of(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> Catalog:
+    """The catalog of these files (safetensors and perhaps their index) of a folder, whatever else lies there."""
+    chosen = hf_files.choose(files)
+    if chosen is None:
+        raise InternalError(f"no safetensors among {files}")
+    return _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
+
+
+@gc_paused()
+def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalog:
+    listing = [] if tree.single else tree.seen(tree.listing())
     hf_files.check(chosen, path=tree.display())
     notes = list(chosen.notes)
     if chosen.index is not None:
-        headers, found = _read_indexed(tree, chosen.index, lenient=lenient)
+        headers, found = _read_indexed(tree, chosen.index, lenient=lenient, forced=forced)
         notes += found
     else:
         headers = _read_headers(tree, chosen.files, lenient=lenient)
     notes += [Note(HEADER_WARNING, warning, header.path) for header in headers for warning in header.warnings]
     tensors: Mapping[TensorKey, LogicalTensor]
     if chosen.kind == "dcp" or any(hf_shards.INFO in header.metadata for header in headers):
-        tensors, found = _gather(tree, headers)
+        tensors, found = _gather(tree, headers, lenient=lenient)
         notes += found
         if chosen.index is None:
             notes.append(_NO_SHAPES)
@@ -170,30 +197,29 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool) -> Catalog:
 
 def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
     """Every header; all files at fault are told at once."""
-    headers, faults = [], []
-    for file in files:
-        try:
-            headers.append(read_header(tree, file, lenient=lenient))
-        except InputError as fault:
-            faults.append(fault)
-    if faults:
-        _raise_first(faults)
-    return headers
+    return for_each(files, lambda file: read_header(tree, file, lenient=lenient))
 
 
-def _raise_first(faults: Sequence[CkptError]) -> None:
-    first = faults[0]
-    first.faults += tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:100])
-    raise first
+def _delta(tree: Tree, path: str) -> UnknownFormat:
+    """A folder of slime's `weight_vNNNNNN`: compressed differences to the version before, under the model's names."""
+    return UnknownFormat(
+        "the changes since another version of the model (slime's disk deltas), not a model",
+        code=NOT_READ,
+        path=tree.display(path),
+        place=f"/metadata/{DELTA}",
+        hint="pass the base or a whole version; --from safetensors shows the compressed differences as they lie there",
+    )
 
 
-def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header], list[Note]]:
+def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tuple[list[Header], list[Note]]:
     """The headers of every file that the index at `path` names, and what is odd about them.
 
     Raises Incomplete (E0380) when files are missing, (E0381) when tensors are; InconsistentCheckpoint (E0383) for a
     tensor in two files, (E0382) for one that the index does not name.
     """
     index = read_index(tree, path)
+    if DELTA in index.metadata and not forced:
+        raise _delta(tree, path)
     _refuse_missing(tree, index)
     shards, metadata, total = dict(index.shards), index.metadata, len(index)
     del index  # its names go file by file as the headers' come, so that both never lie in memory whole
@@ -218,7 +244,7 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool) -> tuple[list[Header]
             strangers += [(name.decode(), file) for name in have if name not in wanted]
             headers[-1] = header.keep(name in wanted for name in have)
     if faults:
-        _raise_first(faults)
+        raise together(faults)
     if absent:
         raise _absent(tree, absent, total)
     notes = _total_size(path, metadata.get("total_size"), headers, whole=not strangers)
@@ -302,12 +328,13 @@ def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
         )  # fmt: skip
 
 
-def _gather(tree: Tree, headers: Sequence[Header]) -> tuple[hf_shards.PartTable, list[Note]]:
+def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf_shards.PartTable, list[Note]]:
     """DCP shards as one table, its cover checked here because no global shape says what it should be."""
-    tensors, found = hf_shards.gather(headers, {header.path: tree.display(header.path) for header in headers})
+    tensors, found = hf_shards.gather(headers, {h.path: tree.display(h.path) for h in headers}, lenient=lenient)
     faults = list(faults_of(tensors.values()))
     if faults:
-        _raise_first(faults)
+        faults[0].path = faults[0].path or tree.display()
+        raise together(faults)
     return tensors, list(found)
 
 
@@ -358,7 +385,7 @@ def _target(wanted: Wanted) -> Target:
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if len(bins) < 2:
         one = bins[0] if bins else ()
-        return Target(FORMAT.name, (_file(STEM + SUFFIX, wanted.tensors, one), *copies))
+        return Target(FORMAT.name, (_file(STEM + SUFFIX, wanted.tensors, one), *copies), by_size=True)
     names = [f"{STEM}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
     files = tuple(_file(name, wanted.tensors, rows) for name, rows in zip(names, bins, strict=True))
     weight_map = {wanted.tensors[row].key.name: name for name, rows in zip(names, bins, strict=True) for row in rows}
@@ -367,7 +394,7 @@ def _target(wanted: Wanted) -> Target:
         total_parameters=sum(prod(tensor.shape) for tensor in wanted.tensors),
         total_size=sum(tensor.nbytes for tensor in wanted.tensors),
     )
-    return Target(FORMAT.name, (*files, whole_file(STEM + INDEX_SUFFIX, index), *copies))
+    return Target(FORMAT.name, (*files, whole_file(STEM + INDEX_SUFFIX, index), *copies), by_size=True)
 
 
 def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:

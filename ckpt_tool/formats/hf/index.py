@@ -31,7 +31,7 @@ INDEX_LIMIT = 64_000_000  # bytes
 TENSOR_LIMIT = 1_000_000
 PIECE = 1 << 18  # bytes read at a time
 
-FORM, TOO_BIG, NOT_A_NAME, COLLISION = "E0336", "E0337", "E0338", "E0384"
+FORM, TOO_BIG, NOT_A_NAME, COLLISION = "E0336", "E0337", "E0338", "E0387"
 
 _WS = rb"[ \t\n\r]*+"
 _TEXT = rb'[^"\\\x00-\x1f]*+'
@@ -64,7 +64,7 @@ def read_index(tree: Tree, path: str) -> Index:
     """The index at `path`, every file name in it checked.
 
     Raises CorruptFile (E0336 form, E0337 size, E0338 a value that is no text, E0319-E0324 JSON), UnsafeInput (E0410)
-    for a file name that leaves the folder, InconsistentCheckpoint (E0384) for file names that differ by case alone.
+    for a file name that leaves the folder, InconsistentCheckpoint (E0387) for file names that differ by case alone.
     """
     shown = tree.display(path)
     size = tree.size(path)

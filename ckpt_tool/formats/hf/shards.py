@@ -31,9 +31,10 @@ from ckpt_tool.storage.strict_json import parse, pointer
 INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 LAYOUT_KEYS = frozenset({INFO, "DCP_VERSION", "format"})  # metadata that says how, not what
-BAD_INFO, DISAGREE = "E0339", "E0384"
+BAD_INFO, DISAGREE, HELD_TWICE = "E0339", "E0384", "E1631"
 NUMBER_LIMIT = 1 << 63
-SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-\d+\.safetensors$")
+SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-\d{1,7}\.safetensors$")
+SHOWN = 50
 
 
 class Part(NamedTuple):
@@ -56,6 +57,10 @@ class PartTable(Mapping[TensorKey, LogicalTensor]):
             dtype = self._dtype(name)
             yield Row(name, MODEL, dtype, shape, dtype.nbytes(whole(shape).numel))
 
+    def parted(self) -> Iterator[LogicalTensor]:
+        """The tensors that lie in parts."""
+        return iter(self.values())
+
     def _dtype(self, name: str) -> DType:
         first = self._parts[name][0]
         return first.header.kinds[first.row].dtype
@@ -77,11 +82,13 @@ class PartTable(Mapping[TensorKey, LogicalTensor]):
         return len(self._parts)
 
 
-def gather(headers: Iterable[Header], shown: Mapping[str, str]) -> tuple[PartTable, tuple[Note, ...]]:
-    """The tensors of all shards. shown: what messages call each file.
+def gather(
+    headers: Iterable[Header], shown: Mapping[str, str], *, lenient: bool = False
+) -> tuple[PartTable, tuple[Note, ...]]:
+    """The tensors of all shards. shown: what messages call each file. lenient: a part may lie in two files.
 
     Raises CorruptFile (E0339) for sharding information that is wrong, InconsistentCheckpoint (E0384) for parts that
-    disagree on dtype or rank. Cover and overlap are `Catalog.check`'s.
+    disagree on dtype or rank, (E1631) for files that hold another's parts. Cover and overlap are `Catalog.check`'s.
     """
     parts: dict[str, list[Part]] = {}
     notes = []
@@ -94,7 +101,42 @@ def gather(headers: Iterable[Header], shown: Mapping[str, str]) -> tuple[PartTab
         if strangers:
             some = ", ".join(sorted(strangers)[:5])
             notes.append(Note("W-sharding-info", f"{INFO} names tensors that are not in the file: {some}", header.path))
+    again = list(_held_twice(parts))
+    if again and not lenient:
+        name, path, what = again[0]
+        raise InconsistentCheckpoint(
+            what, code=HELD_TWICE, path=shown[path], key=name[:200], faults=[line for _, _, line in again[1:SHOWN]],
+            hint="one file was copied over another, whose parts are lost: fetch both again; if the parts were saved twice on"
+            " purpose, --lenient",
+        )  # fmt: skip
+    notes += [Note("N-copied-file", line, path, name) for name, path, line in again]
     return PartTable(parts), (*notes, *_maybe_missing(parts))
+
+
+def _held_twice(parts: Mapping[str, list[Part]]) -> Iterator[tuple[str, str, str]]:
+    """(tensor, file, what is wrong), at most once a pair of files: torch writes each part once, and all parts of a tensor to files of one number.
+    A file in another's place would go unseen otherwise: without its last part a tensor reads as a smaller one."""
+    told: set[tuple[str, str]] = set()
+    for name, found in parts.items():
+        first: dict[tuple[int, ...], str] = {}
+        number, home = "", ""
+        for part in found:
+            path = part.header.path
+            match = SHARD.search(path)
+            if match is None:
+                continue
+            other = first.setdefault(part.offset, path)
+            if other != path and (other, path) not in told:
+                told.add((other, path))
+                yield name, path, f"{other} and {path} hold the same part of {name[:200]}, at {list(part.offset)}"
+            if number and match[2] != number and (home, path) not in told:
+                told.add((home, path))
+                yield (
+                    name,
+                    path,
+                    f"{home} and {path} hold parts of {name[:200]}, though their names say that no tensor is in both",
+                )
+            number, home = number or match[2], home or path
 
 
 def _maybe_missing(parts: Mapping[str, list[Part]]) -> Iterator[Note]:

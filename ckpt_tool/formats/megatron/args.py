@@ -28,6 +28,12 @@ from ckpt_tool.formats.megatron.stages import Stages, args_of
 NAMESPACE = "argparse.Namespace"
 DIMS = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
 LOCAL, TE = SPECS = ("local", "te")  # how layers are built: Megatron's own modules, Transformer Engine's
+_OWN = frozenset(("rank", "local_rank", "node_rank"))  # of each process
+_SIZES = ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "kv_channels",
+          "qk_head_dim", "v_head_dim", "padded_vocab_size", "world_size", "use_tp_pp_dp_mapping", "params_dtype",
+          "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+          "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "moe_layer_freq",
+          "consumed_train_samples", "consumed_valid_samples", "curr_iteration")  # fmt: skip
 _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
 
 
@@ -202,6 +208,31 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
     if vpp > 1 and pp > 1 and args.get("overlap_p2p_comm") is False and "overlap_p2p_comm" in args:
         out["overlap_p2p_comm"] = args["overlap_p2p_comm"]
     return out
+
+
+class _Watched(dict[str, Any]):
+    """Arguments that remember which were looked up."""
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        super().__init__(args)
+        self.used: dict[str, None] = {}
+
+    def __contains__(self, key: object) -> bool:
+        self.used[str(key)] = None
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, default) if key in self else default
+
+
+def differences(args: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Arguments of two ranks that should be equal and are not: those that decide what the ranks' tensors are, or which step
+    they are of; and all others. A rank's own number aside, Megatron gives every rank the same."""
+    watched = _Watched(args)
+    facts_of(watched)
+    decide = {*watched.used, *_SIZES}
+    differ = [key for key in dict.fromkeys((*args, *other)) if key not in _OWN and args.get(key) != other.get(key)]
+    return [key for key in differ if key in decide], [key for key in differ if key not in decide]
 
 
 def torch_dtype(value: Any) -> str | None:

@@ -46,7 +46,7 @@ class _Megatron:
     name = "megatron"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "vpp", "ep", "etp", "dp", "cp"), replicas=True, zero=1,
-        dialect="megatron", own_layout=True, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        dialect="megatron", own_layout=True, heeds=frozenset({"spec", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
@@ -54,12 +54,17 @@ class _Megatron:
         folders = rank_folders(tree)
         if not folders:
             return None
-        return Evidence(f"{len(folders)} rank folders with model_optim_rng.pt, {next(iter(folders))} first")
+        return Evidence(
+            f"{len(folders)} rank folders with model_optim_rng.pt, {next(iter(folders))} first",
+            files=frozenset(
+                path for path in tree.listing() if path.rpartition("/")[0] in folders and path.endswith(".pt")
+            ),
+        )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the pickles of every rank. Raises Incomplete (E0302 ranks, layers, experts; E0309 boxes),
-        InconsistentCheckpoint (E0305 ranks that contradict each other, E0355 an optimizer that does not fit, E0379 steps),
-        UnmappedTensor E0304, InputError E0303 (forms of other versions), and what the containers raise."""
+        InconsistentCheckpoint (E0305 ranks that contradict each other, E2004 an optimizer that does not fit, E0379 steps),
+        UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""
         from ckpt_tool.formats.megatron.read import read_ranks
 
         return read_ranks(tree)

@@ -29,7 +29,7 @@ from ckpt_tool.formats.megatron.ranks import CONTRADICTION, Rank
 from ckpt_tool.formats.megatron.rules import ETP, VOCABULARY, Rule, global_shape, pieces, rule_of
 from ckpt_tool.formats.megatron.stages import Stage
 
-UNMAPPED = "E0304"
+UNMAPPED = "E2003"
 TIED_HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -67,7 +67,7 @@ class Cutting:
 
 
 def slots_of(local: str, shape: Sequence[int], rank: Rank, stage: Stage, cutting: Cutting) -> list[Slot]:
-    """Where the rank's parameter `local` of `shape` lies in logical tensors. Raises UnmappedTensor E0304 for names without a
+    """Where the rank's parameter `local` of `shape` lies in logical tensors. Raises UnmappedTensor E2003 for names without a
     rule where tensor ranks share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
     name = names.canonical(names.shift_layer(local, stage.first))
     grouped = names.grouped_of(name)

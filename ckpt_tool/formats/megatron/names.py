@@ -30,11 +30,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ckpt_tool.core.bounds import bounded, numeral
+
 SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
 
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)", re.DOTALL)
-_LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)", re.DOTALL)
-_TE_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)", re.DOTALL)
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d{1,9})(\..+)", re.DOTALL)
+_LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d{1,9})(\..+)", re.DOTALL)
+_TE_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12])\.(weight|bias)(\d{1,9})", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.weight([12])", re.DOTALL)
 _MTP_INNER = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.")
 
@@ -174,7 +176,7 @@ _LEAVES = {word: i for i, word in enumerate((
     "softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "weight1", "weight2", "bias",
     "expert_bias",
 ))}  # fmt: skip
-_NUMBERED = re.compile(r"(weight|bias)(\d+)")
+_NUMBERED = re.compile(r"(weight|bias)(\d{1,9})")
 
 
 def registration_order(names: Sequence[str]) -> list[int]:
@@ -196,7 +198,7 @@ def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], .
     key: list[tuple[int, int, int]] = []
     grouped = "experts" in modules and modules[-1] in ("linear_fc1", "linear_fc2") and _NUMBERED.fullmatch(leaf)
     for word in modules:
-        if word.isascii() and word.isdecimal():
+        if numeral(word):
             key.append((1, int(word), 0))
         else:
             rank = _RANK.get(word)
@@ -210,6 +212,12 @@ def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], .
 
 
 def experts_count(names: Iterable[str]) -> int:
-    """How many experts a layer has at most, from logical names; 0 without experts."""
-    numbers = (found.expert for name in names if ".experts." in name and (found := expert_of(name)))
-    return max(numbers, default=-1) + 1
+    """How many experts a layer has at most, from logical names; 0 without experts. Raises InconsistentCheckpoint E1650."""
+    numbers = [found.expert for name in names if ".experts." in name and (found := expert_of(name))]
+    return bounded(max(numbers, default=-1) + 1, len(numbers), "experts by the tensors' names")
+
+
+def layers_count(names: Iterable[str]) -> int:
+    """How many layers there are by logical names, MTP's aside. Raises InconsistentCheckpoint E1650."""
+    numbers = [found[1] for name in names if (found := layer_of(name))]
+    return bounded(max(numbers, default=-1) + 1, len(numbers), "layers by the tensors' names")

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from math import lcm
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.mesh import divisors
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.megatron.rules import nearest
 from ckpt_tool.storage.source import Tree
@@ -112,7 +113,7 @@ def coordinates(
         if etp is None:
             raise Incomplete(
                 f"the experts' tensor rank of {path} is not known: ETP {degrees['etp']} over TP {degrees['tp']} lets several"
-                " ranks write the same file", code=MISSING, path=path,
+                " ranks write the same file", code="E2002", path=path,
                 hint="Megatron kept one of them: expert shards are lost (NVIDIA/Megatron-LM#1836); save as torch_dist",
             )  # fmt: skip
         out.append(Rank(path, tp, pp, ep, etp))
@@ -181,13 +182,13 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
                 )
         return out | {"etp": out["tp"]}, notes
     if experts % out["ep"]:
-        valid = [n for n in range(1, experts + 1) if experts % n == 0]
+        valid = divisors(experts)
         raise UsageError(
             f"--ep {out['ep']}: {experts} experts do not divide by {out['ep']}", code=DEGREES,
             hint=f"the nearest degrees that do: {nearest(out['ep'], valid)}",
         )  # fmt: skip
     if out["tp"] % out["etp"]:
-        valid = [n for n in range(1, out["tp"] + 1) if out["tp"] % n == 0]
+        valid = divisors(out["tp"])
         raise UsageError(
             f"--etp {out['etp']} with --tp {out['tp']}: folder names hold the dense tensor rank, so that experts of more"
             " tensor ranks would overwrite each other", code=DEGREES,
@@ -202,23 +203,39 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
 
 
 def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], degrees: Mapping[str, int]) -> None:
-    """Raise InconsistentCheckpoint E0305 for a folder whose `args.rank` is another's: its slices would go to a wrong place.
+    """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong place.
 
     ranks: each with its arguments. Converters of one process write one number into all files; then nothing can be said.
     Order of ranks: tp-cp-ep-dp-pp, with --use-tp-pp-dp-mapping tp-cp-ep-pp-dp.
     """
     known = [(rank, args, args.get("rank"), args.get("world_size")) for rank, args in ranks]
-    tp, pp, cp = (degrees[dim] for dim in ("tp", "pp", "cp"))
+    if len({number for _, _, number, _ in known if type(number) is int}) < 2 and len(known) > 1:
+        return
+    tp, pp, cp, ep, etp = (degrees[dim] for dim in ("tp", "pp", "cp", "ep", "etp"))
+    faults = []
     for rank, args, number, world in known:
         if type(number) is not int or type(world) is not int or not 0 <= number < world or world % (tp * pp * cp):
-            return
-        if sum(number == other for _, _, other, _ in known) > 1:
-            return
-        within = tp * cp if args.get("use_tp_pp_dp_mapping") else world // pp
-        inside = (number % tp, number // within % pp)
-        if inside != (rank.tp, rank.pp):
-            raise InconsistentCheckpoint(
-                f"the folder's name says tensor rank {rank.tp} of stage {rank.pp}, the file in it tensor rank {inside[0]} of "
-                f"stage {inside[1]} (args.rank {number} of {world})", code=CONTRADICTION, path=tree.display(rank.path),
-                hint="two folders were renamed: give them back their own names",
-            )  # fmt: skip
+            continue
+        mixed = bool(args.get("use_tp_pp_dp_mapping"))
+        within = tp * cp if mixed else world // pp
+        inside = Rank("", number % tp, number // within % pp, rank.ep if mixed else number % within // etp % ep, 0)
+        if inside[1:4] != rank[1:4]:
+            others = [other.path for other, _, theirs, _ in known if theirs == number and other is not rank]
+            faults.append((rank, f"{_coordinates(inside, degrees)} (args.rank {number} of {world}{_as(others)})"))
+    if faults:
+        rank, what = faults[0]
+        raise InconsistentCheckpoint(
+            f"the folder's name says {_coordinates(rank, degrees)}, the file in it {what}", code=CONTRADICTION,
+            path=tree.display(f"{rank.path}/{MODEL_FILE}"), faults=[f"{rank.path} holds {what}" for rank, what in faults[1:50]],
+            hint="folders were renamed, or one was copied over another: fetch every rank's own",
+        )  # fmt: skip
+
+
+def _coordinates(rank: Rank, degrees: Mapping[str, int]) -> str:
+    expert = f", expert rank {rank.ep}" if degrees["ep"] > 1 else ""
+    return f"tensor rank {rank.tp} of stage {rank.pp}{expert}"
+
+
+def _as(folders: list[str]) -> str:
+    """The folders that hold the same rank's file."""
+    return f", as in {', '.join(folders[:4])}" if folders else ""

@@ -9,16 +9,17 @@ What it does not do: read values, but for RNG states (some KiB a rank, for up to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat, by_name
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of
+from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
 from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
 from ckpt_tool.formats.megatron.optimizer import Param, chained, groups_of
 from ckpt_tool.formats.megatron.ranks import (
@@ -35,6 +36,7 @@ from ckpt_tool.formats.megatron.stages import Stages, from_counts
 from ckpt_tool.formats.megatron.states import Owned, read_flat, read_numbered
 from ckpt_tool.formats.state_dict.tree import dotted, join
 from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 OURS = "ckpt"  # the key of what Megatron has no place for
@@ -65,21 +67,22 @@ def read_ranks(tree: Tree) -> Catalog:
     """The catalog. Raises what `formats.megatron.format` says."""
     folders = rank_folders(tree)
     if not folders:
-        raise Incomplete(
-            f"no rank folder (mp_rank_*/{MODEL_FILE})", code=MISSING, path=tree.display(),
+        raise UnknownFormat(
+            f"no rank folder (mp_rank_*/{MODEL_FILE})", code="E0393", path=tree.display(),
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
         )  # fmt: skip
-    ranks = [_open(tree, path) for path in folders]
-    return _Reading(tree, folders, ranks).catalog()
+    optims = [file for path in folders if tree.exists(file := f"{path}/{OPTIM_FILE}")]
+    contents = by_name((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
+    ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
+    return _Reading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
 
 
-def _open(tree: Tree, path: str) -> _Rank:
-    content = read_content(tree, f"{path}/{MODEL_FILE}")
+def _open(tree: Tree, path: str, content: TorchContent) -> _Rank:
     rank = _Rank(path, content, [], [], [], [], [])
     keys: dict[str, list[tuple[str, StoredArray]]] = {}
     for leaf, array in content.leaves:
         head = str(leaf[0])
-        if head.startswith("model") and (head == "model" or head[5:].isdecimal()):
+        if _is_chunk(head):
             if len(leaf) != 2:
                 raise InputError(
                     f"{dotted(leaf)[:120]}: a model of the classes before Megatron-Core", code=FORM,
@@ -102,14 +105,22 @@ def _open(tree: Tree, path: str) -> _Rank:
 
 
 def _is_chunk(key: Any) -> bool:
-    return isinstance(key, str) and (key == "model" or key[:5] == "model" and key[5:].isdecimal() and len(key) < 9)
+    return isinstance(key, str) and (key == "model" or key[:5] == "model" and numeral(key[5:]) and len(key) < 9)
 
 
 class _Reading:
     """One read."""
 
-    def __init__(self, tree: Tree, folders: Mapping[str, tuple[int, ...]], ranks: list[_Rank]) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        folders: Mapping[str, tuple[int, ...]],
+        ranks: list[_Rank],
+        optims: Mapping[str, TorchContent],
+    ) -> None:
+        """optims: of the ranks' files of the distributed optimizer, by path."""
         self.tree = tree
+        self.optims = optims
         self.ranks = ranks
         self.first = ranks[0]
         self.notes: list[Note] = []
@@ -173,28 +184,39 @@ class _Reading:
     # -- what the ranks agree on -----------------------------------------------------------------------------------------
 
     def _same_run(self) -> None:
-        """Raise InconsistentCheckpoint E0305 for ranks of another iteration or other degrees."""
-        want = self.first.extras.get("iteration")
-        faults = []
+        """Raise InconsistentCheckpoint E0305 for ranks of another iteration, of other degrees, or of another model."""
+        faults: list[tuple[str, str]] = []
         for rank in self.ranks:
-            have = rank.extras.get("iteration")
-            if have != want:
-                faults.append(f"{rank.path} is of iteration {have}")
-            elif self.args and facts_of(arguments(rank.extras)).degrees != self.degrees:
-                faults.append(f"{rank.path} was written with other degrees")
-            elif len(rank.chunks) != len(self.first.chunks):
-                faults.append(f"{rank.path} has {len(rank.chunks)} model chunks, not {len(self.first.chunks)}")
+            faults += ((rank.path, what) for what in self._unlike(rank))
         folder = (self.first.path.rpartition("/")[0] or self.tree.shown).rstrip("/").rpartition("/")[2]
-        if type(want) is int and folder.startswith("iter_") and folder[5:].isdecimal() and int(folder[5:]) != want:
+        want = self.first.extras.get("iteration")
+        if type(want) is int and folder.startswith("iter_") and numeral(folder[5:]) and int(folder[5:]) != want:
             self.notes.append(
                 Note("N0304", f"the folder is {folder}, the files are of iteration {want}", self.first.path)
             )
         if faults:
+            path, what = faults[0]
             raise InconsistentCheckpoint(
-                f"{self.first.path} is of iteration {want}, but {faults[0]}", code=CONTRADICTION,
-                path=self.tree.display(faults[0].split(" ")[0]), faults=faults[1:50],
+                f"{path} {what} in {self.first.path}", code=CONTRADICTION, path=self.tree.display(f"{path}/{MODEL_FILE}"),
+                faults=[f"{path} {what}" for path, what in faults[1:50]],
                 hint="rank files of different saves lie together: take all ranks from one",
             )  # fmt: skip
+
+    def _unlike(self, rank: _Rank) -> Iterator[str]:
+        """What a rank says otherwise than the first does; of what decides nothing, a note."""
+        mine, theirs = rank.extras, self.first.extras
+        for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
+            if mine.get(key) != theirs.get(key):
+                yield f"is of {key} {_short(mine.get(key))}, not {_short(theirs.get(key))} as"
+        args = arguments(mine)
+        decide, others = differences(self.args, args)
+        for key in decide:
+            yield f"was written with {key} {_short(args.get(key))}, not {_short(self.args.get(key))} as"
+        if others:
+            what = f"{len(others)} arguments differ from those of {self.first.path}, which are kept: {', '.join(others[:10])}"
+            self.notes.append(Note("N0305", what, f"{rank.path}/{MODEL_FILE}"))
+        if len(rank.chunks) != len(self.first.chunks):
+            yield f"has {len(rank.chunks)} model chunks, not {len(self.first.chunks)} as"
 
     def _stages(self) -> Stages:
         """Layers of each chunk, as the files show them. Raises Incomplete E0302 when some are missing."""
@@ -203,8 +225,7 @@ class _Reading:
         for rank in self.ranks:
             for number, chunk in enumerate(rank.chunks):
                 at = (number, rank.where.pp)
-                layers = [found[1] for name, _ in chunk if (found := names.layer_of(name))]
-                counts[at] = max(counts.get(at, 0), max(layers, default=-1) + 1)
+                counts[at] = max(counts.get(at, 0), names.layers_count(name for name, _ in chunk))
                 ahead = {name.split(".")[2] for name, _ in chunk if name.startswith("mtp.layers.")}
                 mtp[at] = max(mtp.get(at, 0), len(ahead))
         order = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]
@@ -304,9 +325,8 @@ class _Reading:
         numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
         if numbered:
             read_numbered(owned, numbered, optimizer, out)
-        file = f"{rank.path}/{OPTIM_FILE}"
-        if self.tree.exists(file):
-            content = read_content(self.tree, file)
+        content = self.optims.get(f"{rank.path}/{OPTIM_FILE}")
+        if content is not None:
             self.unsafe += content.unsafe
             self.globals.update(dict.fromkeys(content.globals))
             read_flat(owned, content.leaves, optimizer, out)
@@ -360,7 +380,7 @@ class _Reading:
                         Note("N0302", f"an RNG state of {nbytes} bytes is left unread", array.path, dotted(leaf))
                     )
                     continue
-                values.append((leaf, self.tree.read(array.path, array.offset, nbytes)))
+                values.append((leaf, read_array(self.tree, array)))
             joined = join({"rng_state": rank.extras.get("rng_state", [])}, values)
             out[rank.path.rpartition("/")[2]] = joined["rng_state"]
         return out
@@ -398,6 +418,10 @@ def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
             if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
                 return shape[0] == 2 * other[1]
     return bool(facts.gated)
+
+
+def _short(value: Any) -> str:
+    return str(value)[:80]
 
 
 def _rank_number(rank: _Rank) -> int | None:

@@ -25,6 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.mesh import divisors
 from ckpt_tool.errors import UsageError
 
 NO_SPLIT = "E0272"
@@ -182,7 +183,7 @@ def from_wish(split: Sequence[int], pp: int, vpp: int, layers: int, *, mtp: int 
 
 def even_degrees(layers: int, vpp: int = 1) -> list[int]:
     """The pipeline degrees that divide `layers` evenly with `vpp` chunks a stage."""
-    return [n for n in range(1, layers + 1) if layers % (n * vpp) == 0]
+    return [n for n in divisors(layers) if layers % (n * vpp) == 0]
 
 
 def args_of(stages: Stages) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from ckpt_tool.formats.megatron.optimizer import (
 )
 from ckpt_tool.formats.megatron.stages import Stages
 
-UNFIT, OLD = "E0355", "E0303"
+UNFIT, OLD = "E2004", "E0303"
 
 
 class Owned(NamedTuple):
@@ -73,7 +73,7 @@ def read_numbered(
     owned: Owned, leaves: Iterable[tuple[TreePath, StoredArray]], optimizer: Any, out: Gathering
 ) -> list[TreePath]:
     """The arrays of a non-distributed optimizer (paths below `optimizer`), put into `out`. Returns the paths of leaves that
-    are none of its own. Raises InconsistentCheckpoint E0355 where they do not fit the model."""
+    are none of its own. Raises InconsistentCheckpoint E2004 where they do not fit the model."""
     optimizers = chained(optimizer)
     listed = len(optimizers) > 1 or isinstance(optimizer, list)
     parts = _parts(owned, optimizers)
@@ -142,7 +142,7 @@ def read_flat(
     owned: Owned, leaves: Iterable[tuple[TreePath, StoredArray]], optimizer: Any, out: Gathering
 ) -> list[bool]:
     """The arrays of `distrib_optim.pt`, put into `out`. Which of the chained optimizers the file holds. Raises
-    InconsistentCheckpoint E0355 when a buffer is not as long as the model makes it, InputError E0303 for the form before
+    InconsistentCheckpoint E2004 when a buffer is not as long as the model makes it, InputError E0303 for the form before
     February 2024."""
     optimizers = chained(optimizer)
     parts = _parts(owned, optimizers)
@@ -193,6 +193,5 @@ def _buffers(
 def _spread(owned: Owned, buffer: Buffer, states: Mapping[str, StoredArray], out: Gathering) -> None:
     for state, array in states.items():
         for at, member in enumerate(buffer.members):
-            start = array.offset + array.dtype.nbytes(buffer.flat.coalesced(at))
-            view = StoredArray(array.path, start, array.dtype, owned.params[member].shape)
+            view = array.view(buffer.flat.coalesced(at), owned.params[member].shape)
             out.add(MASTER if state == "param" else state, owned.slots[member], view)

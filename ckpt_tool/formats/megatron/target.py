@@ -38,6 +38,7 @@ from ckpt_tool.storage.pickle_values import OrderedMap
 from ckpt_tool.storage.pickle_writer import dumps
 
 OURS = "ckpt"
+MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long name
 _OWN = frozenset(
     {"args", "checkpoint_version", "iteration", "model", "optimizer", "rng_state", OURS, "ckpt_vocab_rows"}
 )
@@ -97,14 +98,16 @@ class _Writing:
 
     def _iteration(self) -> int | None:
         said = self.extras.get("iteration")
-        if type(said) is int and said >= 0 and not (self.shape.style.release and said == 0):
+        if type(said) is int and 0 <= said < MOST and not (self.shape.style.release and said == 0):
             return said
         if self.shape.style.release:
             return None
         steps = {g.get("step") for one in chained(self.extras.get("optimizer")) for g in groups_of(one)}
         steps |= {self.extras.get(name) for name in ("step", "global_step")}
         known = [
-            int(step) for step in steps if isinstance(step, int | float) and not isinstance(step, bool) and step >= 0
+            int(step)
+            for step in steps
+            if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < MOST
         ]
         if len(known) == 1:
             self.notes.append(f"the source names no iteration: its step {known[0]} is taken")

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
@@ -113,11 +114,10 @@ def _style(wanted: Wanted, facts: Facts, spec: object) -> Style:
 
 def _completed(facts: Facts, model: Mapping[str, int], experts: int, wanted: Wanted) -> Facts:
     """The facts with what the tensors themselves show."""
-    layers = [found[1] for name in model if (found := names.layer_of(name))]
     ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
     tied = EMBEDDING in model and TIED_HEAD not in model and (facts.tied or not facts.stated)
     return replace(
-        facts, layers=max(layers, default=-1) + 1, mtp=len(ahead), experts=experts or None, tied=tied,
+        facts, layers=names.layers_count(model), mtp=len(ahead), experts=experts or None, tied=tied,
         mla=facts.mla or any(".linear_kv_down_proj." in name for name in model),
     )  # fmt: skip
 
@@ -218,8 +218,10 @@ def _rows(
             hint="cut both to the vocabulary's size with --vocab-size N",
         )  # fmt: skip
     (have,) = found
-    multiple = facts.vocab_multiple or 128
-    real = wanted.options.get("vocab_size") or facts.vocab
+    multiple = bounded(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
+    real = wanted.options.get("vocab_size") or bounded(
+        facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments"
+    )
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:
         need = -(-real // unit) * unit

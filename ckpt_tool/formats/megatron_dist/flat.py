@@ -33,13 +33,13 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.dcp.metadata import TensorEntry
 from ckpt_tool.formats.megatron.args import Facts, facts_of
 from ckpt_tool.formats.megatron.flat import default_bucket_size, lay_flat
 from ckpt_tool.formats.megatron_dist.ranks import Parameter, Ranks, Segment
 
-MISFIT = "E0355"
+MISFIT = "E2004"
 _KEY = re.compile(
     r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})"
     r"\.gbuf_idx_(\d{1,4})\.dtype_\((?:torch\.)?(\w+), ?(?:torch\.)?(\w+)\)\.bucket_idx_(\d{1,6})\.(\w+)"
@@ -94,7 +94,7 @@ def flat_states(
     """The states that lie in flat buckets, under the model's names.
 
     flat: each bucket's entry and the arrays of its pieces. gathered: coalesced buffers (`Objects`). tensors: the model's. args: Megatron's arguments. Raises
-    InconsistentCheckpoint (E0355) when the model's parameters do not fill the buckets as the rule says.
+    InconsistentCheckpoint (E2004) when the model's parameters do not fill the buckets as the rule says.
     """
     buckets, dtypes = _buckets(flat, degrees["ep"] > 1, shown)
     faults: list[str] = []
@@ -102,10 +102,9 @@ def flat_states(
         try:
             found = _named(buckets, dtypes, ranks, shown)
             _coalesced(gathered, facts_of(args), degrees, ranks, found, shown)
+            return {key: _tensor(key, copies, ranks, shown) for key, copies in found.items()}
         except InconsistentCheckpoint as e:
             faults.append(e.message)
-            continue
-        return {key: _tensor(key, copies, ranks) for key, copies in found.items()}
     first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
     raise InconsistentCheckpoint(
         f"the model's parameters do not fill the optimizer's flat buckets: {first}", code=MISFIT, path=shown,
@@ -123,8 +122,8 @@ def _buckets(
     for entry, arrays in flat:
         found = _KEY.fullmatch(entry.fqn)
         if found is None or len(entry.shape) != 1:
-            raise InconsistentCheckpoint(
-                f"a tensor of the optimizer is under a key of an unknown kind: {entry.fqn[:200]}", code=MISFIT, path=shown,
+            raise InputError(
+                f"a tensor of the optimizer is under a key of an unknown kind: {entry.fqn[:200]}", code="E0303", path=shown,
                 key=entry.fqn, hint="written by another version: load and save it with that",
             )  # fmt: skip
         where = _Where(parallel and found[1] == "1", int(found[2]), int(found[3]))
@@ -230,7 +229,9 @@ def _chunks(line: Line, start: int, segment: Segment) -> Iterator[Chunk]:
             done += box.numel
 
 
-def _tensor(key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], ranks: Ranks) -> LogicalTensor:
+def _tensor(
+    key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], ranks: Ranks, shown: str
+) -> LogicalTensor:
     """The tensor of all regions; the second copy of a region and the later ones are replicas."""
     chunks = [
         chunk if not number else Chunk(chunk.box, chunk.array, chunk.within, number)
@@ -238,4 +239,6 @@ def _tensor(key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]],
         for number, one in enumerate(lists)
         for chunk in one
     ]
+    if not chunks:
+        raise InconsistentCheckpoint(f"no bucket holds an element of {key}", code=MISFIT, path=shown, key=str(key))
     return LogicalTensor(key, ranks.shape(key.name), chunks[0].array.dtype, tuple(chunks))

@@ -19,24 +19,26 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError, together
 from ckpt_tool.formats.dcp.folders import DATA, METADATA, UNFINISHED
+from ckpt_tool.formats.dcp.systems import MEGATRON_OBJECTS
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree, safe_relative
 
 CONFIG, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
 POINTER = "latest_checkpointed_iteration.txt"
-BACKEND, DAMAGED = "E0393", "E0356"
+BACKEND, DAMAGED = "E0303", "E2005"
 HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
 _CONFIG_LIMIT, _LIST_LIMIT = 4096, 64 << 20  # bytes
 _BLOCK = 4 << 20  # bytes of a read while hashing
 _FOLDERS = ("", "weights/")
 _METADATA_HEAD = 24 << 10  # bytes of .metadata in which a key of Megatron's is looked for
-_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_state/shard_0")
+_STEP = re.compile(r"iter_\d{7,}/")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -56,7 +58,7 @@ def _pointed(tree: Tree) -> list[str]:
     if not tree.exists(POINTER):
         return []
     text = tree.head(POINTER, 64).decode("utf-8", "replace").strip()
-    if text.isascii() and text.isdigit():
+    if numeral(text):
         return [f"iter_{int(text):07d}/"]
     return ["release/"] if text == "release" else []
 
@@ -71,9 +73,20 @@ def claims(tree: Tree, folder: str) -> str:
         return f"{folder}{COMMON} beside .distcp files"
     if METADATA in names and CONFIG in names:  # a metadata.json that is damaged
         head = tree.head(folder + METADATA, _METADATA_HEAD)
-        if any(word in head for word in _OBJECTS):
+        if any(word in head for word in MEGATRON_OBJECTS):
             return f"{folder}{METADATA} names Megatron's objects"
     return ""
+
+
+def files(tree: Tree, folder: str) -> frozenset[str]:
+    """The files of the checkpoint in `folder`; of a run's step, those of its other steps too."""
+    found = set()
+    for path in tree.listing():
+        other, slash, name = path.rpartition("/")
+        same = other + slash == folder or _STEP.fullmatch(folder) and _STEP.fullmatch(other + slash)
+        if same and (name in (METADATA, COMMON, CONFIG, INTEGRITY) or DATA.fullmatch(name)):
+            found.add(path)
+    return frozenset(found)
 
 
 def _names(tree: Tree, folder: str) -> set[str]:
@@ -83,7 +96,7 @@ def _names(tree: Tree, folder: str) -> set[str]:
 
 
 def check(tree: Tree, folder: str) -> None:
-    """Raise Incomplete (E0385) for a save that was not finished, InputError (E0393) for another backend."""
+    """Raise Incomplete (E0385) for a save that was not finished, InputError (E0303) for another backend."""
     names = _names(tree, folder)
     for name, what in ((METADATA, "the list of its tensors"), (CONFIG, "which is written last")):
         if name not in names:
@@ -101,20 +114,10 @@ def check(tree: Tree, folder: str) -> None:
         )  # fmt: skip
 
 
-def refuse_unfinished(objects: Iterable[str], shown: str) -> None:
-    """Raise Incomplete (E0385) when the keys of a DCP's objects are Megatron's: a save of core >= 0.19 without its
-    metadata.json and common.pt looks like any other DCP."""
-    if any(word.decode() in fqn for fqn in objects for word in _OBJECTS):
-        raise Incomplete(
-            f"a Megatron save that was not finished: there is no {CONFIG}, which is written last", code=UNFINISHED,
-            path=shown, hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
-        )  # fmt: skip
-
-
 def check_integrity(tree: Tree, folder: str) -> list[Note]:
     """Hold the files against `integrity.json`, if there is one.
 
-    Raises CorruptFile E0356 (form, a hash that differs), Incomplete E0356 (a file that is not there), UnsafeInput E0410 (a
+    Raises CorruptFile E2005 (form, a hash that differs), Incomplete E0301 (a file that is not there), UnsafeInput E0410 (a
     name that leaves the folder); all faults at once. Returns a note when large files were left for `verify`.
     """
     path = folder + INTEGRITY
@@ -124,9 +127,7 @@ def check_integrity(tree: Tree, folder: str) -> list[Note]:
     late = [name for name in hashes if tree.exists(folder + name) and tree.size(folder + name) > HASHED]
     faults = list(_faults(tree, folder, {name: hashes[name] for name in hashes if name not in late}))
     if faults:
-        first = faults[0]
-        first.faults = tuple(f"{fault.path}: {fault.message}" for fault in faults[1:])
-        raise first
+        raise together(faults)
     if not late:
         return []
     return [Note("N-integrity", f"{len(late)} large files of {INTEGRITY} were not hashed: ckpt verify does", path)]
@@ -160,7 +161,7 @@ def _faults(tree: Tree, folder: str, hashes: dict[str, str]) -> Iterator[CkptErr
         path = folder + name
         if not tree.exists(path):
             yield Incomplete(
-                f"{INTEGRITY} lists {name}, which is not there", code=DAMAGED, path=tree.display(path),
+                f"{INTEGRITY} lists {name}, which is not there", code="E0301", path=tree.display(path),
                 hint="copy the missing file from where the job wrote it",
             )  # fmt: skip
             continue
@@ -178,6 +179,14 @@ def sha256(tree: Tree, path: str) -> str:
     for offset in range(0, size, _BLOCK):
         digest.update(tree.read(path, offset, min(_BLOCK, size - offset)))
     return digest.hexdigest()
+
+
+def hashed(tree: Tree) -> frozenset[str]:
+    """The files whose hash `integrity.json` states; none where there is no such file."""
+    found = find(tree)
+    if found is None or not tree.exists(found[0] + INTEGRITY):
+        return frozenset()
+    return frozenset(found[0] + name for name in _hashes(tree, found[0] + INTEGRITY))
 
 
 def late_faults(tree: Tree) -> Iterator[CkptError]:

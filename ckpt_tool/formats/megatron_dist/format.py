@@ -52,9 +52,9 @@ from ckpt_tool.core.tensor import (
     TensorKey,
     simple_tensor,
 )
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, both
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp.items import Items
 from ckpt_tool.formats.dcp.metadata import CONTRADICTION, INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
@@ -75,21 +75,23 @@ class _MegatronDist:
     name = "megatron-dist"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "etp", "dp", "cp", "vpp"), replicas=False, zero=0,
-        dialect="megatron", own_layout=True, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        dialect="megatron", own_layout=True, heeds=frozenset({"spec", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By `metadata.json`, or `common.pt` beside items."""
         found = megatron_dist_folder.find(tree)
-        return Evidence(found[1]) if found else None
+        if found is None:
+            return None
+        return Evidence(found[1], Specificity.OWN, megatron_dist_folder.files(tree, found[0]))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from `.metadata`, the common state and the heads of the items; objects are read whole. Options:
         `require_checksums` (bool) refuses files without CRCs (E0397).
 
-        Raises Incomplete (E0385 not finished, E0388 files or items missing, E0309 boxes, E0359 no common state),
-        InconsistentCheckpoint (E0308 overlap, E0355 flat buckets that do not fit, E0379 steps, E0389, E0394), CorruptFile
-        (E0356 `integrity.json`), InputError (E0393 zarr), and what the containers raise.
+        Raises Incomplete (E0385 not finished, E0301 files missing, E0309 boxes),
+        InconsistentCheckpoint (E0308 overlap, E2004 flat buckets that do not fit, E0379 steps, E0389), CorruptFile
+        (E2005 `integrity.json`), InputError (E0303 zarr), and what the containers raise.
         """
         found = megatron_dist_folder.find(tree)
         folder = found[0] if found else ""
@@ -117,7 +119,7 @@ def _check_files(tree: Tree, folder: str, listing: Listing) -> None:
     missing = [file for file in listing.files if file not in have]
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}", code=INCOMPLETE,
+            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}", code="E0301",
             path=tree.display(folder + dcp_folders.METADATA), faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them; __R_S.distcp is rank R's",
         )  # fmt: skip
@@ -148,8 +150,10 @@ class _Reading:
         self.styles: dict[str, None] = {}
 
     def catalog(self, *, required: bool) -> Catalog:
-        objects = read_objects(self.tree, self.folder, self.listing.objects, self.items)
-        arrays = self.items.arrays(self.listing.tensors.values())
+        objects, arrays = both(
+            lambda: read_objects(self.tree, self.folder, self.listing.objects, self.items),
+            lambda: self.items.arrays(self.listing.tensors.values()),
+        )
         flat = []
         for entry in self.listing.tensors.values():
             own = [arrays[entry.fqn, number] for number in range(len(entry.pieces))]
@@ -177,6 +181,7 @@ class _Reading:
             (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
             tuple(dict.fromkeys(unsafe)),
             self._hints(objects, degrees),
+            indexes=(self.folder + dcp_folders.METADATA,),
         )
 
     def _iteration(self, objects: Objects) -> None:
@@ -214,7 +219,7 @@ class _Reading:
         """One stored tensor: its chunks go to the parameters that lie in it."""
         key = parse(entry.fqn)
         shape = self.listing.reformed.get(entry.fqn, entry.shape)
-        if len(shape) < key.leads or prod(shape[: key.leads]) > POSITIONS:
+        if len(shape) < key.leads or prod(n or 1 for n in shape[: key.leads]) > POSITIONS:
             raise InconsistentCheckpoint(
                 f"a tensor of shape {list(shape)} under a key of {key.leads} stacked dims", code=CONTRADICTION,
                 path=self.tree.display(self.folder), key=entry.fqn, hint="the key is of a kind that this version does not know",

@@ -33,7 +33,7 @@ _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
-_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.DOTALL)
+_OBJECT = re.compile(r"(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")
 
 

@@ -19,12 +19,14 @@ Cost: about 10 us a box. What it does not do: bytes and files (`megatron_dist.ta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.mesh import divisors
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
@@ -33,10 +35,10 @@ from ckpt_tool.formats.megatron.rules import ETP, TP, Rule, Units, check_degree,
 from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
 from ckpt_tool.formats.megatron_dist.keys import HALVES, SINGLETONS, STACKED_LAYERS, DistKey, name_of, parse, spelled
 
-EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E0258"
+EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E2001"
 CHUNKS = 1 << 16  # of all stages
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)", re.DOTALL)
-_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)", re.DOTALL)
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d{1,9})\.(.+)", re.DOTALL)
+_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
 
 
 class Item(NamedTuple):
@@ -78,8 +80,8 @@ class DistLayout:
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
         self.names = {t.key.name for _, t in self.tensors}
         self.spots = {name: _spot(name) for name in self.names}
-        self.layers = 1 + max((s.layer for s in self.spots.values() if s.layer is not None), default=-1)
-        self.experts = 1 + max((s.expert for s in self.spots.values() if s.expert is not None), default=-1)
+        self.layers = _count([s.layer for s in self.spots.values() if s.layer is not None], "layers")
+        self.experts = _count([s.expert for s in self.spots.values() if s.expert is not None], "experts")
         self.degrees = self._carve(degrees)
         said = wanted.hints.get("dist")
         as_source = wanted.source_format == "megatron-dist" and spec is None
@@ -140,7 +142,7 @@ class DistLayout:
         if ep > 1 and not self.experts:
             raise UsageError(f"--ep {ep}: the model has no experts", code=EXPERTS, hint="leave --ep off")
         if self.experts and self.experts % ep:
-            near = nearest(ep, [n for n in range(1, self.experts + 1) if self.experts % n == 0])
+            near = nearest(ep, divisors(self.experts))
             raise UsageError(
                 f"--ep {ep}: {self.experts} experts do not divide by {ep}", code=EXPERTS,
                 hint=f"the nearest degrees that do: {near}",
@@ -200,7 +202,7 @@ class DistLayout:
         return f"{front}.layers.{spot.layer}.{rest}"
 
     def _key(self, tensor: WantedTensor) -> tuple[DistKey, tuple[int, ...]]:
-        """(key, position) of a tensor. Raises UsageError (E0258) for a name that would not be read back."""
+        """(key, position) of a tensor. Raises UsageError (E2001) for a name that would not be read back."""
         name = tensor.key.name
         spot = self.spots[name]
         key, at = self._with_layer(spot), []
@@ -248,7 +250,7 @@ class DistLayout:
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """Every stored tensor. Raises UsageError E0258 for a name that can't be kept."""
+        """Every stored tensor. Raises UsageError E2001 for a name that can't be kept."""
         found: dict[str, tuple[DType, tuple[int, ...], list[Item]]] = {}
         for number, tensor in self.tensors:
             key, at = self._key(tensor)
@@ -316,6 +318,10 @@ class DistLayout:
         if name.startswith(("decoder.", "output_layer.")):
             return self.stages.chunks[-1].pp
         return 0
+
+
+def _count(numbers: Sequence[int], what: str) -> int:
+    return bounded(max(numbers, default=-1) + 1, len(numbers), f"{what} by the tensors' names")
 
 
 def _spot(name: str) -> _Spot:

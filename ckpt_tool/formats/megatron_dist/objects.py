@@ -30,7 +30,16 @@ from typing import Any
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path, StoredArray
-from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    Incomplete,
+    InconsistentCheckpoint,
+    InputError,
+    UnsafeInput,
+    both,
+    for_each,
+)
 from ckpt_tool.formats.dcp.items import Items, ReadObject
 from ckpt_tool.formats.dcp.metadata import ObjectEntry
 from ckpt_tool.formats.megatron_dist.folder import COMMON
@@ -39,10 +48,11 @@ from ckpt_tool.formats.state_dict.tree import part
 from ckpt_tool.formats.torch.content import read_content
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import NumpyArray, Record, TensorRef, WrapperRef, as_extras
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 COMMON_STATE = "common_state"
-MISSING, STEPS = "E0359", "E0379"
+MISSING, STEPS = "E0301", "E0379"
 EXTRA_STATE = "_extra_state"
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -71,7 +81,7 @@ class Objects:
 
 
 def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], items: Items) -> Objects:
-    """Everything that is no tensor entry. Raises Incomplete (E0359) without a common state, InconsistentCheckpoint (E0379)
+    """Everything that is no tensor entry. Raises Incomplete (E0301) without a common state, InconsistentCheckpoint (E0379)
     for step counters that differ, and what pickles and containers raise."""
     out = Objects()
     shards = {fqn: parse_object(fqn) for fqn in entries}
@@ -82,9 +92,12 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
         if key is not None:
             counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
     out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == _numel(shape)}
-    for fqn in _filled(tree, states, items, out):
-        out.filled.append(fqn)
-    read = {r.entry.fqn: r for r in items.objects([e for f, e in entries.items() if not _is_extra(shards[f])])}
+    filled, others = both(
+        lambda: _filled(tree, states, items),
+        lambda: items.objects([entry for fqn, entry in entries.items() if not _is_extra(shards[fqn])]),
+    )
+    out.filled += filled
+    read = {one.entry.fqn: one for one in others}
     _common(tree, folder, {f: r for f, r in read.items() if _base(shards[f]) == COMMON_STATE}, out)
     groups: dict[int, dict[int, dict[str, Any]]] = {}
     for fqn, one in read.items():
@@ -167,7 +180,7 @@ def _only(read: ReadObject, tree: Tree) -> Any:
     if isinstance(read.value, list) and len(read.value) == 1:
         return read.value[0]
     raise InputError(
-        f"an object item holds {type(read.value).__name__}, want a list of one object", code="E0394",
+        f"an object item holds {type(read.value).__name__}, want a list of one object", code="E0303",
         path=tree.display(read.entry.file), offset=read.entry.at, key=read.entry.fqn,
         hint="written by something else than megatron-core: load and save it with that",
     )  # fmt: skip
@@ -188,7 +201,7 @@ def _value(tree: Tree, read: ReadObject, out: Objects) -> Any:
 def _plain(tree: Tree, read: ReadObject, value: Any, depth: int) -> Any:
     """`value` as extras hold it; tensors as NumPy arrays."""
     if depth > 100:
-        raise InputError(
+        raise CorruptFile(
             "an object nests deeper than 100 levels", code="E0398", path=tree.display(read.entry.file),
             key=read.entry.fqn, hint="the file is damaged or made to harm",
         )  # fmt: skip
@@ -209,17 +222,17 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
     kind = _NUMPY.get(ref.dtype.name)
     if isinstance(ref, WrapperRef) or kind is None or ref.dtype.nbytes(_numel(ref.shape)) > _TENSOR_LIMIT:
         raise InputError(
-            f"an object holds a {ref.dtype.name} tensor of shape {list(ref.shape)}: too much for a value", code="E0399",
+            f"an object holds a {ref.dtype.name} tensor of shape {list(ref.shape)}: too much for a value", code="E2607",
             path=tree.display(read.entry.file), offset=read.entry.at, key=read.entry.fqn,
             hint="the object is of a kind that this version does not know",
         )  # fmt: skip
     array = read.zip.array(ref)
     if not ref.contiguous:
         raise InputError(
-            "a tensor inside an object is not contiguous", code="E0399", path=tree.display(read.entry.file),
+            "a tensor inside an object is not contiguous", code="E2607", path=tree.display(read.entry.file),
             key=read.entry.fqn, hint="the object is of a kind that this version does not know",
         )  # fmt: skip
-    data = tree.read(array.path, array.offset, array.dtype.nbytes(array.numel))
+    data = read_array(tree, array)
     if kind == "|u1" and len(ref.shape) == 1:
         return data
     return as_extras(NumpyArray(kind, ref.shape, False, data))
@@ -232,15 +245,17 @@ def _numel(shape: Iterable[int]) -> int:
     return numel
 
 
-def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) -> Iterable[str]:
+def _filled(tree: Tree, entries: list[ObjectEntry], items: Items) -> list[str]:
     """The extra states that hold something. They repeat: of a length that is known to hold None, the pickle is compared."""
     known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)
-    for entry in sorted(entries, key=lambda e: (e.file, e.at)):
+
+    def holds(entry: ObjectEntry) -> bool:
         same = known.get(entry.length)
         if same is not None and entry.length <= _SMALL:
             offset, data = same
             if tree.read(entry.file, entry.at + offset, len(data)) == data:
-                continue
+                tree.met.zip(entry.file, entry.at, entry.length)
+                return False
         try:
             (one,) = items.objects([entry])
             value = _only(one, tree)
@@ -250,8 +265,11 @@ def _filled(tree: Tree, entries: list[ObjectEntry], items: Items, out: Objects) 
         if value is None:
             record = one.zip.records["data.pkl"]
             known[entry.length] = (record.offset - entry.at, one.zip.read("data.pkl"))
-        else:
-            yield entry.fqn
+        return value is not None
+
+    order = sorted(entries, key=lambda e: (e.file, e.at))
+    flags = for_each(order, holds, file=lambda entry: entry.file)
+    return [entry.fqn for entry, filled in zip(order, flags, strict=True) if filled]
 
 
 def _gathered(
@@ -267,7 +285,7 @@ def _gathered(
             parameters = dtypes[0] if isinstance(dtypes, tuple) and dtypes else None
             if not lines or not isinstance(parameters, Symbol) or any(len(ref.shape) != 1 for ref in lines.values()):
                 raise InputError(
-                    "a gathered optimizer state is not coalesced", code="E0394", path=tree.display(read.entry.file),
+                    "a gathered optimizer state is not coalesced", code="E0303", path=tree.display(read.entry.file),
                     offset=read.entry.at, key=read.entry.fqn,
                     hint="written before core 0.6: load it with --ckpt-convert-update-legacy-dist-opt-format and save it",
                 )  # fmt: skip
@@ -315,7 +333,7 @@ def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> 
     told = {step for step in _steps(inner) if isinstance(step, int | float)} if isinstance(inner, dict) else set()
     if len(told) != 1 or array.shape != () or array.dtype.name != "F32":
         return False
-    (have,) = struct.unpack("<f", tree.read(array.path, array.offset, 4))
+    (have,) = struct.unpack("<f", read_array(tree, array))
     if have not in told:
         raise InconsistentCheckpoint(
             f"a parameter was stepped {have:g} times, its group {told.pop():g} times", code=STEPS,

@@ -67,7 +67,7 @@ def _flattened(piece: Piece, array: StoredArray, cell: At) -> Iterator[Chunk]:
             f"a piece of shape {list(piece.shape)} covers several cells of the grid", code=CONTRADICTION,
             path=piece.file, offset=piece.at, hint="no version of Megatron writes this: get the checkpoint again",
         )  # fmt: skip
-    line = StoredArray(array.path, array.offset, array.dtype, (count,), _line_stride(array), array.crc)
+    line = array.view(0, (count,), _line_stride(array))
     corner = tuple(i * n for i, n in zip(piece.offset[:-1], cell, strict=True))
     done = 0
     for box in flat_boxes(cell, start, start + count):
@@ -103,14 +103,7 @@ def _row(chunk: Chunk, inner: Box, index: At) -> Chunk:
     strides = array.strides or contiguous_strides(array.shape)
     lead = zip(chunk.within.offset[:leads], index, strides[:leads], strict=True)
     skipped = sum((offset + i) * stride for offset, i, stride in lead)
-    row = StoredArray(
-        array.path,
-        array.offset + array.dtype.nbytes(skipped),
-        array.dtype,
-        array.shape[leads:],
-        None if array.strides is None else array.strides[leads:],
-        array.crc,
-    )
+    row = array.view(skipped, array.shape[leads:], None if array.strides is None else array.strides[leads:])
     return Chunk(inner, row, Box(chunk.within.offset[leads:], chunk.within.shape[leads:]))
 
 

@@ -59,8 +59,7 @@ class Segment(NamedTuple):
         ):
             if begin >= end or (not self.split and begin != column):
                 continue
-            offset = array.offset + array.dtype.nbytes(at + begin - column)
-            piece = StoredArray(array.path, offset, array.dtype, (end - begin, rows), (1, columns), array.crc)
+            piece = array.view(at + begin - column, (end - begin, rows), (1, columns))
             down = begin + (self.jump if self.split and begin >= self.split else 0)
             target = Box((self.corner[0] + down, self.corner[1] + row), (end - begin, rows))
             yield Chunk(target, piece, Box((0, 0), (end - begin, rows)))
@@ -102,10 +101,9 @@ class Ranks:
         model = {
             key.name: tensor
             for key, tensor in tensors.items()
-            if key.state == MODEL and not megatron_names.is_buffer(key.name)
+            if key.state == MODEL and tensor.chunks and not megatron_names.is_buffer(key.name)
         }
-        found = [at[1] for name in model if name.startswith("decoder.") and (at := megatron_names.layer_of(name))]
-        layers = max(found, default=-1) + 1
+        layers = megatron_names.layers_count(name for name in model if name.startswith("decoder."))
         mtp = len({name.split(".")[2] for name in model if name.startswith("mtp.layers.")})
         pp, vpp = degrees["pp"], degrees["vpp"]
         if pp * vpp > CHUNKS:

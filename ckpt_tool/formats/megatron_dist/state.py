@@ -24,6 +24,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.target import Wanted
@@ -105,7 +106,7 @@ def _optimizers(value: Any, layout: DistLayout, *, distributed: bool) -> Any:
 
 
 def _listed(value: Any) -> list[dict[Any, Any]]:
-    if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):  # DCP makes text of numbers
+    if isinstance(value, dict) and value and all(map(numeral, value)):  # DCP makes text of numbers
         value = [value[key] for key in sorted(value, key=lambda key: int(str(key)))]
     several = value if isinstance(value, list) else [value]
     return [one for one in several if isinstance(one, dict)] if all(isinstance(one, dict) for one in several) else []

@@ -52,7 +52,7 @@ _HOLE = "0" * 64  # a SHA-256 in hex, before it is known
 
 
 def dist_target(wanted: Wanted) -> Target:
-    """The whole output. Raises UsageError: E0237, E0272, E0273 (degrees that the model can't take), E0242, E0258 (what
+    """The whole output. Raises UsageError: E0237, E0272, E0273 (degrees that the model can't take), E0242, E2001 (what
     can't be held), E0375 (extras that no pickle of ours can hold)."""
     degrees = _degrees(wanted.options.get("degrees") or {})
     layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.options.get("spec")), degrees)

@@ -1,9 +1,8 @@
 """Which files of a folder are a checkpoint as Meta and Mistral AI publish them, by their names.
 
     choose(["consolidated.00.pth", "consolidated.01.pth", "params.json"]).shards == both, in order
-    choose(["consolidated.safetensors", "params.json"]).safetensors
+    choose(["consolidated.safetensors", "params.json"]).safetensors == ("consolidated.safetensors",)
 
-A folder whose safetensors are no `consolidated` ones belongs to Hugging Face: what Mistral AI puts there twice is read once.
 Reads nothing.
 """
 
@@ -18,14 +17,15 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 PARAMS = "params.json"
 MISSING, MIXED = "E1400", "E1401"
 _SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
-_WHOLE = re.compile(r"consolidated(-\d{5}-of-\d{5})?\.safetensors")
+_WHOLE = re.compile(r"consolidated(-\d{5}-of-\d{5})?\.safetensors|consolidated\.safetensors\.index\.json")
 
 
 class MetaFiles(NamedTuple):
-    """shards: `consolidated.NN.pth`, by number. safetensors: whole tensors in `consolidated*.safetensors` instead."""
+    """shards: `consolidated.NN.pth`, by number. safetensors: instead of them `consolidated*.safetensors` with whole tensors,
+    and their index."""
 
     shards: tuple[str, ...] = ()
-    safetensors: bool = False
+    safetensors: tuple[str, ...] = ()
 
 
 def choose(names: Iterable[str]) -> MetaFiles | None:
@@ -34,9 +34,8 @@ def choose(names: Iterable[str]) -> MetaFiles | None:
     shards = sorted((name for name in names if _SHARD.fullmatch(name)), key=lambda name: (_number(name), name))
     if shards:
         return MetaFiles(tuple(shards))
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    whole = PARAMS in names and tensors and all(_WHOLE.fullmatch(name) for name in tensors)
-    return MetaFiles(safetensors=True) if whole else None
+    whole = tuple(sorted(name for name in names if _WHOLE.fullmatch(name)))
+    return MetaFiles(safetensors=whole) if whole and PARAMS in names else None
 
 
 def check(shards: tuple[str, ...], *, path: str) -> None:

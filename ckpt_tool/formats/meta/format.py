@@ -27,14 +27,14 @@ cut: E1404), quantised releases' scales.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.errors import UnknownFormat
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose
 from ckpt_tool.storage.source import Tree
 
@@ -49,19 +49,26 @@ class _Meta:
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names alone."""
+        """By names alone. Of a hub's folder that holds the model twice, transformers opens its own files."""
         chosen = _choose(tree)
         if chosen is None:
             return None
-        return Evidence(
-            f"{len(chosen.shards)} shards consolidated.NN.pth" if chosen.shards else "params.json, consolidated"
-        )
+        if chosen.safetensors:
+            return Evidence(
+                f"params.json, {chosen.safetensors[0]}",
+                Specificity.OWN,
+                frozenset(chosen.safetensors),
+                "transformers",
+                1,
+            )
+        why = f"{len(chosen.shards)} shards consolidated.NN.pth"
+        return Evidence(why, Specificity.OWN if PARAMS in tree.names() else Specificity.NAMES, frozenset(chosen.shards))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog. Options: `lenient` (bool) leaves out tensors that no rule can join; `require_checksums` (bool).
 
         Raises Incomplete (E1400 shards, E1402 params.json, E1406 layers, E1407 tensors missing), InconsistentCheckpoint (E1401
-        two saves, E1403 shapes, E1405 params.json, E1408 shards that differ), UnmappedTensor E1404, CorruptFile E1409.
+        two saves, E1403 shapes, E1408 shards that differ), UnmappedTensor E1404, CorruptFile E1405 (params.json), E1409.
         """
         chosen = _choose(tree)
         if chosen is None:
@@ -70,7 +77,7 @@ class _Meta:
                 hint="pass the folder that holds them and params.json",
             )  # fmt: skip
         if chosen.safetensors:
-            return _safetensors(tree, options)
+            return _safetensors(tree, chosen.safetensors, options)
         from ckpt_tool.formats.meta.read import read_shards
 
         return read_shards(
@@ -91,13 +98,13 @@ def _choose(tree: Tree) -> MetaFiles | None:
     return choose(tree.names()) if tree.single is None else None
 
 
-def _safetensors(tree: Tree, options: Mapping[str, object]) -> Catalog:
+def _safetensors(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> Catalog:
     """Mistral AI's whole tensors, as the reader of Hugging Face's files gives them."""
-    from ckpt_tool.formats.hf.format import FORMAT as SAFETENSORS
+    from ckpt_tool.formats.hf.format import read_of
     from ckpt_tool.formats.meta.params import read_params, sizes_of
     from ckpt_tool.formats.meta.read import hints_of
 
-    catalog, params = SAFETENSORS.read(tree, options), read_params(tree)
+    catalog, params = read_of(tree, files, options), read_params(tree)
     if params is not None:
         sizes_of(params, tree.display(PARAMS))
     return replace(catalog, format="meta", extras={}, hints={"meta": hints_of(params, None)})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint
+from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.meta.files import PARAMS
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -48,7 +48,7 @@ def read_params(tree: Tree) -> Mapping[str, Any] | None:
 
 
 def sizes_of(params: Mapping[str, Any], path: str) -> Sizes:
-    """The sizes that params state. path: of the file, for messages. Raises InconsistentCheckpoint E1405, all faults at once."""
+    """The sizes that params state. path: of the file, for messages. Raises CorruptFile E1405, all faults at once."""
     inner = params.get("model")
     level = inner if isinstance(inner, Mapping) else params
     faults = [
@@ -70,7 +70,7 @@ def sizes_of(params: Mapping[str, Any], path: str) -> Sizes:
         if level.get("head_dim") is None and dim % heads:
             faults.append(f"dim {dim} doesn't divide among {heads} heads")
     if faults:
-        raise InconsistentCheckpoint(
+        raise CorruptFile(
             faults[0],
             code=WRONG,
             path=path,

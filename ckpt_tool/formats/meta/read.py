@@ -16,7 +16,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, UnmappedTensor
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, UnmappedTensor, for_each
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.meta import files as meta_files
@@ -59,7 +59,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
             f"params.json is missing: how {len(names)} shards make up a tensor depends on the heads", code=NO_PARAMS,
             path=tree.display(PARAMS), hint="fetch it into this folder: it lies beside every release",
         )  # fmt: skip
-    files = [read_content(tree, name) for name in names]
+    files = for_each(names, lambda name: read_content(tree, name))
     sizes = sizes_of(params, tree.display(PARAMS)) if params is not None else None
     shards = _Shards(names, [_flat(tree, name, file) for name, file in zip(names, files, strict=True)], sizes)
     faults: list[CkptError] = []

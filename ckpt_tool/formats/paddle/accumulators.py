@@ -21,6 +21,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import UsageError
+
 MASTER_WEIGHTS, SCHEDULER = "master_weights", "LR_Scheduler"
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 _INFIX = "fp32_master_0_"
@@ -34,6 +37,17 @@ _GUESS = re.compile(
     r"(.+?)(?:_fp32_master_0)?_(moment1|moment2|moment2_max|velocity|beta1_pow_acc|beta2_pow_acc|moment|inf_norm|"
     r"_avg_squared_grad|_avg_squared_update|mean_square|mean_grad|momentum)_0"
 )
+
+
+def check_named(key: TensorKey) -> None:
+    """Raise UsageError E1606 for a state of a parameter without a name: its key would be a type alone, which is no key."""
+    if not key.name:
+        raise UsageError(
+            f"the state {key.state} of a tensor without a name can't be written: Paddle calls a state after its parameter",
+            code="E1606",
+            key=str(key),
+            hint="rename the tensor in the source, leave it out with --remove-keys '', or write another format",
+        )
 
 
 class Owner(NamedTuple):

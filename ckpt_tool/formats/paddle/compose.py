@@ -59,7 +59,7 @@ class PaddleComposer:
         self._sources: list[_Source] = []
 
     def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part]) -> ArrayRef:
-        """A tensor that `parts` fill; what they leave out is zero. BF16 is written as uint16 bits. Raises UsageError E1302
+        """A tensor that `parts` fill; what they leave out is zero. BF16 is written as uint16 bits. Raises UsageError E0258
         for a type that NumPy lacks."""
         return self._add(shape, dtype, parts, None)
 
@@ -72,7 +72,7 @@ class PaddleComposer:
     def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part], data: bytes | None) -> ArrayRef:
         if dtype.name not in _CODES and dtype.name not in _BITS:
             raise UsageError(
-                f"paddle.save has no place for {dtype.name}", code=DTYPE, hint="choose another type with --dtype"
+                f"paddle.save has no place for {dtype.name}", code="E0258", hint="choose another type with --dtype"
             )
         self._sources.append(_Source(parts, data))
         return ArrayRef(len(self._sources) - 1, tuple(shape), dtype)

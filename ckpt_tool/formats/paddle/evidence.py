@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tool.core.tensor import StoredArray
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 LOOKED_AT = 1 << 20  # bytes of each rank's array
@@ -36,7 +37,7 @@ def _differ(tree: Tree, arrays: Sequence[StoredArray]) -> bool | None:
     nbytes = min(first.dtype.nbytes(first.numel), LOOKED_AT // width * width)
     if not nbytes:
         return None
-    seen = tree.read(first.path, first.offset, nbytes)
-    if any(tree.read(other.path, other.offset, nbytes) != seen for other in arrays[1:]):
+    seen = read_array(tree, first, nbytes)
+    if any(read_array(tree, other, nbytes) != seen for other in arrays[1:]):
         return True
     return None if seen == seen[:width] * (nbytes // width) else False

@@ -22,7 +22,7 @@ from typing import Any
 from ckpt_tool.formats.paddle.ranks import Degrees
 from ckpt_tool.formats.paddle.rules import is_expert, text_config
 
-_NUMBER = re.compile(r"((?:^|\.)experts\.)(\d+)(?=\.)")
+_NUMBER = re.compile(r"((?:^|\.)experts\.)(\d{1,9})(?=\.)")
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")
 
 

@@ -333,8 +333,7 @@ def _slices(shape: tuple[int, ...], parts: Sequence[StoredArray], box: Box, with
             if shared is None:
                 continue
             line = sum(o * s for o, s in zip(shared.offset, strides, strict=True))
-            at = part.offset + part.dtype.nbytes(line - start)
-            array = StoredArray(part.path, at, part.dtype, shared.shape, strides)
+            array = part.view(line - start, shared.shape, strides)
             out.append(Chunk(shared.translate(shift), array, whole(shared.shape)))
         start += part.numel
     return out

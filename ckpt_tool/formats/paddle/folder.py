@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import LogicalTensor, simple_tensor
-from ckpt_tool.errors import CkptError, Incomplete
+from ckpt_tool.errors import CkptError, Incomplete, UnknownFormat
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, without_master
 from ckpt_tool.formats.paddle.extras import read_extras
@@ -48,8 +48,8 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
     names = tree.names()
     files = rank_files(names, prefer=options.get("prefer"))
     if not files:
-        raise Incomplete(
-            "no model_state*.pdparams or optimizer*.pdopt", code=MISSING, path=tree.display(),
+        raise UnknownFormat(
+            "no model_state*.pdparams or optimizer*.pdopt", code="E0393", path=tree.display(),
             hint="pass the folder of a checkpoint, or a file; of models with different names say which with --prefer STEM",
         )  # fmt: skip
     if not options.get("lenient"):
@@ -63,7 +63,7 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
         reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
     sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
     read = {*(file.name for file in files), *beside.files}
-    unread = [name for name in names if name.endswith(_DATA) and name not in read]
+    unread = [name for name in tree.seen(names) if name.endswith(_DATA) and name not in read]
     if unread:
         reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
     catalog = reading.catalog(beside.extras, sides, beside.files)

@@ -51,7 +51,7 @@ class _Paddle:
     name = "paddle"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp"), replicas=True, zero=1, dialect="paddle",
-        own_layout=True,
+        own_layout=True, heeds=frozenset({"zero", "sharding", "pp-split"}),
         dtypes=frozenset(  # none of NumPy's, or bits that lie without a mark and would be read as another's
             ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "U16")
         ),
@@ -62,13 +62,16 @@ class _Paddle:
         if tree.single is not None:
             if not tree.single.endswith(EXTENSIONS) or tree.head(tree.single, 2)[:1] != b"\x80":
                 return None
-            return Evidence(f"a pickle called {tree.single[tree.single.rindex('.') :]}")
+            why = f"a pickle called {tree.single[tree.single.rindex('.') :]}"
+            return Evidence(why, files=frozenset((tree.single,)))
         names = tree.names()
         files = rank_files(names)
         weights = any(name.endswith(".safetensors") for name in names)
         if not files or weights and not any(file.kind == "model" for file in files):
             return None
-        return Evidence(f"{len(files)} files of paddle.save, {files[0].name} first")
+        return Evidence(
+            f"{len(files)} files of paddle.save, {files[0].name} first", files=frozenset(file.name for file in files)
+        )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the pickles and metas. Options: `config` (mapping), `family`, `prefer` (the model files' stem).

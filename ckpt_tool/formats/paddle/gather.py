@@ -268,8 +268,7 @@ def _slice_chunks(array: StoredArray, local: tuple[int, ...], pieces: Pieces, st
     if stop <= start:
         return out
     for run in flat_boxes(local, start, stop):
-        offset = array.offset + array.dtype.nbytes(at - start)
-        view = StoredArray(array.path, offset, array.dtype, run.shape)
+        view = array.view(at - start, run.shape)
         at += run.numel
         for there, here in pieces:
             shared = run & here

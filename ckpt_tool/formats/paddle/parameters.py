@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
@@ -95,7 +96,7 @@ def _expert_counts(names: Sequence[str]) -> dict[str, int]:
         front, number = expert_of(name)
         if number is not None:
             counts[front] = max(counts.get(front, 0), number + 1)
-    return counts
+    return {front: bounded(count, len(names), "experts by the tensors' names") for front, count in counts.items()}
 
 
 def tied_pair(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, by_name
 from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, SCHEDULER, Owner, Table
 from ckpt_tool.formats.paddle.evidence import differ
 from ckpt_tool.formats.paddle.experts import Numbering, number_experts
@@ -40,7 +41,7 @@ from ckpt_tool.storage.source import Tree
 
 NO_NAME, NO_DTYPE, NESTED = "E1313", "E1314", "E1318"
 STATIC_NAMES, FROZEN, BY_VALUES = "N1301", "N1302", "N1304"
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 _NAMES_KEPT = 1 << 17  # static names that the hints carry
 
 
@@ -55,7 +56,7 @@ class Reading:
         if tree.single is None:
             check_whole(tree, files, self.degrees)
         self.where = {file.name: self.degrees.where(file) for file in files}
-        self.contents = {file.name: read_paddle(tree, file.name) for file in files}
+        self.contents = by_name((file.name for file in files), lambda name: read_paddle(tree, name))
         self.notes: list[Note] = []
         self.config = config
         self._names: dict[tuple[int, int, int], dict[str, str]] = {}
@@ -184,6 +185,7 @@ class Reading:
         where = self.where[file.name]
         table = self._table(where)
         unknown: list[str] = []
+        self._refuse_others_shares(file, content, table)
         for saved in content.leaves:
             key = self._key_of(file, saved, table, where)
             if key is None:
@@ -202,6 +204,29 @@ class Reading:
             self._note(
                 STATIC_NAMES, "no model file or meta tells the names of the parameters: Paddle's own (static) ones are shown",
                 file.name,
+            )  # fmt: skip
+
+    def _refuse_others_shares(self, file: RankFile, content: PaddleContent, table: Table | None) -> None:
+        """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks: it is
+        one of theirs. (Experts are dealt inside a group of their own.)"""
+        where = self.where[file.name]
+        stage = self._meta_of(where)
+        if stage is None or not stage.owners or table is None:
+            return
+        others = []
+        for saved in content.leaves:
+            path = [str(step) for step in saved.path]
+            owner = table.owner(path[0]) if len(path) == 1 and file.kind != EMA_FILE else None
+            static = path[1] if path[0] == MASTER_WEIGHTS and len(path) == 2 else owner.static if owner else ""
+            rank = stage.owners.get(static, where.shard)
+            single = prod(saved.shape) == 1  # a number of a parameter may lie on every rank
+            if rank != where.shard and not single and not is_expert(table.structured.get(static, "")):
+                others.append(f"{dotted(saved.path)[:200]} is sharding rank {rank}'s")
+        if others:
+            raise InconsistentCheckpoint(
+                f"{len(others)} of {len(content.leaves)} tensors belong to other sharding ranks: {others[0]}", code=CONTRADICTION,
+                path=self.tree.display(file.name), faults=others[1:50],
+                hint=f"{stage.shown} says who owns what: another rank's file was copied here, or it is of another save",
             )  # fmt: skip
 
     def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Where) -> TensorKey | None:

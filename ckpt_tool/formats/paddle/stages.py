@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import bounded
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle.rules import text_config
 
@@ -58,6 +59,7 @@ class Items(NamedTuple):
 
 def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
     """The sequential layers that `names` (structured, global numbers) show. config: tells decoder layers from MTP layers."""
+    names = list(names)
     by_prefix: dict[str, set[int]] = {}
     ahead: dict[str, set[int]] = {}
     own: set[int] = set()
@@ -74,12 +76,12 @@ def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
     prefix = max(by_prefix, key=lambda key: len(by_prefix[key]))
     numbers = by_prefix[prefix]
     said = text_config(config).get("num_hidden_layers")
-    layers = max(numbers) + 1
+    layers = most = bounded(max(numbers) + 1, len(names), "layers by the tensors' names")
     if type(said) is int and 0 < said <= layers:
         layers = said
     elif prefix in ahead:
         layers = min(ahead[prefix])
-    return Items(prefix, layers, max(max(numbers) + 1 - layers, len(own)))
+    return Items(prefix, layers, max(most - layers, len(own)))
 
 
 class Stages(NamedTuple):

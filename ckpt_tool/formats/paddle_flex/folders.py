@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import Incomplete, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 
 MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER = (
     "model_state",
@@ -27,7 +27,7 @@ MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER = (
     "ema_state",
 )
 FOLDERS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER)
-UNFINISHED, MIXED = "E1330", "E1331"
+UNFINISHED, MIXED, OTHER_SAVE = "E1330", "E1331", "E1632"
 METADATA = re.compile(r"(\d{1,9})\.metadata")
 DATA = re.compile(r"(\d{1,9})_(\d{1,9})\.(distcp|safetensors)")
 _LOCK = re.compile(r"(\d{1,9})\.metadata\.lock")
@@ -86,6 +86,17 @@ def _nothing_else(names: Sequence[str]) -> bool:
     return all(DATA.fullmatch(name) for name in names if name.endswith((".safetensors", ".index.json")))
 
 
+def files(saves: Sequence[Save], listing: Iterable[str]) -> frozenset[str]:
+    """Everything in the saves' folders that is called as a file of theirs, older saves' too."""
+    folders = {save.folder for save in saves}
+    found = set()
+    for path in listing:
+        folder, slash, name = path.rpartition("/")
+        if folder + slash in folders and any(kind.fullmatch(name) for kind in (METADATA, DATA, _LOCK)):
+            found.add(path)
+    return frozenset(found)
+
+
 def why(saves: Sequence[Save]) -> str:
     """What was found, in words."""
     if saves[0].folder:
@@ -131,6 +142,18 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
                 f"the newest and is taken; {', '.join(map(str, save.older[:10]))} lie beside it", where,
             ))  # fmt: skip
     return notes
+
+
+def refuse_other_save(save: Save, files: Iterable[str], shown: str) -> None:
+    """Raise InconsistentCheckpoint E1632 for metadata that names data files of another save than its own number, though files
+    of its own lie beside it. files: those that it names. shown: the metadata's path."""
+    names = [name.rpartition("/")[2] for name in files]
+    foreign = [name for name in names if (found := DATA.fullmatch(name)) and int(found[2]) != save.unique]
+    if foreign and save.data:
+        raise InconsistentCheckpoint(
+            f"the metadata of save {save.unique} names files of another save: {foreign[0]}", code=OTHER_SAVE, path=shown,
+            faults=foreign[1:50], hint="it was copied over that of its own save: fetch it again",
+        )  # fmt: skip
 
 
 def _refuse_lost_folder(kinds: Set[str], shown: str) -> None:

@@ -41,7 +41,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint, InputError
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.hf import files as hf_files
@@ -54,7 +54,7 @@ from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MODEL_FOLDER, Save
 from ckpt_tool.formats.paddle_flex.keys import plain_keys, trainer_key
 from ckpt_tool.formats.paddle_flex.mesh import degrees_of
 from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, Listing, read_metadata
-from ckpt_tool.formats.paddle_flex.names import statics
+from ckpt_tool.formats.paddle_flex.names import META, statics
 from ckpt_tool.formats.paddle_flex.read import DataFiles, check_files, chunks_of_entry, fused_blocks
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -72,7 +72,7 @@ class _Flex:
     name = "paddle-flex"
     holds = Holds(
         all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp"), zero=1, dialect="paddle", own_layout=True,
-        dtypes=frozenset(_ALL) - frozenset(DTYPE_NAMES.values()),
+        heeds=frozenset({"zero", "sharding", "pp-split"}), dtypes=frozenset(_ALL) - frozenset(DTYPE_NAMES.values()),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
@@ -80,7 +80,9 @@ class _Flex:
         if tree.single is not None:
             return None
         saves = paddle_flex_folders.find(tree.listing())
-        return Evidence(paddle_flex_folders.why(saves)) if saves else None
+        if not saves:
+            return None
+        return Evidence(paddle_flex_folders.why(saves), files=paddle_flex_folders.files(saves, tree.listing()))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the metadata and the headers of the data files. Options: `config` (a model's config),
@@ -91,8 +93,8 @@ class _Flex:
         """
         saves = paddle_flex_folders.find(tree.listing())
         if not saves:
-            raise InputError(
-                "no N.metadata and no R_N.distcp: this is no flex checkpoint", code=paddle_flex_folders.UNFINISHED,
+            raise UnknownFormat(
+                "no N.metadata and no R_N.distcp: this is no flex checkpoint", code="E0393",
                 path=tree.display(), hint="pass the folder that holds model_state/, or the one with 0.metadata",
             )  # fmt: skip
         catalog = _Reading(tree, saves, options).catalog()
@@ -146,7 +148,7 @@ class _Reading:
             self.tensors,
             beside.extras,
             Mesh.of_degrees(degrees) if degrees.get("dp", 1) % degrees.get("ep", 1) == 0 else Mesh(),
-            (*metadata, *dict.fromkeys(data), *beside.files),
+            (*metadata, *dict.fromkeys(data), *beside.files, *(name for name in (META,) if self.tree.exists(name))),
             tuple(name for name in self.tree.names() if hf_files.is_sidefile(name)),
             (*self.notes, *self._job_notes(), *(checks if required else ())),
             tuple(
@@ -155,6 +157,7 @@ class _Reading:
                 )
             ),
             hints,
+            indexes=tuple(metadata),
         )
 
     def _listings(self) -> None:
@@ -162,8 +165,11 @@ class _Reading:
             if save.metadata is None:
                 continue
             listing = read_metadata(self.tree, save.folder, save.metadata)
+            paddle_flex_folders.refuse_other_save(save, listing.files, self.tree.display(save.folder + save.metadata))
             check_files(self.tree, save.folder, listing.files, save.metadata)
             self.listings[save.folder] = listing
+        bare = [save.folder + name for save in self.saves if save.metadata is None for name in save.data]
+        self.files.read((*(file for listing in self.listings.values() for file in listing.files), *bare))
         for save in self.saves:
             if save.metadata is None:
                 old = old_ema(save, self.listings, self.files)
@@ -223,7 +229,7 @@ class _Reading:
             saved = [self.files.of(file)[key] for file in homes]
             if len({(one.shape, one.dtype) for one in saved}) > 1:
                 raise InconsistentCheckpoint(
-                    "the metadata does not list it, and ranks hold it in different shapes", code=TWICE, key=str(name),
+                    "the metadata does not list it, and ranks hold it in different shapes", code="E2201", key=str(name),
                     path=self.tree.display(homes[0]), hint="nothing says how the parts make up the tensor",
                 )  # fmt: skip
             shape, dtype = saved[0].shape, saved[0].dtype

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.paddle.accumulators import check_named
 from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER
 from ckpt_tool.formats.state_dict.paths import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -95,9 +96,10 @@ def _plain_key(key: str, role: str) -> TensorKey:
 
 def suffix_of(key: TensorKey) -> str:
     """What a tensor's key has behind its name, masters and accumulators; "" for the model. Raises UsageError E1271 for a state
-    that would be read as another."""
+    that would be read as another, E1606 for one of a tensor without a name."""
     if key.state == MODEL:
         return ""
+    check_named(key)
     if key.state == MASTER:
         return MASTER_SUFFIX
     kind = _TYPES.get(key.state, f"{key.state}_0")

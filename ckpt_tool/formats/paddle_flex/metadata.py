@@ -249,6 +249,7 @@ class _Reading:
         if shape is None:
             return
         shards = [shard for row in stored if (shard := self.shard(key, row, stated, shape)) is not None]
+        self.compare(key, stated, stored, shape)
         if not stored and 0 not in shape:
             raise InputError(
                 "no file holds it: storage_metadata does not name the key", code=PLACELESS, path=self.shown, key=key,
@@ -269,6 +270,24 @@ class _Reading:
             return said.pop()
         ends = [[o + n for o, n in zip(row.offset, row.shape, strict=True)] for row in stated]
         return tuple(max(column) for column in zip(*ends, strict=True))
+
+    def compare(self, key: str, stated: list[_Stated], stored: list[_Stored], whole: tuple[int, ...]) -> None:
+        """Note where the two halves do not list the same blocks: what is stated and lies nowhere, what lies somewhere and is
+        not stated, what is stated and leaves the tensor. Old metadata says no shapes in its second half."""
+        shaped = all(row.shape is not None for row in stored)
+        said = {(row.offset, row.shape if shaped else None, row.span): row for row in stated}
+        have = {(row.offset, row.shape if shaped else None, row.span): row for row in stored}
+        for where, row in said.items():
+            if 0 in row.shape or row.span is not None and row.span[0] == row.span[1]:
+                continue
+            if where not in have and stored:
+                self.faults.append(f"{key}: {_block(row)} is in no file, though state_dict_metadata states it")
+            if any(o + n > w for o, n, w in zip(row.offset, row.shape, whole, strict=True)):
+                self.faults.append(f"{key}: {_block(row)} leaves the tensor of shape {list(whole)}")
+        for where, held in have.items():
+            empty = held.shape is not None and 0 in held.shape or held.span is not None and held.span[0] == held.span[1]
+            if where not in said and not empty:
+                self.faults.append(f"{key}: {held.file} holds {_block(held)}, which state_dict_metadata does not state")
 
     def shard(self, key: str, row: _Stored, stated: list[_Stated], whole: tuple[int, ...]) -> Shard | None:
         """One stored shard, checked; None for a fault (noted) and for a shard without elements."""
@@ -292,6 +311,12 @@ class _Reading:
             )
             return None
         return Shard(row.offset, shape, row.span, row.file, row.replica)
+
+
+def _block(row: _Stated | _Stored) -> str:
+    shape = "" if row.shape is None else f" of shape {list(row.shape)}"
+    span = "" if row.span is None else f", elements {row.span[0]} to {row.span[1]} of it"
+    return f"the block at {list(row.offset)}{shape}{span}"
 
 
 def _dict(value: Any) -> Mapping[Any, Any]:

@@ -23,7 +23,7 @@ from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import Chunk, StoredArray
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, for_each
 from ckpt_tool.formats.paddle.file import Saved, read_paddle
 from ckpt_tool.formats.paddle.rules import Cut, divides, local_boxes
 from ckpt_tool.formats.paddle_flex.metadata import Entry, Shard
@@ -51,6 +51,10 @@ class DataFiles:
         if file not in self._files:
             self._files[file] = self._safetensors(file) if file.endswith(".safetensors") else self._distcp(file)
         return self._files[file]
+
+    def read(self, files: Iterable[str]) -> None:
+        """Open them all; those that do not read are named at once."""
+        for_each(dict.fromkeys(files), self.of)
 
     def rename(self, file: str, key: str, name: str, saved: Saved) -> None:
         """Make a tensor of a file known under another key, as `saved`."""
@@ -205,5 +209,5 @@ def _pieces(line: StoredArray, start: int, shard: Shard, pairs: Pairs) -> Iterat
             if shared == piece:  # without gaps in the line
                 yield Chunk(there, line, Box((first,), (shared.numel,)), shard.replica)
                 continue
-            array = StoredArray(line.path, line.offset + line.dtype.nbytes(first), line.dtype, shared.shape, strides)
+            array = line.view(first, shared.shape, strides)
             yield Chunk(there, array, whole(shared.shape), shard.replica)

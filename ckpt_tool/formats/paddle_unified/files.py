@@ -8,7 +8,7 @@
 
 The one idea: a folder is ours if it has Paddle's optimizer or master weights, a LoRA of Paddle's, or model files whose
 header says `"format": "np"`: Paddle's layout (one `model.safetensors` needs no index). A model alone that says `"pt"`, or nothing, is in the Hugging Face layout and
-stays with `safetensors`. The two never both claim a folder.
+is a Hugging Face model. What claims a folder here is more specific than a claim on its safetensors files alone.
 
 Source: PaddleFormers 1.2.0 `utils/env.py` (names), `trainer/training_args.py` (`optimizer_name_suffix`: parts of degree 1
 are left out), `trainer/unified_checkpoint/async_handler.py` (markers). Reads 4 KiB of one file at most.
@@ -67,9 +67,8 @@ class UnifiedFiles(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """`model`, or `peft_model` in a folder of LoRA weights alone."""
-        peft = PEFT_STEM in self.indexes or PEFT_STEM in self.numbered
-        return PEFT_STEM if peft and MODEL_STEM not in self.indexes else MODEL_STEM
+        """`model`, or `peft_model` in a folder of LoRA weights."""
+        return PEFT_STEM if PEFT_STEM in self.indexes or PEFT_STEM in self.numbered else MODEL_STEM
 
 
 def classify(names: Iterable[str]) -> UnifiedFiles:
@@ -91,7 +90,7 @@ def classify(names: Iterable[str]) -> UnifiedFiles:
 def why(tree: Tree) -> str | None:
     """Why the folder is a unified checkpoint, None where it is none."""
     names = tree.names()
-    if tree.single is not None or "ckpt.index.json" in names or ".metadata" in names:
+    if tree.single is not None:
         return None
     files = classify(names)
     for stem in (OPTIMIZER_STEM, MASTER_STEM, PEFT_STEM):
@@ -104,6 +103,19 @@ def why(tree: Tree) -> str | None:
     if whole is not None and says_paddle_layout(tree, whole):
         return f"{whole} says that it is in Paddle's layout, or of which model type"
     return None
+
+
+def claimed(names: Iterable[str]) -> frozenset[str]:
+    """The files of the checkpoint, by names: of a model and its LoRA the LoRA, of a whole file and numbered ones the latter."""
+    names = set(names)
+    found = classify(names)
+    files = {file.path for ranks in found.ranks.values() for file in ranks}
+    for stem in STEMS:
+        if stem == MODEL_STEM and found.stem != MODEL_STEM:
+            continue
+        parts = {*found.numbered.get(stem, ()), *filter(None, (found.indexes.get(stem),))}
+        files |= parts or {stem + SUFFIX} & names
+    return frozenset(files)
 
 
 def says_paddle_layout(tree: Tree, path: str) -> bool:
@@ -151,7 +163,7 @@ def notes_of(tree: Tree, taken: Iterable[str], sidefiles: Iterable[str]) -> list
     """What lies beside and is not read: files of the job, files that no index names, anything else."""
     known = {*taken, *sidefiles}
     job, stray, other = list[str](), list[str](), list[str]()
-    for name in tree.names():
+    for name in tree.seen(tree.names()):
         if name in known or _SIGNAL.fullmatch(name) or _PLAIN.fullmatch(name):
             continue
         if _JOB.fullmatch(name):

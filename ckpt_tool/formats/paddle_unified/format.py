@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
-from ckpt_tool.formats.base import Evidence, Fitted, Holds
+from ckpt_tool.formats.base import Evidence, Fitted, Holds, Specificity
 from ckpt_tool.formats.paddle_unified import files as files_of
 from ckpt_tool.storage.source import Tree
 
@@ -57,12 +57,16 @@ class PaddleUnified:
     wrong; `lenient` (bool): tensors that no index names, weights without a state, are told in notes instead of refused."""
 
     name = "paddle-unified"
-    holds = Holds(dialect="paddle", dtypes=frozenset({"C128", "U16"}))  # 16-bit integers mean bf16 to Paddle
+    holds = Holds(
+        dialect="paddle",
+        heeds=frozenset({"max-shard-size"}),
+        dtypes=frozenset({"C128", "U16"}),  # 16-bit integers mean bf16 to Paddle
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By the names in a folder; a model alone by the first bytes of a file."""
         why = files_of.why(tree)
-        return Evidence(why) if why else None
+        return Evidence(why, Specificity.OWN, files_of.claimed(tree.names())) if why else None
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog from indexes and headers. Raises InputError / UnsafeInput."""

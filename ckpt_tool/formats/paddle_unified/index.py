@@ -52,7 +52,7 @@ def read_index(tree: Tree, path: str, *, merged: bool = True) -> PaddleIndex:
     """The index at `path`. merged: must it have a `weight_map`?
 
     Raises CorruptFile (E0336 form, E0337 size, E0338 a value that is no text, and what JSON raises), UnsafeInput (E0410) for
-    a file name that leaves the folder, InconsistentCheckpoint (E0384) for names that differ by case alone.
+    a file name that leaves the folder, InconsistentCheckpoint (E0387) for names that differ by case alone.
     """
     shown = tree.display(path)
     if tree.size(path) > INDEX_LIMIT:

@@ -17,6 +17,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CorruptFile, UsageError
 from ckpt_tool.formats.paddle import quant
+from ckpt_tool.formats.paddle.accumulators import check_named
 
 NO_TYPE, AMBIGUOUS = "E1350", "E1271"
 
@@ -52,9 +53,11 @@ def optimizer_key(key: str, dtype: DType, *, path: str) -> TensorKey:
 
 
 def file_key(key: TensorKey) -> str:
-    """The key of a tensor in its file. Raises UsageError E1271 for a state whose name Paddle uses for another."""
+    """The key of a tensor in its file. Raises UsageError E1271 for a state whose name Paddle uses for another, E1606 for
+    one of a tensor without a name."""
     if key.state in (MODEL, MASTER, EMA):
         return key.name
+    check_named(key)
     kind = _TYPES.get(key.state)
     if kind is None:
         kind = f"{key.state}_0"

@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, for_each
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle_unified.index import PaddleIndex
 from ckpt_tool.storage.safetensors_file import Header, read_header
@@ -45,16 +45,7 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
     """
     named = index.files()
     _refuse_missing(tree, index, named)
-    headers, faults = list[Header](), list[CkptError]()
-    for file in named:
-        try:
-            headers.append(read_header(tree, file, lenient=lenient))
-        except InputError as fault:
-            faults.append(fault)
-    if faults:
-        first = faults[0]
-        first.faults += tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:100])
-        raise first
+    headers = for_each(named, lambda file: read_header(tree, file, lenient=lenient))
     rows: dict[str, tuple[Header, int]] = {}
     more: dict[str, tuple[Header, int]] = {}
     again: dict[str, list[tuple[Header, int]]] = {}

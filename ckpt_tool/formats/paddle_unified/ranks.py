@@ -24,7 +24,7 @@ from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError, by_name
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.rules import Cut, cut_of, local_boxes, stored_cut
 from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, RankFile
@@ -74,23 +74,24 @@ def read_ranks(
     """
     degrees = check_ranks(tree, ranks, parts=parts, marked=marked)
     held: dict[TensorKey, list[Held]] = {}
-    headers = []
-    for stem in (OPTIMIZER_STEM, MASTER_STEM):
+    stems = (OPTIMIZER_STEM, MASTER_STEM)
+    paths = [file.path for stem in stems for file in ranks.get(stem, ())]
+    headers = by_name(paths, lambda path: read_header(tree, path, lenient=lenient))
+    for stem in stems:
         for file in ranks.get(stem, ()):
-            header = read_header(tree, file.path, lenient=lenient)
-            headers.append(header)
+            header = headers[file.path]
             at = tuple(dict(file.at).get(dim, 0) for dim in DIMS)
             for row, name in enumerate(header.names):
                 array = header.stored(row)
                 if array.dtype.name == "U16":  # no accumulator is an integer of 16 bits: Paddle's way to hold bf16
-                    array = StoredArray(array.path, array.offset, DTYPES["BF16"], array.shape)
+                    array = array.view(0, array.shape, dtype=DTYPES["BF16"])
                 key = TensorKey(name, MASTER) if stem == MASTER_STEM else optimizer_key(
                     name, array.dtype, path=tree.display(file.path)
                 )  # fmt: skip
                 held.setdefault(key, []).append(Held((at[0], at[1], at[2], at[3]), array))
     tp = degrees.get("tp", 1)
     tensors = {key: join(key, found, shapes, config, tp) for key, found in held.items()}
-    return RankTensors(tensors, headers, degrees)
+    return RankTensors(tensors, list(headers.values()), degrees)
 
 
 def check_ranks(tree: Tree, ranks: Mapping[str, Sequence[RankFile]], *, parts: int, marked: bool) -> dict[str, int]:
@@ -234,10 +235,10 @@ def _slices(
     array: StoredArray, start: int, stop: int, local: Shape, pairs: Sequence[tuple[Box, Box]]
 ) -> Iterator[Chunk]:
     """Elements [start, stop) of a share's line, which `array` begins with."""
-    offset = array.offset
+    first = 0
     for part in flat_boxes(local, min(start, stop), stop):
-        lying = StoredArray(array.path, offset, array.dtype, part.shape)
-        offset += array.dtype.nbytes(part.numel)
+        lying = array.view(first, part.shape)
+        first += part.numel
         for there, here in pairs:
             shared = part & here
             if shared is not None:

@@ -36,7 +36,7 @@ class Lying(NamedTuple):
     def array(self) -> StoredArray:
         stored = self.header.stored(self.row)
         strides = (1, stored.shape[1]) if self.flip else None
-        return StoredArray(stored.path, stored.offset, self.dtype, self.shape, strides)
+        return stored.view(0, self.shape, strides, dtype=self.dtype)
 
 
 class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
@@ -51,6 +51,10 @@ class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
                 yield Row(name, state, entry.dtype, entry.shape, entry.header.kinds[entry.row].nbytes)
             else:
                 yield Row(name, state, entry.dtype, entry.shape, entry.nbytes)
+
+    def parted(self) -> Iterator[LogicalTensor]:
+        """The tensors that ranks hold in parts, or several times."""
+        return (entry for entry in self._entries.values() if not isinstance(entry, Lying))
 
     def __getitem__(self, key: TensorKey) -> LogicalTensor:
         entry = self._entries[key]

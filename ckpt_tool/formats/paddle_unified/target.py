@@ -99,7 +99,7 @@ def unified_target(wanted: Wanted, name: str) -> Target:
                 f"the side file {path} has the name of a file of the format", code=TAKEN, path=path, hint="rename it"
             )
         files.append(TargetFile(path, size, copy_of=path))
-    return Target(name, tuple(files), notes=tuple(notes))
+    return Target(name, tuple(files), notes=tuple(notes), by_size=True)
 
 
 def _tell_tied(wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> None:

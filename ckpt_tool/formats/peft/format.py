@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UsageError
+from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
+from ckpt_tool.formats.peft.lone import CONFIG, is_adapter, without_config
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -51,11 +52,10 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import Target, Wanted
 
-CONFIG = "adapter_config.json"
 SAFE, BIN = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG_LIMIT = 16 << 20  # bytes: a rank for each module of the largest models has a few megabytes
 METADATA = {"format": "pt"}
-NO_CONFIG, NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1430", "E1431", "E1432", "E1433"
+NO_WEIGHTS, NO_STATE_DICT, NOT_AN_ADAPTER = "E1431", "E1432", "E1433"
 
 
 class Peft:
@@ -65,16 +65,15 @@ class Peft:
     holds = Holds(all_states=False, extras=False, dialect="hf", dtypes=frozenset({"C128"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder."""
+        """By the names in a folder. An adapter beside its base's weights accompanies them: transformers opens the base."""
         names = tree.names() if tree.single is None else ()
-        if CONFIG not in names or (SAFE not in names and BIN not in names) or hf_files.choose(tree.listing()):
+        if CONFIG not in names or (SAFE not in names and BIN not in names):
             return None
-        if "pytorch_model.bin" in names or any(name.endswith(".bin.index.json") for name in names):
-            return None
-        return Evidence(f"{CONFIG} and {SAFE if SAFE in names else BIN}")
+        weights = SAFE if SAFE in names else BIN
+        return Evidence(f"{CONFIG} and {weights}", files=frozenset((CONFIG, weights)), loader="transformers", turn=2)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
-        """The catalog from headers alone. Raises CorruptFile E1430 (config), Incomplete E1431 (no weights), E1432 (a .bin that
+        """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a .bin that
         is no state dict), and what the containers raise."""
         config = _config(tree)
         names = tree.names()
@@ -85,7 +84,7 @@ class Peft:
             )  # fmt: skip
         file = SAFE if SAFE in names else BIN
         sidefiles = tuple(name for name in names if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
-        notes = hf_files.ignored((name for name in names if name != CONFIG), (file, *sidefiles))
+        notes = hf_files.ignored((name for name in tree.seen(names) if name != CONFIG), (file, *sidefiles))
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()
         if file == SAFE:
@@ -109,16 +108,15 @@ FORMAT = Peft()
 
 def _config(tree: Tree) -> dict[str, Any]:
     if not tree.exists(CONFIG):
-        raise CorruptFile(
-            f"no {CONFIG} here",
-            code=NO_CONFIG,
-            path=tree.display(),
-            hint="pass the folder that holds it, not a file of it",
-        )
+        if tree.single is None and not {SAFE, BIN} & set(tree.names()):
+            raise UnknownFormat(
+                f"no {CONFIG} here", code="E0393", path=tree.display(), hint="pass the folder that holds it"
+            )
+        raise without_config(tree)
     value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
     if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
         raise CorruptFile(
-            "the adapter's config is no JSON object that names its peft_type", code=NO_CONFIG, path=tree.display(CONFIG),
+            "the adapter's config is no JSON object that names its peft_type", code="E1423", path=tree.display(CONFIG),
             place="/peft_type", hint="fetch the adapter again",
         )  # fmt: skip
     return value
@@ -151,6 +149,12 @@ def _target(wanted: Wanted) -> Target:
         raise InternalError("a model-only format was asked for training state")
     hint = wanted.hints.get("peft")
     config = hint.get("config") if isinstance(hint, Mapping) else None
+    if not isinstance(config, Mapping) and is_adapter(tensor.key for tensor in wanted.tensors):
+        raise UsageError(
+            f"there is no adapter config to write: the source is an adapter whose {CONFIG} is missing",
+            code=NOT_AN_ADAPTER,
+            hint=f"put the adapter's {CONFIG} beside its weights, and pass the folder",
+        )
     if not isinstance(config, Mapping):
         raise UsageError(
             "peft holds adapters, and the source is none: there is no adapter config to write", code=NOT_AN_ADAPTER,

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.mesh import DIMS
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import PLACED, Evidence, Holds, Specificity
 from ckpt_tool.formats.sharded.index import INDEX
 from ckpt_tool.formats.sharded.read import read_catalog
 from ckpt_tool.storage.source import Tree
@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # reading needs none of these
 
 _DIM = f"(?:{'|'.join(DIMS)})[0-9]{{2,}}"
 _RANK_FILE = re.compile(rf"[A-Za-z0-9_%-]+\.{_DIM}(?:_{_DIM})*\.safetensors")
+_FILE = re.compile(r"[A-Za-z0-9_%-]+\.safetensors")  # of a save on one rank
 _INDEX_START = re.compile(rb'\s*\{\s*"ckpt_format"\s*:\s*"sharded"')
 _HEADER_STARTS = (b'{"__metadata__":{"boxes":"{', b'{"__metadata__":{"ckpt_format":"sharded"')
 
@@ -66,17 +67,26 @@ class Sharded:
 
     name = "sharded"
     holds = Holds(
-        mesh=("tp", "pp", "ep", "dp", "cp"), replicas=True, zero=3, dialect="keep", dtypes=frozenset({"C128"})
+        mesh=("tp", "pp", "ep", "dp", "cp"),
+        replicas=True,
+        zero=3,
+        dialect="keep",
+        heeds=PLACED,
+        dtypes=frozenset({"C128"}),
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
+        """By what the index says; without one that does, by the header of a rank's file."""
         names = tree.names()
-        if INDEX in names:
-            return Evidence(f"{INDEX} says so") if _INDEX_START.match(_head(tree, INDEX)) else None
-        marked = next((name for name in names if _RANK_FILE.fullmatch(name)), None)
-        if marked is not None and _head(tree, marked)[8:].startswith(_HEADER_STARTS):
-            return Evidence(f"{marked} is one rank's file, though {INDEX} is missing")
-        return None
+        stated = INDEX in names and _INDEX_START.match(_head(tree, INDEX)) is not None
+        ranked = [name for name in names if _RANK_FILE.fullmatch(name)]
+        files = ranked or [name for name in names if _FILE.fullmatch(name)] if INDEX in names else ranked
+        if stated:
+            return Evidence(f"{INDEX} says so", Specificity.SIGNED, frozenset((INDEX, *files)))
+        if not files or not _head(tree, files[0])[8:].startswith(_HEADER_STARTS):
+            return None
+        why = f"{files[0]} is one rank's file, though {INDEX} is {'damaged' if INDEX in names else 'missing'}"
+        return Evidence(why, Specificity.SIGNED, frozenset(files))
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog. Raises what `sharded.read.read_catalog` raises."""

@@ -293,7 +293,7 @@ class Fields:
 
 
 def parse_index(document: object, path: str) -> Index:
-    """The index from its parsed JSON. Raises CorruptFile E0386 with the JSON pointer, UnknownFormat E0389 when a newer
+    """The index from its parsed JSON. Raises CorruptFile E0386 with the JSON pointer, UnknownFormat E2602 when a newer
     version wrote it, CorruptFile E0388 when it does not match its own save id."""
     top = Fields(document, path)
     if top["ckpt_format"].text() != "sharded":
@@ -301,7 +301,7 @@ def parse_index(document: object, path: str) -> Index:
     version = top["ckpt_version"].whole(1)
     if version > VERSION:
         raise UnknownFormat(
-            f"the index is of version {version}, this ckpt reads up to {VERSION}", code="E0389", path=path,
+            f"the index is of version {version}, this ckpt reads up to {VERSION}", code="E2602", path=path,
             place="/ckpt_version", hint="update ckpt",
         )  # fmt: skip
     mesh = Mesh.of(**top["mesh"].coords())

@@ -19,7 +19,7 @@ from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.extras import from_json
 from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, together
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.sharded.index import (
     INDEX,
@@ -48,14 +48,14 @@ _Found = dict[TensorKey, list[Chunk]]
 def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
     """The catalog of the tree.
 
-    Raises Incomplete E0395 (no index) and E0396 (files missing, all of them named), CorruptFile E0397 (a file of another
-    size), InconsistentCheckpoint E0398 (files of another save), CorruptFile E0386 (a field of the index or of a header's
-    metadata) and E0388 (index and headers contradict each other), UnknownFormat E0389 (a newer version), UnsafeInput
+    Raises Incomplete E0385 (no index) and E0301 (files missing, all of them named), CorruptFile E2605 (a file of another
+    size), InconsistentCheckpoint E0384 (files of another save), CorruptFile E0386 (a field of the index or of a header's
+    metadata) and E0388 (index and headers contradict each other), UnknownFormat E2602 (a newer version), UnsafeInput
     E0410 (a path that leaves the folder), and what `read_header` and `strict_json.parse` raise.
     """
     if not tree.exists(INDEX):
         raise Incomplete(
-            f"{INDEX} is missing: it is written last, so this save was not finished", code="E0395", path=tree.display(INDEX),
+            f"{INDEX} is missing: it is written last, so this save was not finished", code="E0385", path=tree.display(INDEX),
             hint="run the command that wrote it again, or copy the index too if this is a copy",
         )  # fmt: skip
     shown = tree.display(INDEX)
@@ -69,7 +69,8 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
             _read_file(tree, entry, index, found, lenient=lenient)
         except (CorruptFile, InconsistentCheckpoint) as fault:
             faults.append(fault)
-    _raise_first(faults)
+    if faults:
+        raise together(faults)
     _check_all_found(index, found, shown)
     known = {INDEX, *sidefiles, *(entry.path for entry in index.files)}
     return Catalog(
@@ -125,21 +126,21 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
     if missing:
         raise Incomplete(
             f"{len(missing)} of {len(index.files)} rank files are missing: {_some(entry.path for entry in missing)}",
-            code="E0396", path=tree.display(missing[0].path),
+            code="E0301", path=tree.display(missing[0].path),
             hint="copy them from where the save was written; every rank's file is needed",
             faults=[f"missing: {_rank(entry)}" for entry in missing],
         )  # fmt: skip
-    _raise_first(
-        [
-            CorruptFile(
-                f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}", code="E0397",
-                path=tree.display(entry.path), offset=min(listing[entry.path], entry.size),
-                hint="the file was cut short, or is of another save: copy it again",
-            )
-            for entry in index.files
-            if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
-        ]
-    )  # fmt: skip
+    other = [
+        CorruptFile(
+            f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}", code="E2605",
+            path=tree.display(entry.path), offset=min(listing[entry.path], entry.size),
+            hint="the file was cut short, or is of another save: copy it again",
+        )
+        for entry in index.files
+        if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
+    ]  # fmt: skip
+    if other:
+        raise together(other)
     usual = filter(is_sidefile, tree.names())
     return tuple(sorted({*index.sidefiles, *usual}))
 
@@ -161,14 +162,6 @@ def _some(names: Iterable[str]) -> str:
 def _rank(entry: FileEntry) -> str:
     coords = " ".join(f"{name} {entry.rank[name]}" for name in DIMS if name in entry.rank)
     return f"{entry.path} (state {entry.state}{', rank ' + coords if coords else ''})"
-
-
-def _raise_first(faults: list[Any]) -> None:
-    """Raise the first fault, with the others' messages."""
-    if faults:
-        first = faults[0]
-        first.faults = (*first.faults, *(f"{fault.path}: {fault.message}" for fault in faults[1:]))
-        raise first
 
 
 # -- the index against the headers --------------------------------------------------------------------------------
@@ -207,7 +200,7 @@ def _check_whose(header: Header, entry: FileEntry, index: Index, shown: str) -> 
     if save != index.save:
         what = "states no save id" if save is None else f"is of save {save[:40]}"
         raise InconsistentCheckpoint(
-            f"{entry.path} {what}, the index of save {index.save}: files of two saves lie in one folder", code="E0398",
+            f"{entry.path} {what}, the index of save {index.save}: files of two saves lie in one folder", code="E0384",
             path=shown, place=f"{METADATA}/save", hint="copy every file of one save, with its index",
         )  # fmt: skip
     claims: tuple[tuple[str, object, Callable[[], object]], ...] = (

@@ -348,7 +348,7 @@ def _check_tensors(wanted: Wanted) -> None:
     ]
     if faults:
         raise UsageError(
-            faults[0][1], code="E0245", key=faults[0][0], faults=[f"{key}: {why}" for key, why in faults[1:]],
+            faults[0][1], code="E0258", key=faults[0][0], faults=[f"{key}: {why}" for key, why in faults[1:]],
             hint="give another type with --dtype, drop the tensor with --remove-keys, or choose another format",
         )  # fmt: skip
 

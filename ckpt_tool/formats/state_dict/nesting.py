@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, Path, TensorKey
@@ -110,7 +111,7 @@ def _with_param_names(
     """(extras, the optimizers whose groups were given names): where a reader could not name the numbers by himself."""
     by_optimizer: dict[Path, dict[int, str]] = {}
     for path, tensor in zip(paths, wanted.tensors, strict=True):
-        if "state" in path[:-2] and str(path[path.index("state") + 1]).isdigit():
+        if "state" in path[:-2] and numeral(path[path.index("state") + 1]):
             at = path.index("state")
             by_optimizer.setdefault(path[:at], {})[int(path[at + 1])] = tensor.key.name
     added = []
@@ -180,7 +181,7 @@ def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
     at = path.index("state")
     number = path[at + 1]
     groups = _look(extras, (*path[:at], "param_groups"))
-    if isinstance(number, str) and number.isdigit() and isinstance(groups, list) and _all_numbers(groups):
+    if isinstance(number, str) and numeral(number) and isinstance(groups, list) and _all_numbers(groups):
         return (*path[: at + 1], int(number), *path[at + 2 :])
     return path
 

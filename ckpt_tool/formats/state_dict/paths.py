@@ -39,6 +39,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
@@ -209,7 +210,7 @@ class _Naming:
         start = f"{prefix}param_groups."
         listed = [key.removeprefix(start) for key in beside if isinstance(key, str) and key.startswith(start)]
         known = {key.rpartition(".")[0] for key in listed}
-        return bool(listed) and (set(names) <= known or all(key.partition(".")[0].isdigit() for key in listed))
+        return bool(listed) and (set(names) <= known or all(numeral(key.partition(".")[0]) for key in listed))
 
     # -- rules 2 and 3 ----------------------------------------------------------------------------------------------
 
@@ -394,11 +395,16 @@ def _numbered(groups: Any, parameters: Sequence[Any]) -> bool:
     if all(type(p) is int for p in parameters):
         return True
     listed = (
-        [n for group in groups if isinstance(group, Mapping) for n in group.get("params") or ()]
+        [
+            n
+            for group in groups
+            if isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+            for n in group["params"]
+        ]
         if isinstance(groups, list)
         else []
     )
-    return all(str(p).isdigit() for p in parameters) and bool(listed) and all(type(n) is int for n in listed)
+    return all(map(numeral, parameters)) and bool(listed) and all(type(n) is int for n in listed)
 
 
 def _at(extras: Any, path: Path) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.state_dict.tree import dotted
 
@@ -82,7 +83,7 @@ class Roots:
             names = pair[1] if path is not None else None
             if path is None or not isinstance(names, Mapping):
                 return None
-            known[path] = {str(n): str(name) for n, name in names.items() if str(n).isdigit()}
+            known[path] = {str(n): str(name) for n, name in names.items() if numeral(n)}
         return Roots(model, optimizer, ema, master, bool(said.get("flat")), bool(said.get("dotted")), known)
 
 

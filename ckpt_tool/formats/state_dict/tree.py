@@ -172,7 +172,7 @@ def _step(root: dict[Any, Any], node: Any, here: Path, step: str | int) -> Any:
         position = step if isinstance(step, int) else -1
         if not 0 <= position < len(node):
             raise CorruptFile(
-                f"a tensor belongs at {dotted(here)}, but the list there has {len(node)} entries", code="E0398",
+                f"a tensor belongs at {dotted(here)}, but the list there has {len(node)} entries", code="E2606",
                 hint="the extras were edited: carry them whole or drop them",
             )  # fmt: skip
         if not isinstance(node[position], dict | list):

@@ -6,9 +6,9 @@
     pytorch_model.bin, or the only torch file of a folder
     model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`formats.torch.ranks`)
 
-Left to others: folders with safetensors weights (transformers itself prefers those), `.metadata` or `.distcp` (dcp),
-Meta's `consolidated.*.pth` with `params.json`, DeepSpeed's and Megatron's per-rank files. What accelerate and the
-Trainer put beside a model (`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so.
+A file that nothing but its content speaks for counts only where no other file of the folder may hold
+tensors: no safetensors, no `.distcp`, no part of a whole by its name. What accelerate and the Trainer put beside a model
+(`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so.
 Cost: the listing and a few bytes of at most `LOOKED_AT` files.
 """
 
@@ -21,11 +21,15 @@ from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats.base import Evidence, Specificity
+from ckpt_tool.storage.magic import NPZ, what_is
 from ckpt_tool.storage.safetensors_file import looks_like_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_stream import is_stream, is_tar
 
 INDEX_SUFFIX = ".bin.index.json"
+WHOLE = "pytorch_model.bin"
+ONLY = "the only torch file"
 MISSING, MIXED = "E0380", "E0384"
 LOOKED_AT = 200  # files
 HEAD = 512  # bytes
@@ -37,7 +41,8 @@ _BESIDE = re.compile(
     r"rng_state.*\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl)"
 )
 _OF_META = re.compile(r"consolidated\.\d+\.pth")
-_RANKED = re.compile(
+_OTHERS = (".safetensors", ".distcp", ".metadata", ".safetensors.index.json")
+_PART = re.compile(
     r"consolidated\.\d+\.pth|mp_rank_\d|zero_pp_rank_|.*_rank_\d+.*\.pt|.*_optim_states\.pt|layer_\d+-model"
 )
 
@@ -81,34 +86,54 @@ def choose(tree: Tree) -> Chosen | None:
     if tree.single is not None:
         return _one(tree, tree.single)
     names = tree.names()
-    if any(name.endswith((".safetensors", ".distcp", ".metadata", ".safetensors.index.json")) for name in names):
-        return None
     ranked = rank_files(names)
     if any(file.kind == "model" for file in ranked):
         ours = {file.name for file in ranked}
         return Chosen(
             f"{len(ranked)} files of single ranks", ranks=ranked, notes=_beside([n for n in names if n not in ours])
         )
-    if any(_RANKED.match(name) for name in names) or "ckpt.index.json" in names:
-        return None
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
     if indexes:
         index = (usual or indexes)[0]
         return Chosen(f"an index, {index}", index=index, notes=_beside(names))
-    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
-    if len({found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}) == 1 and _looks(tree, numbered[0]):
-        return Chosen(f"{len(numbered)} numbered files without an index", tuple(numbered), notes=_beside(names))
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
-    if "pytorch_model.bin" in weights:
-        return Chosen("pytorch_model.bin", ("pytorch_model.bin",), notes=_beside(names))
-    if "adapter_config.json" in names and "adapter_model.bin" in names:
-        return None  # an adapter alone: peft's
-    if len(weights) > LOOKED_AT:
+    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+    stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
+    whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
+    if len(stems) == 1 and whole and _looks(tree, numbered[0]):
+        return Chosen(f"{len(numbered)} numbered files without an index", tuple(numbered), notes=_beside(names))
+    if WHOLE in weights:
+        return Chosen(WHOLE, (WHOLE,), notes=_beside(names))
+    if not whole or len(weights) > LOOKED_AT:
         return None
     looking = [name for name in weights if _looks(tree, name)]
-    return (
-        Chosen(f"the only torch file, {looking[0]}", (looking[0],), notes=_beside(names)) if len(looking) == 1 else None
+    if len(looking) != 1:
+        return None
+    return Chosen(f"{ONLY}, {looking[0]}", (looking[0],), notes=_beside(names))
+
+
+def evidence(tree: Tree) -> Evidence | None:
+    """The claim on what `choose` takes: transformers takes `pytorch_model*.bin` where there is no model in safetensors."""
+    chosen = choose(tree)
+    if chosen is None:
+        return None
+    files = {*chosen.files, *(file.name for file in chosen.ranks)}
+    stem = ""
+    if chosen.index is not None:
+        stem = chosen.index.removesuffix(INDEX_SUFFIX)
+        parts = (name for name in tree.names() if (found := _NUMBERED.fullmatch(name)) and found[1] == stem)
+        files |= {chosen.index, *parts}
+    elif chosen.files and (found := _NUMBERED.fullmatch(chosen.files[0])):
+        stem = found[1]
+    of_hub = tree.single is None and (stem == "pytorch_model" or chosen.files == (WHOLE,))
+    loose = chosen.why.startswith(ONLY)
+    return Evidence(
+        chosen.why,
+        Specificity.CONTAINER if loose else Specificity.NAMES,
+        frozenset(files),
+        loader="transformers" if of_hub else "",
+        turn=1,
     )
 
 
@@ -119,6 +144,8 @@ def _one(tree: Tree, name: str) -> Chosen | None:
         return Chosen("an index of .bin files", index=name)
     size = tree.size(name)
     if looks_like_header(head, size):
+        return None
+    if what_is(head) == NPZ:
         return None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
         return Chosen(

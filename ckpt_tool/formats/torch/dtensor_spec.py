@@ -130,7 +130,11 @@ def _by_layout(
             shape, stride = _line(layout.get("shape")), _line(layout.get("stride"))
             parts = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
         axes = [(_ints(shape), _ints(stride)) for shape, stride in parts]
-    if not axes or prod(n for shape, _ in axes for n in shape) > RANKS_LIMIT or any(len(a) != len(b) for a, b in axes):
+    if (
+        not axes
+        or prod(n or 1 for shape, _ in axes for n in shape) > RANKS_LIMIT
+        or any(len(a) != len(b) for a, b in axes)
+    ):
         raise _unplaced("its mesh has no layout that is known here")
     at = [0]
     for shape, stride in axes:
@@ -195,7 +199,7 @@ def _order(spec: Record, cuts: Sequence[Cut | None], mesh: RankMesh) -> tuple[in
     if all(cut is None or cut.factor == 1 for cut in cuts):
         if isinstance(stated, list | tuple):
             listed = [m for entry in stated if isinstance(entry, Record) for m in _line(entry.get("mesh_dims"))]
-            if sorted(listed) == usual:
+            if all(type(m) is int for m in listed) and sorted(listed) == usual:
                 return tuple(listed)
         return tuple(usual)
     order: list[int] = []

@@ -36,12 +36,7 @@ from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import (
-    Incomplete,
-    InconsistentCheckpoint,
-    UnknownFormat,
-    UsageError,
-)
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError, by_name
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
@@ -70,14 +65,14 @@ class _Torch:
 
     name = "torch"
     holds = Holds(
-        all_states=True, extras=True, mesh=(), single=True, dialect="keep",
+        all_states=True, extras=True, mesh=(), single=(".pt", ".pth", ".bin", ".ckpt"), dialect="keep",
+        heeds=frozenset({"max-shard-size"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
     )  # fmt: skip
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By names and first bytes: see `formats.torch.choice`."""
-        chosen = torch_choice.choose(tree)
-        return Evidence(chosen.why) if chosen else None
+        return torch_choice.evidence(tree)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from pickles and directories alone. Options: `lenient` (bool) allows tensors that the index does
@@ -101,7 +96,7 @@ class _Torch:
 
         if chosen.ranks:
             return torch_ranks.read(tree, chosen, required=required)
-        files = {name: read_content(tree, name, dtensors=True) for name in expected}
+        files = by_name(expected, lambda name: read_content(tree, name, dtensors=True))
         if any(file.wrapped for file in files.values()):
             own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
             return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
@@ -242,7 +237,7 @@ def _target(wanted: Wanted) -> Target:
     _check_dtypes(wanted.tensors)
     copies = tuple(TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles)
     if wanted.single is None and not wanted.extras and all(tensor.key.state == MODEL for tensor in wanted.tensors):
-        return Target("torch", (*_hugging_face(wanted), *copies))
+        return Target("torch", (*_hugging_face(wanted), *copies), by_size=True)
     places = [stored(str(i), tensor.shape, tensor.dtype) for i, tensor in enumerate(wanted.tensors)]
     if _bare(wanted):
         state: Mapping[Any, Any] = {t.key.name: place for t, place in zip(wanted.tensors, places, strict=True)}

@@ -30,7 +30,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, by_name
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
@@ -40,6 +40,7 @@ from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.formats.torch.dtensor_spec import Placed, RankMesh
 from ckpt_tool.storage.pickle_values import Record, TensorRef, WrapperRef
+from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 DISAGREE, UNPLACED = "E0354", dtensor_spec.UNPLACED
@@ -78,8 +79,9 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
     """
     _check_ranks(tree, chosen.ranks)
     state = _State()
+    contents = by_name((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
     for file in chosen.ranks:
-        _add(tree, file, read_content(tree, file.name, dtensors=True), state)
+        _add(tree, file, contents[file.name], state)
     _check_flat(tree, chosen.ranks, state)
     leaves, tensors = [], []
     names = {(file.kind, file.rank): file.name for file in chosen.ranks}
@@ -218,7 +220,7 @@ def _integers(tree: Tree, content: TorchContent, ref: TensorRef) -> list[int]:
     ):
         raise InputError("a mesh whose ranks are no list of integers", code=UNPLACED, hint="save it with torch >= 2.2")
     width = array.dtype.bits // 8
-    data = tree.read(array.path, array.offset, array.numel * width)
+    data = read_array(tree, array)
     return [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
 
 
@@ -365,7 +367,7 @@ def _chunks(tree: Tree, part: _Part, key: str) -> Iterable[Chunk]:
         )  # fmt: skip
     local, found = dtensor_spec.boxes(part.shape, part.placed, at)
     if local != part.array.shape:
-        raise CorruptFile(
+        raise InputError(
             f"rank {part.rank} holds a part of shape {list(part.array.shape)}, its placement gives {list(local)}",
             code=UNPLACED, path=tree.display(part.array.path), key=key,
             hint="the file was renamed to another rank's name, or was written by a version that cuts otherwise",

@@ -1,0 +1,126 @@
+"""Inner paths: names of files below one folder, and the one rule that says which text may be one.
+
+Text that comes out of a checkpoint or a plan (a shard's name, a tensor's name that becomes a folder's) is data. It is a path only
+if it can lead nowhere but below the folder, on every file system that a checkpoint travels to:
+
+    zero/model.layers.0.weight/fp32.pt      ("zero", "model.layers.0.weight", "fp32.pt")
+    zero/../../victim/fp32.pt               refused: holds an empty, '.' or '..' component
+
+Readers ask by `storage.source.safe_relative` (and `leaves` of what a listing found), plans by `check_outputs`, staging by `inner_path` whenever it opens a file. The
+names of an unfinished run's own files (`JOURNAL`, `STAGED`) are stated here, because no output may bear them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from ckpt_tool.errors import UnsafeInput
+
+FOLDERS = 6  # above a file, below the root
+COMPONENT = 255  # bytes of one name: NAME_MAX of Linux's file systems
+JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, or begin with
+STAGED = ".ckpt-partial"  # what a staging folder's name ends with
+SHOWN = 20  # faults
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.+-]{0,200}[A-Za-z0-9_+-])?"
+_PLAIN = re.compile(
+    rf"(?:{_WORD}/){{0,{FOLDERS}}}{_WORD}", re.ASCII
+)  # nearly all: what it takes, all rules below let pass
+_ODD = re.compile(r"[\\\x00-\x1f\x7f]")
+
+
+def unfit(path: str) -> str:
+    """Why `path` is no plain relative path of safe components, as the rest of a sentence; "" where it is one."""
+    folded = path.casefold()
+    if _PLAIN.fullmatch(path) and ".ckpt-" not in folded:
+        return ""
+    parts = path.split("/")
+    if not path:
+        return "is empty"
+    if path.startswith("/"):
+        return "is absolute"
+    if _ODD.search(path):
+        return "holds a backslash or a control character"
+    if not _encodable(path):
+        return "is no text"
+    if "://" in path or path.startswith("file:"):
+        return "is a URL"
+    if path[1:2] == ":":
+        return "names a drive"
+    if "" in parts or "." in parts or ".." in parts:
+        return "holds an empty, '.' or '..' component"
+    if any(part.endswith((" ", ".")) for part in parts):
+        return "has a component that ends in a space or a dot"
+    if len(parts) > FOLDERS + 1 or any(len(part.encode("utf-8", "surrogatepass")) > COMPONENT for part in parts):
+        return "is too long or too deep"
+    if JOURNAL in folded or STAGED in folded:
+        return "holds a name of an unfinished run's own files"
+    return ""
+
+
+def leaves(path: str) -> bool:
+    """May a relative path of real files, whose names may be odd, lead out of its folder (or be no path at all)?"""
+    return path.startswith("/") or "\0" in path or ".." in path.split("/") or not _encodable(path)
+
+
+def _shown(path: str) -> str:
+    return repr(path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}")
+
+
+def _encodable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # a lone surrogate out of a JSON escape
+        return False
+    return True
+
+
+def inner_path(path: str) -> tuple[str, ...]:
+    """The components of a path below the output's folder. Raises UnsafeInput E1600 for what may lead elsewhere."""
+    why = unfit(path)
+    if why:
+        raise UnsafeInput(
+            f"the output path {_shown(path)} {why}",
+            code="E1600",
+            hint="only plain names below the output's own folder are written",
+        )
+    return tuple(path.split("/"))
+
+
+def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None], path: str | None, hint: str) -> None:
+    """Raise UnsafeInput E1600 that tells every output path that can't be written, alone or with the others.
+
+    named_by: the tensor whose name the path was made of, None where it is none's. path: the file that states the paths.
+    """
+    found = list(output_faults(paths))
+    if found:
+        keys = [named_by(at) for at, _ in found[:SHOWN]]
+        texts = [f"{_shown(at)} {why}" for at, why in found]
+        told = [text if key is None else f"{key[:200]}: {text}" for key, text in zip(keys, texts, strict=False)]
+        raise UnsafeInput(
+            f"the output path {texts[0]}", code="E1600", path=path, key=keys[0], hint=hint, faults=told[1:]
+        )
+
+
+def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(path, why) for every output path that can't be written, alone or with the others: unfit, twice, different from
+    another in case alone (some file systems take the two for one), a file where another has a folder."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        why, folded = unfit(path), path.casefold()
+        other = seen.get(folded)
+        if other is None:
+            seen[folded] = path
+        elif not why:
+            why = "is written twice" if other == path else f"differs from {_shown(other)} in case alone"
+        if why:
+            yield path, why
+    folders: dict[str, str] = {}
+    for folded, path in seen.items():
+        above = folded.rpartition("/")[0]
+        while above and above not in folders:
+            folders[above] = path
+            above = above.rpartition("/")[0]
+    for folded in sorted(folders.keys() & seen.keys()):
+        yield folders[folded], f"needs a folder where the file {_shown(seen[folded])} lies"

@@ -1,0 +1,250 @@
+"""A rank's file copied over another's: two files of equal bytes that stand for different parts of the checkpoint.
+
+The one idea: what a file is in the whole comes from its place (its name, or an index), what it holds from its bytes. Ranks
+that hold the same boxes of the same tensors may have equal files. Ranks that hold different ones never do, unless nothing
+but constants differs between them (biases at zero, moments before the first step). So no format has to say which rank wrote it:
+
+    mp_rank_00/distrib_optim.pt == mp_rank_01/distrib_optim.pt, and both hold a share of decoder.final_layernorm.weight: E1630
+
+How it is seen: by CRC-32 and size of the stored records where the container has them (nothing is read), else by the middle of
+files of one size; then by both ends, and by the start of every array for which the two files stand differently.
+
+What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; files of one tensor each that may be
+tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers alone; and
+weights, masters and averages of one name.
+
+Cost: under a microsecond a chunk; a read of PROBE bytes for a file without CRCs that has another's size. What it does not do: find a file of
+which only some arrays were copied, or one that comes from another save (formats compare their counters).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.storage.inline_arrays import base_of
+from ckpt_tool.storage.source import Tree
+
+COPIED = "E1630"
+PROBE = 4096  # bytes of an array, or in the middle of a file
+ENDS = 1 << 16  # bytes at both ends of a file: there lie the headers, and the directory of a zip with all its CRCs
+LEAST = 16  # bytes of an array: less is no evidence
+SHOWN = 50
+_WEIGHTS = frozenset((MODEL, MASTER, EMA))
+_NUMBER = re.compile(r"\d+")
+
+
+class _Part(NamedTuple):
+    """What a file holds at one place: the box of a tensor that begins at `start`. offset, nbytes: of the stored record around
+    it, or of its array where there are no records. crc: of the record, -1 without one."""
+
+    key: TensorKey
+    start: tuple[int, ...]
+    offset: int
+    nbytes: int
+    crc: int
+
+
+_Parts = dict[tuple[str, int], _Part]  # by "" (or the ending of a file's view) and bytes from its start
+
+
+def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note]:
+    """Notes on equal files that stand for different parts with `lenient`, else InconsistentCheckpoint E1630 naming them all."""
+    if len(catalog.files) < 2:
+        return []
+    parted = getattr(catalog.tensors, "parted", None)  # tables find all others by the names that stand in the files
+    every = catalog.tensors.values() if parted is None else parted()
+    tensors = [tensor for tensor in every if tensor.key.state != EXTRAS]
+    pairs = list(_pairs(tree, tensors))
+    parts = _parts_of(tensors, {path for pair in pairs for path in pair})
+    whole = {tensor.key: tensor for tensor in tensors} if pairs else {}
+    found = [(path, other, *at) for path, other in pairs if (at := _contradiction(tree, whole, parts, path, other))]
+    if not found:
+        return []
+    lines = [_line(*one) for one in found]
+    if lenient:
+        return [Note("N-copied-file", line, path) for line, (path, *_) in zip(lines, found, strict=True)]
+    raise InconsistentCheckpoint(
+        lines[0], code=COPIED, path=tree.display(found[0][0]), key=str(found[0][2].key), faults=lines[1:SHOWN],
+        hint="one was copied over the other: fetch both from where the job wrote them; if they are equal on purpose, --lenient",
+    )  # fmt: skip
+
+
+def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
+    if mine.key != theirs.key:
+        stand = f"{theirs.key}, the other for {mine.key}"
+    else:
+        stand = f"{mine.key} from {list(theirs.start)} on, the other from {list(mine.start)} on"
+    return f"{other} and {path} have the same bytes, but the one stands for {stand}"
+
+
+# -- which files are equal ------------------------------------------------------------------------------------------------
+
+
+def _pairs(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[tuple[str, str]]:
+    """Files that are equal as far as was looked, and that stand for different parts: each with the first of its like."""
+    again, plain = _records_met_again(tensors)
+    groups = [*_by_crc(tree, tensors, again)] if again else []
+    for group in (*groups, *(_by_size(tree, tensors) if plain else ())):
+        for alike in _split(group, lambda path: _middle(tree, path)):
+            for equal in _split(alike, lambda path: _ends(tree, path)):
+                first = next(iter(equal))
+                other = next(path for path, stands in equal.items() if stands != equal[first])
+                yield from (
+                    (path, first if stands != equal[first] else other)
+                    for path, stands in equal.items()
+                    if path != first
+                )
+
+
+def _split(group: dict[str, int], look: Callable[[str], int]) -> Iterator[dict[str, int]]:
+    """The files that look alike, where they do not all stand for the same."""
+    found: dict[int, dict[str, int]] = defaultdict(dict)
+    for path, stands in group.items():
+        found[look(path)][path] = stands
+    yield from (alike for alike in found.values() if len(set(alike.values())) > 1)
+
+
+def _middle(tree: Tree, path: str) -> int:
+    size = tree.size(path)
+    return hash((size, tree.read(path, size // 2, min(size - size // 2, PROBE))))
+
+
+def _ends(tree: Tree, path: str) -> int:
+    size = tree.size(path)
+    ends = min(size, ENDS)
+    return hash((tree.read(path, 0, ends), tree.read(path, size - ends, ends)))
+
+
+def _records_met_again(tensors: Sequence[LogicalTensor]) -> tuple[set[int], bool]:
+    """(size << 32 | CRC of the records that several files hold; are there arrays without a record?)"""
+    first: dict[int, str] = {}
+    again: set[int] = set()
+    plain = False
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            crc, path = chunk.array.crc, chunk.array.path
+            if crc is None:
+                plain = True
+            elif first.setdefault(record := crc[1] << 32 | crc[2], path) != path:
+                again.add(record)
+    return again, plain
+
+
+def _by_crc(tree: Tree, tensors: Sequence[LogicalTensor], again: Set[int]) -> Iterator[dict[str, int]]:
+    """Files that share a record of changing bytes, but not what it stands for. Path -> a hash of the latter."""
+    stands: dict[int, dict[str, int]] = {record: {} for record in again}
+    sample: dict[int, StoredArray] = {}
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            crc = chunk.array.crc
+            if crc is not None and (record := crc[1] << 32 | crc[2]) in again:
+                sample.setdefault(record, chunk.array)
+                mine = stands[record]
+                mine[chunk.array.path] = mine.get(chunk.array.path, 0) ^ _hash(tensor.key, chunk, crc[0])
+    told: set[frozenset[str]] = set()
+    for record, files in stands.items():
+        if len(set(files.values())) > 1 and frozenset(files) not in told:
+            offset, length, _ = sample[record].crc or (0, 0, 0)
+            if _changes(tree.read(sample[record].path, offset, min(length, PROBE))):
+                told.add(frozenset(files))
+                yield files
+
+
+def _by_size(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[dict[str, int]]:
+    """Files of one size whose arrays have no CRCs and stand for different parts."""
+    stands: dict[str, int] = {}
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            if chunk.array.crc is None and chunk.box.numel:
+                stands[chunk.array.path] = stands.get(chunk.array.path, 0) ^ _hash(tensor.key, chunk, 0)
+    sizes: dict[int, dict[str, int]] = defaultdict(dict)
+    if len(stands) > 1:
+        listed = tree.listing()
+        for path, value in stands.items():
+            base = base_of(path)
+            files = sizes[listed.get(base, -1)]
+            files[base] = files.get(base, 0) ^ value
+    yield from (files for size, files in sizes.items() if size > 0 and len(set(files.values())) > 1)
+
+
+def _hash(key: TensorKey, chunk: Chunk, base: int) -> int:
+    return hash((chunk.array.offset - base, chunk.within.offset, chunk.box.offset, key))
+
+
+# -- what they stand for --------------------------------------------------------------------------------------------------
+
+
+def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _Parts]:
+    """What each of the files holds, but for extras and what is too small to tell files apart."""
+    out: dict[str, _Parts] = {path: {} for path in paths}
+    for tensor in tensors if paths else ():
+        for chunk in tensor.chunks:
+            array, base = chunk.array, base_of(chunk.array.path)
+            if base in paths and chunk.box.numel:
+                record = array.crc or (array.offset, array.dtype.nbytes(_extent(array)), -1)
+                at = array.offset + array.dtype.nbytes(chunk.region()[0])
+                out[base][array.path[len(base) :], at] = _Part(tensor.key, chunk.box.offset, *record)
+    return out
+
+
+def _contradiction(
+    tree: Tree, whole: Mapping[TensorKey, LogicalTensor], parts: Mapping[str, _Parts], path: str, other: str
+) -> tuple[_Part, _Part] | None:
+    """A place at which two files hold equal bytes for different parts; None where they differ, or where that says nothing."""
+    mine, theirs = parts[path], parts[other]
+    apart = [(at, part) for at, part in mine.items() if at not in theirs or part[:2] != theirs[at][:2]]
+    several = len({part.key.name for _, part in apart}) > 1
+    found = None
+    for (view, _), a, b in ((at, part, theirs[at]) for at, part in apart if at in theirs):
+        named = _alike(a.key.name, b.key.name) and a.key.name in path and b.key.name in other
+        if not (several or named) and _may_be_equal(tree, whole, a.key, b.key):
+            continue
+        nbytes = min(a.nbytes, b.nbytes, PROBE)
+        data, same = tree.read(path + view, a.offset, nbytes), tree.read(other + view, b.offset, nbytes)
+        if data != same or a.crc != b.crc:
+            return None
+        if found is None and _changes(data):
+            found = a, b
+    return found
+
+
+def _may_be_equal(tree: Tree, whole: Mapping[TensorKey, LogicalTensor], a: TensorKey, b: TensorKey) -> bool:
+    """May two tensors be equal by right? Those of one name that are its weights, and tied ones: equal in every state."""
+    if a == b:
+        return False
+    if a.state != b.state:
+        return a.state in _WEIGHTS and b.state in _WEIGHTS
+    for state in {key.state for key in whole if key.name == a.name} - {a.state, STEP}:
+        one, other = whole[TensorKey(a.name, state)], whole.get(TensorKey(b.name, state))
+        if other is None or _front(tree, one) != _front(tree, other):
+            return False
+    return True
+
+
+def _front(tree: Tree, tensor: LogicalTensor) -> tuple[tuple[int, ...], bytes]:
+    """What two equal tensors have in common: the shape, and how the bytes of the first chunk begin."""
+    array = tensor.chunks[0].array
+    return tensor.shape, tree.read(array.path, array.offset, min(array.dtype.nbytes(_extent(array)), PROBE))
+
+
+def _extent(array: StoredArray) -> int:
+    """Elements from an array's first to its last."""
+    if array.strides is None:
+        return array.numel
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True))
+
+
+def _alike(a: str, b: str) -> bool:
+    """Do two names differ in numbers alone? Then they are no two names of one tensor."""
+    return _NUMBER.sub("0", a) == _NUMBER.sub("0", b)
+
+
+def _changes(data: bytes) -> bool:
+    """Are the bytes more than one value over and over? Elements have 1, 2, 4 or 8 bytes."""
+    return len(data) >= LEAST and data[8:] != data[:-8]

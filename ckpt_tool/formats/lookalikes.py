@@ -1,0 +1,124 @@
+"""Folders that are known and not read: what they are, and which of their parts are checkpoints that are read.
+
+    model_index.json                              a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
+    modules.json, 2_Dense/model.safetensors       a sentence-transformers model of several modules with weights
+    _CHECKPOINT_METADATA, state/_METADATA         Orbax (JAX)
+    saved_model.pb; model.ckpt-1.index            TensorFlow
+    actor/, critic/                               nothing at the root, checkpoints below: veRL's global_step_N and others
+
+The first three put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part is refused
+by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
+
+Sources: diffusers `pipelines/pipeline_utils.py` (model_index.json), sentence-transformers `SentenceTransformer.py`
+(modules.json: [{"idx", "name", "path", "type"}]), orbax-checkpoint 0.12.8 `_src/`, veRL `trainer/ppo/ray_trainer.py`.
+Cost: the listing; of a folder that no format claims also the heads of `LOOKED_AT` files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.base import Evidence, Specificity
+from ckpt_tool.storage.magic import HEAD, advice, what_is
+from ckpt_tool.storage.source import Tree
+
+LOOKED_AT = 40  # files
+_WEIGHTS = (".safetensors", "pytorch_model.bin", ".safetensors.index.json", ".bin.index.json")
+_PIPELINE, _MODULES = "model_index.json", "modules.json"
+_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA")
+
+
+class Lookalike(NamedTuple):
+    """A kind of folder that is not read. name: in words. find: its claim. hint: what to do with such a folder, some of whose
+    folders are claimed by formats."""
+
+    name: str
+    find: Callable[[Tree], Evidence | None]
+    hint: Callable[[Tree, Sequence[str]], str]
+
+
+def _pipeline(tree: Tree) -> Evidence | None:
+    if not tree.exists(_PIPELINE):
+        return None
+    below = (path for path in tree.listing() if path.count("/") == 1 and path.endswith(_WEIGHTS))
+    return Evidence(_PIPELINE, Specificity.SIGNED, frozenset((_PIPELINE, *below)))
+
+
+def _modules(tree: Tree) -> Evidence | None:
+    """Where other weights than those of the first module lie in the modules' folders."""
+    if not tree.exists(_MODULES):
+        return None
+    weights = [path for path in tree.listing() if path.endswith(_WEIGHTS) and path.count("/") < 2]
+    folders = {path.rpartition("/")[0] for path in weights}
+    if folders <= {""}:
+        return None
+    why = f"{_MODULES}, and weights in {', '.join(sorted(folder for folder in folders if folder))}"
+    return Evidence(why, Specificity.SIGNED, frozenset((_MODULES, *weights)))
+
+
+def _orbax(tree: Tree) -> Evidence | None:
+    """An item, a step with its items, or a manager's folder of steps."""
+    marked = [path for path in tree.listing() if path.rpartition("/")[2] in _ORBAX and path.count("/") < 3]
+    if not marked:
+        return None
+    return Evidence(marked[0], Specificity.OWN, frozenset(marked))
+
+
+def _components(tree: Tree, below: Sequence[str]) -> str:
+    return (
+        f"pass one of its folders, each a checkpoint: {', '.join(below)}"
+        if below
+        else "no folder of it is a checkpoint"
+    )
+
+
+def _root_or_modules(tree: Tree, below: Sequence[str]) -> str:
+    root = "; --from safetensors reads the first module at the root alone" if any(
+        "/" not in path and path.endswith(".safetensors") for path in tree.listing()
+    ) else ""  # fmt: skip
+    return _components(tree, below) + root
+
+
+def _to_safetensors(tree: Tree, below: Sequence[str]) -> str:
+    return "restore it with Orbax, and save the arrays as safetensors"
+
+
+LOOKALIKES = (
+    Lookalike("a diffusers pipeline", _pipeline, _components),
+    Lookalike("a sentence-transformers model of several modules", _modules, _root_or_modules),
+    Lookalike("an Orbax checkpoint", _orbax, _to_safetensors),
+)
+
+
+def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
+    """(what the tree holds, what to do with it or "") for a tree that no format claims. below: folders that one claims."""
+    names = list(tree.listing())
+    if not names:
+        return "the folder is empty", ""
+    if tree.single is not None:
+        head = tree.head(tree.single, HEAD)
+        what = what_is(head)
+        return (f"the file is {what}" if what else f"the file begins with {head[:8]!r}"), advice(head) or ""
+    tensorflow = next((name for name in names if name == "saved_model.pb" or name.endswith(".ckpt.index")
+                       or name.endswith(".index") and f"{name[:-6]}.data-00000-of-00001" in names), None)  # fmt: skip
+    if tensorflow:
+        return f"a TensorFlow checkpoint ({tensorflow})", "save the model as safetensors with TensorFlow's own tools"
+    if below:
+        return "nothing that is read lies at its root", _components(tree, below)
+    for path, head in _heads(tree, names):
+        what = what_is(head)
+        if what is not None and what not in ("JSON text", "an HTML or XML page"):
+            return f"the folder holds {what}, {path}", advice(head) or ""
+    return f"the folder holds {len(names)} files, among them {', '.join(names[:3])}", ""
+
+
+def _heads(tree: Tree, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:
+    """The first bytes of the largest files."""
+    listing = tree.listing()
+    for path in sorted(names, key=lambda path: -listing[path])[:LOOKED_AT]:
+        try:
+            yield path, tree.head(path, HEAD)
+        except CkptError:  # a link, or a file that may not be read
+            continue

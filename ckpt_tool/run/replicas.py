@@ -1,0 +1,172 @@
+"""Replicas that differ: every tensor that has some, with how far they are apart, and before a byte is written where that is cheap.
+
+    w [exp_avg]: 3 of 4,096 elements differ in mp_rank_01/model_optim_rng.pt, the first at [0, 17]; max ulp 2, max abs 1.9e-06
+
+Replicas are compared while values are copied, so a sound source is read once. Small ones (`SMALL` bytes of them and of what
+they repeat) are compared before the output is begun, all of them with `--verify full`; of others the first difference ends
+the run, and then all are compared for the report. Either way nothing is written. Cost: nothing without replicas but a look
+at the moves; else at most `SMALL` bytes read twice. What it does not do: say which rank is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer
+from ckpt_tool.plan.copy import Region
+from ckpt_tool.plan.plan import Move, Moves
+from ckpt_tool.run.blocks import Files, Reader, Sources, spans_of
+
+if TYPE_CHECKING:  # NumPy comes where there is something to compare
+    from ckpt_tool.core.tensor import LogicalTensor
+    from ckpt_tool.run.compare import Worst
+    from ckpt_tool.storage.source import Tree
+
+SMALL = 64 << 20  # bytes
+SHOWN = 100  # tensors that are named
+
+
+class Apart(NamedTuple):
+    """A tensor whose replicas differ. file: where the one lies that differs most. elements: how many of them; first: index
+    of the first, () where it has none that a person counts by. ulp, gap: the greatest distances."""
+
+    name: str
+    file: str
+    elements: int
+    numel: int
+    first: tuple[int, ...]
+    ulp: int
+    gap: float
+
+    def line(self) -> str:
+        where = f", the first at {list(self.first)}" if self.first else ""
+        return (
+            f"{self.name}: {self.elements:,} of {self.numel:,} elements differ in {self.file}{where}; "
+            f"max ulp {self.ulp:,}, max abs {self.gap:.3g}"
+        )
+
+
+def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] | None:
+    """The moves whose sources are held more than once; None where more than `most` bytes would be read to compare them."""
+    found, nbytes = list[Move](), 0
+    for move in moves:
+        if any(region.replica for region in move.sources):
+            found.append(move)
+            nbytes += sum(region.numel for region in move.sources) * move.item
+            if most is not None and nbytes > most:
+                return None
+    return found
+
+
+def look_ahead(moves: Sequence[Move], sources: Sources, *, whole: bool, threads: int | None = None) -> None:
+    """Raise ReplicasDiffer before anything is written, where comparing takes little, or `whole`. Moves that are made when
+    they are looked at are too many to be looked at for this."""
+    if isinstance(moves, Moves) and not whole:
+        return
+    found = with_replicas(moves, None if whole else SMALL)
+    if found and (whole or all(sources.remote(region.file) is None for move in found for region in move.sources)):
+        apart = differing(found, sources, threads=threads)
+        if apart:
+            raise error_of(apart, len(found))
+
+
+def all_of_them(
+    moves: Sequence[Move], sources: Sources, first: ReplicasDiffer, *, threads: int | None = None
+) -> ReplicasDiffer:
+    """The error that names every tensor, in place of `first`, which names the one that a run met."""
+    found = with_replicas(moves) or []
+    try:
+        apart = differing(found, sources, threads=threads)
+    except CkptError:  # the source goes on changing, or fails: what is known is said
+        return first
+    return error_of(apart, len(found)) if apart else first
+
+
+def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
+    """What is said of them. of: how many tensors have replicas, where that is known."""
+    lines = [each.line() for each in apart]
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = [f"and {len(apart) - SHOWN:,} more tensors"]
+    return ReplicasDiffer(
+        f"replicas differ in {len(apart):,}{f' of {of:,}' if of else ''} tensors that ranks hold in common; {lines[0]}",
+        code=REPLICAS_DIFFER,
+        path=apart[0].file,
+        key=apart[0].name,
+        faults=lines[1:],
+        hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
+    )
+
+
+def among(sides: Iterable[tuple[Iterable[LogicalTensor], Tree]]) -> list[Apart]:
+    """Every tensor of checkpoints whose replicas differ. sides: tensors and the tree that they lie in."""
+    from ckpt_tool.run.scan import readable
+
+    found: list[Apart] = []
+    for tensors, tree in sides:
+        source = readable((tensor for tensor in tensors if any(chunk.replica for chunk in tensor.chunks)), tree)
+        found += differing(source.moves, source.files)
+    return found
+
+
+def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = None) -> list[Apart]:
+    """Every move of `moves` whose replicas differ, in their order. Reads them whole."""
+    from ckpt_tool.run.scan import Queue, Readable, share_out
+
+    found: dict[int, Apart] = {}
+
+    def read(reader: Reader, queue: Queue) -> None:
+        from ckpt_tool.run.walk import STRIDED_BLOCK
+
+        block = memoryview(bytearray(STRIDED_BLOCK))
+        comparing = _Comparing(sources)
+        try:
+            for index in queue:
+                move = moves[index]
+                step = STRIDED_BLOCK // move.item
+                for at in range(0, move.numel, step):
+                    end = min(at + step, move.numel)
+                    comparing.fill(move, block[: (end - at) * move.item], at, end, count=False)
+                apart = comparing.apart(move)
+                if apart is not None:
+                    found[index] = apart
+        finally:
+            comparing.close()
+
+    share_out(Readable(tuple(moves), sources, ()), read, threads=threads)
+    return [found[index] for index in sorted(found)]
+
+
+class _Comparing(Reader):
+    """A reader that writes down how far replicas are apart where another one raises. For one thread."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files, 32, {})
+        self._worst: dict[int, Worst] = {}
+
+    def turned(self, move: Move) -> None:
+        """No panels: strided sides are read piece by piece, which needs no room and takes longer."""
+        if self._move is not move:
+            self._move, self._spans, self._turned = move, spans_of(move.sources), None
+            self._worst = {}
+
+    def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
+        import numpy as np
+
+        from ckpt_tool.run.compare import Worst, differ
+
+        other = bytearray(block)
+        self._read(part, memoryview(other), start, move.item, count=count)
+        if other != block:
+            worst = self._worst.setdefault(part.file, Worst(move.shape))
+            mine, theirs = np.frombuffer(block, np.uint8), np.frombuffer(other, np.uint8)
+            differ(worst, start, mine, theirs, move.dtype, move.dtype, 0.0, 0.0)
+
+    def apart(self, move: Move) -> Apart | None:
+        """What was found in the move that was read last."""
+        if not self._worst or self._move is not move:
+            return None
+        file, worst = max(self._worst.items(), key=lambda item: (item[1].gap, item[1].ulp, item[1].count))
+        said = worst.report() or {}
+        first = () if move.dtype.bits < 8 else tuple(said.get("first_index", ()))
+        return Apart(str(move.key), self._files.shown(file), worst.count, move.numel, first, worst.ulp, worst.gap)

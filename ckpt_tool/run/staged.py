@@ -1,0 +1,166 @@
+"""Staged work that this run did not do itself, looked at again: an earlier run's, or another part's.
+
+A journal says what a unit wrote by its hash; the staged bytes are read back and hashed, in every copy. What differs, is missing
+or is told in no sound words is simply not done. Bytes that nobody writes are zeros, and are made so again.
+
+Cost: one read of the units that are taken over, by all threads. For the part that commits, that is all the others wrote.
+"""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.plan.copy import Region, clip
+from ckpt_tool.plan.plan import Move, Plan
+from ckpt_tool.plan.schedule import Unit
+from ckpt_tool.run.blocks import Files, Reader, strided
+from ckpt_tool.run.crew import Crew
+from ckpt_tool.run.walk import read_back
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WINDOW = 1 << 20  # bytes of a gap that are looked at in one go
+Line = Mapping[str, Any]
+
+
+def intact(
+    moves: Sequence[Move], todo: Sequence[tuple[int, Unit]], lines: Mapping[int, Line], files: Files, *,
+    threads: int, room: int, panel: int,
+) -> set[int]:  # fmt: skip
+    """The numbers of those units of `todo` whose journal line is sound and agrees with what lies in the staged `files`.
+
+    room, panel: of each thread's `Reader`. Raises what reading raises.
+    """
+    waiting = [(number, unit) for number, unit in todo if number in lines]
+    found: set[int] = set()
+    failures: list[BaseException] = []
+
+    def look() -> None:
+        reader = Reader(files, room, {}, panel=panel)
+        try:
+            try:
+                while waiting and not failures:
+                    number, unit = waiting.pop()
+                    if _is_sound(lines[number], unit) and _is_there(reader, moves, unit, lines[number]):
+                        found.add(number)
+            finally:
+                reader.close()
+        except IndexError:  # another thread took the last one
+            return
+        except (CkptError, OSError, MemoryError) as e:
+            failures.append(e)
+
+    if waiting:
+        Crew(look, max(1, min(threads, len(waiting)))).run(failures.append)
+    if failures:
+        raise failures[0]
+    return found
+
+
+def _is_there(reader: Reader, moves: Sequence[Move], unit: Unit, line: Line) -> bool:
+    """Do the staged files hold, in every copy, what the journal says this unit wrote?"""
+    return all(
+        read_back(reader, moves[item.move], item.start, item.stop) == want
+        for item, want in zip(unit.items, line["hashes"], strict=True)
+    )
+
+
+def _is_sound(line: Line, unit: Unit) -> bool:
+    """Has a journal's line the form of one of this unit? A journal is a file, and its seal is no secret."""
+    hashes, leaves, overflows = line.get("hashes"), line.get("leaves"), line.get("overflows")
+    if not isinstance(hashes, list) or not isinstance(leaves, list) or not isinstance(overflows, dict):
+        return False
+    own = {str(item.move) for item in unit.items}
+    if len(hashes) != len(unit.items) or not own >= overflows.keys() or not _numbers(overflows.values()):
+        return False
+    try:
+        for item, (move, first, text, out_first, out_text) in zip(unit.items, leaves, strict=True):
+            b64decode(text, validate=True), b64decode(out_text, validate=True)
+            if move != item.move or not _numbers([first, out_first]):
+                return False
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _numbers(values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+# -- bytes that nobody writes -------------------------------------------------------------------------------------------
+
+
+class Gaps:
+    """Where the bytes of each output file lie that are neither a literal's nor a move's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._dense = [array("q") for _ in plan.outputs]  # starts and ends, alternating
+        self._combs: list[list[tuple[Region, int]]] = [
+            [] for _ in plan.outputs
+        ]  # with gaps: (region, bytes an element)
+        for move in plan.moves:
+            for region in move.outputs:
+                reach = _reach(region, move.item_out)
+                if reach == region.numel * move.item_out:
+                    self._dense[region.file].extend((region.offset, region.offset + reach))
+                else:
+                    self._combs[region.file].append((region, move.item_out))
+
+    def stray(self, number: int, reader: Reader) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of what is not zero in the gaps of file `number`. A copy of a side file has none."""
+        if self._plan.outputs[number].copy_of is not None:
+            return
+        for start, stop in self._gaps(number):
+            for at in range(start, stop, WINDOW):
+                data = bytearray(min(WINDOW, stop - at))
+                reader.pread(number, at, memoryview(data))
+                if data.count(0) < len(data):
+                    yield from self._odd(number, at, data)
+
+    def _gaps(self, number: int) -> Iterator[tuple[int, int]]:
+        """Stretches between what is dense; combs lie in them."""
+        dense, file = self._dense[number], self._plan.outputs[number]
+        spans = [*zip(dense[::2], dense[1::2], strict=True), *((at, at + len(data)) for at, data in file.literals)]
+        end = 0
+        for start, stop in sorted(spans):
+            if start > end:
+                yield end, start
+            end = max(end, stop)
+        if end < file.size:
+            yield end, file.size
+
+    def _odd(self, number: int, at: int, data: bytearray) -> Iterator[tuple[int, int]]:
+        """Runs of `data`, which lies at byte `at`, that are not zero and lie under no tooth of a comb."""
+        import numpy as np
+
+        odd = np.frombuffer(data, np.uint8) != 0
+        for region, item in self._combs[number]:
+            _clear_teeth(odd, at, region, item)
+        edges = np.flatnonzero(np.diff(odd, prepend=False, append=False))
+        for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            yield at + start, stop - start
+
+
+def _reach(region: Region, item: int) -> int:
+    return sum((n - 1) * stride for n, stride in zip(region.extents, region.strides, strict=True)) + item
+
+
+def _clear_teeth(odd: np.ndarray[Any, np.dtype[np.bool_]], at: int, region: Region, item: int) -> None:
+    """Set to False what a region holds of bytes [at, at + len(odd)) of its file."""
+    import numpy as np
+
+    dims = sorted(zip(region.extents, region.strides, strict=True), key=lambda dim: -dim[1])
+    extents, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    lead = item - 1  # an element may begin before the window, or end behind it
+    room = np.zeros(lead + len(odd) + lead, np.bool_)
+    along = Region(0, 0, region.offset, extents, (0,) * len(extents), strides)  # its line is the file
+    for part in clip(along, at - lead, at + len(odd)):
+        where = strided(room.view(np.uint8).data, part.at - at + lead, (*part.extents, item), (*part.steps, 1), 1)
+        where[...] = 1
+    odd &= ~room[lead : lead + len(odd)]

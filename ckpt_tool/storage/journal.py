@@ -1,0 +1,74 @@
+"""The journals of a staging folder: who is writing there, by which plan, and what is done.
+
+    .ckpt-journal              of a run that carries out a whole plan
+    .ckpt-journal-2-of-8       of part 2 of 8
+
+One line is `seal JSON`; the first names the plan, and every line's seal is a hash of the plan and of its own words. The seal is
+no secret: it finds damage, not forgers. A torn or edited line ends the journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+from ckpt_tool.core.inner_path import JOURNAL
+from ckpt_tool.storage.beneath import open_own
+
+Line = dict[str, Any]
+_PART = re.compile(re.escape(JOURNAL) + r"-([1-9]\d{0,8})-of-([1-9]\d{0,8})", re.ASCII)
+
+
+def name_of(part: tuple[int, int] | None) -> str:
+    """The journal's name: of a part (i, n), or of a whole run."""
+    return JOURNAL if part is None else f"{JOURNAL}-{part[0]}-of-{part[1]}"
+
+
+def part_of(name: str) -> tuple[int, int] | None:
+    """The part whose journal bears the name, None for a whole run's."""
+    found = _PART.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def names(folder: int) -> list[str]:
+    """The journals in the open staging folder."""
+    return sorted(name for name in os.listdir(folder) if name.startswith(JOURNAL))
+
+
+def sealed(plan_id: str, line: Line) -> bytes:
+    """The bytes of one line."""
+    body = json.dumps(line, separators=(",", ":")).encode()
+    return _seal(plan_id, body) + b" " + body + b"\n"
+
+
+def _seal(plan_id: str, body: bytes) -> bytes:
+    return hashlib.blake2b(plan_id.encode() + b"\0" + body, digest_size=8).hexdigest().encode()
+
+
+def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
+    """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal. first: the
+    first line alone."""
+    try:
+        fd = open_own(folder, name, os.O_RDONLY)
+    except OSError:
+        return []
+    try:
+        with open(fd, "rb") as file:
+            text = file.readline() if first else file.read()
+    except OSError:
+        return []
+    lines: list[Line] = []
+    for raw in text.split(b"\n")[:-1]:
+        seal, _, body = raw.partition(b" ")
+        try:
+            line = json.loads(body)
+            plan = (lines or [line])[0]["plan"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            break
+        if not isinstance(line, dict) or not isinstance(plan, str) or seal != _seal(plan, body):
+            break
+        lines.append(line)
+    return lines

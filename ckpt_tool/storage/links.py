@@ -1,0 +1,80 @@
+"""Links inside a checkpoint: which of them are followed, and what the others are.
+
+    iter_5/model.safetensors -> ../shared/model.safetensors     followed where the user gave the folder above both
+    snapshots/REV/config.json -> ../../blobs/1f2e               followed: so a Hugging Face cache keeps its files
+    mp_rank_01 -> /mnt/other/mp_rank_01                         "a link that leaves the folder": only with --follow-symlinks
+
+A link is followed by its resolved path, which is opened once more from the folder that it lies below, component by component
+without following anything: a link that is swapped in between is refused. Cost: one `realpath` a link, none where there are none.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
+LEAVES, NOWHERE, CIRCLE, NO_FILE = "leaves the folder", "leads nowhere", "leads in a circle", "leads to no regular file"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Bounds(NamedTuple):
+    """Where links may lead. within: the folder that the user gave, resolved. blobs: of the Hugging Face cache that it lies
+    in, None elsewhere."""
+
+    within: str
+    blobs: str | None
+
+    @classmethod
+    def of(cls, root: Path) -> Bounds:
+        """The bounds of a tree at `root`. `blobs` itself must be a folder: were it a link, it could lead anywhere."""
+        real = root.resolve()
+        for snapshots in real.parents[:CACHE_DEPTH]:
+            blobs = snapshots.parent / "blobs"
+            if snapshots.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink():
+                return cls(str(real), str(blobs))
+        return cls(str(real), None)
+
+    def inside(self, path: str | os.PathLike[str]) -> tuple[str, str] | None:
+        """(bound, path below it) of what the link at `path` leads to, whether it is there or not; None where it leaves."""
+        real = os.path.realpath(path)
+        for bound in (self.within, self.blobs):
+            if bound is not None and real.startswith(os.path.join(bound, "")):
+                return bound, os.path.relpath(real, bound)
+        return None
+
+    def holds(self, folder: str) -> bool:
+        """Does this resolved folder lie in the one that the user gave?"""
+        return folder.startswith(os.path.join(self.within, ""))
+
+    def why_not(self, path: str | os.PathLike[str]) -> str | None:
+        """Why the link at `path` is not followed to a file or a folder, None where it is."""
+        try:
+            os.stat(path)
+        except OSError as e:
+            if e.errno == errno.ELOOP:
+                return CIRCLE
+            return NOWHERE if self.inside(path) else LEAVES
+        if self.inside(path) is not None:
+            return None
+        real = os.path.realpath(path)
+        return CIRCLE if os.path.join(self.within, "").startswith(os.path.join(real, "")) else LEAVES
+
+
+def open_below(folder: str | os.PathLike[str], path: str) -> int:
+    """A descriptor of `path`, relative to `folder`, for reading; no link on the way is followed, and none at its end."""
+    if "/" not in path:
+        return os.open(os.path.join(folder, path), _FILE)
+    at = os.open(folder, _FOLDER)
+    *parents, name = path.split("/")
+    try:
+        for part in parents:
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        return os.open(name, _FILE, dir_fd=at)
+    finally:
+        os.close(at)

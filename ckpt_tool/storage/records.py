@@ -1,0 +1,92 @@
+"""Records with a checksum: which zips were met in a tree's files, and small values read out of a record that is sound.
+
+A stored record (a member of a torch zip) has a CRC-32; whoever reads bytes of it holds the record against it. Bulk bytes
+are checked while they pass (`run.checksum`); a value that a reader wants at once, a step or an RNG state, comes from here:
+
+    read_array(tree, StoredArray("model.pt", 704, F32, (), crc=(704, 4, 0x2144DF1C)))     # b"\\0\\0\\0\\0", or E0351
+
+Cost: the record is read whole, once a tree: a value of 4 bytes most often has a record of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tool.core.tensor import StoredArray
+from ckpt_tool.errors import CorruptFile
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+DAMAGED = "E0351"
+_BLOCK = 4 << 20  # bytes of a read
+
+
+class Extent(NamedTuple):
+    """A range of a file, in bytes."""
+
+    start: int
+    nbytes: int
+
+
+class Met:
+    """What was learned of a tree's files while they were read. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._zips: dict[str, dict[Extent, None]] = {}
+        self._sound: set[tuple[str, tuple[int, int, int]]] = set()
+        self._lock = threading.Lock()
+
+    def zip(self, path: str, start: int, nbytes: int) -> None:
+        """A zip lies in bytes [start, start + nbytes) of file `path`."""
+        with self._lock:
+            self._zips.setdefault(path, {})[Extent(start, nbytes)] = None
+
+    def zips(self, path: str) -> list[Extent]:
+        """The zips in a file, in the order in which they lie."""
+        with self._lock:
+            return sorted(self._zips.get(path, ()))
+
+    def is_sound(self, path: str, crc: tuple[int, int, int]) -> bool:
+        with self._lock:
+            return (path, crc) in self._sound
+
+    def sound(self, path: str, crc: tuple[int, int, int]) -> None:
+        """The record (offset, length, CRC-32) of file `path` was read and has that CRC."""
+        with self._lock:
+            self._sound.add((path, crc))
+
+
+def read_array(tree: Tree, array: StoredArray, nbytes: int | None = None) -> bytes:
+    """The bytes of a small array without strides, or its first `nbytes`. Raises CorruptFile (E0351) when the record that
+    holds them is damaged, and what `Tree.read` raises."""
+    wanted = array.dtype.nbytes(array.numel) if nbytes is None else nbytes
+    if array.crc is None or tree.met.is_sound(array.path, array.crc):
+        return tree.read(array.path, array.offset, wanted)
+    offset, length, want = array.crc
+    if length <= _BLOCK and offset <= array.offset and array.offset + wanted <= offset + length:
+        record = tree.read(array.path, offset, length)
+        have, data = zlib.crc32(record), record[array.offset - offset : array.offset - offset + wanted]
+    else:
+        have, data = 0, tree.read(array.path, array.offset, wanted)
+        for at in range(offset, offset + length, _BLOCK):
+            have = zlib.crc32(tree.read(array.path, at, min(_BLOCK, offset + length - at)), have)
+    if have != want:
+        raise damaged(tree.display(array.path), array.crc, have)
+    tree.met.sound(array.path, array.crc)
+    return data
+
+
+def damaged(path: str, crc: tuple[int, int, int], have: int, place: str | None = None) -> CorruptFile:
+    """The error of a record whose bytes have another CRC-32. crc: (offset, length, what is stored); have: of its bytes."""
+    offset, nbytes, want = crc
+    return CorruptFile(
+        f"the stored CRC-32 of a record is {want:08x}, its {nbytes} bytes give {have:08x}",
+        code=DAMAGED,
+        path=path,
+        offset=offset,
+        place=place,
+        hint="the file is damaged (torch would load it in silence): fetch it again or restore a backup",
+    )

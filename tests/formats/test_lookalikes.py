@@ -1,0 +1,275 @@
+"""What resembles a checkpoint that is read: recognised, refused by name with what to do, and overridden by `--from`."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from ckpt_tool.cli import run
+from ckpt_tool.commands.options import Reading
+from ckpt_tool.commands.source import open_source
+from ckpt_tool.errors import CkptError
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+KNOWN = FIXTURES / "lookalikes"
+Maker = Callable[[Path], None]
+
+
+def weights(folder: Path, name: str = "model.safetensors", key: str = "w") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: np.arange(6, dtype=np.float32).reshape(2, 3)}, folder / name)
+
+
+def fixture(name: str) -> Maker:
+    return lambda folder: shutil.copytree(KNOWN / name, folder, dirs_exist_ok=True) and None
+
+
+def holding(name: str, data: bytes) -> Maker:
+    return lambda folder: (folder / name).write_bytes(data) and None
+
+
+def pipeline(folder: Path) -> None:
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    for part in ("unet", "vae"):
+        weights(folder / part, "diffusion_pytorch_model.safetensors")
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+
+
+def modules(folder: Path) -> None:
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+              {"idx": 1, "name": "1", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(listed))
+    weights(folder)
+    weights(folder / "2_Dense", key="linear.weight")
+
+
+def verl(folder: Path) -> None:
+    """`global_step_N` of veRL: nothing but the data loader's state at its root."""
+    torch.save({"_num_yielded": 3}, folder / "data.pt")
+    shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", folder / "actor")
+
+
+def orbax_run(folder: Path) -> None:
+    for step in ("2", "3"):
+        shutil.copytree(KNOWN / "orbax", folder / step / "state")
+        (folder / step / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {"state": "x"}}')
+
+
+def tar_of(name: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as packed:
+        packed.addfile(tarfile.TarInfo(name))
+    return out.getvalue()
+
+
+def zip_of(name: str) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed:
+        packed.writestr(name, b"\x93NUMPY")
+    return out.getvalue()
+
+
+def tensorflow(folder: Path) -> None:
+    for name in ("model-7.index", "model-7.data-00000-of-00001", "checkpoint"):
+        (folder / name).write_bytes(bytes(100))
+
+
+# name: (maker, code, words of the message, words of the hint)
+CASES: dict[str, tuple[Maker, str, str, str]] = {
+    "megatron-fsdp": (fixture("megatron_fsdp"), "E1640", "Megatron-FSDP", "--from dcp"),
+    "orbax": (fixture("orbax"), "E1640", "Orbax", "safetensors"),
+    "orbax-run": (orbax_run, "E1640", "Orbax", "safetensors"),
+    "slime": (fixture("slime_delta"), "E1640", "changes since another version", "base"),
+    "diffusers": (pipeline, "E1640", "diffusers pipeline", "unet, vae"),
+    "sentence-transformers": (modules, "E1640", "2_Dense", "2_Dense; --from safetensors"),
+    "verl": (verl, "E1642", "no tensor", "actor"),
+    "tensorflow": (tensorflow, "E0390", "TensorFlow", "safetensors"),
+    "gguf": (holding("model.gguf", b"GGUF\3\0\0\0" + bytes(64)), "E0390", "GGUF", "inference format"),
+    "nemo": (holding("model.nemo", tar_of("model_config.yaml")), "E0390", "tar archive", "unpack"),
+    "npz": (holding("weights.npz", zip_of("w.npy")), "E0390", "NumPy .npz", "safetensors"),
+    "flax": (holding("flax_model.msgpack", b"\x82\xa5model" + bytes(64)), "E0390", "MessagePack", "safetensors"),
+    "onnx": (holding("model.onnx", b"\x08\x07\x12\x07pytorch" + bytes(64)), "E0390", "ONNX", "inference format"),
+    "keras": (holding("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(64)), "E0390", "HDF5", "safetensors"),
+    "tflite": (holding("m.tflite", b"\x1c\0\0\0TFL3" + bytes(64)), "E0390", "TensorFlow Lite", "inference"),
+    "lfs": (holding("pytorch_model.gguf", b"version https://git-lfs.github.com/spec/v1\n"), "E0390", "Git LFS", "lfs pull"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_named_and_refused_by_every_verb(name: str, tmp_path: Path, capfd) -> None:
+    make, code, message, hint = CASES[name]
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    make(source)
+    for verb in (["inspect", source], ["verify", source], ["reshard", source, out], ["convert", source, out, "--to", "dcp"],
+                 ["merge", source, out], ["diff", source, source]):  # fmt: skip
+        assert run([*map(str, verb), "--json"]) == 3, verb
+        error = json.loads(capfd.readouterr().err.strip().splitlines()[-1])["error"]
+        assert error["code"] == code and message in error["message"] and hint in error["hint"], error
+        assert not out.exists()
+    single = [path for path in source.iterdir() if path.is_file()]
+    if code == "E0390" and len(single) == 1:
+        with pytest.raises(CkptError) as e:
+            open_source(str(single[0]), Reading())
+        assert message in e.value.message and hint in e.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "tensors"), [("slime", "safetensors", 8), ("sentence-transformers", "safetensors", 1)]
+)
+def test_from_decides(name: str, fmt: str, tensors: int, tmp_path: Path) -> None:
+    CASES[name][0](tmp_path)
+    assert len(open_source(str(tmp_path), Reading(from_format=fmt)).catalog.tensors) == tensors
+
+
+def test_a_forced_dcp_is_read_as_it_lies(tmp_path: Path) -> None:
+    CASES["megatron-fsdp"][0](tmp_path)
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path), Reading(from_format="dcp"))
+    assert e.value.code == "E0301", "its data files are not in the fixture; its keys are no fault any more"
+
+
+def test_one_module_with_weights_is_a_model(tmp_path: Path) -> None:
+    modules(tmp_path)
+    shutil.rmtree(tmp_path / "2_Dense")
+    assert open_source(str(tmp_path), Reading()).format.name == "safetensors"
+    (tmp_path / "0_Transformer").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "0_Transformer" / "model.safetensors")
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path), Reading())
+    assert e.value.code == "E1640" and "0_Transformer" in e.value.hint and "--from" not in e.value.hint
+
+
+def test_a_pipeline_beside_a_whole_file_is_two_checkpoints(tmp_path: Path) -> None:
+    pipeline(tmp_path)
+    weights(tmp_path, "sd_xl_base_1.0.safetensors")
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path), Reading())
+    assert e.value.code == "E0391" and "safetensors" in e.value.message and "diffusers" in e.value.message
+    assert e.value.hint == "say which with --from safetensors"
+
+
+# -- a Hugging Face cache ------------------------------------------------------------------------------------------------
+
+
+def cache(root: Path, *snapshots: str, **refs: str) -> Path:
+    folder = root / "models--org--name"
+    (folder / "blobs").mkdir(parents=True)
+    weights(folder / "blobs", "0123abcd")
+    for name, commit in refs.items():
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / name).write_text(commit)
+    for commit in snapshots:
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "model.safetensors").symlink_to("../../blobs/0123abcd")
+    return folder
+
+
+@pytest.mark.parametrize(("snapshots", "refs", "said"), [
+    (("aa11", "bb22"), {"main": "bb22", "pr": "aa11"}, "refs/main names the snapshot bb22"),
+    (("aa11",), {}, "aa11 is the only snapshot in the cache"),
+])  # fmt: skip
+def test_a_cache_is_followed_to_its_snapshot(
+    snapshots: tuple[str, ...], refs: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    opened = open_source(str(cache(tmp_path, *snapshots, **refs)), Reading())
+    assert opened.resolved == said and opened.path.endswith(f"snapshots/{said.split()[4 if refs else 0]}")
+    assert [key.name for key in opened.catalog.tensors] == ["w"]
+
+
+@pytest.mark.parametrize(("refs", "words"), [
+    ({"main": "cc33"}, "cc33, which is not there"),
+    ({}, "2 snapshots and no refs/main"),
+    ({"v1": "aa11", "v2": "bb22"}, "2 snapshots and no refs/main"),
+])  # fmt: skip
+def test_a_cache_without_its_snapshot_names_those_there(refs: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CkptError) as e:
+        open_source(str(cache(tmp_path, "aa11", "bb22", **refs)), Reading())
+    assert (e.value.code, e.value.exit_code) == ("E1641", 3) and words in e.value.message
+    assert "snapshots/aa11, snapshots/bb22" in e.value.hint
+
+
+@pytest.mark.parametrize("text", ["../../x", "/etc", "a\nb"])
+def test_a_ref_out_of_the_cache_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(CkptError) as e:
+        open_source(str(cache(tmp_path, "aa11", main=text)), Reading())
+    assert (e.value.code, e.value.exit_code) == ("E0410", 4)
+
+
+# -- pointer files ------------------------------------------------------------------------------------------------------
+
+
+def trainer(folder: Path) -> Path:
+    """A Trainer's checkpoint with DeepSpeed's beside the model."""
+    weights(folder)
+    shutil.copytree(FIXTURES / "deepspeed/z1_bf16_dp4", folder / "global_step500")
+    (folder / "latest").write_text("global_step500")
+    return folder
+
+
+def test_a_model_beside_a_pointer_is_two_checkpoints(tmp_path: Path) -> None:
+    folder = trainer(tmp_path / "checkpoint-500")
+    for source in (folder, tmp_path):
+        with pytest.raises(CkptError) as e:
+            open_source(str(source), Reading())
+        assert e.value.code == "E0391" and "safetensors" in e.value.message and "deepspeed" in e.value.message
+        assert "--from safetensors" in e.value.hint and "global_step500" in e.value.hint
+        assert open_source(str(source), Reading(from_format="safetensors")).path.endswith("checkpoint-500")
+        assert open_source(str(source), Reading(from_format="deepspeed")).path.endswith("global_step500")
+
+
+def test_side_files_beside_a_pointer_are_no_checkpoint(tmp_path: Path) -> None:
+    folder = trainer(tmp_path)
+    (folder / "model.safetensors").unlink()
+    torch.save({"args": 1}, folder / "training_args.bin")
+    torch.save({"w": torch.ones(2)}, folder / "notes.pt")
+    assert open_source(str(folder), Reading()).format.name == "deepspeed"
+
+
+def test_a_number_in_verls_pointer_is_its_own_folder(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "torch/ranks_tp2_dp2", tmp_path / "global_step_7")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert open_source(str(tmp_path), Reading()).path.endswith("global_step_7")
+
+
+# -- an optimizer beside the model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_1.bin", "optimizer.pt", "optimizer.pdopt"])
+@pytest.mark.parametrize("model", ["model.safetensors", "pytorch_model.bin"])
+def test_moments_are_not_left_behind_in_silence(name: str, model: str, tmp_path: Path, capfd) -> None:
+    source = tmp_path / "source"
+    weights(source)
+    if model != "model.safetensors":
+        (source / "model.safetensors").unlink()
+        torch.save({"w": torch.ones(2, 3)}, source / model)
+    torch.save(
+        {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}}, "param_groups": []}, source / name
+    )
+    left = name.endswith(".pdopt") and model != "model.safetensors"  # Paddle's own checkpoint then
+    for verb in ("convert", "merge", "reshard"):
+        to = [] if verb == "reshard" else ["--to", "dcp"]
+        if verb == "reshard" and model == "model.safetensors":
+            continue  # a hub's model stays one: there is no place for moments
+        assert run([verb, str(source), str(tmp_path / verb), *to, "--json"]) == (3 if left else 2), verb
+        error = json.loads(capfd.readouterr().err.strip().splitlines()[-1])["error"]
+        assert left or error["code"] == "E1643" and name in error["message"] and "--drop optimizer" in error["hint"]
+        assert not (tmp_path / verb).exists()
+    if left:
+        return
+    for number, more in enumerate((["--state", "model"], ["--drop", "optimizer"])):
+        assert run(["convert", str(source), str(tmp_path / f"out{number}"), "--to", "dcp", *more]) == 0
+    assert run(["convert", str(source), str(tmp_path / "hub"), "--to", "safetensors"]) == 0, (
+        "no place for moments there"
+    )

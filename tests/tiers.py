@@ -1,0 +1,106 @@
+"""Which tests run when: some of many like cases, and the quick tier, which needs neither torch nor patience.
+
+Like cases are those of one test function. Of them the ones are taken whose names have the lowest CRC-32, as many as asked
+for: the choice does not depend on the order of the cases, and there is always one.
+
+`python -m pytest -m quick` takes one of ONE_OF like cases of every test that is not marked slow, first, peers or crash, lies
+in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`. The last is
+read from the source before a module is imported: a module that needs more is not collected, and a test that imports more
+inside, or uses a function or fixture of its module that does, is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import sys
+import tomllib
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+TESTS = Path(__file__).resolve().parent
+ONE_OF = 5
+SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
+
+Case = TypeVar("Case")
+
+
+def chosen(cases: Iterable[tuple[str, Case]], one_of: int) -> list[Case]:
+    """One of so many, rounded up, of the cases of each test. A case comes with its id, FILE::TEST[CASE]."""
+    tests: dict[str, list[tuple[int, str, Case]]] = defaultdict(list)
+    for node, case in cases:
+        own = node.rpartition("/")[2].partition("::")[2]  # a test that moves to another file keeps its choice
+        tests[node.partition("[")[0]].append((zlib.crc32(own.encode()), own, case))
+    taken = (sorted(like, key=lambda each: each[:2])[: math.ceil(len(like) / one_of)] for like in tests.values())
+    return [case for like in taken for _, _, case in like]
+
+
+# -- what needs more than the tool itself -------------------------------------------------------------------------------
+
+
+def is_quick_module(path: Path) -> bool:
+    """Whether the quick tier collects this file or folder of tests/; of a folder its conftest.py decides."""
+    read = path / "conftest.py" if path.is_dir() else path
+    fast = not SLOW_FOLDERS.intersection(path.relative_to(TESTS).parts[:1])
+    return fast and not (read.exists() and "" in needing_more(read))
+
+
+@cache
+def needing_more(path: Path) -> frozenset[str]:
+    """The functions of a module that need what the quick tier lacks; "" stands for the module itself."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    parts = {id(function): list(ast.walk(function)) for function in functions}
+    inside = {id(node) for nodes in parts.values() for node in nodes}
+    found = {each.name for each in functions if any(map(_is_more, _imported(parts[id(each)])))}
+    outside = [node for node in ast.walk(tree) if id(node) not in inside]
+    if any(map(_is_more, (*_imported(outside), *_skipped_without(outside)))):
+        found.add("")
+    uses = {
+        each.name: {node.id if isinstance(node, ast.Name) else node.arg for node in parts[id(each)] if isinstance(node, ast.Name | ast.arg)}
+        for each in functions
+    }  # fmt: skip
+    while more := {name for name, used in uses.items() if name not in found and used & found}:
+        found |= more
+    return frozenset(found)
+
+
+def _is_more(module: str) -> bool:
+    top, *below = module.split(".")
+    if top in _light():
+        return "torch" in below or "harness" in below  # safetensors.torch, ckpt_tool.harness
+    return top not in _helpers() or bool(needing_more(_helpers()[top]))
+
+
+@cache
+def _light() -> frozenset[str]:
+    """Python's modules, the tool, its dependencies, and what runs the quick tier."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["quick"]]
+    return frozenset({*sys.stdlib_module_names, "ckpt_tool", *(re.split(r"[^\w-]", name)[0] for name in named)})
+
+
+@cache
+def _helpers() -> dict[str, Path]:
+    """What tests import from beside them, by name."""
+    folders = (TESTS, TESTS.parent / "fixtures" / "make")
+    return {path.stem: path for folder in folders for path in folder.rglob("*.py")}
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _skipped_without(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+            yield from (str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
