@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 TESTS = Path(__file__).resolve().parent
-ONE_OF = 5
+ONE_OF = 8
 SLOW_FOLDERS = frozenset({"acceptance", "bench", "faults", "harness", "kernels"})  # train, measure, kill, compile
 
 Case = TypeVar("Case")
@@ -45,6 +45,8 @@ def chosen(cases: Iterable[tuple[str, Case]], one_of: int) -> list[Case]:
 
 def is_quick_module(path: Path) -> bool:
     """Whether the quick tier collects this file or folder of tests/; of a folder its conftest.py decides."""
+    if path.is_file() and path.suffix != ".py":
+        return False  # data
     read = path / "conftest.py" if path.is_dir() else path
     fast = not SLOW_FOLDERS.intersection(path.relative_to(TESTS).parts[:1])
     return fast and not (read.exists() and "" in needing_more(read))
