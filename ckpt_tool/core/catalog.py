@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from math import prod
+from math import gcd, prod
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -169,18 +168,13 @@ def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[lis
 
 def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
     """(file, where each chunk begins and ends along each dim, as a share of its extent) -> file."""
-    return {
-        (
-            chunk.array.path,
-            *(
-                Fraction(at, n)
-                for o, e, n in zip(chunk.box.offset, chunk.box.end, tensor.shape, strict=True)
-                for at in (o, e)
-            ),
-        ): chunk.array.path
-        for chunk in tensor.chunks
-        if chunk.box.numel
-    }
+    out = {}
+    for chunk in tensor.chunks:
+        if chunk.box.numel:
+            sides = zip(chunk.box.offset, chunk.box.end, tensor.shape, strict=True)
+            shares = [(at // gcd(at, n), n // gcd(at, n)) for low, high, n in sides for at in (low, high)]
+            out[chunk.array.path, *shares] = chunk.array.path
+    return out
 
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:

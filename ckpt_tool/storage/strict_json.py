@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tool.errors import CorruptFile
-from ckpt_tool.storage.json_faults import EDITED, bad_escape, fault_of, glimpse
 
 DEPTH_LIMIT = 64  # containers
 VALUE_LIMIT = 2_000_000  # values of one document
@@ -236,18 +235,22 @@ class _Exact:
 
     # -- faults -------------------------------------------------------------------------------------------------
 
-    def fail(self, message: str, code: str, at: int, hint: str = EDITED) -> NoReturn:
+    def fail(self, message: str, code: str, at: int, hint: str = "") -> NoReturn:
+        from ckpt_tool.storage.json_faults import EDITED
+
         raise CorruptFile(
             message,
             code=code,
             path=self.path,
             offset=self.offset + at,
             place=self.prefix + pointer(*(part for each in self.open for part in each.parts())) or None,
-            hint=hint,
+            hint=hint or EDITED,
         )
 
     def want(self, wanted: str, at: int) -> NoReturn:
         """What stands at `at` is not what is wanted there: a fault of syntax, or another one that has a name."""
+        from ckpt_tool.storage.json_faults import fault_of
+
         if not self.raw[at:].isascii():
             check_utf8(self.raw, path=self.path, offset=self.offset)
         fault = fault_of(self.raw, at, wanted)
@@ -272,6 +275,8 @@ class _Exact:
     def expect_end(self, at: int) -> None:
         at = self.skip(at)
         if at != len(self.raw):
+            from ckpt_tool.storage.json_faults import glimpse
+
             self.fail(f"the JSON text ends, but {glimpse(self.raw, at)} follows", SYNTAX, at)
 
     def string(self, token: bytes, at: int) -> str:
@@ -285,6 +290,8 @@ class _Exact:
         try:
             text = str(json.loads(f'"{text}"'))
         except ValueError:
+            from ckpt_tool.storage.json_faults import bad_escape
+
             fault = bad_escape(token, at, self.raw)
             self.fail(fault.message, SYNTAX, fault.at)
         if _LONE.search(text):
