@@ -197,7 +197,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             raise _here_and_there(tree, below, beside, f"{name}, which {pointer} points to")
         return below, f"{pointer} points to {name}{other}"
     steps = steps_in(tree)
-    if not steps or _claimed(tree):
+    if not steps or registry.claims(tree):
         return tree, ""
     if len(steps) == 1:
         below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
@@ -249,7 +249,3 @@ def _steps(tree: Tree) -> str:
 def _two(tree: Tree, pointer: str) -> bool:
     """Does the folder hold a DeepSpeed checkpoint and its universal twin?"""
     return pointer == "latest" and tree.exists("latest_universal")
-
-
-def _claimed(tree: Tree) -> bool:
-    return any(registry.by_name(name).detect(tree) for name in registry.NAMES)

@@ -14,7 +14,22 @@ from ckpt_tool.device.library import DeviceInfo, Library
 Bytes = npt.NDArray[np.uint8]
 
 
-class Memory:
+class Closed:
+    """What a `with` block closes at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Memory(Closed):
     """`nbytes` of device memory at `address`; freed by `close` or at the end of a `with`."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -27,14 +42,6 @@ class Memory:
         if self.address:
             self.device.library.call("free", self.address)
             self.address = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Device:

@@ -22,7 +22,7 @@ from ctypes import byref, c_void_p
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.memory import Closed, Device
 from ckpt_tool.errors import InternalError, UsageError
 
 SMALL = 1 << 20  # bytes: blocks up to here come from slabs
@@ -41,7 +41,7 @@ class Standing(NamedTuple):
     calls: int
 
 
-class Pinned:
+class Pinned(Closed):
     """A block of pinned memory, `nbytes` at `address`; `view` is the same as bytes. It goes back by `close`."""
 
     __slots__ = ("_pool", "_room", "address", "nbytes", "view")
@@ -55,14 +55,6 @@ class Pinned:
             room, self._room = self._room, 0
             self.view = memoryview(b"")
             self._pool.give_back(self.address, room)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Pool:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ckpt_tool.device.descriptors import DESC, Descriptors, Strided, pack
-from ckpt_tool.device.memory import Bytes, Device
+from ckpt_tool.device.memory import Bytes, Closed, Device
 from ckpt_tool.device.pool import GRAIN, Pool, up
 from ckpt_tool.device.transposes import Turned, pack_turned
 from ckpt_tool.errors import UsageError
@@ -76,7 +76,7 @@ def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> Sizes:
     return Sizes(count, line >> 20 << 20)
 
 
-class Station:
+class Station(Closed):
     """One thread's share of a device. Made and used on that thread. room: bytes of the largest piece that the image holds."""
 
     def __init__(self, device: Device, pool: Pool, sizes: Sizes) -> None:
@@ -138,14 +138,6 @@ class Station:
 
     def close(self) -> None:
         self._held.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Stations:

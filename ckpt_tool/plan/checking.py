@@ -104,16 +104,11 @@ def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
     for region in regions:
         if region.file >= len(sizes):
             return f"a region lies in file {region.file} of {len(sizes)}"
-        if region.offset + _reach(region, item) > sizes[region.file]:
+        if region.offset + region.reach(item) > sizes[region.file]:
             return "a region leaves its file"
         if any(stride % item for stride in region.strides):
             return f"a region steps by less than elements of {item} bytes"
     return ""
-
-
-def _reach(region: Region, item: int) -> int:
-    """Bytes from the region's first element to the end of its last one."""
-    return sum((n - 1) * stride for n, stride in zip(region.extents, region.strides, strict=True)) + item
 
 
 class _Known:
@@ -211,7 +206,7 @@ def _files(plan: Plan) -> Iterator[str]:
             if meets_itself(*shape) or (region.offset, number) in filled[region.file]:
                 yield f"{move.key}: an output region writes bytes of {plan.outputs[region.file].path} twice"
                 continue
-            end = region.offset + _reach(region, move.item_out)
+            end = region.offset + region.reach(move.item_out)
             spans[region.file].append(Span(region.offset, end, comb_of(region.offset, *shape)))
             filled[region.file].add((region.offset, number))
     sizes = {source.path: source.identity[2] for source in reversed(plan.sources)}

@@ -44,6 +44,10 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return prod(self.extents)
 
+    def reach(self, item: int) -> int:
+        """Bytes from its first element to the end of its last one, elements of `item` bytes; strides that go up."""
+        return sum((n - 1) * stride for n, stride in zip(self.extents, self.strides, strict=True)) + item
+
 
 class Copy(NamedTuple):
     """A strided source range and a strided destination range of the same extents: bytes, files by number."""

@@ -156,18 +156,9 @@ class Bar(Lines):
 
     interval = BAR_INTERVAL
 
-    def __init__(
-        self,
-        stream: TextIO,
-        look: Look,
-        *,
-        everything: bool = False,
-        announce: Callable[[Mapping[str, Any]], None] | None = None,
-    ) -> None:
-        super().__init__(stream, look, everything=everything, announce=announce)
-        self._draw: Callable[[int], None] | None = None
-        self._stop: Callable[[], None] | None = None
-        self._print: Callable[[str], None] | None = None
+    _draw: Callable[[int], None] | None = None
+    _stop: Callable[[], None] | None = None
+    _print: Callable[[str], None] | None = None
 
     def _show(self) -> None:
         from rich.console import Console

@@ -106,7 +106,7 @@ class Gaps:
         ]  # with gaps: (region, bytes an element)
         for move in plan.moves:
             for region in move.outputs:
-                reach = _reach(region, move.item_out)
+                reach = region.reach(move.item_out)
                 if reach == region.numel * move.item_out:
                     self._dense[region.file].extend((region.offset, region.offset + reach))
                 else:
@@ -145,10 +145,6 @@ class Gaps:
         edges = np.flatnonzero(np.diff(odd, prepend=False, append=False))
         for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             yield at + start, stop - start
-
-
-def _reach(region: Region, item: int) -> int:
-    return sum((n - 1) * stride for n, stride in zip(region.extents, region.strides, strict=True)) + item
 
 
 def _clear_teeth(odd: np.ndarray[Any, np.dtype[np.bool_]], at: int, region: Region, item: int) -> None:

@@ -15,7 +15,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from ckpt_tool.core.inner_path import inner_path
@@ -43,6 +44,24 @@ def open_own(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
 
 
 def _open(folder: int, parents: list[str], name: str, flags: int, mode: int, *, make: bool) -> int:
+    with folder_beneath(folder, parents, make=make) as at:
+        try:
+            fd = os.open(name, flags | _FILE, mode, dir_fd=at)
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise Irregular(e.errno, "is no regular file") from e
+            raise
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:  # (some file systems count no names)
+        os.close(fd)
+        why = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
+        raise Irregular(errno.EMLINK, why)
+    return fd
+
+
+@contextmanager
+def folder_beneath(folder: int, parents: Iterable[str], *, make: bool = False) -> Iterator[int]:
+    """The folder at `parents` below the open `folder`, open for a while. Raises Irregular for a link or a file on the way."""
     at = folder
     try:
         for part in parents:
@@ -50,21 +69,10 @@ def _open(folder: int, parents: list[str], name: str, flags: int, mode: int, *, 
             if at != folder:
                 os.close(at)
             at = below
-        try:
-            fd = os.open(name, flags | _FILE, mode, dir_fd=at)
-        except OSError as e:
-            if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise Irregular(e.errno, "is no regular file") from e
-            raise
+        yield at
     finally:
         if at != folder:
             os.close(at)
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:  # (some file systems count no names)
-        os.close(fd)
-        why = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
-        raise Irregular(errno.EMLINK, why)
-    return fd
 
 
 def _enter(folder: int, name: str, *, make: bool) -> int:

@@ -15,9 +15,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tool.storage.beneath import folder_beneath
+
 CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
 LEAVES, NOWHERE, CIRCLE, NO_FILE = "leaves the folder", "leads nowhere", "leads in a circle", "leads to no regular file"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -68,13 +69,10 @@ def open_below(folder: str | os.PathLike[str], path: str) -> int:
     """A descriptor of `path`, relative to `folder`, for reading; no link on the way is followed, and none at its end."""
     if "/" not in path:
         return os.open(os.path.join(folder, path), _FILE)
-    at = os.open(folder, _FOLDER)
     *parents, name = path.split("/")
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for part in parents:
-            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
-            os.close(at)
-            at = inner
-        return os.open(name, _FILE, dir_fd=at)
+        with folder_beneath(top, parents) as at:
+            return os.open(name, _FILE, dir_fd=at)
     finally:
-        os.close(at)
+        os.close(top)

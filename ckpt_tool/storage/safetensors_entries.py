@@ -29,6 +29,7 @@ from operator import sub
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, SAFETENSORS_NAMES, DType
+from ckpt_tool.core.faults import together
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.storage.name_column import NameColumn
 from ckpt_tool.storage.strict_json import LIMIT, Member, check_utf8, members, pointer, value_at
@@ -39,7 +40,6 @@ NAME_LIMIT = 4_096  # bytes of one name
 RANK_LIMIT = 64
 NUMBER_LIMIT = 1 << 63  # of a dim or an offset, exclusive
 ENTRY_VALUES = 200_000  # JSON values inside one member (`__metadata__` may have many)
-FAULTS_SHOWN = 100
 
 TYPE, SHAPE, DTYPE, SIZE, OFFSETS, OVERLAP, HOLE = "E0327", "E0328", "E0329", "E0330", "E0331", "E0332", "E0333"
 
@@ -251,9 +251,7 @@ def strict(text: bytes, *, path: str, offset: int = 8, lenient: bool = False) ->
         if len(entries) + len(faults) > TENSOR_LIMIT:
             raise too_many(path)
     if faults:
-        first = faults[0]
-        first.faults = tuple(f"{fault.message} ({fault.where()})" for fault in faults[1:FAULTS_SHOWN])
-        raise first
+        raise together(faults)
     filled = _check_tiles(entries, path)
     return Columns(
         NameColumn.of_text(entry.name for entry in entries),

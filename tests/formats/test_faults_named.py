@@ -16,8 +16,9 @@ import pytest
 from ckpt_tool.commands.options import Reading
 from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.catalog import Catalog, mark_replicas
+from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput, both, for_each
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
 from ckpt_tool.formats import registry
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

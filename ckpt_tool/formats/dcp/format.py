@@ -32,11 +32,12 @@ from typing import Any
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput, both, for_each
+from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import PLACED, Evidence, Holds
 from ckpt_tool.formats.dcp import folders as dcp_folders

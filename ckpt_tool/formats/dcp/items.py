@@ -20,8 +20,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import StoredArray
-from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, for_each
+from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
 from ckpt_tool.formats.dcp.metadata import ObjectEntry, Piece, TensorEntry
 from ckpt_tool.formats.dcp.twins import Twin, twin_of
 from ckpt_tool.storage import pickles, strict_json

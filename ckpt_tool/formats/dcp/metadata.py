@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import Path
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, by_name
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Pickled, Record
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -103,7 +104,7 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
         raw = tree.read_whole(folder + name, limit=SIZE_LIMIT)
         return pickles.load(raw, path=tree.display(folder + name), opcodes=pickles.METADATA_OPCODES)
 
-    for name, pickled in by_name(metadata_files, load).items():
+    for name, pickled in by_file(metadata_files, load).items():
         shown = tree.display(folder + name)
         value = pickled.value
         if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):

@@ -41,11 +41,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat, by_name
+from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats.base import Evidence, Fitted, Holds
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed.files import sort_files
@@ -147,7 +148,7 @@ def _off(reader: Reader, module: Module) -> Off:
     if not reader.files.expp:
         return optimizer_off([file for _, file in sorted(reader.modules.items())], module.parameters())
     expp = sorted(reader.files.expp.items())
-    read = by_name((name for _, name in expp), lambda name: read_module(reader.tree, name))
+    read = by_file((name for _, name in expp), lambda name: read_module(reader.tree, name))
     files = {rank: read[name] for rank, name in expp}
     for file in files.values():
         reader.unsafe += file.unsafe

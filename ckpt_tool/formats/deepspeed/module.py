@@ -16,8 +16,9 @@ from typing import Any
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, by_name
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.deepspeed.described import UNUSED
 from ckpt_tool.formats.deepspeed.files import expert_name, layer_name
 from ckpt_tool.formats.deepspeed.flat import share
@@ -135,7 +136,7 @@ class Module:
         known = dict(reader.flat.shapes)
         tied = dict(tied_keys(known, self.shared))
         layers = sorted(reader.files.layers.items())
-        read = by_name((name for _, name in layers), lambda name: read_tensors(reader.tree, name))
+        read = by_file((name for _, name in layers), lambda name: read_tensors(reader.tree, name))
         for index, name in layers:
             arrays, content = read[name]
             reader.unsafe += content.unsafe
@@ -179,7 +180,7 @@ class Module:
         """The expert files. Every expert that the optimizer knows must have one."""
         reader = self.reader
         experts = sorted(reader.files.experts.items())
-        read = by_name((file for _, file in experts), lambda file: read_tensors(reader.tree, file))
+        read = by_file((file for _, file in experts), lambda file: read_tensors(reader.tree, file))
         for (layer, number), file in experts:
             arrays, content = read[file]
             reader.unsafe += content.unsafe

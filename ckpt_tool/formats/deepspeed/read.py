@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import MASTER
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, for_each
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.deepspeed.agree import refuse_other_shapes
 from ckpt_tool.formats.deepspeed.files import Files, model3_name, model_name, optim_name
 from ckpt_tool.formats.deepspeed.flat import Piece, partition, shares, undeal

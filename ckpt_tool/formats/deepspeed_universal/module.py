@@ -15,8 +15,9 @@ from typing import Any
 
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import EXTRAS, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, for_each
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.deepspeed.files import Files, model3_name
 from ckpt_tool.formats.deepspeed.flat import share
 from ckpt_tool.formats.deepspeed.read import COUNTERS, same

@@ -13,8 +13,9 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import MASTER, MODEL, STEP, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, by_name
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
 from ckpt_tool.formats.deepspeed.files import sort_files
@@ -67,7 +68,7 @@ class Reader:
         self.module.read(files, record)
         self.tensors |= self.module.tensors
         self.notes += self.module.notes
-        opened = by_name((path for found in folders.values() for path in found.values()), self._open)
+        opened = by_file((path for found in folders.values() for path in found.values()), self._open)
         for name, found in folders.items():
             self.params[name] = self._param(name, {state: opened[path] for state, path in found.items()}, found)
         self._whole(record)

@@ -30,17 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
+from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
-from ckpt_tool.errors import (
-    CkptError,
-    Incomplete,
-    InconsistentCheckpoint,
-    InputError,
-    InternalError,
-    UnknownFormat,
-    for_each,
-    together,
-)
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
 from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards

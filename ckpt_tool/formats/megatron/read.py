@@ -15,9 +15,10 @@ from typing import Any
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat, by_name
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
 from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
@@ -72,7 +73,7 @@ def read_ranks(tree: Tree) -> Catalog:
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
         )  # fmt: skip
     optims = [file for path in folders if tree.exists(file := f"{path}/{OPTIM_FILE}")]
-    contents = by_name((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
+    contents = by_file((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
     ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
     return _Reading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
 

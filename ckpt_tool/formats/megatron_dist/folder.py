@@ -24,7 +24,8 @@ from typing import Any
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError, together
+from ckpt_tool.core.faults import together
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
 from ckpt_tool.formats.dcp.folders import DATA, METADATA, UNFINISHED
 from ckpt_tool.formats.dcp.systems import MEGATRON_OBJECTS
 from ckpt_tool.storage import strict_json

@@ -38,6 +38,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.faults import both
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
@@ -52,7 +53,7 @@ from ckpt_tool.core.tensor import (
     TensorKey,
     simple_tensor,
 )
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, both
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Holds, Specificity
 from ckpt_tool.formats.dcp import folders as dcp_folders

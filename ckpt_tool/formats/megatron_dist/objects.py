@@ -29,17 +29,9 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import Path, StoredArray
-from ckpt_tool.errors import (
-    CkptError,
-    CorruptFile,
-    Incomplete,
-    InconsistentCheckpoint,
-    InputError,
-    UnsafeInput,
-    both,
-    for_each,
-)
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
 from ckpt_tool.formats.dcp.items import Items, ReadObject
 from ckpt_tool.formats.dcp.metadata import ObjectEntry
 from ckpt_tool.formats.megatron_dist.folder import COMMON

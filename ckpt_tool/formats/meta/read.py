@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, UnmappedTensor, for_each
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, UnmappedTensor
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.meta import files as meta_files

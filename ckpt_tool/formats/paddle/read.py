@@ -16,9 +16,10 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, by_name
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, SCHEDULER, Owner, Table
 from ckpt_tool.formats.paddle.evidence import differ
 from ckpt_tool.formats.paddle.experts import Numbering, number_experts
@@ -56,7 +57,7 @@ class Reading:
         if tree.single is None:
             check_whole(tree, files, self.degrees)
         self.where = {file.name: self.degrees.where(file) for file in files}
-        self.contents = by_name((file.name for file in files), lambda name: read_paddle(tree, name))
+        self.contents = by_file((file.name for file in files), lambda name: read_paddle(tree, name))
         self.notes: list[Note] = []
         self.config = config
         self._names: dict[tuple[int, int, int], dict[str, str]] = {}

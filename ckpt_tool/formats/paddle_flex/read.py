@@ -22,8 +22,9 @@ from math import prod
 from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.tensor import Chunk, StoredArray
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, for_each
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle.file import Saved, read_paddle
 from ckpt_tool.formats.paddle.rules import Cut, divides, local_boxes
 from ckpt_tool.formats.paddle_flex.metadata import Entry, Shard

@@ -17,7 +17,8 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, for_each
+from ckpt_tool.core.faults import for_each
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle_unified.index import PaddleIndex
 from ckpt_tool.storage.safetensors_file import Header, read_header

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box, flat_boxes, whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError, by_name
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.rules import Cut, cut_of, local_boxes, stored_cut
 from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, RankFile
@@ -76,7 +77,7 @@ def read_ranks(
     held: dict[TensorKey, list[Held]] = {}
     stems = (OPTIMIZER_STEM, MASTER_STEM)
     paths = [file.path for stem in stems for file in ranks.get(stem, ())]
-    headers = by_name(paths, lambda path: read_header(tree, path, lenient=lenient))
+    headers = by_file(paths, lambda path: read_header(tree, path, lenient=lenient))
     for stem in stems:
         for file in ranks.get(stem, ()):
             header = headers[file.path]

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.extras import from_json
+from ckpt_tool.core.faults import together
 from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, together
+from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.sharded.index import (
     INDEX,

@@ -33,10 +33,11 @@ from typing import Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError, by_name
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Holds
 from ckpt_tool.formats.hf import files as hf_files
@@ -96,7 +97,7 @@ class _Torch:
 
         if chosen.ranks:
             return torch_ranks.read(tree, chosen, required=required)
-        files = by_name(expected, lambda name: read_content(tree, name, dtensors=True))
+        files = by_file(expected, lambda name: read_content(tree, name, dtensors=True))
         if any(file.wrapped for file in files.values()):
             own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
             return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)

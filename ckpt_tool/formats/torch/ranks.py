@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey
-from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, by_name
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
@@ -79,7 +80,7 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
     """
     _check_ranks(tree, chosen.ranks)
     state = _State()
-    contents = by_name((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
+    contents = by_file((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
     for file in chosen.ranks:
         _add(tree, file, contents[file.name], state)
     _check_flat(tree, chosen.ranks, state)

@@ -1,0 +1,59 @@
+"""Faults of one pass: what reads many files goes on behind the first one that is broken, and raises all faults as one error.
+
+contents = by_file(names, lambda name: read_content(tree, name))     # or one error that names every file that does not read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from ckpt_tool.errors import CkptError, InputError, UnsafeInput
+
+K = TypeVar("K")
+V = TypeVar("V")
+ASKS_FOR_CODE = ("E0420", "E0421")
+FAULTS_SHOWN = 100  # of one pass, each a line
+
+
+def by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
+    """What `for_each` reads, by file."""
+    listed = list(dict.fromkeys(names))
+    return dict(zip(listed, for_each(listed, read), strict=True))
+
+
+def together(faults: Sequence[CkptError]) -> CkptError:
+    """The first of several faults of one pass, to raise: with the others beside it, each with its place."""
+    first, lines = faults[0], list[str]()
+    for fault in faults[1:FAULTS_SHOWN]:
+        lines += [f"{fault.message} ({fault.where()})", *fault.faults]
+    first.faults = (*first.faults, *lines[:FAULTS_SHOWN])
+    return first
+
+
+def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
+    """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each` does."""
+    found: list[K | V] = for_each((0, 1), lambda number: other() if number else one())
+    return found[0], found[1]  # type: ignore[return-value]  # in this order
+
+
+def for_each(items: Iterable[K], read: Callable[[K], V], *, file: Callable[[K], object] = lambda item: item) -> list[V]:
+    """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error (`together`); what
+    asks for code, and what the operating system refuses, at once.
+
+    file: what an item lies in, where several lie in one: a file that does not read is named once.
+    """
+    found: list[V] = []
+    faults: dict[object, CkptError] = {}
+    for item in items:
+        if faults and file(item) in faults:
+            continue
+        try:
+            found.append(read(item))
+        except (InputError, UnsafeInput) as fault:
+            if fault.code in ASKS_FOR_CODE:
+                raise
+            faults[file(item)] = fault
+    if faults:
+        raise together(list(faults.values()))
+    return found
