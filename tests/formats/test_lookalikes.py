@@ -133,6 +133,17 @@ def test_from_decides(name: str, fmt: str, tensors: int, tmp_path: Path) -> None
     assert len(open_source(str(tmp_path), Reading(from_format=fmt)).catalog.tensors) == tensors
 
 
+def test_a_torch_dist_below_the_folder_is_named(tmp_path: Path) -> None:
+    """It is finished, and not where the user looked: the error says where it lies, and that place reads."""
+    inner = tmp_path / "run" / "export" / "iter_0000001"
+    shutil.copytree(FIXTURES / "megatron-dist/dp2_model_space", inner)
+    (folder,) = {path.parent for path in inner.rglob("metadata.json")}
+    with pytest.raises(CkptError) as e:
+        open_source(str(tmp_path / "run"), Reading())
+    assert (e.value.code, e.value.exit_code) == ("E1644", 3) and str(folder) in (e.value.hint or "")
+    assert open_source(str(folder), Reading()).format.name == "megatron-dist"
+
+
 def test_a_forced_dcp_is_read_as_it_lies(tmp_path: Path) -> None:
     CASES["megatron-fsdp"][0](tmp_path)
     with pytest.raises(CkptError) as e:

@@ -91,7 +91,12 @@ class _Dcp:
         listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
         for listing in listings:
             if not options.get("forced"):
-                dcp_systems.refuse(listing.tensors, listing.objects, tree.display(listing.folder))
+                dcp_systems.refuse(
+                    listing.tensors,
+                    listing.objects,
+                    tree.display(listing.folder),
+                    finished=tree.exists(f"{listing.folder}metadata.json"),
+                )
         _check_files(tree, saves, listings)
         catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
         catalog.check()

@@ -18,21 +18,27 @@ from collections.abc import Iterable
 from ckpt_tool.errors import Incomplete, UnknownFormat
 from ckpt_tool.formats.dcp.folders import UNFINISHED
 
-NOT_READ = "E1640"
+NOT_READ, DEEPER = "E1640", "E1644"
 MEGATRON_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_state/shard_0")
 _GROUP_META = "optimizer.param_to_group_meta."
 _JOB = {"args", "checkpoint_version"}
 _MODULE = re.compile(r"model\d*\.module\.")
 
 
-def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str) -> None:
+def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finished: bool) -> None:
     """Raise for a save whose keys have another system's meaning: Incomplete E0385 for Megatron's torch_dist that lacks its
-    metadata.json (with it, another format claims the folder), UnknownFormat E1640 for Megatron-FSDP.
+    metadata.json (with it, another format claims the folder, but from there alone: UnknownFormat E1644), UnknownFormat
+    E1640 for Megatron-FSDP.
 
-    tensors, objects: the keys of one `.metadata`. shown: its folder.
+    tensors, objects: the keys of one `.metadata`. shown: its folder. finished: has that folder a metadata.json?
     """
     objects = set(objects)
     if any(word.decode() in key for key in objects for word in MEGATRON_OBJECTS):
+        if finished:
+            raise UnknownFormat(
+                "the checkpoint, a torch_dist of Megatron, is in a folder below the one that was given", code=DEEPER,
+                path=shown, hint=f"pass its own folder: {shown.rstrip('/')}",
+            )  # fmt: skip
         raise Incomplete(
             "a Megatron save that was not finished: there is no metadata.json, which is written last", code=UNFINISHED,
             path=shown, hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
