@@ -56,7 +56,8 @@ def _open_closed_streams() -> None:
 
 
 def _forget_working_folder() -> None:
-    """Under `python -m` the working folder is searched first for modules: a checkpoint's folder could hold a numpy.py."""
+    """Under `python -m` the working folder is searched first for modules: a checkpoint's folder could hold a
+    numpy.py."""
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
 

@@ -106,7 +106,8 @@ def _run(job: Job) -> int:
 
 
 class _Told:
-    """The plan of a run, which is the first part of its result: shown on stdout before the first byte moves. done: it was."""
+    """The plan of a run, which is the first part of its result: shown on stdout before the first byte moves. done: it
+    was."""
 
     def __init__(self, show: Show) -> None:
         self._show, self.done = show, False
@@ -134,7 +135,7 @@ def _as_text(job: Job, document: dict[str, Any], show: Show, *, told: bool) -> s
     if told:
         from ckpt_tool.report.writing import after
 
-        return render(after(document, everything=show.verbose > 0, told=True), look_of(sys.stdout, show.color))
+        return render(after(document, everything=show.verbose > 0, shown=True), look_of(sys.stdout, show.color))
     page = job.page(document, show.verbose > 0)
     last = page.verdict()
     return render(last if show.quiet and last.blocks else page, look_of(sys.stdout, show.color))
@@ -272,9 +273,11 @@ def _as_ours(fault: Exception) -> CkptError:
         return wrap_os_error(fault, fault.filename or "", "the operation")
     place = _last_frame(fault)
     return InternalError(
-        f"a bug of ours: {type(fault).__name__}: {fault}", code="E7000", place=place,
+        f"a bug of ours: {type(fault).__name__}: {fault}",
+        code="E7000",
+        place=place,
         hint="please report it with the output of the same command and -vv; nothing was committed",
-    )  # fmt: skip
+    )
 
 
 def _last_frame(fault: BaseException) -> str:

@@ -108,19 +108,30 @@ LAYOUT = group(
     text("vpp", "N", "Virtual pipeline stages a rank."),
     text("pp_split", "N,N,...", "Layers of each pipeline stage: 8,9,9,6."),
     text("zero", "0|1|2|3", "What data parallel ranks shard among themselves."),
-    text("sharding", "v1|v2", "Paddle: optimizer states by owner, or as slices. Default the source's.", choices=SHARDINGS),
-    text("spec", "local|te", "Megatron: layers of its own modules or of Transformer Engine's. Default the source's, or local.", choices=SPECS),
+    text(
+        "sharding", "v1|v2", "Paddle: optimizer states by owner, or as slices. Default the source's.", choices=SHARDINGS
+    ),
+    text(
+        "spec",
+        "local|te",
+        "Megatron: layers of its own modules or of Transformer Engine's. Default the source's, or local.",
+        choices=SPECS,
+    ),
     text("layout", "FILE", "A mesh and placement rules by glob, in TOML."),
     text(
-        "on_indivisible", "POLICY", f"When a dim does not divide: {', '.join(POLICIES)}. Default largest-dim.",
+        "on_indivisible",
+        "POLICY",
+        f"When a dim does not divide: {', '.join(POLICIES)}. Default largest-dim.",
         choices=POLICIES,
     ),
     flag("strict_shard", "The same as --on-indivisible error."),
-)  # fmt: skip
+)
 TRAVEL = group(
     "What travels",
     text(
-        "dialect", "NAME", f"Names and structure: {', '.join(DIALECTS)}. Default: the format's home dialect.",
+        "dialect",
+        "NAME",
+        f"Names and structure: {', '.join(DIALECTS)}. Default: the format's home dialect.",
         choices=DIALECTS,
     ),
     text("aoa", "FILE", "Paddle's any-to-any statements as the mapping of names and structure."),
@@ -131,10 +142,13 @@ TRAVEL = group(
     flag("dequantize", "Write quantised weights and states as floats."),
     text("vocab_size", "N", "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it."),
     text(
-        "tied_head", "keep|tie|untie", "An output layer that is the embedding: written once or twice.", choices=TIED_HEAD
+        "tied_head",
+        "keep|tie|untie",
+        "An output layer that is the embedding: written once or twice.",
+        choices=TIED_HEAD,
     ),
     flag("allow_lossy", "Let a cast overflow or saturate, and count it."),
-)  # fmt: skip
+)
 KEYS = group(
     "Keys",
     texts("remove_keys", "PATTERN", "Leave out: a glob, re:EXPRESSION or @FILE. Repeatable."),
@@ -191,10 +205,12 @@ MERGE = group(
     text("tokenizer", "base", "Merge though tokenizers differ; the base's is kept.", choices=("base",)),
     text("config", "FILE", "A mergekit config; it names the sources, only DST is given."),
     text(
-        "on_conflict", "error|first|last", "When sources hold one tensor with different values. Default error.",
+        "on_conflict",
+        "error|first|last",
+        "When sources hold one tensor with different values. Default error.",
         choices=("error", "first", "last"),
     ),
-)  # fmt: skip
+)
 DIFF = group(
     "Options",
     text("rtol", "X", "Relative tolerance. Default 0: bit for bit."),
@@ -207,11 +223,14 @@ DIFF = group(
 VERIFICATION = group(
     "Options",
     text(
-        "mode", "quick|full", "quick: headers, extents, cover. full: values and checksums too. Default full.",
-        also="--verify", choices=VERIFY[1:],
+        "mode",
+        "quick|full",
+        "quick: headers, extents, cover. full: values and checksums too. Default full.",
+        also="--verify",
+        choices=VERIFY[1:],
     ),
     DEVICE,
-)  # fmt: skip
+)
 APPLY = group("Options", text("part", "I/N", "Run share I of N, from 1/N to N/N."))
 GUIDE = group("Options", text("lang", "en|zh", "Its language. Default: that of the locale.", choices=LANGUAGES))
 CLEAN = group("Options", flag("remove", "Remove it. Without this it is only listed."))
@@ -255,12 +274,14 @@ REPORTING = group(
     text("progress", "MODE", f"{', '.join(MODES)}.", choices=MODES),
     flag("quiet", "No plan, no progress, no notes.", names=["--quiet", "-q"]),
     (
-        "verbose", int, 0,
+        "verbose",
+        int,
+        0,
         {"names": ["--verbose", "-v"], "count": True, "help": "Lists uncut; -vv adds the traceback of an error."},
     ),
     text("report", "FILE.html", "The result as one self-contained page."),
     text("color", "auto|always|never", "Colour; NO_COLOR turns it off too.", choices=("auto", "always", "never")),
-)  # fmt: skip
+)
 
 
 def takes(*groups: Group) -> Callable[[F], F]:

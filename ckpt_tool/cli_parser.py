@@ -157,11 +157,20 @@ def build(verb: str) -> Any:
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     function = {
-        "inspect": cli_verbs.inspect, "reshard": cli_verbs.reshard, "convert": cli_verbs.convert,
-        "merge": cli_verbs.merge, "diff": cli_verbs.diff, "verify": cli_verbs.verify, "apply": cli_verbs.apply,
-        "validate": cli_verbs.validate, "kernels": cli_verbs.kernels, "doctor": cli_verbs.doctor,
-        "help": cli_verbs.help, "clean": cli_verbs.clean, "explain": cli_verbs.explain,
-    }[verb]  # fmt: skip
+        "inspect": cli_verbs.inspect,
+        "reshard": cli_verbs.reshard,
+        "convert": cli_verbs.convert,
+        "merge": cli_verbs.merge,
+        "diff": cli_verbs.diff,
+        "verify": cli_verbs.verify,
+        "apply": cli_verbs.apply,
+        "validate": cli_verbs.validate,
+        "kernels": cli_verbs.kernels,
+        "doctor": cli_verbs.doctor,
+        "help": cli_verbs.help,
+        "clean": cli_verbs.clean,
+        "explain": cli_verbs.explain,
+    }[verb]
     app.command(verb, cls=VerbCommand, context_settings=_SETTINGS)(flat(function))
     return typer.main.get_command(app)
 
@@ -254,9 +263,11 @@ def usage_error(fault: Any, verb: str) -> UsageError:
     kind = type(fault).__name__
     if kind == "NoSuchOption":
         return UsageError(
-            f"there is no option {fault.option_name}", code="E0284", place=where,
+            f"there is no option {fault.option_name}",
+            code="E0284",
+            place=where,
             hint=_near_option(fault.option_name, context) or lists,
-        )  # fmt: skip
+        )
     if kind == "MissingParameter" and fault.param is not None:
         name = fault.param.metavar or fault.param.name.upper()
         usage = " ".join(context.command.collect_usage_pieces(context)) if context is not None else ""

@@ -20,26 +20,55 @@ if TYPE_CHECKING:
 
 # option -> (keyword, value)
 FLAGS = {
-    "--force": ("force", True), "--resume": ("resume", True), "--no-resume": ("resume", False),
-    "--fsync": ("fsync", True), "--no-fsync": ("fsync", False), "--dry-run": ("dry_run", True),
-    "--strict-shard": ("strict_shard", True), "--allow-lossy": ("allow_lossy", True),
-    "--model-only": ("model_only", True), "--lenient": ("lenient", True),
-    "--follow-symlinks": ("follow_symlinks", True), "--allow-compressed": ("allow_compressed", True),
-    "--require-checksums": ("require_checksums", True), "--json": ("json", True), "--quiet": ("quiet", True),
+    "--force": ("force", True),
+    "--resume": ("resume", True),
+    "--no-resume": ("resume", False),
+    "--fsync": ("fsync", True),
+    "--no-fsync": ("fsync", False),
+    "--dry-run": ("dry_run", True),
+    "--strict-shard": ("strict_shard", True),
+    "--allow-lossy": ("allow_lossy", True),
+    "--model-only": ("model_only", True),
+    "--lenient": ("lenient", True),
+    "--follow-symlinks": ("follow_symlinks", True),
+    "--allow-compressed": ("allow_compressed", True),
+    "--require-checksums": ("require_checksums", True),
+    "--json": ("json", True),
+    "--quiet": ("quiet", True),
     "-q": ("quiet", True),
-}  # fmt: skip
+}
 # option -> keyword; those that may be repeated give a list
 VALUED = {
-    "--to": "to", "--from": "from_format", "--tp": "tp", "--pp": "pp", "--ep": "ep", "--etp": "etp", "--dp": "dp",
-    "--cp": "cp", "--vpp": "vpp", "--zero": "zero", "--pp-split": "pp_split", "--layout": "layout",
-    "--max-shard-size": "max_shard_size", "--memory": "memory", "--threads": "threads", "--verify": "verify",
-    "--plan": "plan", "--prefer": "prefer", "--replica-policy": "replica_policy", "--progress": "progress",
-    "--device": "device", "--pinned": "pinned",
-}  # fmt: skip
+    "--to": "to",
+    "--from": "from_format",
+    "--tp": "tp",
+    "--pp": "pp",
+    "--ep": "ep",
+    "--etp": "etp",
+    "--dp": "dp",
+    "--cp": "cp",
+    "--vpp": "vpp",
+    "--zero": "zero",
+    "--pp-split": "pp_split",
+    "--layout": "layout",
+    "--max-shard-size": "max_shard_size",
+    "--memory": "memory",
+    "--threads": "threads",
+    "--verify": "verify",
+    "--plan": "plan",
+    "--prefer": "prefer",
+    "--replica-policy": "replica_policy",
+    "--progress": "progress",
+    "--device": "device",
+    "--pinned": "pinned",
+}
 REPEATED = {
-    "--state": "state", "--drop": "drop", "--dtype": "dtype", "--remove-keys": "remove_keys",
+    "--state": "state",
+    "--drop": "drop",
+    "--dtype": "dtype",
+    "--remove-keys": "remove_keys",
     "--keep-keys": "keep_keys",
-}  # fmt: skip
+}
 
 
 def plain_write(verb: str, words: Sequence[str]) -> Job | None:

@@ -104,9 +104,11 @@ def convert(src: Source, dst: Destination, given: Given) -> Job:
     show, (reading, writing) = show_from(given), _both(given)
     if writing.to is None:
         raise UsageError(
-            "convert needs --to FORMAT", code="E0282", place="ckpt convert",
+            "convert needs --to FORMAT",
+            code="E0282",
+            place="ckpt convert",
             hint="ckpt convert --help lists the formats; for other degrees alone there is ckpt reshard",
-        )  # fmt: skip
+        )
     return write_job("convert", src, dst, show, reading, writing)
 
 
@@ -146,14 +148,18 @@ def merge(
 def _check_sources(sources: list[str], dst: str, options: Mapping[str, Any]) -> None:
     if not sources and options["config"] is None:
         raise UsageError(
-            f"merge needs a source before the output {dst}", code="E0282", place="ckpt merge",
+            f"merge needs a source before the output {dst}",
+            code="E0282",
+            place="ckpt merge",
             hint="ckpt merge SRC... DST; with --config the sources stand in the file",
-        )  # fmt: skip
+        )
     if sources and options["config"] is not None:
         raise UsageError(
-            f"--config names the sources, but {sources[0]} is given too", code="E1442", place="ckpt merge",
+            f"--config names the sources, but {sources[0]} is given too",
+            code="E1442",
+            place="ckpt merge",
             hint="with --config give the output alone",
-        )  # fmt: skip
+        )
 
 
 @takes(DIFF, READING)
@@ -357,7 +363,8 @@ def kernels(
     action: Annotated[str, typer.Argument(metavar="build|info|check|bench", help="What to do.", show_default=False)],
     given: Given,
 ) -> Job:
-    """The CUDA reshard kernels: compile them, say what there is, hold them against NumPy (exit 1 where they differ), measure."""
+    """The CUDA reshard kernels: compile them, say what there is, hold them against NumPy (exit 1 where they differ),
+    measure."""
     show, taken = show_from(given), Taken(given)
     arch, out = taken.take("arch", values.text, None), taken.take("out", values.output, None)
     cases, seed = taken.take("cases", values.count, None), taken.take("seed", values.between(0, 2**63 - 1), 0)
@@ -388,8 +395,12 @@ def _kernels_action(word: str, given: Given) -> str:
     """One of the four. Raises UsageError for another, and for an option that belongs to another one."""
     belongs = {"build": ("arch", "out", "force"), "info": (), "check": ("cases", "seed", "kernel"), "bench": ("quick",)}
     if word not in belongs:
-        raise UsageError(f"ckpt kernels has no {word!r}", code="E0283", place="ckpt kernels",
-                         hint=near_misses(word, belongs) or f"there are {', '.join(belongs)}")  # fmt: skip
+        raise UsageError(
+            f"ckpt kernels has no {word!r}",
+            code="E0283",
+            place="ckpt kernels",
+            hint=near_misses(word, belongs) or f"there are {', '.join(belongs)}",
+        )
     for action, names in belongs.items():
         for name in names:
             if action != word and given[name]:

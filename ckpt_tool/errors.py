@@ -1,8 +1,8 @@
 """Every way `ckpt` can fail: a closed tree of errors, their stable codes and exit codes.
 
 The class fixes the exit code, the code names the fault, and the fields say where it is and what to try. A code has one
-meaning and one class, which `error_codes.toml` states and `ckpt explain CODE` shows; its digits are a mere number, grouped
-by kind, and promise no exit code. Example:
+meaning and one class, which `error_codes.toml` states and `ckpt explain CODE` shows; its digits are a mere number,
+grouped by kind, and promise no exit code. Example:
 
     raise CorruptFile("header length is 9000 bytes, but the file has 12 after its first 8",
                       code="E0311", path="model.safetensors", offset=0,
@@ -175,8 +175,8 @@ class Interrupted(CkptError):
 class Code(NamedTuple):
     """What an error code means: a row of the catalogue.
 
-    kind: the class that is raised with it, or `Finding` for what only a report lists (exit 1). exit_code: None where it is
-    that of another command. title: the meaning. why: how it comes about. do: what helps.
+    kind: the class that is raised with it, or `Finding` for what only a report lists (exit 1). exit_code: None where it
+    is that of another command. title: the meaning. why: how it comes about. do: what helps.
     """
 
     code: str
@@ -227,7 +227,8 @@ def wrap_os_error(
         errno.EROFS: "the file system is mounted read-only: choose another output",
         errno.EIO: "the device reports an error: check the disk before you try again",
         errno.EMFILE: "raise the limit of open files (ulimit -n) or pass fewer --threads",
-        errno.EFBIG: "the file system or a limit (ulimit -f) forbids files of this size: pass a smaller --max-shard-size",
+        errno.EFBIG: "the file system or a limit (ulimit -f) forbids files of this size: pass a smaller "
+        "--max-shard-size",
     }
     reason = os.strerror(error.errno) if error.errno else str(error)
     return StorageError(

@@ -82,11 +82,25 @@ def merge(
     from ckpt_tool.commands.merge import merge as command
 
     config = options.pop("config", None)
-    asked = merging_from({
-        "method": method, "weight": weight, "base": base, "density": density, "t": t, "seed": seed, "epsilon": epsilon,
-        "gamma": gamma, "lambda_": lambda_, "normalize": normalize, "decay": decay, "last": last, "tokenizer": tokenizer,
-        "merge_config": config, "on_conflict": on_conflict,
-    })  # fmt: skip
+    asked = merging_from(
+        {
+            "method": method,
+            "weight": weight,
+            "base": base,
+            "density": density,
+            "t": t,
+            "seed": seed,
+            "epsilon": epsilon,
+            "gamma": gamma,
+            "lambda_": lambda_,
+            "normalize": normalize,
+            "decay": decay,
+            "last": last,
+            "tokenizer": tokenizer,
+            "merge_config": config,
+            "on_conflict": on_conflict,
+        }
+    )
     reading, writing = both_from(options)
     return command([fspath(source) for source in sources], fspath(dst), reading, writing, progress, **asked)
 
@@ -116,9 +130,17 @@ def diff(
     map_file = None if map is None else fspath(map)
     reading = reading_from(options)
     return command(
-        fspath(a), fspath(b), reading, rtol=rtol, atol=atol, map_file=map_file, states=states, dialect=dialect,
-        device=device, progress=progress,
-    )  # fmt: skip
+        fspath(a),
+        fspath(b),
+        reading,
+        rtol=rtol,
+        atol=atol,
+        map_file=map_file,
+        states=states,
+        dialect=dialect,
+        device=device,
+        progress=progress,
+    )
 
 
 def verify(

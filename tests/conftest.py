@@ -1,4 +1,5 @@
-"""What holds for every test: property tests judge values, not how busy the machine is, and of many like cases some run by default."""
+"""What holds for every test: property tests judge values, not how busy the machine is, and of many like cases some run
+by default."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session", autouse=True)
 def errors_have_the_class_of_their_code() -> None:
-    """Codes reach an error by many roads (tables, helpers, other errors): each that is built is held against the catalogue."""
+    """Codes reach an error by many roads (tables, helpers, other errors): each that is built is held against the
+    catalogue."""
     codes, build = errors.catalogue(), errors.CkptError.__init__
 
     def checked(self: errors.CkptError, message: str, *, code: str | None = None, **fields: Any) -> None:

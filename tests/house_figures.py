@@ -4,8 +4,8 @@
     python tests/house_figures.py --deep     their folders too
     python tests/house_figures.py REVISION   as of another commit of this repository
 
-Columns: files; lines; arrows out (pairs of files, one here and one in another room that it imports, deferred imports too)
-and how many rooms they lead to; arrows in; uses of `Any`; functions of more than 50 lines; `fmt: skip`.
+Columns: files; lines; arrows out (pairs of files, one here and one in another room that it imports, deferred imports
+too) and how many rooms they lead to; arrows in; uses of `Any`; functions of more than 50 lines; `fmt: skip`.
 """
 
 from __future__ import annotations

@@ -35,13 +35,28 @@ from ckpt_tool.errors import (
 )
 
 CATALOG: dict[str, Any] = {
-    "schema_version": 1, "format": "dcp", "path": "x", "resolved": "", "mesh": {}, "extras": {}, "notes": [],
-    "total": {"tensors": 1, "bytes": 4, "parameters": 1}, "states": {"model": {"tensors": 1, "bytes": 4}},
+    "schema_version": 1,
+    "format": "dcp",
+    "path": "x",
+    "resolved": "",
+    "mesh": {},
+    "extras": {},
+    "notes": [],
+    "total": {"tensors": 1, "bytes": 4, "parameters": 1},
+    "states": {"model": {"tensors": 1, "bytes": 4}},
     "tensors": [{"name": "w", "state": "model", "dtype": "F32", "shape": [1], "bytes": 4}],
-}  # fmt: skip
+}
 PLAN = {"plan": {"bytes_read": 4, "bytes_written": 4, "peak_memory": 4, "files": 1, "copies": 1}}
-WRITTEN = {"schema_version": 1, **PLAN, "fallbacks": [], "removed": [], "removed_bytes": 0, "dropped": [],
-           "elapsed_s": 0.1, "digest_checked": True}  # fmt: skip
+WRITTEN = {
+    "schema_version": 1,
+    **PLAN,
+    "fallbacks": [],
+    "removed": [],
+    "removed_bytes": 0,
+    "dropped": [],
+    "elapsed_s": 0.1,
+    "digest_checked": True,
+}
 DRY = {key: value for key, value in WRITTEN.items() if key not in ("elapsed_s", "digest_checked")}
 
 
@@ -70,11 +85,16 @@ class Stub:
 def stub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stub]:
     """Every command stood in for."""
     homes = {
-        "inspect": (inspect, CATALOG), "reshard": (convert, WRITTEN), "convert": (convert, WRITTEN),
-        "merge": (merge, WRITTEN), "diff": (diff, {"equal": True, "compared": 1, "differences": []}),
-        "verify": (verify, {"ok": True, "findings": [], "digests": {}}), "apply": (apply, WRITTEN),
-        "doctor": (doctor, {"self_test": "ok"}), "clean": (clean, {"folder": ".", "leavings": []}),
-    }  # fmt: skip
+        "inspect": (inspect, CATALOG),
+        "reshard": (convert, WRITTEN),
+        "convert": (convert, WRITTEN),
+        "merge": (merge, WRITTEN),
+        "diff": (diff, {"equal": True, "compared": 1, "differences": []}),
+        "verify": (verify, {"ok": True, "findings": [], "digests": {}}),
+        "apply": (apply, WRITTEN),
+        "doctor": (doctor, {"self_test": "ok"}),
+        "clean": (clean, {"folder": ".", "leavings": []}),
+    }
     stubs = {"kernels": Stub({"ok": True})}
     monkeypatch.setattr(kernels, "check", stubs["kernels"])
     for name, (module, document) in homes.items():
@@ -87,7 +107,7 @@ def run(*arguments: str) -> int:
     return cli.run(arguments)
 
 
-# -- what is typed arrives ----------------------------------------------------------------------------------------------
+# -- what is typed arrives ---------------------------------------------------------------------------------------------
 
 
 def test_inspect_arrives(stub: dict[str, Stub]) -> None:
@@ -96,9 +116,13 @@ def test_inspect_arrives(stub: dict[str, Stub]) -> None:
     )
     assert stub["inspect"].args == ("x", Reading(from_format="dcp"))
     assert stub["inspect"].kwargs == {
-        "match": ("a*", "re:b"), "states": ("model", "ema"), "placement": False, "security": False, "stats": True,
+        "match": ("a*", "re:b"),
+        "states": ("model", "ema"),
+        "placement": False,
+        "security": False,
+        "stats": True,
         "columns": True,
-    }  # fmt: skip
+    }
 
 
 def test_a_bare_inspect_is_the_same_job_without_the_parser(stub: dict[str, Stub]) -> None:
@@ -121,24 +145,96 @@ def test_writers_arrive(verb: str, stub: dict[str, Stub]) -> None:
     src, dst, reading, writing, progress = stub[verb].args
     assert (src, dst, reading) == ("in", "out", Reading(follow_symlinks=True)) and hasattr(progress, "advance")
     assert writing == Writing(
-        to="dcp" if to else None, degrees={"tp": 8, "pp": 2}, pp_split=(3, 5), zero=1, on_indivisible="error",
-        states=("model",), drop=("ema",), dtypes={"": "BF16"}, resume=False, remove_keys=("a", "b"), memory=64 << 20,
-        max_shard_size=2 * 10**9, threads=3, verify="full", force=True,
-    )  # fmt: skip
+        to="dcp" if to else None,
+        degrees={"tp": 8, "pp": 2},
+        pp_split=(3, 5),
+        zero=1,
+        on_indivisible="error",
+        states=("model",),
+        drop=("ema",),
+        dtypes={"": "BF16"},
+        resume=False,
+        remove_keys=("a", "b"),
+        memory=64 << 20,
+        max_shard_size=2 * 10**9,
+        threads=3,
+        verify="full",
+        force=True,
+    )
 
 
 def test_merge_arrives(stub: dict[str, Stub]) -> None:
-    assert run("merge", "a", "b", "out", "--method", "dare_ties", "--weight", "0.3", "--weight", "0.7", "--base", "c",
-               "--density", "0.5", "--seed", "7", "--on-conflict", "last", "--to", "safetensors") == 0  # fmt: skip
+    assert (
+        run(
+            "merge",
+            "a",
+            "b",
+            "out",
+            "--method",
+            "dare_ties",
+            "--weight",
+            "0.3",
+            "--weight",
+            "0.7",
+            "--base",
+            "c",
+            "--density",
+            "0.5",
+            "--seed",
+            "7",
+            "--on-conflict",
+            "last",
+            "--to",
+            "safetensors",
+        )
+        == 0
+    )
     assert stub["merge"].args[:3] == (["a", "b"], "out", Reading())
     assert stub["merge"].args[3].to == "safetensors"
     assert stub["merge"].kwargs == {
-        "method": "dare-ties", "weights": (0.3, 0.7), "base": "c", "density": (0.5,), "t": None, "seed": 7, "config": None,
-        "on_conflict": "last", "epsilon": None, "gamma": None, "factor": None, "normalize": None, "decay": None,
-        "last": None, "tokenizer": None,
-    }  # fmt: skip
-    assert run("merge", "a", "out", "--method", "ema", "--lambda", "2", "--no-normalize", "--last", "3", "--decay", "0.9",
-               "--epsilon", "0.1", "--gamma", "0.2", "--tokenizer", "base", "--density", "1", "--density", "0.5") == 0  # fmt: skip
+        "method": "dare-ties",
+        "weights": (0.3, 0.7),
+        "base": "c",
+        "density": (0.5,),
+        "t": None,
+        "seed": 7,
+        "config": None,
+        "on_conflict": "last",
+        "epsilon": None,
+        "gamma": None,
+        "factor": None,
+        "normalize": None,
+        "decay": None,
+        "last": None,
+        "tokenizer": None,
+    }
+    assert (
+        run(
+            "merge",
+            "a",
+            "out",
+            "--method",
+            "ema",
+            "--lambda",
+            "2",
+            "--no-normalize",
+            "--last",
+            "3",
+            "--decay",
+            "0.9",
+            "--epsilon",
+            "0.1",
+            "--gamma",
+            "0.2",
+            "--tokenizer",
+            "base",
+            "--density",
+            "1",
+            "--density",
+            "0.5",
+        )
+        == 0
+    )
     given = {
         "factor": 2.0,
         "normalize": False,
@@ -161,8 +257,13 @@ def test_the_other_verbs_arrive(stub: dict[str, Stub]) -> None:
     assert run("diff", "a", "b", "--rtol", "1e-5", "--map", "m", "--state", "ema") == 0
     assert stub["diff"].args == ("a", "b", Reading())
     assert {k: v for k, v in stub["diff"].kwargs.items() if k != "progress"} == {
-        "rtol": 1e-5, "atol": 0.0, "map_file": "m", "dialect": None, "states": ("ema",), "device": "cpu",
-    }  # fmt: skip
+        "rtol": 1e-5,
+        "atol": 0.0,
+        "map_file": "m",
+        "dialect": None,
+        "states": ("ema",),
+        "device": "cpu",
+    }
     assert run("verify", "a") == 0 and stub["verify"].kwargs["mode"] == "full"
     assert run("verify", "a", "--verify", "quick") == 0 and stub["verify"].kwargs["mode"] == "quick"
     assert run("apply", "p.json", "--part", "3/8", "--threads", "2") == 0
@@ -200,7 +301,8 @@ def test_the_options_of_the_shell_are_those_of_python() -> None:
 
 CONTRACT = {
     "inspect": "--match --state --depth --placement --security --stats --from --follow-symlinks --lenient",
-    "reshard": "--tp --pp --ep --etp --dp --cp --vpp --layout --pp-split --zero --on-indivisible --strict-shard --state "
+    "reshard": "--tp --pp --ep --etp --dp --cp --vpp --layout --pp-split --zero --on-indivisible "
+    "--strict-shard --state "
     "--drop --dtype --remove-keys --keep-keys --model-only --max-shard-size --force --resume --no-resume --memory "
     "--threads --verify --dry-run --plan --ray --from --replica-policy",
     "convert": "--to --dialect --family --config --as-model --dequantize --allow-lossy --tp --dry-run --plan",
@@ -222,7 +324,7 @@ def test_every_option_of_the_contract_is_there(verb: str) -> None:
     assert set(wanted) <= have
 
 
-# -- what comes back is shown -------------------------------------------------------------------------------------------
+# -- what comes back is shown ------------------------------------------------------------------------------------------
 
 
 def test_results_go_to_stdout_alone(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,8 +343,11 @@ def test_json_is_the_document_and_nothing_else(stub: dict[str, Stub], capsys: py
 
 
 def test_json_has_no_nan(stub: dict[str, Stub], capsys: pytest.CaptureFixture[str]) -> None:
-    stub["diff"].document = {"equal": False, "compared": 1, "differences": [
-        {"name": "w", "state": "model", "kind": "value", "max_abs": float("nan"), "first_index": (0,)}]}  # fmt: skip
+    stub["diff"].document = {
+        "equal": False,
+        "compared": 1,
+        "differences": [{"name": "w", "state": "model", "kind": "value", "max_abs": float("nan"), "first_index": (0,)}],
+    }
     assert run("diff", "a", "b", "--json") == 1
 
     def refuse(constant: str) -> None:
@@ -342,7 +447,7 @@ def test_a_report_that_can_not_be_written_is_refused_first(stub: dict[str, Stub]
     assert (tmp_path / "w.safetensors").read_bytes() == b"weights"
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -465,7 +570,7 @@ def test_no_verb_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixtu
     assert out == "" and all(verb in err for verb in cli_parser.VERBS)
 
 
-# -- help -------------------------------------------------------------------------------------------------------------------
+# -- help --------------------------------------------------------------------------------------------------------------
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,14 +608,17 @@ def test_examples_parse() -> None:
                 assert isinstance(cli_parser.parse(arguments), cli_verbs.Job), command
 
 
-# -- Python -----------------------------------------------------------------------------------------------------------------
+# -- Python ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_python_face_mirrors_the_verbs(stub: dict[str, Stub]) -> None:
     assert ckpt_tool.convert(Path("a"), "b", to="dcp", tp=2, remove_keys=["x"], memory="64MiB") == WRITTEN
     assert stub["convert"].args[:4] == (
-        "a", "b", Reading(), Writing(to="dcp", degrees={"tp": 2}, remove_keys=("x",), memory=64 << 20),
-    )  # fmt: skip
+        "a",
+        "b",
+        Reading(),
+        Writing(to="dcp", degrees={"tp": 2}, remove_keys=("x",), memory=64 << 20),
+    )
     ckpt_tool.reshard("a", "b", dp=3, zero=1, strict_shard=True, from_format="dcp")
     assert stub["reshard"].args[2].from_format == "dcp" and stub["reshard"].args[3].on_indivisible == "error"
     ckpt_tool.merge(["a", Path("b")], "c", method="slerp", t=0.5, weight=(0.1, 0.9), config="m.yaml")
@@ -532,7 +640,7 @@ def test_the_package_has_only_its_face() -> None:
         ckpt_tool.conver  # type: ignore[attr-defined]  # noqa: B018
 
 
-# -- the process ------------------------------------------------------------------------------------------------------------
+# -- the process -------------------------------------------------------------------------------------------------------
 
 CKPT = [sys.executable, "-m", "ckpt_tool"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -637,9 +745,13 @@ main()
 
 def waiting(kind: str, *arguments: str, ignore: int | None = None) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-c", WAITING, kind, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), preexec_fn=(lambda: signal.signal(ignore, signal.SIG_IGN)) if ignore else None,
-    )  # fmt: skip
+        [sys.executable, "-c", WAITING, kind, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        preexec_fn=(lambda: signal.signal(ignore, signal.SIG_IGN)) if ignore else None,
+    )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     return child
 

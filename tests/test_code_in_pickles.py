@@ -1,8 +1,9 @@
 """Code in every pickle file of every format: refused before anything else is said, and listed by `inspect --security`.
 
-One file of a sound fixture is changed so that an unpickler would run `posix.system`: called at the start, before the end, as a
-value in each of its nested dicts (arguments, RNG states, loss scalers, optimizer states are such), as the state of an object, or
-the whole file replaced or cut short behind it. Nothing here unpickles: `pickletools` only says where opcodes begin.
+One file of a sound fixture is changed so that an unpickler would run `posix.system`: called at the start, before the
+end, as a value in each of its nested dicts (arguments, RNG states, loss scalers, optimizer states are such), as the
+state of an object, or the whole file replaced or cut short behind it. Nothing here unpickles: `pickletools` only says
+where opcodes begin.
 """
 
 from __future__ import annotations
@@ -77,9 +78,12 @@ def in_dict(number: int) -> Change:
 
 
 CHANGES: dict[str, Change] = {
-    "start": started, "end": ended, "build": built, "replaced": replaced,
+    "start": started,
+    "end": ended,
+    "build": built,
+    "replaced": replaced,
     **{f"dict{number}": in_dict(number) for number in range(NESTED)},
-}  # fmt: skip
+}
 
 
 def end_of(data: bytes) -> int:
@@ -117,8 +121,11 @@ def cases() -> Iterator[object]:
     for name in registry.NAMES:
         for fixture in sorted(path for path in (FIXTURES / name).glob("*") if ".truth." not in path.name):
             files = sorted(path for path in fixture.rglob("*") if path.is_file()) if fixture.is_dir() else [fixture]
-            kinds = {re.sub(r"\d+|[^/]*/fp32|zero/[^/]*/", "#", str(path.relative_to(fixture.parent))): path
-                     for path in reversed(files) if holds_pickle(path)}  # fmt: skip
+            kinds = {
+                re.sub(r"\d+|[^/]*/fp32|zero/[^/]*/", "#", str(path.relative_to(fixture.parent))): path
+                for path in reversed(files)
+                if holds_pickle(path)
+            }
             for path in kinds.values():
                 inside = path.relative_to(fixture.parent)
                 for how in (

@@ -1,9 +1,10 @@
-"""A code has one meaning, one class and one exit code: every raise, every mention and `ckpt explain` against the catalogue.
+"""A code has one meaning, one class and one exit code: every raise, every mention and `ckpt explain` against the
+catalogue.
 
 `sites_of` reads which class is built with which code from the syntax trees of the package: codes that are written out,
 constants (imported ones too), and codes that are handed to a helper that builds the error. Codes that take another road
-(tables, `error.code` of an error that is raised anew) are checked while tests run: see `conftest.py`. That the reader sees
-anything at all is shown on planted modules below.
+(tables, `error.code` of an error that is raised anew) are checked while tests run: see `conftest.py`. That the reader
+sees anything at all is shown on planted modules below.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Site(NamedTuple):
 
 
 class Helper(NamedTuple):
-    """A function that builds an error of class `kind` with the code that it gets as `parameter`, its argument `position`."""
+    """A function that builds an error of class `kind` with the code that it gets as `parameter`, its argument
+    `position`."""
 
     file: str
     kind: str
@@ -52,7 +54,7 @@ class Helper(NamedTuple):
     position: int
 
 
-# -- reading the package --------------------------------------------------------------------------------------------------
+# -- reading the package -----------------------------------------------------------------------------------------------
 
 
 class House:
@@ -188,7 +190,7 @@ def constants(sources: Mapping[str, str]) -> Iterator[tuple[str, int, str]]:
                 yield file, node.lineno, node.value
 
 
-# -- the catalogue holds --------------------------------------------------------------------------------------------------
+# -- the catalogue holds -----------------------------------------------------------------------------------------------
 
 
 def test_every_raise_has_its_entry_and_its_class() -> None:
@@ -241,7 +243,7 @@ def test_entries_name_options_that_exist() -> None:
     assert not (wrong := sorted(pair for pair in named if pair[1] not in known)), wrong
 
 
-# -- `ckpt explain` -------------------------------------------------------------------------------------------------------
+# -- `ckpt explain` ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [60, 100])
@@ -310,26 +312,45 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error[E2703]")
 
 
-# -- the reader sees ------------------------------------------------------------------------------------------------------
+# -- the reader sees ---------------------------------------------------------------------------------------------------
 
 ERRORS = "class CkptError(Exception): pass\nclass UsageError(CkptError): pass\nclass CorruptFile(CkptError): pass\n"
 NEW = "E" + "9" * 4  # a code that no catalogue has
 PLANTED = {
-    "no entry": (f'def f():\n    raise CorruptFile("x", code="{NEW}")\n', f"{NEW} raised at ckpt_tool/a.py:2 has no entry"),
+    "no entry": (
+        f'def f():\n    raise CorruptFile("x", code="{NEW}")\n',
+        f"{NEW} raised at ckpt_tool/a.py:2 has no entry",
+    ),
     "another class": ('def f():\n    raise UsageError("x", code="E0311")\n', "is UsageError, its entry"),
     "no code": ('def f():\n    return UsageError("x", hint="y")\n', "without a code"),
-    "a constant": ('A, B = "E0311", "E0312"\ndef f():\n    raise UsageError("x", code=B)\n', "E0312 raised at ckpt_tool/a.py:3"),
-    "an imported constant": ("from ckpt_tool.b import B\ndef f():\n    raise UsageError('x', code=B)\n", "E0313 raised"),
-    "a module's constant": ("from ckpt_tool import b\nC = b.B\ndef f():\n    raise UsageError('x', code=C)\n", "E0313 raised"),
-    "a choice": ('def f(n):\n    raise UsageError("x", code="E0200" if n else "E0311")\n', "E0311 raised"),
-    "a helper": ('def g(text, code):\n    return UsageError(text, code=code)\ndef f():\n    raise g("x", "E0311")\n', "ckpt_tool/a.py:4"),
-    "a helper's helper": (
-        'class R:\n    def g(self, code, text):\n        return UsageError(text, code=code)\n'
-        '    def h(self, *, code):\n        return self.g(code, "x")\n'
-        'def f(r):\n    raise r.h(code="E0311")\n', "ckpt_tool/a.py:7",
+    "a constant": (
+        'A, B = "E0311", "E0312"\ndef f():\n    raise UsageError("x", code=B)\n',
+        "E0312 raised at ckpt_tool/a.py:3",
     ),
-    "an imported helper": ("from ckpt_tool.b import h\ndef f():\n    raise h('E0200')\n", "E0200 raised at ckpt_tool/a.py:3 is CorruptFile"),
-}  # fmt: skip
+    "an imported constant": (
+        "from ckpt_tool.b import B\ndef f():\n    raise UsageError('x', code=B)\n",
+        "E0313 raised",
+    ),
+    "a module's constant": (
+        "from ckpt_tool import b\nC = b.B\ndef f():\n    raise UsageError('x', code=C)\n",
+        "E0313 raised",
+    ),
+    "a choice": ('def f(n):\n    raise UsageError("x", code="E0200" if n else "E0311")\n', "E0311 raised"),
+    "a helper": (
+        'def g(text, code):\n    return UsageError(text, code=code)\ndef f():\n    raise g("x", "E0311")\n',
+        "ckpt_tool/a.py:4",
+    ),
+    "a helper's helper": (
+        "class R:\n    def g(self, code, text):\n        return UsageError(text, code=code)\n"
+        '    def h(self, *, code):\n        return self.g(code, "x")\n'
+        'def f(r):\n    raise r.h(code="E0311")\n',
+        "ckpt_tool/a.py:7",
+    ),
+    "an imported helper": (
+        "from ckpt_tool.b import h\ndef f():\n    raise h('E0200')\n",
+        "E0200 raised at ckpt_tool/a.py:3 is CorruptFile",
+    ),
+}
 BESIDE = 'B = "E0313"\ndef h(code):\n    return CorruptFile("x", code=code)\n'
 
 

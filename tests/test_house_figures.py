@@ -14,7 +14,8 @@ LONG = "def long():\n" + "    x = 1\n" * house_figures.LONG
 HOUSE = {
     "errors.py": "class E(Exception):\n    pass\n",
     "core/box.py": "from ckpt_tool.errors import E\n",
-    "run/a.py": "from typing import Any\nfrom ckpt_tool.core import box\nfrom ckpt_tool.run import b\nx: Any = [1]  # fmt: skip\n",
+    "run/a.py": "from typing import Any\nfrom ckpt_tool.core import box\nfrom ckpt_tool.run import b\nx: Any = [1]  "
+    "# fmt: skip\n",
     "run/b.py": "def f(v: Any) -> Any:\n    from ckpt_tool.core.box import E\n    from ckpt_tool.errors import E\n"
     + LONG,
 }

@@ -1,8 +1,8 @@
-"""No number of a file decides how long `ckpt` runs or how much it holds: every number of every config, argument, header and
-index of the fixtures is set to what no file can hold, and every verb ends soon, in little memory, by the contract.
+"""No number of a file decides how long `ckpt` runs or how much it holds: every number of every config, argument, header
+and index of the fixtures is set to what no file can hold, and every verb ends soon, in little memory, by the contract.
 
-The cases come from the fixtures: one for each format, kind of file and field, so that a new fixture brings its own. Each runs
-in a fork of its own with 1 GiB more address space than the test has, and 10 seconds a verb.
+The cases come from the fixtures: one for each format, kind of file and field, so that a new fixture brings its own.
+Each runs in a fork of its own with 1 GiB more address space than the test has, and 10 seconds a verb.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ edits = _load(Path(__file__).parent / "fuzz" / "edits.py")
 
 
 class Case(NamedTuple):
-    """One number of a fixture. what: `field` (a value in a file), `name` (of a tensor: digits of a text in a file), `file` (in
-    a file's name). at: which of the file's numbers, or texts, or the name's groups of digits; group: of the text's digits."""
+    """One number of a fixture. what: `field` (a value in a file), `name` (of a tensor: digits of a text in a file),
+    `file` (in a file's name). at: which of the file's numbers, or texts, or the name's groups of digits; group: of the
+    text's digits."""
 
     folder: Path
     what: str
@@ -62,13 +63,16 @@ class Case(NamedTuple):
     group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.what}-{self.folder.relative_to(FIXTURES)}-{self.file}-{self.field or 'number'}-{self.at}.{self.group}"
+        return f"{self.what}-{self.folder.relative_to(FIXTURES)}-{self.file}-{self.field or 'number'}-{self.at}.{self.group}"  # noqa: E501
 
 
 def folders() -> list[Path]:
     """The checkpoints among the fixtures, the smallest of each format first."""
-    found = [folder for folder in (*FIXTURES.glob("*/*"), *FIXTURES.glob("convert/*/*"))
-             if folder.is_dir() and folder.parent.name not in ("make", "convert")]  # fmt: skip
+    found = [
+        folder
+        for folder in (*FIXTURES.glob("*/*"), *FIXTURES.glob("convert/*/*"))
+        if folder.is_dir() and folder.parent.name not in ("make", "convert")
+    ]
     sized = {folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in found}
     return sorted(
         (folder for folder in found if sized[folder] <= LARGEST), key=lambda each: (each.parent.name, sized[each])
@@ -81,8 +85,8 @@ def _model(folder: Path) -> Path:
 
 
 def cases() -> Iterator[Case]:
-    """One for each (format, kind of file, field), one for each (format, kind of name), one for each kind of file name: a second
-    layer of the same fields tells nothing new."""
+    """One for each (format, kind of file, field), one for each (format, kind of name), one for each kind of file name:
+    a second layer of the same fields tells nothing new."""
     seen = set()
     for folder in folders():
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -108,7 +112,8 @@ def _in_file(folder: Path, file: str, part: Any) -> Iterator[Case]:
 
 
 def verbs(source: Path, sound: Path, out: Path) -> list[list[str]]:
-    """The lines that read all that a source says of itself; the conversions lay it out anew for ranks of other systems."""
+    """The lines that read all that a source says of itself; the conversions lay it out anew for ranks of other
+    systems."""
     base = FIXTURES / ("paddle-lora/base" if source.name == "adapter" else "convert/llama/hf")
     folds = [["merge", f"{base}", f"{source}", f"{out}-folded", "--method", "lora"]]
     return [
@@ -119,11 +124,20 @@ def verbs(source: Path, sound: Path, out: Path) -> list[list[str]]:
         ["reshard", f"{source}", f"{out}-reshard", "--dry-run"],
         ["merge", f"{source}", f"{out}-merge"],
         ["reshard", f"{source}", f"{out}-stages", "--pp", "2", "--ep", "2", "--dp", "2", "--dry-run"],
-        *(["convert", f"{source}", f"{out}-{to}", "--to", to, *more] for to, *more in (
-            ("safetensors",), ("sharded", "--tp", "2", "--pp", "2", "--dialect", "keep"), ("megatron-dist", "--dry-run"),
-            ("paddle", "--tp", "2", "--dry-run", "--lenient"), ("deepspeed", "--dp", "2", "--zero", "1", "--dry-run"),
-            ("megatron", "--pp", "2", "--dry-run", "--lenient"), ("meta", "--dry-run"), ("paddle-flex", "--dry-run"))),
-    ]  # fmt: skip
+        *(
+            ["convert", f"{source}", f"{out}-{to}", "--to", to, *more]
+            for to, *more in (
+                ("safetensors",),
+                ("sharded", "--tp", "2", "--pp", "2", "--dialect", "keep"),
+                ("megatron-dist", "--dry-run"),
+                ("paddle", "--tp", "2", "--dry-run", "--lenient"),
+                ("deepspeed", "--dp", "2", "--zero", "1", "--dry-run"),
+                ("megatron", "--pp", "2", "--dry-run", "--lenient"),
+                ("meta", "--dry-run"),
+                ("paddle-flex", "--dry-run"),
+            )
+        ),
+    ]
 
 
 def apart(lines: list[list[str]]) -> list[tuple[str, int, str]]:
@@ -214,12 +228,34 @@ def judge(case: Case, value: object, scratch: Path) -> list[str]:
 
 CASES = list(cases())
 # Counts that readers and mappings once counted out, or that a layout is made of.
-COUNTS = {f"{name} int" for name in (
-    "num_hidden_layers", "num_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_layer",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "expert_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "world_size", "vocab_size", "make_vocab_size_divisible_by", "tp", "pp", "dp",
-    "n_layers", "multiple_of", "mp_world_size", "dp_world_size", "r",
-)}  # fmt: skip
+COUNTS = {
+    f"{name} int"
+    for name in (
+        "num_hidden_layers",
+        "num_layers",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "n_layer",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "data_parallel_size",
+        "expert_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "world_size",
+        "vocab_size",
+        "make_vocab_size_divisible_by",
+        "tp",
+        "pp",
+        "dp",
+        "n_layers",
+        "multiple_of",
+        "mp_world_size",
+        "dp_world_size",
+        "r",
+    )
+}
 
 
 @pytest.mark.share(9)

@@ -1,7 +1,9 @@
-"""Both READMEs say the same, so do the guide's pages, and every command block works as typed, in a copy of the tree, from nothing.
+"""Both READMEs say the same, so do the guide's pages, and every command block works as typed, in a copy of the tree,
+from nothing.
 
-The block that runs the tests is run with the selection narrowed (`PYTEST_ADDOPTS`), or it would run itself for ever. `.ci/run`
-has typed that block itself when it comes here, and says so by CKPT_TESTS_INSTALLED: its packages are lent to the others then.
+The block that runs the tests is run with the selection narrowed (`PYTEST_ADDOPTS`), or it would run itself for ever.
+`.ci/run` has typed that block itself when it comes here, and says so by CKPT_TESTS_INSTALLED: its packages are lent to
+the others then.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def test_a_page_is_shown_whole(topic, language):
 
 
 def test_the_family_that_is_shown_is_all_of_it(tmp_path):
-    """OLMo 2 as the READMEs show it: a copy of the package without that file does not know the model; with the listing, it does."""
+    """OLMo 2 as the READMEs show it: a copy of the package without that file does not know the model; with the listing,
+    it does."""
     (body,) = [body for _, body in blocks("README.md", "python") if "OLMo 2" in body]
     assert len(body.splitlines()) <= 60
     shutil.copytree(ROOT / "ckpt_tool", tmp_path / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))

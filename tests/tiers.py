@@ -1,12 +1,13 @@
 """Which tests run when: some of many like cases, and the quick tier, which needs neither torch nor patience.
 
-Like cases are those of one test function. Of them the ones are taken whose names have the lowest CRC-32, as many as asked
+Like cases are those of one test function. Of them the ones are taken whose names have the lowest CRC-32, as many as
+asked
 for: the choice does not depend on the order of the cases, and there is always one.
 
-`python -m pytest -m quick` takes one of ONE_OF like cases of every test that is not marked slow, first, peers or crash, lies
-in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`. The last is
-read from the source before a module is imported: a module that needs more is not collected, and a test that imports more
-inside, or uses a function or fixture of its module that does, is left out.
+`python -m pytest -m quick` takes one of ONE_OF like cases of every test that is not marked slow, first, peers or crash,
+lies in none of the SLOW_FOLDERS, and imports nothing but Python, the tool, its dependencies and the extra `quick`. The
+last is read from the source before a module is imported: a module that needs more is not collected, and a test that
+imports more inside, or uses a function or fixture of its module that does, is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def chosen(cases: Iterable[tuple[str, Case]], one_of: int) -> list[Case]:
     return [case for like in taken for _, _, case in like]
 
 
-# -- what needs more than the tool itself -------------------------------------------------------------------------------
+# -- what needs more than the tool itself ------------------------------------------------------------------------------
 
 
 def is_quick_module(path: Path) -> bool:
@@ -64,9 +65,13 @@ def needing_more(path: Path) -> frozenset[str]:
     if any(map(_is_more, (*_imported(outside), *_skipped_without(outside)))):
         found.add("")
     uses = {
-        each.name: {node.id if isinstance(node, ast.Name) else node.arg for node in parts[id(each)] if isinstance(node, ast.Name | ast.arg)}
+        each.name: {
+            node.id if isinstance(node, ast.Name) else node.arg
+            for node in parts[id(each)]
+            if isinstance(node, ast.Name | ast.arg)
+        }
         for each in functions
-    }  # fmt: skip
+    }
     while more := {name for name, used in uses.items() if name not in found and used & found}:
         found |= more
     return frozenset(found)

@@ -16,20 +16,21 @@ One statement says how tensors are renamed, cut, joined, turned or cast; a progr
 | `a -> b, permute='[2, 0, 1]'` | dim i of `b` is dim `permute[i]` of `a`; `'[]'` reverses all |
 | `a -> b, dtype='float32'` | model weights are cast (float16, bfloat16, float32); states keep their dtype |
 | `q, k, v -> qkv, fused_qkv, num_heads=H, num_key_value_groups=G` | and `fused_qkv_old`, `fused_ffn`: see `aoa_steps` |
-| `$LAYER_ID`, `$EXPERT_ID`, `$LAYER_ID_OFFSET`, `*`, `NAME[s:e]` | many names in one: see `aoa_names`, `aoa_statement` |
+| `$LAYER_ID`, `$EXPERT_ID`, `$LAYER_ID_OFFSET`, `*`, `NAME[s:e]` | many names in one: see `aoa_names`, `aoa_statement`
+|
 
-Names of parameters are meant; the states of a parameter follow it. What no statement names passes as it is. `reverse` runs
-the statements from right to left, the last one first (a cast must then say both dtypes).
+Names of parameters are meant; the states of a parameter follow it. What no statement names passes as it is. `reverse`
+runs the statements from right to left, the last one first (a cast must then say both dtypes).
 
-Source: PaddlePaddle 3.3.1, `python/paddle/distributed/flex_checkpoint/aoa/`. Where Paddle is silent and a tensor could be
-lost or doubled, this is strict; each fault names its statement, and all faults of a pass come at once:
+Source: PaddlePaddle 3.3.1, `python/paddle/distributed/flex_checkpoint/aoa/`. Where Paddle is silent and a tensor could
+be lost or doubled, this is strict; each fault names its statement, and all faults of a pass come at once:
 
-E1200 no statement, E1201 E1202 the file, E1203 attribute, E1204 value, E1205 several names on both sides, E1206 name, E1207
-`A -> B^T`, E1208 a pattern without a match, E1209 unlike placeholders, E1210 numbers that can't be written out, E1211 form of
-a fusion, E1212 heads and shards that don't divide, E1213 shards that can't be told, E1214 `dtype` in reverse, E1215 unequal
-split, E1216 shape, axis or permutation, E1217 casts, E1218 a name that nothing has made, E1219 a source that is lost, E1220 a
-wanted tensor without a source, E1221 dropped and read, E1222 made and not wanted, E1223 elements read twice, E1224 another
-shape than wanted.
+E1200 no statement, E1201 E1202 the file, E1203 attribute, E1204 value, E1205 several names on both sides, E1206 name,
+E1207 `A -> B^T`, E1208 a pattern without a match, E1209 unlike placeholders, E1210 numbers that can't be written out,
+E1211 form of a fusion, E1212 heads and shards that don't divide, E1213 shards that can't be told, E1214 `dtype` in
+reverse, E1215 unequal split, E1216 shape, axis or permutation, E1217 casts, E1218 a name that nothing has made, E1219 a
+source that is lost, E1220 a wanted tensor without a source, E1221 dropped and read, E1222 made and not wanted, E1223
+elements read twice, E1224 another shape than wanted.
 
 Cost: linear in the written-out statements, some 20 us each; no tensor is built. What it does not do: know files.
 """
@@ -68,12 +69,12 @@ def compile_aoa(
         shapes: name -> shape of every tensor of the source, in its order.
         reverse: run them from right to left; `shapes` is then what the right sides name.
         shards: how many shards the tensors of fusions have where they lie and where they go; 1 where nothing is said.
-        wanted: the names of the destination, or name -> shape; None where it is not known: then every value that nothing
-            reads is an output, and so is `x` of `x -> x` where others merely rename it.
+        wanted: the names of the destination, or name -> shape; None where it is not known: then every value that
+            nothing reads is an output, and so is `x` of `x -> x` where others merely rename it.
         skip_unmatched: a pattern that fits no tensor makes nothing, as in Paddle; otherwise it is an error.
-    Returns: each output with the pieces that tile it (`src` in the source, `dst` in it; merged where they are regular), in
-        the order of `wanted`, else of the source (by the first tensor that each is made of). `dropped`: sources of which
-        nothing is left, in their order.
+    Returns: each output with the pieces that tile it (`src` in the source, `dst` in it; merged where they are regular),
+        in the order of `wanted`, else of the source (by the first tensor that each is made of). `dropped`: sources of
+        which nothing is left, in their order.
     Raises: UsageError, E1200 to E1224, with all faults of the pass: those of reading and running the statements, then
         those of what is left over.
     """
@@ -112,9 +113,15 @@ def steps_for(
 
 
 def _steps(
-    statements: Sequence[str], shapes: Mapping[str, Shape], goal: Mapping[str, Shape | None] | None, shards: Shards,
-    faults: Faults, *, reverse: bool, skip: bool,
-) -> list[Step]:  # fmt: skip
+    statements: Sequence[str],
+    shapes: Mapping[str, Shape],
+    goal: Mapping[str, Shape | None] | None,
+    shards: Shards,
+    faults: Faults,
+    *,
+    reverse: bool,
+    skip: bool,
+) -> list[Step]:
     parsed: list[Statement] = []
     for number, text in enumerate(statements, start=1):
         for line in filter(str.strip, text.splitlines()):

@@ -57,13 +57,17 @@ class Faults:
                 told.append(fault)
         counts = [
             f"{f'statement {number}: ' if number else ''}{n - TOLD} more like these [{code}]"
-            for (code, number), n in more.items() if n > TOLD
-        ]  # fmt: skip
+            for (code, number), n in more.items()
+            if n > TOLD
+        ]
         first = told[0]
         raise UsageError(
-            first.message, code=first.code, place=self._place(first.number) or None, hint=first.hint or None,
+            first.message,
+            code=first.code,
+            place=self._place(first.number) or None,
+            hint=first.hint or None,
             faults=[*(self._line(fault) for fault in told[1:]), *counts],
-        )  # fmt: skip
+        )
 
     def _place(self, number: int) -> str:
         text = " ".join(self.statements[number - 1].split()) if number else ""

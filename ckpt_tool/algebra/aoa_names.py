@@ -6,11 +6,11 @@
     e.*.w -> stack, axis=0                     e.0.w, e.1.w -> stack, axis=0   (by number)
 
 Ids are found among the names that the side to be read has: the source's, the destination's where a pattern names only
-what is made. Several placeholders take every pair of ids that are found. Source: PaddlePaddle 3.3.1, `aoa/macros.py` (`id`,
-`layer_id_offset_macro`, `star_macro`). Stricter than Paddle: a pattern without a match is an error, so are unlike
-placeholders in one statement. Ids are those of all names of the side that is read, not of the first name only, so a
-lacking partner shows. With `reverse` all of it works from the right side, stars included, where Paddle still looks left.
-A `_` may stand against a pattern: each of its names is dropped, or has no source.
+what is made. Several placeholders take every pair of ids that are found. Source: PaddlePaddle 3.3.1, `aoa/macros.py`
+(`id`, `layer_id_offset_macro`, `star_macro`). Stricter than Paddle: a pattern without a match is an error, so are
+unlike placeholders in one statement. Ids are those of all names of the side that is read, not of the first name only,
+so a lacking partner shows. With `reverse` all of it works from the right side, stars included, where Paddle still looks
+left. A `_` may stand against a pattern: each of its names is dropped, or has no source.
 
 Cost: one look at each name, then at those of like form alone.
 """
@@ -93,24 +93,30 @@ class _Names:
         if len(holders) > 1:
             few, many = min(names, key=_holders), max(names, key=_holders)
             raise UsageError(
-                f"`{few}` and `{many}` have unlike placeholders", code="E1209",
+                f"`{few}` and `{many}` have unlike placeholders",
+                code="E1209",
                 hint="every name of a statement has the same ones: write the numbers of the others out",
-            )  # fmt: skip
+            )
         found = self._ids(statement, sorted(holders.pop()))
         if prod(map(len, found.values())) > max(4 * len(self.source.names), MAX_NAMES):
             raise UsageError(f"the ids pair up {prod(map(len, found.values()))} times", code="E1210")
         for numbers in product(*found.values()):
             ids = dict(zip(found, numbers, strict=True))
-            yield statement._replace(left=self._at(statement.left, ids, made=self.reverse),
-                                     right=self._at(statement.right, ids, made=not self.reverse))  # fmt: skip
+            yield statement._replace(
+                left=self._at(statement.left, ids, made=self.reverse),
+                right=self._at(statement.right, ids, made=not self.reverse),
+            )
 
     def _ids(self, statement: Statement, holders: Sequence[str]) -> dict[str, list[int]]:
         """The ids of each placeholder over all names of the side that is read; none where the statement is skipped."""
         read, made = (statement.right, statement.left) if self.reverse else (statement.left, statement.right)
         patterns, forms = (made, self.wanted) if read == (NOTHING,) else (read, self.source)
         if forms is None:
-            raise UsageError(f"what `{patterns[0]}` stands for is not known", code="E1210",
-                             hint="write the numbers out: the names of the destination are not known here")  # fmt: skip
+            raise UsageError(
+                f"what `{patterns[0]}` stands for is not known",
+                code="E1210",
+                hint="write the numbers out: the names of the destination are not known here",
+            )
         found: dict[str, set[int]] = {holder: set() for holder in holders}
         missing = []
         for pattern in patterns:
@@ -128,11 +134,15 @@ class _Names:
         bare = pattern.removesuffix(TRANSPOSED)
         where = "source" if forms is self.source else "destination"
         near = self.faults.near(_HOLDER.sub("0", bare), forms.names)
-        return UsageError(f"no name of the {where} fits `{bare}`", code="E1208",
-                          hint=near or "leave the statement out, or --lenient, which skips those that fit nothing, as Paddle does")  # fmt: skip
+        return UsageError(
+            f"no name of the {where} fits `{bare}`",
+            code="E1208",
+            hint=near or "leave the statement out, or --lenient, which skips those that fit nothing, as Paddle does",
+        )
 
     def _at(self, names: Sequence[str], ids: Ids, *, made: bool) -> tuple[str, ...]:
-        """The names at `ids`. The offset counts the right side one below the left, whichever is the one that is read."""
+        """The names at `ids`. The offset counts the right side one below the left, whichever is the one that is
+        read."""
         shift = (1 if self.reverse else -1) if made else 0
 
         def number(match: re.Match[str]) -> str:
@@ -140,8 +150,11 @@ class _Names:
                 return _STAR
             value = ids[match[0]] + (shift if match[0] == _OFFSET else 0)
             if value < 0:
-                raise UsageError(f"layer {ids[match[0]]} has none below it", code="E1210",
-                                 hint="drop or rename that layer first, by its number")  # fmt: skip
+                raise UsageError(
+                    f"layer {ids[match[0]]} has none below it",
+                    code="E1210",
+                    hint="drop or rename that layer first, by its number",
+                )
             return str(value)
 
         return tuple(_HOLDER.sub(number, name) for name in names)
@@ -169,8 +182,12 @@ class _Names:
             return [pattern]
         forms, bare = self.source if read else self.wanted, pattern.removesuffix(TRANSPOSED)
         if forms is None:
-            raise UsageError(f"what `{pattern}` stands for is not known", code="E1210",
-                             hint="write the names out, as NAME[START:END] or one by one: the names of the destination are not known here")  # fmt: skip
+            raise UsageError(
+                f"what `{pattern}` stands for is not known",
+                code="E1210",
+                hint="write the names out, as NAME[START:END] or one by one: the names of the destination are "
+                "not known here",
+            )
         numbers = sorted(ids[_STAR] for ids in forms.ids(bare))
         if not numbers and not (self.skip and read):
             raise self._no_match(pattern, forms)

@@ -1,12 +1,12 @@
 """Run: the steps of a program carried out on slices, and what is left over at its end.
 
 Names hold values as in any small language: the source's tensors at first; a step reads names and assigns others, a name
-may be assigned again once its value has been read. At the end the outputs are those of the destination where it is known,
-else every value that nothing has read, and a source `x` of `x -> x` where others merely rename it (`x -> head`).
+may be assigned again once its value has been read. At the end the outputs are those of the destination where it is
+known, else every value that nothing has read, and a source `x` of `x -> x` where others merely rename it (`x -> head`).
 
-Each element of the source must reach one place: what is overwritten, never read, cut away or read twice is a fault, unless
-a statement drops it in words. A whole tensor may be read several times (`embed -> head` for tied weights). What it does
-not do: find out what names stand for (`aoa_names`).
+Each element of the source must reach one place: what is overwritten, never read, cut away or read twice is a fault,
+unless a statement drops it in words. A whole tensor may be read several times (`embed -> head` for tied weights). What
+it does not do: find out what names stand for (`aoa_names`).
 """
 
 from __future__ import annotations
@@ -69,8 +69,12 @@ class Run:
             if not self.doubtful:
                 gone = self.dropped.get(name)
                 near = self.faults.near(name, self.values)
-                self.faults.add("E1218", number, f"`{shown(name)}` is read, but nothing has made it",
-                                f"statement {gone} drops it" if gone else near)  # fmt: skip
+                self.faults.add(
+                    "E1218",
+                    number,
+                    f"`{shown(name)}` is read, but nothing has made it",
+                    f"statement {gone} drops it" if gone else near,
+                )
             self.values[name] = None
         self.reader.setdefault(name, number)
         return self.values[name]
@@ -83,9 +87,11 @@ class Run:
                 self.buried[name] = number
             else:
                 self.faults.add(
-                    "E1219", number, f"`{shown(name)}` is made anew, and nothing has read what statement"
-                    f" {self.maker[name]} made", "give one of the two another name",
-                )  # fmt: skip
+                    "E1219",
+                    number,
+                    f"`{shown(name)}` is made anew, and nothing has read what statement {self.maker[name]} made",
+                    "give one of the two another name",
+                )
         self.values[name] = value
         self.maker[name] = number
         self.reader.pop(name, None)
@@ -94,8 +100,12 @@ class Run:
     def _drop(self, step: Step) -> None:
         (name,) = step.left
         if name in self.reader:
-            self.faults.add("E1221", step.number, f"`{name}` is dropped, but statement {self.reader[name]} reads it",
-                            "leave one of the two out: what has been read needs no dropping")  # fmt: skip
+            self.faults.add(
+                "E1221",
+                step.number,
+                f"`{name}` is dropped, but statement {self.reader[name]} reads it",
+                "leave one of the two out: what has been read needs no dropping",
+            )
             return
         value = self._read(name, step.number)
         del self.values[name]
@@ -114,16 +124,21 @@ class Run:
     def _contradiction(self, name: str, adder: int, maker: int) -> None:
         """`_ -> name` of statement `adder`; `maker` makes it, 0 the source has it."""
         what = f"statement {maker} makes it" if maker else "the source has it"
-        self.faults.add("E1221", max(adder, maker), f"statement {adder} says that `{name}` has no source, but {what}",
-                        "leave one of the two out" if maker else f"drop it first: `{name} -> _`")  # fmt: skip
+        self.faults.add(
+            "E1221",
+            max(adder, maker),
+            f"statement {adder} says that `{name}` has no source, but {what}",
+            "leave one of the two out" if maker else f"drop it first: `{name} -> _`",
+        )
 
     def outputs(self, wanted: Mapping[str, Shape | None] | None) -> dict[str, Value]:
         """The output tensors by name. Faults: E1219 to E1224."""
         if wanted is None:
             found = {
-                name: value for name, value in self.values.items()
+                name: value
+                for name, value in self.values.items()
                 if value is not None and (name not in self.reader or name in self.stated)
-            }  # fmt: skip
+            }
         else:
             found = self._wanted(wanted)
         self._account(found)
@@ -138,34 +153,58 @@ class Run:
             if value is None:
                 gone = self.dropped.get(name)
                 hint = f"statement {gone} drops it" if gone else self.faults.near(name, self.values)
-                self.faults.add("E1220", 0, f"the destination's `{name}` is made of nothing",
-                                hint or f"`_ -> {name}` states that it has no source")  # fmt: skip
+                self.faults.add(
+                    "E1220",
+                    0,
+                    f"the destination's `{name}` is made of nothing",
+                    hint or f"`_ -> {name}` states that it has no source",
+                )
                 continue
             if shape is not None and shape != value.shape:
-                self.faults.add("E1224", self.maker.get(name, 0), f"`{name}` comes out as {list(value.shape)}, the destination"
-                                f" has {list(shape)}", "is a transpose or an axis wrong?")  # fmt: skip
+                self.faults.add(
+                    "E1224",
+                    self.maker.get(name, 0),
+                    f"`{name}` comes out as {list(value.shape)}, the destination has {list(shape)}",
+                    "is a transpose or an axis wrong?",
+                )
             found[name] = value
         for name, number in self.unfilled.items():
             if name not in wanted:
-                self.faults.add("E1222", number, f"`{name}` has no source, and the destination has none of that name",
-                                self.faults.near(name, wanted))  # fmt: skip
+                self.faults.add(
+                    "E1222",
+                    number,
+                    f"`{name}` has no source, and the destination has none of that name",
+                    self.faults.near(name, wanted),
+                )
         for name, value in self.values.items():
             if name in wanted or name in self.reader or value is None or name.startswith(TEMPORARY):
                 continue
             near = self.faults.near(name, wanted)
             if name in self.maker:
-                self.faults.add("E1222", self.maker[name], f"`{name}` is made, but nothing reads it and the destination"
-                                " has none", near or f"`{name} -> _` drops it")  # fmt: skip
+                self.faults.add(
+                    "E1222",
+                    self.maker[name],
+                    f"`{name}` is made, but nothing reads it and the destination has none",
+                    near or f"`{name} -> _` drops it",
+                )
             else:
-                self.faults.add("E1219", 0, f"the source's `{name}` is read by no statement, and the destination has none",
-                                near or f"`{name} -> _` drops it")  # fmt: skip
+                self.faults.add(
+                    "E1219",
+                    0,
+                    f"the source's `{name}` is read by no statement, and the destination has none",
+                    near or f"`{name} -> _` drops it",
+                )
         return found
 
     def _account(self, outputs: Mapping[str, Value]) -> None:
         """Does every element of the source reach one place?"""
         for name, number in self.buried.items():
-            self.faults.add("E1219", number, f"the source's `{name}` is overwritten before anything reads it",
-                            f"`{name} -> _` first, if it is to be dropped")  # fmt: skip
+            self.faults.add(
+                "E1219",
+                number,
+                f"the source's `{name}` is overwritten before anything reads it",
+                f"`{name} -> _` first, if it is to be dropped",
+            )
         used: dict[str, dict[str, list[Slice]]] = {name: {} for name in self.shapes}
         for output, value in outputs.items():
             for piece in value.slices:
@@ -206,10 +245,16 @@ def _misread(name: str, shape: Shape, used: Mapping[str, list[Slice]], left_out:
     pair = first_overlap([piece.box for _, piece in slices])
     if pair is not None:
         names = sorted({slices[i][0] for i in pair})
-        return ("E1223", f"elements of the source's `{name}` are read twice, for {' and for '.join(f'`{n}`' for n in names)}",
-                "only a whole tensor may be read more than once")  # fmt: skip
+        return (
+            "E1223",
+            f"elements of the source's `{name}` are read twice, for {' and for '.join(f'`{n}`' for n in names)}",
+            "only a whole tensor may be read more than once",
+        )
     lost = numel - sum(prod(piece.shape) for _, piece in slices) - left_out
     if lost > 0:
-        return ("E1219", f"{lost} of {numel} elements of the source's `{name}` reach no tensor",
-                f"`{name} -> _`, or the name of its part, drops them")  # fmt: skip
+        return (
+            "E1219",
+            f"{lost} of {numel} elements of the source's `{name}` reach no tensor",
+            f"`{name} -> _`, or the name of its part, drops them",
+        )
     return None

@@ -6,8 +6,8 @@ tensor with its dims in some order. `q` (8, 4), transposed and split in two alon
     Slice("q", start=(4, 0), at=(0, 0), shape=(4, 4), dims=(1, 0))      the second half: rows 4..7 of q, standing
 
 Boxes that lie end to end on both sides are joined again, and rows of boxes at equal steps (the query heads of every
-group of a fused QKV) become one strided piece. Cost: the number of boxes. What it does not do: names, codes of faults with
-their statement (`aoa`).
+group of a fused QKV) become one strided piece. Cost: the number of boxes. What it does not do: names, codes of faults
+with their statement (`aoa`).
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ def split(value: Value, parts: int, axis: int, name: str, why: str) -> list[Valu
     if rest:
         raise UsageError(
             f"`{shown(name)}` is {value.shape[axis]} long along axis {axis}, which {parts} parts don't divide"
-            + (f" ({why})" if why else ""), code="E1215", hint=f"its shape is {list(value.shape)}: is it another axis?",
-        )  # fmt: skip
+            + (f" ({why})" if why else ""),
+            code="E1215",
+            hint=f"its shape is {list(value.shape)}: is it another axis?",
+        )
     shape = _with(value.shape, axis, length)
-    return [value._replace(shape=shape, slices=tuple(_cut(value.slices, axis, k * length, length)))
-            for k in range(parts)]  # fmt: skip
+    return [
+        value._replace(shape=shape, slices=tuple(_cut(value.slices, axis, k * length, length))) for k in range(parts)
+    ]
 
 
 def _cut(slices: Iterable[Slice], axis: int, low: int, length: int) -> Iterator[Slice]:
@@ -97,14 +100,16 @@ def concat(values: Sequence[Value], axis: int, names: Sequence[str], *, even: bo
         if not same or (even and value.shape != first.shape):
             raise UsageError(
                 f"`{shown(names[0])}` {list(first.shape)} and `{shown(name)}` {list(value.shape)} can't be joined along"
-                f" axis {axis}", code="E1216",
+                f" axis {axis}",
+                code="E1216",
                 hint="a fusion wants parts of one size" if same else "all other dims must be the same",
-            )  # fmt: skip
+            )
         if value.dtype != first.dtype:
             raise UsageError(
-                f"`{shown(names[0])}` is cast to {_dtype(first)} and `{shown(name)}` to {_dtype(value)}", code="E1217",
+                f"`{shown(names[0])}` is cast to {_dtype(first)} and `{shown(name)}` to {_dtype(value)}",
+                code="E1217",
                 hint="cast after joining",
-            )  # fmt: skip
+            )
         for piece in value.slices:
             _append(joined, piece._replace(at=_with(piece.at, axis, piece.at[axis] + at)), axis)
         at += value.shape[axis]
@@ -132,8 +137,11 @@ def permute(value: Value, dims: Sequence[int], name: str) -> Value:
     """Dim i of the result is dim `dims[i]` of the value; () reverses them. Raises UsageError (E1216)."""
     order = tuple(dims) or tuple(reversed(range(len(value.shape))))
     if sorted(order) != list(range(len(value.shape))):
-        raise UsageError(f"permute='{list(order)}' of `{shown(name)}` of shape {list(value.shape)}", code="E1216",
-                         hint=f"name each of its {len(value.shape)} dims once")  # fmt: skip
+        raise UsageError(
+            f"permute='{list(order)}' of `{shown(name)}` of shape {list(value.shape)}",
+            code="E1216",
+            hint=f"name each of its {len(value.shape)} dims once",
+        )
 
     def turned(values: Shape) -> Shape:
         return tuple(values[k] for k in order)
@@ -145,8 +153,11 @@ def permute(value: Value, dims: Sequence[int], name: str) -> Value:
 def cast(value: Value, dtype: DType | None, name: str) -> Value:
     """Raises UsageError (E1217) where an earlier cast has rounded to another dtype: one cast says what is meant."""
     if value.dtype not in (None, dtype) and _dtype(value) != "F32":
-        raise UsageError(f"`{shown(name)}` is cast to {_dtype(value)} and then to {dtype.name if dtype else None}",
-                         code="E1217", hint="each cast would round: leave one of them out")  # fmt: skip
+        raise UsageError(
+            f"`{shown(name)}` is cast to {_dtype(value)} and then to {dtype.name if dtype else None}",
+            code="E1217",
+            hint="each cast would round: leave one of them out",
+        )
     return value._replace(dtype=dtype)
 
 
@@ -161,8 +172,13 @@ def pieces_of(name: str, value: Value, shapes: Mapping[str, Shape]) -> tuple[Pie
         ext, src, dst = first.shape, _flat(first.start, there), _flat(first.at, steps)
         if len(run) > 1:
             jump = _flat(second.start, there) - src
-            out.append(Piece((len(run), *ext), Side(first.source, src, (jump, *strides)),
-                             Side(name, dst, (_flat(second.at, steps) - dst, *steps))))  # fmt: skip
+            out.append(
+                Piece(
+                    (len(run), *ext),
+                    Side(first.source, src, (jump, *strides)),
+                    Side(name, dst, (_flat(second.at, steps) - dst, *steps)),
+                )
+            )
         else:
             out.append(Piece(ext, Side(first.source, src, strides), Side(name, dst, steps)))
     return tuple(out)
@@ -186,12 +202,15 @@ def _runs(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 def _follows(run: Sequence[Slice], piece: Slice) -> bool:
     last = run[-1]
-    moved = [tuple(b - a for a, b in zip(*pair, strict=True))
-             for pair in ((last.at, piece.at), (last.start, piece.start))]  # fmt: skip
+    moved = [
+        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in ((last.at, piece.at), (last.start, piece.start))
+    ]
     if len(run) > 1:
         before = run[-2]
-        return moved == [tuple(b - a for a, b in zip(*pair, strict=True))
-                         for pair in ((before.at, last.at), (before.start, last.start))]  # fmt: skip
+        return moved == [
+            tuple(b - a for a, b in zip(*pair, strict=True))
+            for pair in ((before.at, last.at), (before.start, last.start))
+        ]
     return all(sum(map(bool, by)) == 1 and max(by) > 0 for by in moved)
 
 
@@ -205,8 +224,11 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
 
 def _check_axis(value: Value, axis: int, name: str) -> None:
     if axis >= len(value.shape):
-        raise UsageError(f"`{shown(name)}` has shape {list(value.shape)}: there is no axis {axis}", code="E1216",
-                         hint="axes count from 0; fusions take axis=1 where nothing is said")  # fmt: skip
+        raise UsageError(
+            f"`{shown(name)}` has shape {list(value.shape)}: there is no axis {axis}",
+            code="E1216",
+            hint="axes count from 0; fusions take axis=1 where nothing is said",
+        )
 
 
 def _dtype(value: Value) -> str:

@@ -62,8 +62,8 @@ class AoaText(NamedTuple):
 def read_aoa(text: str) -> AoaText:
     """Statements from a file: JSON as Paddle's `aoa_config`, or plain text with one statement a line and `#` comments.
 
-    JSON: `{"aoa_statements": [...], "aoa_config_reverse": false}`, or the list alone; `enable_traceback` is taken and means
-    nothing here. Raises UsageError E1201, E1202 with the place.
+    JSON: `{"aoa_statements": [...], "aoa_config_reverse": false}`, or the list alone; `enable_traceback` is taken and
+    means nothing here. Raises UsageError E1201, E1202 with the place.
     """
     if not text.lstrip().startswith(("{", "[")):
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
@@ -77,18 +77,23 @@ def read_aoa(text: str) -> AoaText:
         raise UsageError("the JSON of the statements is nested too deeply", code="E1201") from e
     except json.JSONDecodeError as e:
         raise UsageError(
-            f"the statements are not JSON: {e.msg}", code="E1201", place=f"line {e.lineno}, column {e.colno}",
+            f"the statements are not JSON: {e.msg}",
+            code="E1201",
+            place=f"line {e.lineno}, column {e.colno}",
             hint="plain text works too: one statement a line",
-        ) from e  # fmt: skip
+        ) from e
     except ValueError as e:  # a number of more digits than Python reads
         raise UsageError(f"the statements are not JSON: {e}", code="E1201") from e
     config = {"aoa_statements": found} if isinstance(found, list) else found
     for key in config:
         if key not in ("aoa_statements", "aoa_config_reverse", "enable_traceback"):
             raise UsageError(
-                f"{key!r} means nothing among the statements", code="E1202", place=f"/{key}",
-                hint=near_misses(key, ("aoa_statements", "aoa_config_reverse")) or "want aoa_statements, aoa_config_reverse",
-            )  # fmt: skip
+                f"{key!r} means nothing among the statements",
+                code="E1202",
+                place=f"/{key}",
+                hint=near_misses(key, ("aoa_statements", "aoa_config_reverse"))
+                or "want aoa_statements, aoa_config_reverse",
+            )
     statements: Any = config.get("aoa_statements")
     reverse: Any = config.get("aoa_config_reverse", False)
     if not isinstance(statements, list) or not all(isinstance(line, str) for line in statements):
@@ -116,9 +121,10 @@ def parse(text: str, number: int) -> Statement:
     arrows = [i for i, (kind, _, _) in enumerate(tokens) if kind == "arrow"]
     if len(arrows) != 1:
         raise UsageError(
-            f"{len(arrows)} arrows `->` in a statement, want one", code="E1200",
+            f"{len(arrows)} arrows `->` in a statement, want one",
+            code="E1200",
             hint="is a comma missing between two statements?" if arrows else "NAME -> NAME",
-        )  # fmt: skip
+        )
     left = _items(tokens[: arrows[0] + 1])
     right = _items(tokens[arrows[0] + 1 :])
     if any(value is not None or name in WORDS for name, value in left):
@@ -137,22 +143,25 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
         if match is None:
             at = here + len(text[here:]) - len(text[here:].lstrip())
             raise UsageError(
-                f"`{text[at]}` has no meaning at column {at + 1}", code="E1200",
+                f"`{text[at]}` has no meaning at column {at + 1}",
+                code="E1200",
                 hint="names are letters, digits, `.` and `_`; other tensors pass under their own names",
-            )  # fmt: skip
+            )
         kind = match.lastgroup or ""
         if kind == "number" and len(match[kind]) > DIGITS:
             raise UsageError(
-                f"a number of {len(match[kind])} digits at column {match.start(kind) + 1}", code="E1204",
+                f"a number of {len(match[kind])} digits at column {match.start(kind) + 1}",
+                code="E1204",
                 hint="no axis, head or layer has such a number",
-            )  # fmt: skip
+            )
         yield kind, match[kind], match.start(kind) + 1
         here = match.end()
     yield "end", "", end + 1
 
 
 def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | None]]:
-    """What stands between commas up to the last token: (name, None), or (attribute, value). `NAME[s:e]` as its names."""
+    """What stands between commas up to the last token: (name, None), or (attribute, value). `NAME[s:e]` as its
+    names."""
     items: list[tuple[str, int | str | None]] = []
     rest = [*tokens[:-1], ("end", tokens[-1][1], tokens[-1][2])]
     at = 0
@@ -186,8 +195,11 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
 
 def _array(name: str, start: int, stop: int) -> list[tuple[str, int | str | None]]:
     if not 0 < stop - start <= MAX_NAMES:
-        raise UsageError(f"{name}[{start}:{stop}] is {max(stop - start, 0)} names", code="E1206",
-                         hint="START is the first number, END the one after the last")  # fmt: skip
+        raise UsageError(
+            f"{name}[{start}:{stop}] is {max(stop - start, 0)} names",
+            code="E1206",
+            hint="START is the first number, END the one after the last",
+        )
     return [(f"{name}_{i}", None) for i in range(start, stop)]
 
 
@@ -206,8 +218,11 @@ def _parted(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...],
                 raise UsageError(f"{word} and {name} in one statement", code="E1203", hint="a statement fuses once")
             word = name
         elif attributes or word:
-            raise UsageError(f"`{name}` stands behind the attributes", code="E1203",
-                             hint=near_misses(name, (*WORDS, *_NUMBERS, *_TEXTS)) or "names come first")  # fmt: skip
+            raise UsageError(
+                f"`{name}` stands behind the attributes",
+                code="E1203",
+                hint=near_misses(name, (*WORDS, *_NUMBERS, *_TEXTS)) or "names come first",
+            )
         else:
             names.append(name)
     if not names:
@@ -227,8 +242,11 @@ def _value(name: str, value: int | str) -> int | str:
     if name.startswith("num_") and not 0 < int(value) <= MAX_NAMES:
         raise UsageError(f"{name}={value}: want 1 to {MAX_NAMES}", code="E1204")
     if name.endswith("dtype") and value not in CASTS:
-        raise UsageError(f"{name}='{value}' is no cast of the language", code="E1204",
-                         hint=near_misses(str(value), CASTS) or f"there are {', '.join(CASTS)}")  # fmt: skip
+        raise UsageError(
+            f"{name}='{value}' is no cast of the language",
+            code="E1204",
+            hint=near_misses(str(value), CASTS) or f"there are {', '.join(CASTS)}",
+        )
     if name == "permute" and not _PERMUTE.fullmatch(str(value).strip()):
         raise UsageError(f"permute='{value}': want dims as '[2, 0, 1]'", code="E1204", hint="'[]' reverses all dims")
     return value
@@ -243,20 +261,32 @@ def _check_names(statement: Statement) -> None:
     left, right, word = statement.left, statement.right, statement.word
     for name in right:
         if name.endswith(TRANSPOSED):
-            raise UsageError(f"`{name}` can't be assigned: a transpose is a view of what is read", code="E1207",
-                             hint=f"read it transposed: `A^T -> {name.removesuffix(TRANSPOSED)}`")  # fmt: skip
+            raise UsageError(
+                f"`{name}` can't be assigned: a transpose is a view of what is read",
+                code="E1207",
+                hint=f"read it transposed: `A^T -> {name.removesuffix(TRANSPOSED)}`",
+            )
     for name in (*left, *right):
         bare = name.removesuffix(TRANSPOSED)
         if "^" in bare or bare.count("*") > 1 or (name != bare and bare == NOTHING):
             raise UsageError(f"`{name}` is no name", code="E1206", hint="one `*` at most, and `^T` at the end alone")
         for placeholder in _PLACEHOLDER.findall(bare):
             if not placeholder.startswith(PLACEHOLDERS):
-                raise UsageError(f"`{placeholder}` in `{name}` is no placeholder", code="E1206",
-                                 hint=near_misses(placeholder, PLACEHOLDERS) or f"there are {', '.join(PLACEHOLDERS)}")  # fmt: skip
+                raise UsageError(
+                    f"`{placeholder}` in `{name}` is no placeholder",
+                    code="E1206",
+                    hint=near_misses(placeholder, PLACEHOLDERS) or f"there are {', '.join(PLACEHOLDERS)}",
+                )
     if len(left) > 1 and len(right) > 1:
         near = near_misses(right[-1], WORDS)
-        raise UsageError(f"{len(left)} names -> {len(right)} names: one side wants a single name", code="E1205",
-                         hint=near or "write it as two statements with a name between them")  # fmt: skip
+        raise UsageError(
+            f"{len(left)} names -> {len(right)} names: one side wants a single name",
+            code="E1205",
+            hint=near or "write it as two statements with a name between them",
+        )
     if NOTHING in (*left, *right) and (len(left) + len(right) > 2 or left == right or statement.attributes or word):
-        raise UsageError("`_` stands alone on its side, without attributes", code="E1206",
-                         hint="`NAME -> _` drops a tensor, `_ -> NAME` states one without a source")  # fmt: skip
+        raise UsageError(
+            "`_` stands alone on its side, without attributes",
+            code="E1206",
+            hint="`NAME -> _` drops a tensor, `_ -> NAME` states one without a source",
+        )

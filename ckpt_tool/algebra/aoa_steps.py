@@ -15,9 +15,9 @@ key-value heads whatever its name says:
 
 t is how many shards the tensor of that name has where it is stored (`Shards`); a name made on the way has the count of
 the one it comes from or goes to. Names of steps' own begin with `~`, so none meets a name of a checkpoint. Source:
-PaddlePaddle 3.3.1, `aoa/macros.py` (transposes, fusions), `aoa_engine.py` (steps, reverse). Where heads don't divide into
-shards Paddle loses some in silence; here it is an error. Reversed fusions count the shards of the side that each name
-really lies on (Paddle: 1 for `g, u -> gu`). What it does not do: know shapes (`aoa_slices`).
+PaddlePaddle 3.3.1, `aoa/macros.py` (transposes, fusions), `aoa_engine.py` (steps, reverse). Where heads don't divide
+into shards Paddle loses some in silence; here it is an error. Reversed fusions count the shards of the side that each
+name really lies on (Paddle: 1 for `g, u -> gu`). What it does not do: know shapes (`aoa_slices`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckpt_tool.algebra.aoa_statement import (
     WORDS,
     Statement,
     permutation,
-)  # fmt: skip
+)
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import UsageError, near_misses
 
@@ -70,15 +70,19 @@ class Step(NamedTuple):
 
 
 def steps_of(
-    statements: Sequence[Statement], shards: Shards, leaves: tuple[Collection[str], Collection[str]], faults: Faults,
-    *, reverse: bool,
-) -> list[Step]:  # fmt: skip
+    statements: Sequence[Statement],
+    shards: Shards,
+    leaves: tuple[Collection[str], Collection[str]],
+    faults: Faults,
+    *,
+    reverse: bool,
+) -> list[Step]:
     """The steps in the order in which they run; `statements` without placeholders and stars.
 
     Args:
         leaves: the names of the source, and those of the destination, at which a chain of names ends.
-    Faults: E1203 what a form can't have, E1211 a fusion of another form, E1212 heads and shards that don't divide, E1213
-    shards that can't be told, E1214 `dtype` in reverse.
+    Faults: E1203 what a form can't have, E1211 a fusion of another form, E1212 heads and shards that don't divide,
+    E1213 shards that can't be told, E1214 `dtype` in reverse.
     """
     counts = _Counts(statements, shards, leaves, reverse)
     out: list[Step] = []
@@ -126,21 +130,28 @@ def _plain(statement: Statement, reverse: bool) -> Step:
         if asked != {"axis"}:
             wants = "a split" if len(right) > 1 else "a concatenation"
             near = near_misses(right[-1], WORDS) if len(right) > 1 else ""
-            raise UsageError(f"{wants} wants axis=N and nothing else, found {', '.join(sorted(asked)) or 'nothing'}",
-                             code="E1203", hint=near or "axis=1 joins columns, axis=0 rows")  # fmt: skip
+            raise UsageError(
+                f"{wants} wants axis=N and nothing else, found {', '.join(sorted(asked)) or 'nothing'}",
+                code="E1203",
+                hint=near or "axis=1 joins columns, axis=0 rows",
+            )
         return Step(number, "split" if len(right) > 1 else "concat", left, right, int(attributes["axis"]))
     if asked <= {"axis"}:  # `a -> b, axis=0`: what a star or a range of one name leaves over
         return Step(number, "rename", left, right)
     if asked == {"permute"}:
         return Step(number, "permute", left, right, dims=permutation(str(attributes["permute"])))
     if asked == {"dtype"} and reverse:
-        raise UsageError("dtype= can't be run in reverse", code="E1214",
-                         hint="say both ends: src_dtype='...', dst_dtype='...'")  # fmt: skip
+        raise UsageError(
+            "dtype= can't be run in reverse", code="E1214", hint="say both ends: src_dtype='...', dst_dtype='...'"
+        )
     if asked in ({"dtype"}, {"src_dtype", "dst_dtype"}):
         to = "dtype" if "dtype" in asked else "src_dtype" if reverse else "dst_dtype"
         return Step(number, "cast", left, right, dtype=CASTS[str(attributes[to])])
-    raise UsageError(f"{', '.join(sorted(asked))} in one statement", code="E1203",
-                     hint="one of permute=, dtype=, or src_dtype= with dst_dtype=")  # fmt: skip
+    raise UsageError(
+        f"{', '.join(sorted(asked))} in one statement",
+        code="E1203",
+        hint="one of permute=, dtype=, or src_dtype= with dst_dtype=",
+    )
 
 
 _BACK = {"split": "concat", "concat": "split", "drop": "add", "add": "drop"}
@@ -152,22 +163,27 @@ def _reversed(step: Step) -> Step:
     return step._replace(kind=_BACK.get(step.kind, step.kind), left=step.right, right=step.left, dims=dims)
 
 
-# -- fusions ------------------------------------------------------------------------------------------------------------
+# -- fusions -----------------------------------------------------------------------------------------------------------
 
 
 def _fused(statement: Statement, counts: _Counts) -> list[Step]:
     attributes, word = statement.attributes, statement.word
     allowed = {"axis"} if word == FFN else {"axis", "num_heads", "num_key_value_groups"}
     if set(attributes) - allowed:
-        raise UsageError(f"{word} takes no {', '.join(sorted(set(attributes) - allowed))}", code="E1203",
-                         hint=f"it takes {', '.join(sorted(allowed))}")  # fmt: skip
+        raise UsageError(
+            f"{word} takes no {', '.join(sorted(set(attributes) - allowed))}",
+            code="E1203",
+            hint=f"it takes {', '.join(sorted(allowed))}",
+        )
     fused, parts = (statement.left, statement.right) if len(statement.left) == 1 else (statement.right, statement.left)
     many = 2 if word == FFN else 3
     if NOTHING in (*fused, *parts) or len(parts) not in ((many,) if word == QKV else (many, 1)):
         raise UsageError(
-            f"{word} of {len(statement.left)} -> {len(statement.right)} names", code="E1211",
-            hint=f"{'gate, up' if word == FFN else 'q, k, v'} -> fused or back{'' if word == QKV else ', or fused -> fused'}",
-        )  # fmt: skip
+            f"{word} of {len(statement.left)} -> {len(statement.right)} names",
+            code="E1211",
+            hint=f"{'gate, up' if word == FFN else 'q, k, v'} -> fused or "
+            f"back{'' if word == QKV else ', or fused -> fused'}",
+        )
     if word == FFN:
         return list(_by_shards(statement, counts))
     heads, groups = _heads(statement)
@@ -179,12 +195,18 @@ def _fused(statement: Statement, counts: _Counts) -> list[Step]:
 def _heads(statement: Statement) -> tuple[int, int]:
     lacking = [name for name in ("num_heads", "num_key_value_groups") if name not in statement.attributes]
     if lacking:
-        raise UsageError(f"{statement.word} wants {' and '.join(lacking)}", code="E1212",
-                         hint="num_key_value_groups is the number of key-value heads")  # fmt: skip
+        raise UsageError(
+            f"{statement.word} wants {' and '.join(lacking)}",
+            code="E1212",
+            hint="num_key_value_groups is the number of key-value heads",
+        )
     heads, groups = (int(statement.attributes[name]) for name in ("num_heads", "num_key_value_groups"))
     if heads % groups:
-        raise UsageError(f"num_heads={heads} is no multiple of num_key_value_groups={groups}", code="E1212",
-                         hint="num_key_value_groups is the number of key-value heads")  # fmt: skip
+        raise UsageError(
+            f"num_heads={heads} is no multiple of num_key_value_groups={groups}",
+            code="E1212",
+            hint="num_key_value_groups is the number of key-value heads",
+        )
     return heads, groups
 
 
@@ -194,13 +216,14 @@ def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[Step]:
     splitting = len(statement.left) == 1
     whole = statement.left[0] if splitting else statement.right[0]
     q, k, v = statement.right if splitting else statement.left
-    names = {name: [f"{TEMPORARY}{name.removeprefix(TEMPORARY)}~{i}" for i in range(n)]
-             for name, n in ((q, heads), (k, groups), (v, groups))}  # fmt: skip
+    names = {
+        name: [f"{TEMPORARY}{name.removeprefix(TEMPORARY)}~{i}" for i in range(n)]
+        for name, n in ((q, heads), (k, groups), (v, groups))
+    }
     if len(names) < 3:
         raise UsageError("q, k and v are one name", code="E1211")
     each = heads // groups
-    order = [name for g in range(groups)
-             for name in (*names[q][g * each : (g + 1) * each], names[k][g], names[v][g])]  # fmt: skip
+    order = [name for g in range(groups) for name in (*names[q][g * each : (g + 1) * each], names[k][g], names[v][g])]
     if splitting:
         yield _split(number, whole, order, axis, f"{heads} + 2 x {groups} heads")
         yield from (_concat(number, parts, name, axis) for name, parts in names.items())
@@ -222,16 +245,23 @@ def _by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: in
         letters = {"Q": heads, "K": groups, "V": groups}
         for shards in (here, there):
             if heads % shards or groups % shards:
-                raise UsageError(f"{heads} and {groups} heads don't divide into {shards} shards", code="E1212",
-                                 hint="key-value heads that are repeated over ranks have to be merged first")  # fmt: skip
+                raise UsageError(
+                    f"{heads} and {groups} heads don't divide into {shards} shards",
+                    code="E1212",
+                    hint="key-value heads that are repeated over ranks have to be merged first",
+                )
     if sum(letters.values()) > MAX_NAMES:
         raise UsageError(f"{here} and {there} shards come to more than {MAX_NAMES} parts", code="E1212")
     names = {letter: [f"{TEMPORARY}{word}_tmp.{letter}_{i}" for i in range(n)] for letter, n in letters.items()}
     why = f"{word} of {here} and {there} shards" + (f", {heads} + 2 x {groups} heads" if heads else "")
 
     def order(shards: int) -> list[str]:
-        return [name for rank in range(shards) for parts in names.values()
-                for name in parts[rank * len(parts) // shards : (rank + 1) * len(parts) // shards]]  # fmt: skip
+        return [
+            name
+            for rank in range(shards)
+            for parts in names.values()
+            for name in parts[rank * len(parts) // shards : (rank + 1) * len(parts) // shards]
+        ]
 
     if len(left) == 1:
         yield _split(number, left[0], order(here), axis, why)
@@ -259,9 +289,12 @@ class _Counts:
     """How many shards the tensor behind a name has, through names that are made on the way."""
 
     def __init__(
-        self, statements: Iterable[Statement], shards: Shards, leaves: tuple[Collection[str], Collection[str]],
+        self,
+        statements: Iterable[Statement],
+        shards: Shards,
+        leaves: tuple[Collection[str], Collection[str]],
         reverse: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         tables = (shards.source, shards.destination)
         order = (1, 0) if reverse else (0, 1)  # the left side is the source's, in reverse the destination's
         self.table = {side: tables[i] for side, i in zip(("left", "right"), order, strict=True)}
@@ -276,8 +309,11 @@ class _Counts:
         """Raises UsageError E1213 where the names that it is made of, or goes to, differ; E1204 a count below 1."""
         found = self._of(shown(name).removesuffix(TRANSPOSED), side, frozenset())
         if len(found) > 1:
-            raise UsageError(f"`{shown(name)}` belongs to tensors of {', '.join(map(str, sorted(found)))} shards",
-                             code="E1213", hint="fuse the stored tensors themselves, before they are joined")  # fmt: skip
+            raise UsageError(
+                f"`{shown(name)}` belongs to tensors of {', '.join(map(str, sorted(found)))} shards",
+                code="E1213",
+                hint="fuse the stored tensors themselves, before they are joined",
+            )
         (count,) = found or {1}
         if count < 1:
             raise UsageError(f"`{shown(name)}` has {count} shards", code="E1204")

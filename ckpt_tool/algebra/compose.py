@@ -51,9 +51,11 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
             faults.append(f"{name}: {made} elements are made, {taken} are taken, {moved} are both")
     if faults:
         raise InconsistentCheckpoint(
-            f"two rules disagree about {faults[0]}", code="E0358", faults=faults[1:],
+            f"two rules disagree about {faults[0]}",
+            code="E0358",
+            faults=faults[1:],
             hint="do the sizes of the two dialects agree?",
-        )  # fmt: skip
+        )
     return out + [piece for piece in second if piece.src.name == PAD]
 
 
@@ -66,18 +68,26 @@ def check_tiling(pieces: Iterable[Piece], shapes: Mapping[str, Sequence[int]], s
     held = _by_tensor(pieces, side)
     filled = {name: shape for name, shape in shapes.items() if prod(shape) > 0}
     unmapped = _alone("no rule for it", filled, held) + _alone("no such tensor", held, shapes)
-    faults = [fault for name, group in held.items() if name in shapes
-              for fault in _faults_of(name, _Nearby(group, side).pieces, prod(shapes[name]), side)]  # fmt: skip
+    faults = [
+        fault
+        for name, group in held.items()
+        if name in shapes
+        for fault in _faults_of(name, _Nearby(group, side).pieces, prod(shapes[name]), side)
+    ]
     if unmapped:
         raise UnmappedTensor(
-            f"{len(unmapped)} tensors without a partner, the first: {unmapped[0]}", code="E0304",
-            faults=[*unmapped[1:], *faults], hint="add a rule to the family, or drop them by name with --remove-keys",
-        )  # fmt: skip
+            f"{len(unmapped)} tensors without a partner, the first: {unmapped[0]}",
+            code="E0304",
+            faults=[*unmapped[1:], *faults],
+            hint="add a rule to the family, or drop them by name with --remove-keys",
+        )
     if faults:
         raise InconsistentCheckpoint(
-            f"the rules don't tile a tensor: {faults[0]}", code="E0358", faults=faults[1:],
+            f"the rules don't tile a tensor: {faults[0]}",
+            code="E0358",
+            faults=faults[1:],
             hint="each element wants exactly one rule",
-        )  # fmt: skip
+        )
 
 
 class _Nearby:
@@ -116,9 +126,11 @@ def _check_partners(makers: Mapping[str, object], takers: Mapping[str, object]) 
     )
     if faults:
         raise UnmappedTensor(
-            f"{len(faults)} tensors have no partner, the first: {faults[0]}", code="E0304", faults=faults[1:],
+            f"{len(faults)} tensors have no partner, the first: {faults[0]}",
+            code="E0304",
+            faults=faults[1:],
             hint="both dialects must name the same tensors of the hub: add a rule, or drop them by name",
-        )  # fmt: skip
+        )
 
 
 def _alone(what: str, names: Iterable[str], known: Mapping[str, object]) -> list[str]:

@@ -23,7 +23,8 @@ they are many.
     >>> rule.shapes({"f": 4, "h": 2})
     ({'fc1': (8, 2)}, {'gate': (4, 2), 'up': (4, 2)})
     >>> rule.pieces({"f": 4, "h": 2})[1]
-    Piece(ext=(4, 2), src=Side(name='fc1', offset=8, strides=(2, 1)), dst=Side(name='up', offset=0, strides=(2, 1)), maps=())
+    Piece(ext=(4, 2), src=Side(name='fc1', offset=8, strides=(2, 1)), dst=Side(name='up', offset=0, strides=(2, 1)),
+    maps=())
 
 A rule is type-checked when it is read, so a table that parses can't lose an element. Element maps relate values:
 `A : h = B : h * add(1)` says A = B + 1. Cost: patterns are worked out once a rule; each named tensor costs about 4 us.
@@ -131,9 +132,12 @@ class Equation:
             maps = joined(left.maps, inverse(right.maps)) if left.maps or right.maps else ()
             rows = self._rows(indices, sizes, names)
             places = zip(
-                _named(left, indices, rows, names), _offsets(a, indices, rows),
-                _named(right, indices, rows, names), _offsets(b, indices, rows), strict=True,
-            )  # fmt: skip
+                _named(left, indices, rows, names),
+                _offsets(a, indices, rows),
+                _named(right, indices, rows, names),
+                _offsets(b, indices, rows),
+                strict=True,
+            )
             out += [
                 Piece(ext, Side(here, i, a_strides), Side(there, j, b_strides), maps) for here, i, there, j in places
             ]
@@ -152,10 +156,13 @@ class Equation:
         if faults:
             given = " ".join(f"{axis}={size_of(axis, sizes)}" for axis in self.axes)
             raise InconsistentCheckpoint(
-                f"{faults[0][0]}: {faults[0][1]} ({given})", code="E0357", key=faults[0][0], place=_place(self.text),
+                f"{faults[0][0]}: {faults[0][1]} ({given})",
+                code="E0357",
+                key=faults[0][0],
+                place=_place(self.text),
                 faults=[f"{name}: {fault}" for name, fault in faults[1:]],
                 hint="does the config belong to this checkpoint, and is it the right family?",
-            )  # fmt: skip
+            )
 
     def apply(
         self, arrays: Mapping[str, np.ndarray[Any, Any]], sizes: Sizes, config: Config | None = None
@@ -290,9 +297,10 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
     a, b = ([(term, kind) for term in side for kind in term.pattern.kinds] for side in (left, right))
     if len(a) != len(b):
         yield UsageError(
-            f"{len(a)} parts on the left, {len(b)} on the right", code="E0226",
+            f"{len(a)} parts on the left, {len(b)} on the right",
+            code="E0226",
             hint=f"left: {_told(a)}; right: {_told(b)}",
-        )  # fmt: skip
+        )
         return
     named = {axis for term in (*left, *right) for axis in term.axes}
     for k, ((here, mine), (there, theirs)) in enumerate(zip(a, b, strict=True), 1):
@@ -307,18 +315,23 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
         lent = {*here.axes, *there.axes} if here.name is None or there.name is None else set()
         ours, its = {*here.axes, *mine, *lent}, {*there.axes, *theirs, *lent}
         if ours != its:
-            alone = [f"{', '.join(sorted(x - y))} only on the {side}" for x, y, side in
-                     ((ours, its, "left"), (its, ours, "right")) if x - y]  # fmt: skip
+            alone = [
+                f"{', '.join(sorted(x - y))} only on the {side}"
+                for x, y, side in ((ours, its, "left"), (its, ours, "right"))
+                if x - y
+            ]
             yield UsageError(
-                f"part {k} has other axes on its two sides: {'; '.join(alone)}", code="E0225",
+                f"part {k} has other axes on its two sides: {'; '.join(alone)}",
+                code="E0225",
                 hint=f"left: `{here}`; right: `{there}`",
-            )  # fmt: skip
+            )
         for axis in sorted(named & condition.names) if condition else ():
             if any(term.name and axis not in term.axes for term in (here, there)):
                 yield UsageError(
-                    f"the condition asks for index {axis!r}, which part {k} does not name on both sides", code="E0235",
+                    f"the condition asks for index {axis!r}, which part {k} does not name on both sides",
+                    code="E0235",
                     hint="a tensor that stacks an axis is there whole or not at all",
-                )  # fmt: skip
+                )
 
 
 def _told(parts: Sequence[tuple[Term, tuple[str, ...]]]) -> str:

@@ -29,8 +29,8 @@ class Made(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """made: in the order of the output. dropped: sources that the mapping leaves out in words. unfilled: targets that it
-    says have no source (they are not written). aliases: {another name: the made tensor that it is}."""
+    """made: in the order of the output. dropped: sources that the mapping leaves out in words. unfilled: targets that
+    it says have no source (they are not written). aliases: {another name: the made tensor that it is}."""
 
     made: tuple[Made, ...]
     dropped: tuple[str, ...] = ()

@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.commands.carry_out import execute
-from ckpt_tool.commands.on_device import movers_of, with_device
 from ckpt_tool.commands.options import Writing
-from ckpt_tool.commands.plan_file import load_plan
-from ckpt_tool.commands.replaced import check_replaced
+from ckpt_tool.conversion.carry_out import check_replaced, execute
+from ckpt_tool.conversion.on_device import movers_of, with_device
+from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import SourceChanged, StorageError, UsageError
 from ckpt_tool.storage.destination import check_destination, check_space
@@ -40,9 +39,10 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
             ) from e
     destination = Path(plan.destination)
     check_destination(
-        destination, [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
+        destination,
+        [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
         force=writing.force,
-    )  # fmt: skip
+    )
     if writing.force:
         check_replaced(destination)
     check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))

@@ -15,7 +15,8 @@ from ckpt_tool.storage.destination import local_path
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
-    """Staging folders directly below `folder`: path, bytes, whether a run still holds the lock; removed with `remove`."""
+    """Staging folders directly below `folder`: path, bytes, whether a run still holds the lock; removed with
+    `remove`."""
     found = []
     local_path(folder)
     try:

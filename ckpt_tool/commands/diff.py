@@ -1,4 +1,4 @@
-"""`ckpt diff A B`: are two checkpoints equal in value, in whatever formats and layouts they lie?"""
+"""`ckpt diff A B`: are two checkpoints equal in value, whatever their formats and layouts?"""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.commands.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.select import state_filter
-from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.select import state_filter
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
 if TYPE_CHECKING:
-    from ckpt_tool.device.memory import Device
+    from ckpt_tool.device.library import Device
 
 
 def diff(
@@ -33,10 +33,11 @@ def diff(
     device: str = "cpu",
     progress: Progress,
 ) -> dict[str, Any]:
-    """The document of `diff --json`. map_file: a JSON object or lines `LEFT RIGHT`: names of A as B calls them. dialect: both
-    are looked at under its names and in its structure, as `convert --dialect` would write them.
+    """The document of `diff --json`. map_file: a JSON object or lines `LEFT RIGHT`: names of A as B calls them.
+    dialect: both are looked at under its names and in its structure, as `convert --dialect` would write them.
 
-    Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol |b|.
+    Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol
+    |b|.
     """
     on = device_of(device)
     left, right = open_source(a, reading).refuse_unsafe(), open_source(b, reading).refuse_unsafe()
@@ -44,8 +45,11 @@ def diff(
     right.catalog.check()
     names = _names(map_file) if map_file else {}
     wanted = state_filter(states, (*left.catalog.states(), *right.catalog.states()))
-    here = {TensorKey(names.get(key.name, key.name), key.state): side
-            for key, side in _sides(left, reading, dialect).items() if wanted(key.state)}  # fmt: skip
+    here = {
+        TensorKey(names.get(key.name, key.name), key.state): side
+        for key, side in _sides(left, reading, dialect).items()
+        if wanted(key.state)
+    }
     there = {key: side for key, side in _sides(right, reading, dialect).items() if wanted(key.state)}
     found: list[dict[str, Any]] = []
     pairs: list[tuple[_Side, _Side]] = []
@@ -69,20 +73,25 @@ def diff(
     except ReplicasDiffer as e:  # the first that was met: say all
         from ckpt_tool.run import replicas
 
-        lying: dict[int, tuple[list[LogicalTensor], Tree]] = {}
+        held_in: dict[int, tuple[list[LogicalTensor], Tree]] = {}
         for side in (each for pair in pairs for each in pair):
-            lying.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
-        apart = replicas.among(lying.values())
+            held_in.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
+        apart = replicas.among(held_in.values())
         raise replicas.error_of(apart) if apart else e from e
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not states else []
     return {
-        "schema_version": 1, "equal": not found, "compared": len(pairs), "differences": found,
-        "left": left.path, "right": right.path, "extras_differ": extras,
-    }  # fmt: skip
+        "schema_version": 1,
+        "equal": not found,
+        "compared": len(pairs),
+        "differences": found,
+        "left": left.path,
+        "right": right.path,
+        "extras_differ": extras,
+    }
 
 
 class _Side(NamedTuple):
-    """A tensor of one of the two, and the tree that its arrays lie in."""
+    """A tensor of one of the two, and the tree that holds its arrays."""
 
     tensor: LogicalTensor
     tree: Tree
@@ -92,11 +101,11 @@ def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[Tensor
     """The tensors of a checkpoint, as they are or under the names of a dialect."""
     if dialect in (None, "keep"):
         return {key: _Side(tensor, opened.tree) for key, tensor in opened.catalog.tensors.items()}
-    from ckpt_tool.commands.convert import choose
-    from ckpt_tool.commands.naming import under_other_names
+    from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
+    from ckpt_tool.sources.chosen import Conversion
 
-    writing = Writing(to=opened.catalog.format, dialect=dialect)
-    chosen = under_other_names(choose(opened, reading, writing), reading, writing, opened.format)
+    job = Conversion(reading, Writing(to=opened.catalog.format, dialect=dialect), opened.format)
+    chosen = selected(opened, job, (*SELECTION, *NAMES))
     return {row.tensor.key: _Side(row.tensor, chosen.sources[row.source].tree) for row in chosen.stored}
 
 
@@ -120,22 +129,37 @@ def _compared(
 
 
 def _differences(
-    tensors: Sequence[tuple[LogicalTensor, LogicalTensor]], left: Tree, right: Tree, rtol: float, atol: float,
-    on: Device | None, progress: Progress,
-) -> Sequence[Mapping[str, Any] | None]:  # fmt: skip
+    tensors: Sequence[tuple[LogicalTensor, LogicalTensor]],
+    left: Tree,
+    right: Tree,
+    rtol: float,
+    atol: float,
+    on: Device | None,
+    progress: Progress,
+) -> Sequence[Mapping[str, Any] | None]:
     """What differs in each pair, found by the CPU or by a device."""
     if on is not None:
         from ckpt_tool.device.compare import compared
 
-        return compared(tensors, left, right, on, rtol=rtol, atol=atol, threads=threads_of(None), memory=MEMORY,
-                        advance=progress.advance)  # fmt: skip
+        return compared(
+            tensors,
+            left,
+            right,
+            on,
+            rtol=rtol,
+            atol=atol,
+            threads=threads_of(None),
+            memory=MEMORY,
+            advance=progress.advance,
+        )
     from ckpt_tool.run.compare import compare
 
     return compare(tensors, left, right, rtol=rtol, atol=atol, advance=progress.advance)
 
 
 def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Names of extras that only one side has or that differ: shown, not counted (a format may have no place for them)."""
+    """Names of extras that only one side has or that differ: shown, not counted (a format may have no place for
+    them)."""
     return sorted(str(name) for name in {**left, **right} if left.get(name) != right.get(name))
 
 

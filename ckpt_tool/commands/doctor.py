@@ -46,17 +46,10 @@ def _kernels() -> dict[str, Any]:
     found = driver.probe()
     try:
         choice = choose.chosen()
+        uses = {"uses": choice.level, "reason": choice.reason}
     except CkptError as e:
-        return {
-            "uses": "nothing",
-            "reason": e.message,
-            "driver": driver.spelled(found.driver) if found.driver else None,
-        }
-    return {
-        "uses": choice.level,
-        "reason": choice.reason,
-        "driver": driver.spelled(found.driver) if found.driver else None,
-    }
+        uses = {"uses": "nothing", "reason": e.message}
+    return {**uses, "driver": driver.spelled(found.driver) if found.driver else None}
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,5 @@
-"""`ckpt explain [CODE]`: what an error code means, its exit code, why it comes and what to do; without a code, the list."""
+"""`ckpt explain [CODE]`: what an error code means, its exit code, why it comes and what to do; without a code, the
+list."""
 
 from __future__ import annotations
 

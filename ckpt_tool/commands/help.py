@@ -27,7 +27,8 @@ def help_on(topic: str | None, language: str | None = None) -> dict[str, Any]:
             f"the guide has no page {topic!r}",
             code="E1660",
             place="ckpt help",
-            hint=f"{near_misses(topic, names) or 'the pages are ' + ', '.join(names)}; ckpt VERB --help has the options",
+            hint=f"{near_misses(topic, names) or 'the pages are ' + ', '.join(names)}; ckpt VERB --help "
+            "has the options",
         ) from e
     return {**document, "topic": topic, "text": text}
 

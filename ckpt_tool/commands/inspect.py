@@ -1,4 +1,9 @@
-"""`ckpt inspect`: what is in a checkpoint, read from headers alone. Never runs anything, never imports torch."""
+"""`ckpt inspect`: what is in a checkpoint, read from headers alone. Never runs anything, never imports torch.
+
+`--security` shows every pickle of the source and every name in it, also where nothing else can be read. What the
+format's reader found unsafe comes first in `unsafe` where the survey of the files does not show it by itself: a tensor
+that hangs on an object of an unknown class. Cost: the headers and pickles of every file.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpt_tool.commands.patterns import Names
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.commands.select import state_filter
-from ckpt_tool.commands.source import Opened, open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.core.quantised import DTYPES as CODED
+from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
-from ckpt_tool.errors import InputError, UnsafeInput
+from ckpt_tool.errors import CkptError, InputError, UnsafeInput
+from ckpt_tool.quantised.weights import DTYPES as CODED
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.select import state_filter
+from ckpt_tool.storage.source import Tree
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
@@ -41,9 +47,7 @@ def inspect(
     except (InputError, UnsafeInput) as fault:
         if not security:
             raise
-        from ckpt_tool.commands.security import unread
-
-        return unread(src, reading, fault)
+        return _unread(src, reading, fault)
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
@@ -89,16 +93,55 @@ def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> d
 
 
 def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
-    """What the reader found in the pickles that it read; with `survey` what lies in every file."""
+    """What the reader found in the pickles that it read; with `survey` what every file holds."""
     found: dict[str, Any] = {
         "unsafe": list(opened.catalog.unsafe),
         "globals": list(opened.catalog.hints.get("globals", ())),
     }
     if survey:
-        from ckpt_tool.commands.security import add_survey
-
-        add_survey(found, opened.tree)
+        _add_survey(found, opened.tree)
     return found
+
+
+def _add_survey(security: dict[str, Any], tree: Tree) -> None:
+    """Add what the files hold to `unsafe` and `globals`, and `files`: [{file, member, globals, unsafe, unseen}]."""
+    from ckpt_tool.storage.survey import survey, unsafe_lines
+
+    files, unsafe, names = [], dict[str, None](), dict.fromkeys(security["globals"])
+    for found in survey(tree):
+        lines = unsafe_lines(tree, found)
+        unsafe.update(dict.fromkeys(lines))
+        mentioned = [str(use) for use in found.uses]
+        names.update(dict.fromkeys(mentioned))
+        files.append(
+            {"file": found.path, "member": found.member, "globals": mentioned, "unsafe": lines, "unseen": found.unseen}
+        )
+    security["unsafe"] = list({**dict.fromkeys(security["unsafe"]), **unsafe})
+    security["globals"] = list(names)
+    security["files"] = files
+
+
+def _unread(src: str, reading: Reading, fault: CkptError) -> dict[str, Any]:
+    """The document of `inspect --json` for a source that its reader refuses: no tensors, and what its pickles name."""
+    from ckpt_tool.storage.opening import open_tree
+
+    tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    security: dict[str, Any] = {"unsafe": [], "globals": []}
+    _add_survey(security, tree)
+    where = f" ({fault.where()})" if fault.where() else ""
+    return {
+        "schema_version": 1,
+        "format": "unread",
+        "path": src,
+        "resolved": "",
+        "mesh": {},
+        "total": {"tensors": 0, "bytes": 0, "parameters": 0},
+        "states": {},
+        "tensors": [],
+        "extras": {},
+        "notes": [f"not read: error[{fault.code}]: {fault.message}{where}"],
+        "security": security,
+    }
 
 
 def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
@@ -112,7 +155,7 @@ def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:
     """What is quantised, and the parameters that codes stand for. narrowed: not all tensors are listed."""
-    from ckpt_tool.commands.quantised import summary
+    from ckpt_tool.quantised.kept_whole import summary
 
     names = {row["name"] for row in document["tensors"] if row["state"] == MODEL} if narrowed else None
     found = summary(opened, reading, names)

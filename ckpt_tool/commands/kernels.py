@@ -1,7 +1,7 @@
 """`ckpt kernels build|info|check|bench`: the CUDA reshard kernels on this machine.
 
-info says what there is and what a run would use, and why; build compiles; check holds the kernels against NumPy on the device
-at hand; bench measures them beside a plain device copy. None of them reads a checkpoint.
+info says what there is and what a run would use, and why; build compiles; check holds the kernels against NumPy on the
+device at hand; bench measures them beside a plain device copy. None of them reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt_tool.errors import OutputExists, UsageError, wrap_os_error
 
 if TYPE_CHECKING:
     from ckpt_tool.device.build import Built
-    from ckpt_tool.device.memory import Device
+    from ckpt_tool.device.library import Device
 
 ACTIONS = ("build", "info", "check", "bench")
 CASES = 200
@@ -33,10 +33,15 @@ def info() -> dict[str, Any]:
             refused.append(kept)
             continue
         os.close(kept.opened)
-        libraries.append({
-            "key": key[:16], "kind": kept.about["kind"], "for": _spelled(kept.about["architectures"]), "bytes": kept.about["bytes"],
-            "current": kept.about["sources"] == digest,
-        })  # fmt: skip
+        libraries.append(
+            {
+                "key": key[:16],
+                "kind": kept.about["kind"],
+                "for": _spelled(kept.about["architectures"]),
+                "bytes": kept.about["bytes"],
+                "current": kept.about["sources"] == digest,
+            }
+        )
     return {
         "schema_version": 1,
         "uses": choice.level,
@@ -53,10 +58,12 @@ def info() -> dict[str, Any]:
         "libraries": libraries,
         "refused": refused,
         "verdict": {
-            "numpy": "no device: the CPU does all", "host": "the host shim: for tests, slower than the CPU's own way",
-            "cuda": "a GPU, when a verb is told --device cuda", "path": "the library that CKPT_KERNELS names",
+            "numpy": "no device: the CPU does all",
+            "host": "the host shim: for tests, slower than the CPU's own way",
+            "cuda": "a GPU, when a verb is told --device cuda",
+            "path": "the library that CKPT_KERNELS names",
         }[choice.level],
-    }  # fmt: skip
+    }
 
 
 def _named(lines: list[str]) -> str:
@@ -71,8 +78,8 @@ def _spelled(architectures: list[int]) -> str:
 def build(arch: str | None = None, *, out: str | None = None, force: bool = False) -> dict[str, Any]:
     """Compile the kernels and keep them in the cache, or write them to the new file `out`.
 
-    arch: `90,100`, `native` (the GPUs at hand), `host` (the shim), None for sm_80, sm_90 and sm_100. force: though they are
-    built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `device.build.built`."""
+    arch: `90,100`, `native` (the GPUs at hand), `host` (the shim), None for sm_80, sm_90 and sm_100. force: though they
+    are built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `device.build.built`."""
     from ckpt_tool.device import build as building
 
     if out is not None and os.path.lexists(out) and not force:
@@ -82,15 +89,25 @@ def build(arch: str | None = None, *, out: str | None = None, force: bool = Fals
     left_out = sorted(set(_wanted(arch)) - set(done.architectures)) if arch != "host" else []
     if left_out:
         notes.append(
-            f"nvcc makes no code for {_spelled(left_out)}: PTX of {_spelled([max(done.architectures)])} serves newer GPUs"
+            f"nvcc makes no code for {_spelled(left_out)}: PTX of {_spelled([max(done.architectures)])} "
+            "serves newer GPUs"
         )
     path = str(done.path) if out is None else _written(done, out)
     return {
-        "schema_version": 1, "path": path, "kind": done.kind, "architectures": list(done.architectures),
-        "bytes": done.about["bytes"], "sha256": done.about["sha256"], "key": done.key, "compiler": _named(done.about["compiler"]),
-        "flags": " ".join(done.about["flags"]), "compiled": done.seconds > 0, "elapsed_s": round(done.seconds, 3), "notes": notes,
+        "schema_version": 1,
+        "path": path,
+        "kind": done.kind,
+        "architectures": list(done.architectures),
+        "bytes": done.about["bytes"],
+        "sha256": done.about["sha256"],
+        "key": done.key,
+        "compiler": _named(done.about["compiler"]),
+        "flags": " ".join(done.about["flags"]),
+        "compiled": done.seconds > 0,
+        "elapsed_s": round(done.seconds, 3),
+        "notes": notes,
         "verdict": f"built in {done.seconds:.1f} s" if done.seconds else "built before: found in the cache",
-    }  # fmt: skip
+    }
 
 
 def _wanted(arch: str | None) -> tuple[int, ...]:
@@ -103,15 +120,23 @@ def _wanted(arch: str | None) -> tuple[int, ...]:
     if arch == "native":
         found = driver.probe()
         if not found.cards:
-            raise UsageError(f"--arch native needs a GPU: {found.reason}", code="E1556", place="--arch",
-                             hint="name architectures: --arch 80,90,100")  # fmt: skip
+            raise UsageError(
+                f"--arch native needs a GPU: {found.reason}",
+                code="E1556",
+                place="--arch",
+                hint="name architectures: --arch 80,90,100",
+            )
         return tuple(sorted({card.architecture for card in found.cards}))
     numbers = []
     for word in arch.split(","):
         digits = word.strip().lower().removeprefix("sm_").replace(".", "")
         if not (digits.isascii() and digits.isdigit() and 2 <= len(digits) <= 3):
-            raise UsageError(f"found the architecture {word.strip()!r}, want numbers like 90 (sm_90), native or host", code="E0283",
-                             place="--arch", hint="80 is an A100, 90 an H100 or H200, 100 a B200")  # fmt: skip
+            raise UsageError(
+                f"found the architecture {word.strip()!r}, want numbers like 90 (sm_90), native or host",
+                code="E0283",
+                place="--arch",
+                hint="80 is an A100, 90 an H100 or H200, 100 a B200",
+            )
         numbers.append(int(digits))
     return tuple(sorted(set(numbers)))
 
@@ -139,8 +164,12 @@ def check(*, cases: int = CASES, seed: int = 0, only: tuple[str, ...] = ()) -> d
 
     for name in only:
         if name not in trial.TRIALS:
-            raise UsageError(f"there is no kernel {name!r} to check, only {', '.join(trial.TRIALS)}", code="E0283",
-                             place="--kernel", hint=near_misses(name, trial.TRIALS) or None)  # fmt: skip
+            raise UsageError(
+                f"there is no kernel {name!r} to check, only {', '.join(trial.TRIALS)}",
+                code="E0283",
+                place="--kernel",
+                hint=near_misses(name, trial.TRIALS) or None,
+            )
     device = choose.open_device()
     outcomes = trial.trials(device, cases=cases, seed=seed, only=only)
     findings = [
@@ -149,18 +178,33 @@ def check(*, cases: int = CASES, seed: int = 0, only: tuple[str, ...] = ()) -> d
         for text in outcome.findings
     ]
     return {
-        "schema_version": 1, "ok": not findings, "device": _device(device), "seed": seed,
-        "kernels": [{"kernel": outcome.kernel, "cases": outcome.cases, "bytes": outcome.nbytes, "seconds": outcome.seconds,
-                     "ok": not outcome.findings} for outcome in outcomes],
+        "schema_version": 1,
+        "ok": not findings,
+        "device": _device(device),
+        "seed": seed,
+        "kernels": [
+            {
+                "kernel": outcome.kernel,
+                "cases": outcome.cases,
+                "bytes": outcome.nbytes,
+                "seconds": outcome.seconds,
+                "ok": not outcome.findings,
+            }
+            for outcome in outcomes
+        ],
         "findings": findings,
-        "verdict": f"{len(outcomes)} kernels do what NumPy does" if not findings else f"{len(findings)} findings: see above",
-    }  # fmt: skip
+        "verdict": f"{len(outcomes)} kernels do what NumPy does"
+        if not findings
+        else f"{len(findings)} findings: see above",
+    }
 
 
 def bench(*, quick: bool = False) -> dict[str, Any]:
-    """The kernels beside a plain copy on the same device, every work twice. quick: less payload, fewer repeats, more spread.
+    """The kernels beside a plain copy on the same device, every work twice. quick: less payload, fewer repeats, more
+    spread.
 
-    Takes half a minute on a GPU; the shim gets 1 MiB, and its figures mean nothing. Raises UsageError where there is no device.
+    Takes half a minute on a GPU; the shim gets 1 MiB, and its figures mean nothing. Raises UsageError where there is no
+    device.
     """
     from datetime import UTC, datetime
 
@@ -180,15 +224,30 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "payload_bytes": payload,
         "repeats": repeats,
-        "rows": [{**row._asdict(), "milliseconds": round(row.milliseconds, 4), "gbs": round(row.gbs, 2),
-                  "share": round(row.share, 3), "spread": round(row.spread, 3)} for row in rows],
-        "verdict": "figures of the host shim mean nothing" if device.info.host else "share: of the plain copy on this device",
-    }  # fmt: skip
+        "rows": [
+            {
+                **row._asdict(),
+                "milliseconds": round(row.milliseconds, 4),
+                "gbs": round(row.gbs, 2),
+                "share": round(row.share, 3),
+                "spread": round(row.spread, 3),
+            }
+            for row in rows
+        ],
+        "verdict": "figures of the host shim mean nothing"
+        if device.info.host
+        else "share: of the plain copy on this device",
+    }
 
 
 def _device(device: Device) -> dict[str, Any]:
     found = device.info
     return {
-        "name": found.name, "uuid": found.uuid or None, "architecture": f"sm_{found.capability[0]}{found.capability[1]}" if not found.host else "CPU",
-        "total_bytes": found.total_bytes, "free_bytes": found.free_bytes, "driver": found.driver, "runtime": found.runtime,
-    }  # fmt: skip
+        "name": found.name,
+        "uuid": found.uuid or None,
+        "architecture": f"sm_{found.capability[0]}{found.capability[1]}" if not found.host else "CPU",
+        "total_bytes": found.total_bytes,
+        "free_bytes": found.free_bytes,
+        "driver": found.driver,
+        "runtime": found.runtime,
+    }

@@ -1,28 +1,27 @@
-"""`ckpt merge`: join shards and checkpoints into one, strip keys, fold adapters (`adapters`), merge models (`merging`)."""
+"""`ckpt merge`: join shards and checkpoints into one, strip keys, fold adapters (`adapters`), merge models
+(`merging`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.chosen import Chosen
-from ckpt_tool.commands.convert import choose
-from ckpt_tool.commands.dequantized import dequantized
-from ckpt_tool.commands.groups import without_removed
-from ckpt_tool.commands.merging.asked import Asked, job_of, last_of
-from ckpt_tool.commands.merging.merged import merge_models
-from ckpt_tool.commands.merging.mergekit import read_config
-from ckpt_tool.commands.merging.settings import Job
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.quantised import with_their_parts
-from ckpt_tool.commands.select import split_keys
-from ckpt_tool.commands.source import Opened, open_source
-from ckpt_tool.commands.write import write
+from ckpt_tool.conversion.groups import without_removed
+from ckpt_tool.conversion.passes import selected
+from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.formats import registry
+from ckpt_tool.merging.job import Job
+from ckpt_tool.merging.merged import merge_models
+from ckpt_tool.merging.mergekit import read_config
+from ckpt_tool.merging.options import MergeOptions, job_of, last_of
 from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.kept_whole import with_their_parts
+from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.sources.select import split_keys
 
 
 def merge(
@@ -35,86 +34,94 @@ def merge(
     method: str | None = None,
     config: str | None = None,
     on_conflict: str = "error",
-    **options: Any,
+    **arithmetic: Any,
 ) -> dict[str, Any]:
-    """Make `sources` one checkpoint at `dst`. options: those of arithmetic merges, the fields of `merging.asked.Asked`.
+    """Make `sources` one checkpoint at `dst`. arithmetic: the fields of `merging.options.MergeOptions`.
 
     Raises UsageError E1440-E1444, E2401, InputError E1446 to E1449, and what reading and writing raise.
     """
-    asked = Asked(method or "union", **options)
-    if on_conflict != "error" and (config is not None or asked.method != "union"):
+    options = MergeOptions(method or "union", **arithmetic)
+    if on_conflict != "error" and (config is not None or options.method != "union"):
         raise UsageError(
-            "--on-conflict is of union alone", code="E1442", place="ckpt merge", hint="adapters and arithmetic have no conflicts"
-        )  # fmt: skip
+            "--on-conflict is of union alone",
+            code="E1442",
+            place="ckpt merge",
+            hint="adapters and arithmetic have no conflicts",
+        )
     if config is not None:
-        return merge_models(_configured(config, asked), dst, reading, writing, progress)
-    sources = [src for path in sources for src in _checkpoints(path, asked, reading)]
-    if asked.method == "lora":
-        from ckpt_tool.commands.adapters import fold
+        return merge_models(_configured(config, options), dst, reading, writing, progress)
+    sources = [src for path in sources for src in _checkpoints(path, options, reading)]
+    if options.method == "lora":
+        from ckpt_tool.adapters.fold import fold
 
-        _refuse(asked, but=("--weight",))
-        return fold(sources, dst, reading, writing, progress, weights=asked.weights)
-    if asked.method != "union":
-        return merge_models(job_of(asked, sources), dst, reading, writing, progress)
-    _refuse(asked, but=("--last",))
+        _refuse(options, but=("--weight",))
+        return fold(sources, dst, reading, writing, progress, weights=options.weights)
+    if options.method != "union":
+        return merge_models(job_of(options, sources), dst, reading, writing, progress)
+    _refuse(options, but=("--last",))
     opened = [open_source(src, reading) for src in sources]
-    to = writing.to or opened[0].catalog.format
-    adapters = [one.path for one in opened if one.catalog.format == "peft"]
+    adapters = [one.path for one in opened if one.format.holds.adapter]
     if method is None and adapters and len(adapters) < len(opened):
         raise UsageError(
-            f"{adapters[0]} is an adapter: is it to be folded into the model, or to lie beside it?", code="E1442",
-            place="ckpt merge", hint="--method lora folds it, --method union joins the tensors as they are",
-        )  # fmt: skip
+            f"{adapters[0]} is an adapter: is it to be folded into the model, or to lie beside it?",
+            code="E1442",
+            place="ckpt merge",
+            hint="--method lora folds it, --method union joins the tensors as they are",
+        )
+    job = Conversion.of(opened[0], reading, writing)
     if len(opened) == 1:
-        inherits = to == opened[0].catalog.format and bool(registry.by_name(to).holds.mesh)
-        chosen = dequantized(choose(opened[0], reading, writing, inherits=inherits), writing)
-        return write(chosen, dst, writing, progress, to=to)
+        return write(selected(opened[0], job), dst, job, progress)
     if writing.dequantize:
         raise UsageError(
-            "--dequantize takes one source: codes and scales of several are joined first", code="E1467",
+            "--dequantize takes one source: codes and scales of several are joined first",
+            code="E1467",
             hint="merge them as they are, then convert the result with --dequantize",
-        )  # fmt: skip
-    return write(_union(opened, reading, writing, on_conflict), dst, writing, progress, to=to)
+        )
+    return write(_union(opened, job, on_conflict), dst, job, progress)
 
 
-def _configured(config: str, asked: Asked) -> Job:
+def _configured(config: str, options: MergeOptions) -> Job:
     """The job of a mergekit config, which says all but the seed and that tokenizers may differ."""
-    if asked.method != "union":
+    if options.method != "union":
         raise UsageError(
-            f"--config says the method, but --method {asked.method} is given too", code="E1442", path=config,
+            f"--config says the method, but --method {options.method} is given too",
+            code="E1442",
+            path=config,
             hint="give one of the two",
-        )  # fmt: skip
-    _refuse(asked, but=("--tokenizer",), of="--config")
-    return read_config(config, seed=asked.seed, tokenizer=asked.tokenizer)
+        )
+    _refuse(options, but=("--tokenizer",), of="--config")
+    return read_config(config, seed=options.seed, tokenizer=options.tokenizer)
 
 
-def _refuse(asked: Asked, *, but: tuple[str, ...], of: str = "") -> None:
+def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> None:
     """Raise UsageError E1442 for options of arithmetic merges that can have no effect."""
-    wrong = [option for option in asked.spoken() if option not in but]
-    wrong += ["--seed"] if asked.seed is not None and not of else []
+    wrong = [option for option in options.given() if option not in but]
+    wrong += ["--seed"] if options.seed is not None and not of else []
     if wrong:
         raise UsageError(
-            f"{', '.join(wrong)}: no option of {of or f'merge --method {asked.method}'}", code="E1442",
-            hint="name the method with --method" if asked.method == "union" and not of else "leave it off",
-        )  # fmt: skip
+            f"{', '.join(wrong)}: no option of {of or f'merge --method {options.method}'}",
+            code="E1442",
+            hint="name the method with --method" if options.method == "union" and not of else "leave it off",
+        )
 
 
-def _checkpoints(path: str, asked: Asked, reading: Reading) -> list[str]:
+def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str]:
     """The source itself, or the last checkpoints of it where `--last` asks for them."""
-    if asked.last is None:
+    if options.last is None:
         return [path]
     from ckpt_tool.storage.opening import open_tree
 
     names = {
         name.split("/")[0] for name in open_tree(path, follow_symlinks=reading.follow_symlinks).listing() if "/" in name
     }
-    return last_of(path, sorted(names), asked.last)
+    return last_of(path, sorted(names), options.last)
 
 
-def _union(opened: list[Opened], reading: Reading, writing: Writing, on_conflict: str) -> Chosen:
+def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
     """All tensors of all sources, in order; the key patterns see the union."""
-    bare = replace(writing, remove_keys=(), keep_keys=())
-    parts = [choose(one, reading, bare) for one in opened]
+    writing = job.writing
+    bare = replace(job, writing=replace(writing, remove_keys=(), keep_keys=()), inherits=False)
+    parts = [selected(one, bare) for one in opened]
     found: dict[TensorKey, Stored] = {}
     conflicts = []
     for number, part in enumerate(parts):
@@ -135,9 +142,11 @@ def _union(opened: list[Opened], reading: Reading, writing: Writing, on_conflict
             extras[name] = value
     if conflicts and on_conflict == "error":
         raise InconsistentCheckpoint(
-            f"{len(conflicts)} keys are in more than one source; the first: {conflicts[0]}", code="E0353",
-            hint="say which one wins with --on-conflict first or --on-conflict last", faults=conflicts[1:],
-        )  # fmt: skip
+            f"{len(conflicts)} keys are in more than one source; the first: {conflicts[0]}",
+            code="E0353",
+            hint="say which one wins with --on-conflict first or --on-conflict last",
+            faults=conflicts[1:],
+        )
     kept, removed = split_keys(found, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     kept, removed = with_their_parts({key: row.tensor for key, row in found.items()}, kept, removed, writing)
     gone: tuple[LogicalTensor, ...] = tuple(found[key].tensor for key in removed)
@@ -148,5 +157,5 @@ def _union(opened: list[Opened], reading: Reading, writing: Writing, on_conflict
         gone,
         tuple(entry for part in parts for entry in part.dropped),
         notes=tuple(f"{conflict}: the {on_conflict} one was taken" for conflict in conflicts),
-        first_replica=reading.replica_policy == "first",
+        first_replica=job.reading.replica_policy == "first",
     )

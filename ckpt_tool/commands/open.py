@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 
 
 def open_catalog(path: str, from_format: str | None = None) -> OpenCatalog:

@@ -23,18 +23,43 @@ from ckpt_tool.errors import UsageError, near_misses
 
 # The names of cli.md, in its order. `formats.registry` holds those that this build reads and writes.
 FORMATS = (
-    "safetensors", "torch", "dcp", "sharded", "megatron", "megatron-dist", "deepspeed", "deepspeed-universal",
-    "paddle", "paddle-unified", "paddle-flex", "meta", "peft",
-)  # fmt: skip
+    "safetensors",
+    "torch",
+    "dcp",
+    "sharded",
+    "megatron",
+    "megatron-dist",
+    "deepspeed",
+    "deepspeed-universal",
+    "paddle",
+    "paddle-unified",
+    "paddle-flex",
+    "meta",
+    "peft",
+)
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
 DEGREES = ("tp", "pp", "ep", "etp", "dp", "cp", "vpp")
 POLICIES = ("largest-dim", "prefix", "best-subset", "dtensor", "pad", "replicate", "error")
 METHODS = (
-    "union", "lora", "linear", "slerp", "nuslerp", "task-arithmetic", "ties", "dare-linear", "dare-ties", "della",
-    "della-linear", "breadcrumbs", "breadcrumbs-ties", "model-stock", "passthrough", "ema",
-)  # fmt: skip
+    "union",
+    "lora",
+    "linear",
+    "slerp",
+    "nuslerp",
+    "task-arithmetic",
+    "ties",
+    "dare-linear",
+    "dare-ties",
+    "della",
+    "della-linear",
+    "breadcrumbs",
+    "breadcrumbs-ties",
+    "model-stock",
+    "passthrough",
+    "ema",
+)
 TIED_HEAD = ("keep", "tie", "untie")
 VERIFY = ("off", "quick", "full")
 DEVICES = ("cpu", "cuda")
@@ -50,8 +75,8 @@ class Writing:
 
     degrees: mesh dim -> size, only those that were given. dtypes: state ("" for all) -> the house's dtype name.
     states, drop: as given; "all" and "optimizer" are the command's to expand. remove_keys, keep_keys: patterns
-    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of large and
-    of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
+    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of
+    large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
     """
 
     to: str | None = None

@@ -48,8 +48,9 @@ class Validating:
 def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
     """The document of `validate --json`: `ok`, `cases` (see `harness.evidence.gather`).
 
-    Raises UsageError: E1540 without torch, E1541 for options that contradict each other, E1501 and E1534 to E1535 for layouts and
-    formats that can't be had. What a rank dies of is raised where one pair was asked for, and is a failed check of a matrix.
+    Raises UsageError: E1540 without torch, E1541 for options that contradict each other, E1501 and E1534 to E1535 for
+    layouts and formats that can't be had. What a rank dies of is raised where one pair was asked for, and is a failed
+    check of a matrix.
     """
     _torch(wanted)
     from ckpt_tool.harness import evidence, roundtrip
@@ -82,9 +83,12 @@ def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
             if wanted.keep is None:
                 _empty(folder)
     return {
-        "schema_version": 1, "ok": all(document["ok"] for document in documents), "matrix": wanted.matrix,
-        "cases": documents, "elapsed_s": round(time.perf_counter() - began, 3),
-    }  # fmt: skip
+        "schema_version": 1,
+        "ok": all(document["ok"] for document in documents),
+        "matrix": wanted.matrix,
+        "cases": documents,
+        "elapsed_s": round(time.perf_counter() - began, 3),
+    }
 
 
 def _torch(wanted: Validating) -> None:
@@ -93,9 +97,10 @@ def _torch(wanted: Validating) -> None:
         from ckpt_tool.harness import launch  # noqa: F401
     except ModuleNotFoundError as e:
         raise UsageError(
-            f"the harness trains with torch, and {e.name} is not installed", code="E1540",
+            f"the harness trains with torch, and {e.name} is not installed",
+            code="E1540",
             hint="pip install 'ckpt-tool[torch]', or torch as your machine needs it",
-        ) from e  # fmt: skip
+        ) from e
     if wanted.device == "cuda":
         from ckpt_tool.harness.runs import refuse_without_cuda
 
@@ -121,13 +126,27 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
     planted = all_faults() if wanted.controls and wanted.mode == "canonical" else ()
     if wanted.source is None or wanted.target is None:
         return matrix.cases(
-            wanted.matrix or "quick", fmt=wanted.fmt, canonical=wanted.mode == "canonical", steps=wanted.steps,
-            seed=wanted.seed, machine=machine, planted=planted,
-        )  # fmt: skip
+            wanted.matrix or "quick",
+            fmt=wanted.fmt,
+            canonical=wanted.mode == "canonical",
+            steps=wanted.steps,
+            seed=wanted.seed,
+            machine=machine,
+            planted=planted,
+        )
     return [
-        Case(Layout.parse(wanted.source), Layout.parse(wanted.target), wanted.fmt or "sharded", canonical=wanted.mode == "canonical",
-             before=wanted.steps, after=wanted.steps, seed=wanted.seed, machine=machine, planted=planted)
-    ]  # fmt: skip
+        Case(
+            Layout.parse(wanted.source),
+            Layout.parse(wanted.target),
+            wanted.fmt or "sharded",
+            canonical=wanted.mode == "canonical",
+            before=wanted.steps,
+            after=wanted.steps,
+            seed=wanted.seed,
+            machine=machine,
+            planted=planted,
+        )
+    ]
 
 
 def _root(keep: str | None, scratch: str) -> Path:

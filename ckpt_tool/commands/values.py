@@ -13,13 +13,23 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckpt_tool.commands.patterns import matcher
 from ckpt_tool.core.dtype import DTYPES, from_name
+from ckpt_tool.core.patterns import matcher
 from ckpt_tool.errors import UsageError, near_misses
 
 PATTERN_FILE_LIMIT = 16 << 20  # bytes
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
 
 
 class BadValue(ValueError):
@@ -188,8 +198,10 @@ def dtypes(value: Any) -> dict[str, str]:
     if isinstance(value, Mapping):
         pairs = [(str(state), text(name)) for state, name in value.items()]
     else:
-        pairs = [(left.strip(), right.strip()) if equals else ("", left)
-                 for left, equals, right in (word.partition("=") for word in words(value))]  # fmt: skip
+        pairs = [
+            (left.strip(), right.strip()) if equals else ("", left)
+            for left, equals, right in (word.partition("=") for word in words(value))
+        ]
     found: dict[str, str] = {}
     for state, name in pairs:
         dtype = from_name(name)
@@ -200,7 +212,8 @@ def dtypes(value: Any) -> dict[str, str]:
             )
         if not dtype.is_float:
             raise BadValue(
-                f"found {name!r}, want a dtype of floats: they alone are cast, and integers would lose all behind the point",
+                f"found {name!r}, want a dtype of floats: they alone are cast, and integers would lose all "
+                "behind the point",
                 hint="bf16, fp16, fp32, fp64, float8_e4m3fn, ...",
             )
         if found.get(state, dtype.name) != dtype.name:

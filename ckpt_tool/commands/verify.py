@@ -1,8 +1,8 @@
 """`ckpt verify`: is a checkpoint complete and sound? Headers, extents, cover, replicas, checksums, finite values.
 
 quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
-value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf; and every record of the checkpoint's files that no
-tensor is read from. What no checksum covers is said: damage there can't be seen.
+value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf; and every record of the checkpoint's files
+that no tensor is read from. What no checksum covers is reported: damage there can't be seen.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.commands.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import Opened, open_source
+from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
-from ckpt_tool.formats.megatron_dist.folder import hashed, late_faults
+from ckpt_tool.formats.base import Hashing
 from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
 
 if TYPE_CHECKING:
-    from ckpt_tool.device.memory import Device
+    from ckpt_tool.device.library import Device
 
-# Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known) inform.
+# Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
+# inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
 
 
@@ -55,7 +56,7 @@ def verify(
         note(fault)
     for line in catalog.notes:
         if line.code in UNSOUND:
-            findings.append({"code": line.code, "message": line.message, "file": line.path, "tensor": line.key})
+            findings.append(_row(line.code, line.message, line.key, file=line.path))
     digests = dict(catalog.digests)
     nonfinite: dict[str, int] = {}
     uncovered: list[dict[str, Any]] | None = None
@@ -63,16 +64,16 @@ def verify(
         keys = [key for key in catalog.tensors if str(key) not in broken]
         total = sum(catalog.tensors[key].nbytes for key in keys)
         progress.start(total, "verifying")
-        if catalog.format == "megatron-dist":
-            for fault in late_faults(opened.tree):
+        if isinstance(opened.format, Hashing):
+            for fault in opened.format.late_faults(opened.tree):
                 note(fault)
         digests, nonfinite = _read(opened, keys, on, progress, note)
         damage, uncovered = _files(opened, keys, records)
         findings += damage
         for key, want in catalog.digests.items():
             if digests.get(key, want) != want:
-                findings.append({"code": "E0352", "message": f"the values have digest {digests[key]}, recorded was {want}",
-                                 "file": None, "tensor": str(key)})  # fmt: skip
+                why = f"the values have digest {digests[key]}, recorded was {want}"
+                findings.append(_row("E0352", why, str(key)))
         progress.finish()
         _say_how_far(findings, opened)
         findings += _boolean_findings(nonfinite)
@@ -97,7 +98,7 @@ def _read(
     """(digests, values that are not finite) of all that can be read; faults go to `note`."""
     catalog, tree = opened.catalog, opened.tree
     if on is not None:
-        from ckpt_tool.device.scan import scanned
+        from ckpt_tool.device.verify import scanned
 
         return scanned(
             catalog,
@@ -116,22 +117,19 @@ def _read(
     return digests, count_nonfinite(catalog, tree, keys)
 
 
+def _row(code: str, message: str, tensor: str | None, *, file: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"code": code, "message": message, "file": file, "tensor": tensor, **more}
+
+
 def _finding(fault: CkptError) -> dict[str, Any]:
-    return {
-        "code": fault.code,
-        "message": fault.message,
-        "file": fault.path,
-        "tensor": fault.key,
-        "offset": fault.offset,
-        "place": fault.place,
-    }
+    return _row(fault.code, fault.message, fault.key, file=fault.path, offset=fault.offset, place=fault.place)
 
 
 def _files(
     opened: Opened, keys: Sequence[TensorKey], damaged: Sequence[CkptError]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers). keys: the tensors that
-    were read; damaged: the records that were found damaged then."""
+    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers). keys: the tensors
+    that were read; damaged: the records that were found damaged then."""
     from ckpt_tool.run.cover import look
 
     catalog, tree = opened.catalog, opened.tree
@@ -161,7 +159,7 @@ def _files(
     faults = [*damaged, *looked.damaged]
     for fault in faults:
         fault.key = fault.key or holders.get((shown.get(fault.path or "", ""), fault.offset or 0))
-    whole = hashed(tree) if catalog.format == "megatron-dist" else frozenset[str]()
+    whole = opened.format.hashed(tree) if isinstance(opened.format, Hashing) else frozenset[str]()
     left = {path: nbytes - covered.get(path, 0) for path, nbytes in looked.uncovered.items() if path not in whole}
     rows = [
         {"file": tree.display(path), "bytes": nbytes, "size": there[path]}
@@ -173,7 +171,7 @@ def _files(
 
 def _refuse_twins(opened: Opened) -> None:
     """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
-    if opened.catalog.format in ("safetensors", "sharded"):
+    if opened.format.holds.safetensors:
         for path in opened.catalog.files:
             if not path.endswith(".json"):
                 refuse_twin(opened.tree, read_header(opened.tree, path, lenient=True))
@@ -192,7 +190,7 @@ def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
 
 def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
     return [
-        {"code": "W-bool", "message": f"{count} BOOL bytes are neither 0 nor 1", "file": None, "tensor": key[5:]}
+        _row("W-bool", f"{count} BOOL bytes are neither 0 nor 1", key[5:])
         for key, count in counts.items()
         if key.startswith("bool:")
     ]
@@ -204,7 +202,7 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
         return []
     known = frozenset(map(str, skip))
     if on is not None:
-        from ckpt_tool.device.rounding import drifts_there
+        from ckpt_tool.device.verify import drifts_there
 
         found = drifts_there(catalog, opened.tree, on, skip=known, threads=threads_of(None), memory=MEMORY)
     else:
@@ -212,10 +210,14 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
 
         found = drifts(catalog, opened.tree, skip=known)
     return [
-        {"code": "W-master", "message": f"{drift.elements} elements are not what the fp32 master weights round to, the first at "
-         f"{list(drift.first)}: a job that resumes takes the master's", "file": None, "tensor": str(drift.key)}
+        _row(
+            "W-master",
+            f"{drift.elements} elements are not what the fp32 master weights round to, the first at "
+            f"{list(drift.first)}: a job that resumes takes the master's",
+            str(drift.key),
+        )
         for drift in found
-    ]  # fmt: skip
+    ]
 
 
 def _by_state(digests: dict[TensorKey, str]) -> dict[str, dict[str, str]]:

@@ -2,7 +2,7 @@
 
     model.layers.1000000000.w in a file of 20 tensors     no list of a billion layers: E1650
 
-Cost: none. What it does not do: bound what a user asks for (`commands.degrees`).
+Cost: none. What it does not do: bound what a user asks for (`conversion.layout`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ def bounded(count: int, there: int, what: str, *, path: str | None = None, key: 
     if count <= max(there, LEAST):
         return count
     raise InconsistentCheckpoint(
-        f"{count if count < 10**20 else 'very many'} {what}, but {there} of them could be here at most", code="E1650",
-        path=path, key=key and key[:200], hint="a number in a name or a file is damaged: fetch the checkpoint again",
-    )  # fmt: skip
+        f"{count if count < 10**20 else 'very many'} {what}, but {there} of them could be here at most",
+        code="E1650",
+        path=path,
+        key=key and key[:200],
+        hint="a number in a name or a file is damaged: fetch the checkpoint again",
+    )
 
 
 def numeral(text: object) -> bool:

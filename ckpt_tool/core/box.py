@@ -61,8 +61,8 @@ class Box:
 
 
 def first_hole(shape: Sequence[int], boxes: Iterable[Box], *, most: int = 4096) -> Box | None:
-    """The first box (by its offset) of a tensor of `shape` that none of `boxes` holds, None where there is none, or where it
-    takes more than `most` pieces to tell."""
+    """The first box (by its offset) of a tensor of `shape` that none of `boxes` holds, None where there is none, or
+    where it takes more than `most` pieces to tell."""
     left = [whole(shape)] if 0 not in shape else []
     for box in boxes:
         left = [piece for part in left for piece in part.minus(box)]
@@ -87,7 +87,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements `start` to `stop` of a tensor's row-major line as boxes, in the line's order, each without gaps in it.
+    """The elements `start` to `stop` of a tensor's row-major line as boxes, in the line's order, each without gaps in
+    it.
 
     At most 2n - 1 for rank n: a flat ZeRO slice begins and ends inside rows.
     >>> [(b.offset, b.shape) for b in flat_boxes((4, 5), 3, 17)]

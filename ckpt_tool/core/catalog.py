@@ -106,8 +106,8 @@ class Catalog:
 def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> Iterator[CkptError]:
     """Every tensor whose chunks leave the tensor, leave a gap or overlap. tensors: to be gone through more than once.
 
-    A gap is laid to the file that should fill it: the index that leaves it out, where one says what lies where (`indexes`),
-    else the file that holds that part of tensors that lie beside this one.
+    A gap is laid to the file that should fill it: the index that leaves it out, where one says what lies where
+    (`indexes`), else the file that holds that part of tensors that lie beside this one.
     """
     gaps: dict[str, LogicalTensor] = {}
     found: list[CkptError] = []
@@ -148,10 +148,12 @@ def _placed(
 
 
 def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[list[str], TensorKey, bool] | None:
-    """(files, a tensor, are we sure?): which files hold what this tensor lacks, of one that lies otherwise just as it does.
+    """(files, a tensor, are we sure?): which files hold what this tensor lacks, of one that lies otherwise just as it
+    does.
 
-    Parts are compared by proportion, so (6, 2) cut in halves lies as (8, 4) does; nothing less than the same parts in the
-    same files will do: flat slices of ZeRO look alike and are not. Sure are we where several tensors say so, and none else.
+    Parts are compared by proportion, so (6, 2) cut in halves lies as (8, 4) does; nothing less than the same parts in
+    the same files will do: flat slices of ZeRO look alike and are not. Sure are we where several tensors say so, and
+    none else.
     """
     own = set(_parts(tensor))
     said: dict[tuple[str, ...], list[TensorKey]] = {}
@@ -185,7 +187,8 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
     for chunk in chunks:
         if not chunk.box.inside(tensor.shape):
             return InconsistentCheckpoint(
-                f"a box at {list(chunk.box.offset)} of shape {list(chunk.box.shape)} leaves the tensor of shape {list(tensor.shape)}",
+                f"a box at {list(chunk.box.offset)} of shape {list(chunk.box.shape)} leaves the tensor of shape "
+                f"{list(tensor.shape)}",
                 code="E0307",
                 path=chunk.array.path,
                 key=name,

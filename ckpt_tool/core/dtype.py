@@ -78,10 +78,23 @@ SAFETENSORS_NAMES = frozenset(DTYPES) - {"C128"}
 
 _BY_TORCH = {d.torch: d for d in DTYPES.values() if d.torch}
 _ALIASES = {
-    "half": "F16", "fp16": "F16", "float": "F32", "fp32": "F32", "double": "F64", "fp64": "F64", "bf16": "BF16",
-    "fp8": "F8_E4M3", "long": "I64", "int": "I32", "short": "I16", "char": "I8", "byte": "U8",
-    "cfloat": "C64", "cdouble": "C128", "complex32": "",
-}  # fmt: skip
+    "half": "F16",
+    "fp16": "F16",
+    "float": "F32",
+    "fp32": "F32",
+    "double": "F64",
+    "fp64": "F64",
+    "bf16": "BF16",
+    "fp8": "F8_E4M3",
+    "long": "I64",
+    "int": "I32",
+    "short": "I16",
+    "char": "I8",
+    "byte": "U8",
+    "cfloat": "C64",
+    "cdouble": "C128",
+    "complex32": "",
+}
 
 
 def from_torch(name: str) -> DType | None:

@@ -110,20 +110,28 @@ def _body(tag: str, value: dict[str, Any]) -> Any:
     body, want = value[tag], _BODIES[tag]
     if type(body) is not want:  # JSON gives exact types
         raise CorruptFile(
-            f"want a {want.__name__} under {tag}, found a {type(body).__name__}", code="E0314",
+            f"want a {want.__name__} under {tag}, found a {type(body).__name__}",
+            code="E0314",
             hint="the index was edited or damaged",
-        )  # fmt: skip
+        )
     return body
 
 
 _BODIES: dict[str, type] = {
-    "$int": str, "$float": str, "$bytes": str, "$tuple": list, "$set": list, "$symbol": list, "$opaque": list,
+    "$int": str,
+    "$float": str,
+    "$bytes": str,
+    "$tuple": list,
+    "$set": list,
+    "$symbol": list,
+    "$opaque": list,
     "$dict": list,
-}  # fmt: skip
+}
 
 
 def display(value: Any) -> Any:
-    """A readable JSON form for people and `inspect --json`: tuples as lists, symbols as names, long bytes as a count."""
+    """A readable JSON form for people and `inspect --json`: tuples as lists, symbols as names, long bytes as a
+    count."""
     if isinstance(value, bytes | bytearray):
         return f"<{len(value)} bytes>"
     if isinstance(value, float) and not math.isfinite(value):

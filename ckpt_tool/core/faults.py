@@ -1,6 +1,8 @@
-"""Faults of one pass: what reads many files goes on behind the first one that is broken, and raises all faults as one error.
+"""Faults of one pass: what reads many files goes on behind the first one that is broken, and raises all faults as one
+error.
 
-contents = by_file(names, lambda name: read_content(tree, name))     # or one error that names every file that does not read
+contents = by_file(names, lambda name: read_content(tree, name))
+      # or one error that names every file that does not read
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ def together(faults: Sequence[CkptError]) -> CkptError:
 
 
 def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
-    """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each` does."""
+    """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each`
+    does."""
     found: list[K | V] = for_each((0, 1), lambda number: other() if number else one())
     return found[0], found[1]  # type: ignore[return-value]  # in this order
 
 
 def for_each(items: Iterable[K], read: Callable[[K], V], *, file: Callable[[K], object] = lambda item: item) -> list[V]:
-    """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error (`together`); what
-    asks for code, and what the operating system refuses, at once.
+    """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error
+    (`together`); what asks for code, and what the operating system refuses, at once.
 
     file: what an item lies in, where several lie in one: a file that does not read is named once.
     """

@@ -1,13 +1,14 @@
 """Inner paths: names of files below one folder, and the one rule that says which text may be one.
 
-Text that comes out of a checkpoint or a plan (a shard's name, a tensor's name that becomes a folder's) is data. It is a path only
-if it can lead nowhere but below the folder, on every file system that a checkpoint travels to:
+Text that comes out of a checkpoint or a plan (a shard's name, a tensor's name that becomes a folder's) is data. It is a
+path only if it can lead nowhere but below the folder, on every file system that a checkpoint travels to:
 
     zero/model.layers.0.weight/fp32.pt      ("zero", "model.layers.0.weight", "fp32.pt")
     zero/../../victim/fp32.pt               refused: holds an empty, '.' or '..' component
 
-Readers ask by `storage.source.safe_relative` (and `leaves` of what a listing found), plans by `check_outputs`, staging by `inner_path` whenever it opens a file. The
-names of an unfinished run's own files (`JOURNAL`, `STAGED`) are stated here, because no output may bear them.
+Readers ask by `storage.source.safe_relative` (and `leaves` of what a listing found), plans by `check_outputs`, staging
+by `inner_path` whenever it opens a file. The names of an unfinished run's own files (`JOURNAL`, `STAGED`) are stated
+here, because no output may bear them.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def _best_subset(units: int, dims: MeshDims) -> tuple[str, ...]:
 
 
 def block(n: int, degree: int, index: int, *, granule: int = 1) -> tuple[int, int]:
-    """(start, extent) in elements of block `index` of `degree` even blocks, the last ones short or empty (ceil rule)."""
+    """(start, extent) in elements of block `index` of `degree` even blocks, the last ones short or empty (ceil
+    rule)."""
     units = n // granule
     size = -(-units // degree)
     start = min(index * size, units)
@@ -137,22 +138,24 @@ def place(
 ) -> Placement:
     """Decide a parameter's placement from what is asked for: `wishes` = (tensor dim, mesh dims major first).
 
-    granule: of the first dim wished for. Raises UsageError (E0212) when a mesh dim is wished for twice (rule 1), (E0216)
-    for a tensor dim that is out of range, (E0209) for a coordinate that the mesh lacks, and as `choose`.
+    granule: of the first dim wished for. Raises UsageError (E0212) when a mesh dim is wished for twice (rule 1),
+    (E0216) for a tensor dim that is out of range, (E0209) for a coordinate that the mesh lacks, and as `choose`.
     """
     asked = [name for _, names in wishes for name in names]
     fixed = dict(at)
     if len(set(asked)) != len(asked) or any(name in fixed for name in asked):
         raise UsageError(
-            f"a mesh dim is named twice for one tensor: {', '.join([*asked, *fixed])}", code="E0212",
+            f"a mesh dim is named twice for one tensor: {', '.join([*asked, *fixed])}",
+            code="E0212",
             hint="each mesh dim cuts a tensor at most once",
-        )  # fmt: skip
+        )
     for name, coordinate in at:
         if not 0 <= coordinate < mesh[name]:
             raise UsageError(
-                f"a tensor is placed at {name} {coordinate}, but the mesh has {name} 0 to {mesh[name] - 1}", code="E0209",
+                f"a tensor is placed at {name} {coordinate}, but the mesh has {name} 0 to {mesh[name] - 1}",
+                code="E0209",
                 hint="no rank would hold it: check the stages and the experts' ranks",
-            )  # fmt: skip
+            )
     shard, choices, padded, uneven, granules = [], [], [], [], []
     for dim, names in wishes:
         if not 0 <= dim < len(shape):
@@ -234,7 +237,8 @@ def _blocks(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A mesh and a placement for each wanted tensor, in the same order. source: which rule gave them, for the report."""
+    """A mesh and a placement for each wanted tensor, in the same order. source: which rule gave them, for the
+    report."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]

@@ -1,7 +1,8 @@
 """Listing: a checkpoint's tensors as `inspect` shows them, without making a row for each.
 
-Of 92,000 tensors a person is shown a tree of forty lines and a few sums. A reader that keeps columns (names in one piece
-of memory, a kind shared by many tensors) gives them as blocks; sums come from the kinds, the tree from names and kinds:
+Of 92,000 tensors a person is shown a tree of forty lines and a few sums. A reader that keeps columns (names in one
+piece of memory, a kind shared by many tensors) gives them as blocks; sums come from the kinds, the tree from names and
+kinds:
 
     listing.tally()    {("model", (BF16, (4096, 4096), 33554432)): 64, ...}
     list(listing)      [{"name": ..., "state": "model", "dtype": "BF16", "shape": [...], "bytes": ...}, ...] for --json
@@ -43,9 +44,12 @@ class Listing(Sequence[dict[str, Any]]):
         for state, names, kinds in self.blocks:
             for name, (dtype, shape, nbytes) in zip(names(), kinds, strict=True):
                 yield {
-                    "name": name.decode("utf-8"), "state": state, "dtype": dtype.name, "shape": list(shape),
+                    "name": name.decode("utf-8"),
+                    "state": state,
+                    "dtype": dtype.name,
+                    "shape": list(shape),
                     "bytes": nbytes,
-                }  # fmt: skip
+                }
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...

@@ -44,8 +44,8 @@ class Mesh:
 
     @staticmethod
     def of_degrees(degrees: Mapping[str, int]) -> Mesh:
-        """The mesh of a job whose `dp` counts all data ranks: expert ranks are carved out of those where they divide them,
-        and experts that are cut as everything else have no tensor dim of their own.
+        """The mesh of a job whose `dp` counts all data ranks: expert ranks are carved out of those where they divide
+        them, and experts that are cut as everything else have no tensor dim of their own.
 
         >>> Mesh.of_degrees({"tp": 2, "etp": 2, "ep": 2, "dp": 4}).to_json()
         {'tp': 2, 'ep': 2, 'dp': 2}
@@ -69,7 +69,8 @@ class Mesh:
         return prod(size for _, size in self.dims)
 
     def ranks(self, at: Sequence[tuple[str, int]] = ()) -> Iterator[dict[str, int]]:
-        """Coordinates of every rank, in rank order (rank 0 first, tp fastest); with `at` of those at its coordinates."""
+        """Coordinates of every rank, in rank order (rank 0 first, tp fastest); with `at` of those at its
+        coordinates."""
         fixed = dict(at)
         if any(not 0 <= index < self[name] for name, index in at):
             return
@@ -95,5 +96,6 @@ def divisors(n: int) -> list[int]:
 
 
 def divisors_near(n: int, wanted: int) -> list[int]:
-    """The three divisors of `n` nearest to `wanted`, ascending: degrees that divide where `wanted` does not; [] for n < 1."""
+    """The three divisors of `n` nearest to `wanted`, ascending: degrees that divide where `wanted` does not; [] for n <
+    1."""
     return sorted(sorted(divisors(n), key=lambda d: abs(d - wanted))[:3])

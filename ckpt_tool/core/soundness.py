@@ -12,10 +12,12 @@ together. Everything found is a fault that a trainer would meet later, as a cras
 
 What is no fault: a `step` tensor a parameter that differs from another's (torch counts a parameter's own steps, and one
 without a gradient does not step: `torch/optim/adamw.py`, 2.13); states of other shapes than their parameter's by design
-(factored or quantised optimizers name theirs otherwise); optimizers whose names have nothing to do with the model's (then
-nothing can be said). Formats of whole models and `sharded` are not asked: a lone shard of a model is none of the faults above.
+(factored or quantised optimizers name theirs otherwise); optimizers whose names have nothing to do with the model's
+(then nothing can be said). Formats of whole models and `sharded` are not asked: a lone shard of a model is none of the
+faults above.
 
-Cost: a pass over the rows, where there are other states than the model. What it does not do: read values (`run.rounding`).
+Cost: a pass over the rows, where there are other states than the model. What it does not do: read values
+(`run.rounding`).
 """
 
 from __future__ import annotations
@@ -57,9 +59,13 @@ def check_sound(catalog: Catalog, more: Iterable[CkptError] = ()) -> None:
     if faults:
         first = faults[0]
         raise type(first)(
-            first.message, code=first.code, path=first.path, key=first.key, hint=first.hint,
+            first.message,
+            code=first.code,
+            path=first.path,
+            key=first.key,
+            hint=first.hint,
             faults=[f"{fault.key or ''}: {fault.message}".lstrip(": ") for fault in faults[1:100]],
-        )  # fmt: skip
+        )
 
 
 def _moments(catalog: Catalog) -> Iterator[CkptError]:
@@ -71,10 +77,12 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
     without = [name for name in masters if name not in model]
     if 0 < len(without) < len(masters):  # (of ZeRO 3 and Paddle's sharding_io none has a weight beside its master)
         yield Incomplete(
-            f"{len(without)} of {len(masters)} master weights have no weight in the model, the others have", code="E0302",
-            key=f"{without[0]} [{MASTER}]", path=_path(catalog, without[0], MASTER),
+            f"{len(without)} of {len(masters)} master weights have no weight in the model, the others have",
+            code="E0302",
+            key=f"{without[0]} [{MASTER}]",
+            path=_path(catalog, without[0], MASTER),
             hint=f"a rank's part of the model is missing, or was copied over by another's{_LENIENT}",
-        )  # fmt: skip
+        )
     parameters = {**masters, **model}
     names, lost = set[str](), list[tuple[str, str]]()
     for state in (MASTER, *(state for state in shapes if state in MOMENTS)):
@@ -85,23 +93,28 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
             want = parameters.get(name)
             if want is not None:
                 yield InconsistentCheckpoint(
-                    f"{state} has shape {list(mine[name])}, its parameter {list(want)}", code="E0305",
-                    key=f"{name} [{state}]", path=_path(catalog, name, state),
+                    f"{state} has shape {list(mine[name])}, its parameter {list(want)}",
+                    code="E0305",
+                    key=f"{name} [{state}]",
+                    path=_path(catalog, name, state),
                     hint=f"optimizer and model come from two runs: fetch one save whole{_LENIENT}",
-                )  # fmt: skip
+                )
             elif not numeral(name):
                 lost.append((name, state))
     if len({name for name, _ in lost}) < len(names):  # else the names are another dialect's
         for name, state in lost:
             yield InconsistentCheckpoint(
-                f"{state} of a parameter that the model lacks", code="E0305", key=f"{name} [{state}]",
+                f"{state} of a parameter that the model lacks",
+                code="E0305",
+                key=f"{name} [{state}]",
                 path=_path(catalog, name, state),
                 hint=f"a part of the model is missing, or the optimizer is of another one{_LENIENT}",
-            )  # fmt: skip
+            )
 
 
 def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterator[CkptError]:
-    """Parameters of Adam's that have one moment and not the other, where most have both (some optimizers keep one alone)."""
+    """Parameters of Adam's that have one moment and not the other, where most have both (some optimizers keep one
+    alone)."""
     first, second = (shapes.get(state, {}) for state in ("exp_avg", "exp_avg_sq"))
     alone = [name for name in (*first, *second) if (name in first) != (name in second)]
     if not alone or _FACTORED in shapes or len(alone) >= len(first.keys() & second.keys()):
@@ -109,9 +122,12 @@ def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterato
     for name in alone:
         have, lacks = ("exp_avg", "exp_avg_sq") if name in first else ("exp_avg_sq", "exp_avg")
         yield Incomplete(
-            f"a parameter with {have} and without {lacks}", code="E0302", key=f"{name} [{lacks}]",
-            path=_path(catalog, name, have), hint=f"a rank's part of the optimizer was lost: fetch one save whole{_LENIENT}",
-        )  # fmt: skip
+            f"a parameter with {have} and without {lacks}",
+            code="E0302",
+            key=f"{name} [{lacks}]",
+            path=_path(catalog, name, have),
+            hint=f"a rank's part of the optimizer was lost: fetch one save whole{_LENIENT}",
+        )
 
 
 def _shapes(catalog: Catalog) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -141,9 +157,10 @@ def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:
         for i, step in known[1:]:
             if step != known[0][1]:
                 yield InconsistentCheckpoint(
-                    f"{where}: group {i} is at step {step}, group {known[0][0]} at {known[0][1]}", code="E0305",
+                    f"{where}: group {i} is at step {step}, group {known[0][0]} at {known[0][1]}",
+                    code="E0305",
                     hint=f"files of two steps lie together: fetch one save whole{_LENIENT}",
-                )  # fmt: skip
+                )
 
 
 def _groups(value: Any, where: str, depth: int) -> Iterator[tuple[str, list[Any]]]:
@@ -181,13 +198,17 @@ def _experts(catalog: Catalog) -> Iterator[CkptError]:
         gone = [i for i in range(min(counts[prefix], 1 << 16)) if i not in experts]
         if gone:
             yield Incomplete(
-                f"{len(gone)} of {counts[prefix]} experts are missing: {', '.join(map(str, gone[:20]))}", code="E0302",
-                key=f"{prefix}.{gone[0]}{suffix}", hint="a rank's file is missing: every expert parallel rank writes its own",
-            )  # fmt: skip
+                f"{len(gone)} of {counts[prefix]} experts are missing: {', '.join(map(str, gone[:20]))}",
+                code="E0302",
+                key=f"{prefix}.{gone[0]}{suffix}",
+                hint="a rank's file is missing: every expert parallel rank writes its own",
+            )
         every: set[str] = set().union(*experts.values())
         for number, have in experts.items():
             if have != every:
                 yield Incomplete(
-                    f"expert {number} lacks {', '.join(sorted(every - have)[:4])}", code="E0302",
-                    key=f"{prefix}.{number}{suffix}", hint="a rank's file is missing, or comes from another run",
-                )  # fmt: skip
+                    f"expert {number} lacks {', '.join(sorted(every - have)[:4])}",
+                    code="E0302",
+                    key=f"{prefix}.{number}{suffix}",
+                    hint="a rank's file is missing, or comes from another run",
+                )

@@ -14,7 +14,7 @@ gives `Later`s in their place, and `Places`, which answer for one tensor at a ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
@@ -132,6 +132,10 @@ class Target:
     @property
     def nbytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    def noted(self, *lines: str) -> Target:
+        """Itself with more lines for the report."""
+        return replace(self, notes=(*self.notes, *lines)) if lines else self
 
 
 @dataclass(frozen=True, slots=True)

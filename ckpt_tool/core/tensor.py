@@ -61,8 +61,9 @@ class StoredArray:
     def view(
         self, start: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, *, dtype: DType | None = None
     ) -> StoredArray:
-        """Another array in the same bytes, `start` elements behind this one's first, whatever its own strides. The record's
-        checksum stays with it: formats never make an array from the parts of another, for then it would be lost.
+        """Another array in the same bytes, `start` elements behind this one's first, whatever its own strides. The
+        record's checksum stays with it: formats never make an array from the parts of another, for then it would be
+        lost.
 
         >>> from ckpt_tool.core.dtype import DTYPES
         >>> line = StoredArray("optim.pt", 704, DTYPES["F32"], (100,), crc=(704, 400, 0x1C291CA3))

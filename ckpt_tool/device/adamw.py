@@ -2,10 +2,10 @@
 
     step(device, Constants.of(step=7, rate=1e-3), Flat(n, g, p, m, v, e))
 
-The bits are those of the formula in kernels/adamw_ema.cu, each operation rounded by itself in fp32: so a step over any split of a
-buffer is the step over the whole. `harness/optimizer.py` has the same formula (torch's square root on a CPU may be a bit off the
-nearest). NaN stays NaN, but a device may give it another payload. Elements lie on their own size; buffers on 16 bytes (8 for
-BF16) are fast. Nothing here knows torch: addresses are integers (`tensor.data_ptr()`).
+The bits are those of the formula in kernels/adamw_ema.cu, each operation rounded by itself in fp32: so a step over any
+split of a buffer is the step over the whole. `harness/optimizer.py` has the same formula (torch's square root on a CPU
+may be a bit off the nearest). NaN stays NaN, but a device may give it another payload. Elements are on their own size;
+buffers on 16 bytes (8 for BF16) are fast. Nothing here knows torch: addresses are integers (`tensor.data_ptr()`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from ctypes import Structure, byref, c_float
 from typing import NamedTuple, Self
 
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import UsageError
 
 KINDS = {"F32": 1, "BF16": 2}  # ck_kind (kernels/ck.h)
@@ -51,8 +51,20 @@ class Constants(NamedTuple):
         """Those of step number `step` (the first is 1). scale: what gradients are multiplied with, to clip them."""
         if step < 1:
             raise UsageError(f"step {step} of AdamW, want 1 or more", code="E1574")
-        return cls(scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 - beta1**step, 1 - beta2**step, eps,
-                   1 - rate * weight_decay, rate, ema, 1 - ema)  # fmt: skip
+        return cls(
+            scale,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 - beta1**step,
+            1 - beta2**step,
+            eps,
+            1 - rate * weight_decay,
+            rate,
+            ema,
+            1 - ema,
+        )
 
 
 class _Constants(Structure):
@@ -81,14 +93,36 @@ def step(
 ) -> None:
     """Update all buffers in place and write the parameter. Returns when the work is queued."""
     raw = _Constants(*constants)
-    device.library.call("adamw_ema", byref(raw), flat.elements, flat.gradient, _kind(flat.gradient_kind), flat.master, flat.exp_avg,
-                        flat.exp_avg_sq, flat.ema, flat.parameter, _kind(flat.parameter_kind), blocks, threads, stream)  # fmt: skip
+    device.library.call(
+        "adamw_ema",
+        byref(raw),
+        flat.elements,
+        flat.gradient,
+        _kind(flat.gradient_kind),
+        flat.master,
+        flat.exp_avg,
+        flat.exp_avg_sq,
+        flat.ema,
+        flat.parameter,
+        _kind(flat.parameter_kind),
+        blocks,
+        threads,
+        stream,
+    )
 
 
 def swap(
-    device: Device, count: int, master: int, ema: int, *, parameter: int = 0, parameter_kind: str = "BF16", blocks: int = 0,
-    threads: int = 0, stream: int = 0,
-) -> None:  # fmt: skip
+    device: Device,
+    count: int,
+    master: int,
+    ema: int,
+    *,
+    parameter: int = 0,
+    parameter_kind: str = "BF16",
+    blocks: int = 0,
+    threads: int = 0,
+    stream: int = 0,
+) -> None:
     """Exchange two fp32 buffers in place and write the parameter from what `master` then is."""
     device.library.call("ema_swap", count, master, ema, parameter, _kind(parameter_kind), blocks, threads, stream)
 

@@ -1,15 +1,15 @@
 """The kernels made into a shared library: by nvcc for a GPU, by g++ for the host shim, once for each way of making it.
 
-    built("cuda", (90,))     compiled for compute capability 9.0, or found in the cache
-    built("cuda")            for all of ARCHITECTURES, and PTX of the last, from which a driver makes code for later ones
-    built("host")            the shim, for tests
+    built("cuda", (90,))    compiled for compute capability 9.0, or found in the cache
+    built("cuda")           for all of ARCHITECTURES, and PTX of the last, from which a driver makes code for later ones
+    built("host")           the shim, for tests
 
-What decides the result is the key under which it is kept (`cache.py`): the sources, the flags, what the compiler says of
-itself and the version of the ABI. Change any of them and the library is built anew. nvcc is needed to build, not to run: where
-there is none, a library that the cache has of these sources serves.
+What decides the result is the key under which it is kept (`cache.py`): the sources, the flags, what the compiler says
+of itself and the version of the ABI. Change any of them and the library is built anew. nvcc is needed to build, not to
+run: where there is none, a library that the cache has of these sources serves.
 
-Cost: some seconds for one architecture, some more for all; a hash of the sources (0.2 ms) and the compiler's --version (10 ms)
-where it is built already.
+Cost: some seconds for one architecture, some more for all; a hash of the sources (0.2 ms) and the compiler's --version
+(10 ms) where it is built already.
 """
 
 from __future__ import annotations
@@ -38,18 +38,39 @@ COMPILE_SECONDS, LOCK_SECONDS = 900, 1200
 Kind = Literal["host", "cuda"]
 
 # The arithmetic is stated operation by operation: no compiler may fuse a product and a sum into one rounding.
-HOST_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing",
-              "-ffp-contract=off", "-pthread")  # fmt: skip
+HOST_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-pthread",
+)
 STRICT = ("-g", "-Wall", "-Wextra", "-Werror")  # for our tests; a user's compiler may be of another mind
-CUDA_FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-fmad=false", "-cudart", "static",
-              "-Xfatbin", "-compress-all", "--threads", "0")  # fmt: skip
+CUDA_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+    "-fmad=false",
+    "-cudart",
+    "static",
+    "-Xfatbin",
+    "-compress-all",
+    "--threads",
+    "0",
+)
 
 
 class Built(NamedTuple):
     """A library that may be loaded (`Library(path, through)`).
 
-    architectures: those it has code for; () for the shim. seconds: what the build took, 0 where it was found. note: what a
-    reader should know, "" for nothing: an entry of the cache that was refused, a folder that could not be used."""
+    architectures: those it has code for; () for the shim. seconds: what the build took, 0 where it was found. note:
+    what a reader should know, "" for nothing: an entry of the cache that was refused, a folder that could not be
+    used."""
 
     path: Path
     through: Path
@@ -73,8 +94,14 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        parts = (self.kind, self.version, "\0".join(self.flags), platform.machine(), source_digest(),
-                 *(f"{name}={os.environ.get(name, '')}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")))  # fmt: skip
+        parts = (
+            self.kind,
+            self.version,
+            "\0".join(self.flags),
+            platform.machine(),
+            source_digest(),
+            *(f"{name}={os.environ.get(name, '')}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")),
+        )
         return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()
 
     def command(self, target: Path) -> list[str]:
@@ -85,8 +112,13 @@ class Recipe:
         return [self.compiler, *self.flags, *units, str(folder / "runtime.cu"), "-o", str(target)]
 
     def about(self) -> dict[str, Any]:
-        return {"kind": self.kind, "architectures": list(self.architectures), "sources": source_digest(),
-                "compiler": self.version.strip().splitlines(), "flags": list(self.flags)}  # fmt: skip
+        return {
+            "kind": self.kind,
+            "architectures": list(self.architectures),
+            "sources": source_digest(),
+            "compiler": self.version.strip().splitlines(),
+            "flags": list(self.flags),
+        }
 
 
 def sources() -> Path:
@@ -96,7 +128,8 @@ def sources() -> Path:
 
 
 def source_digest() -> str:
-    """SHA-256 of the sources and of the ABI that this Python speaks. Raises StorageError where a source can't be read."""
+    """SHA-256 of the sources and of the ABI that this Python speaks. Raises StorageError where a source can't be
+    read."""
     digest = hashlib.sha256(f"{DESC.itemsize} {ABI_VERSION}".encode())
     headers = sorted(path.name for path in sources().glob("*.h"))
     for name in (*headers, "runtime.cu", "host.cpp", *(f"{kernel}.cu" for kernel in KERNELS)):
@@ -109,7 +142,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-# -- compilers ----------------------------------------------------------------------------------------------------------
+# -- compilers ---------------------------------------------------------------------------------------------------------
 
 
 def find_nvcc() -> str | None:
@@ -138,37 +171,43 @@ def host_recipe(extra: tuple[str, ...] = ()) -> Recipe:
     """The shim by g++. Raises UsageError E1554 where there is none."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise UsageError("no g++ on the PATH: the host shim can't be built", code="E1554",
-                         hint="install g++ 11 or newer, or name one in CXX")  # fmt: skip
+        raise UsageError(
+            "no g++ on the PATH: the host shim can't be built",
+            code="E1554",
+            hint="install g++ 11 or newer, or name one in CXX",
+        )
     return Recipe("host", compiler, version_of(compiler), (*HOST_FLAGS, *extra), ())
 
 
 def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str, ...] = ()) -> Recipe:
-    """The kernels for those of these architectures (90 for compute capability 9.0) that nvcc knows, with PTX of the last. Where
-    it knows none of them, for the newest before them: the driver makes code of its PTX.
+    """The kernels for those of these architectures (90 for compute capability 9.0) that nvcc knows, with PTX of the
+    last. Where it knows none of them, for the newest before them: the driver makes code of its PTX.
 
     Raises UsageError: E1554 where there is no nvcc, E1558 where it knows none that serves."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise UsageError(
-            "no nvcc: it is not on the PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin", code="E1554",
+            "no nvcc: it is not on the PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin",
+            code="E1554",
             hint="install the CUDA toolkit (12.0 or newer), or build elsewhere and set CKPT_KERNELS=path:FILE",
-        )  # fmt: skip
+        )
     known = known_architectures(nvcc)
     wanted = tuple(sorted(set(architectures) & set(known))) or tuple(n for n in known if n < min(architectures))[-1:]
     if not wanted:
         missing = ", ".join(f"sm_{number}" for number in architectures)
         raise UsageError(
-            f"{nvcc} makes no code for {missing}: it knows {', '.join(f'sm_{number}' for number in known)}", code="E1558",
+            f"{nvcc} makes no code for {missing}: it knows {', '.join(f'sm_{number}' for number in known)}",
+            code="E1558",
             hint="a newer CUDA toolkit knows newer GPUs; CUDA 13 has dropped those before sm_75",
-        )  # fmt: skip
+        )
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in wanted[:-1]]
     targets.append(f"-gencode=arch=compute_{wanted[-1]},code=[sm_{wanted[-1]},compute_{wanted[-1]}]")
     return Recipe("cuda", nvcc, version_of(nvcc), (*CUDA_FLAGS, *targets, *extra), wanted)
 
 
 def compile_to(recipe: Recipe, target: Path) -> str:
-    """Compile to `target` and return what the compiler said. Raises StorageError E1555. Files in between go beside it."""
+    """Compile to `target` and return what the compiler said. Raises StorageError E1555. Files in between go beside
+    it."""
     scratch = target.parent / f".tmp-{os.getpid()}"
     try:
         scratch.mkdir(mode=0o700, exist_ok=True)
@@ -183,8 +222,15 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
     name = Path(command[0]).name
     environment = {**os.environ, "LC_ALL": "C", **({"TMPDIR": str(scratch)} if scratch else {})}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, env=environment,
-                              stdin=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired as e:
         raise StorageError(f"{name} has not ended after {seconds:g} s", code="E1555", path=command[0]) from e
     except OSError as e:
@@ -192,20 +238,23 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
     if done.returncode != 0:
         said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise StorageError(
-            f"{name} failed with exit code {done.returncode}", code="E1555", path=command[0], faults=said[-20:],
+            f"{name} failed with exit code {done.returncode}",
+            code="E1555",
+            path=command[0],
+            faults=said[-20:],
             hint="CUDA 12.0 or newer and a g++ that it supports are needed; --device cpu does without the kernels",
-        )  # fmt: skip
+        )
     return done.stdout + done.stderr
 
 
-# -- building, once -----------------------------------------------------------------------------------------------------
+# -- building, once ----------------------------------------------------------------------------------------------------
 
 
 def built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, force: bool = False) -> Built:
     """The library of that kind: from the cache where it has a sound one, else built into it. force: built in any case.
 
-    Raises UsageError E1554 (no compiler), E1558 (no such architecture), StorageError E1555 (the compiler fails), E1559 (the
-    cache can't be used)."""
+    Raises UsageError E1554 (no compiler), E1558 (no such architecture), StorageError E1555 (the compiler fails), E1559
+    (the cache can't be used)."""
     if kind == "cuda" and not force and find_nvcc() is None:
         found = found_for(architectures)
         if found is not None:
@@ -214,8 +263,8 @@ def built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, force: 
 
 
 def found_for(architectures: tuple[int, ...]) -> Built | None:
-    """A library that the cache has of these very sources with code for all those GPUs, or PTX from which their driver can
-    make it, by whichever compiler. None where there is none."""
+    """A library that the cache has of these very sources with code for all those GPUs, or PTX from which their driver
+    can make it, by whichever compiler. None where there is none."""
     digest = source_digest()
     for key, kept in cache.every(cache.folder()):
         if not isinstance(kept, cache.Kept):
@@ -264,6 +313,7 @@ def _as_built(kept: cache.Kept, key: str, seconds: float, note: str) -> Built:
 
 
 def build_host(target: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Compile the host shim to `target`, with every warning an error: for tests, which want sanitizers or a fault planted."""
+    """Compile the host shim to `target`, with every warning an error: for tests, which want sanitizers or a fault
+    planted."""
     compile_to(host_recipe((*STRICT, *extra)), target)
     return target

@@ -5,10 +5,10 @@
         3f9c...41/about.json                             its SHA-256 and what it was built from
         3f9c...41.lock                                   held while one process builds
 
-A library is code, so what lies in the cache counts only if this user owns the folders and the file, nobody else may write
-them, none of them is a link, and the bytes have the hash that the build wrote down. What fails that is never loaded: it is
-built again, in the same place where the place is ours, else in a fresh private folder for this process alone. The open file
-that was checked is the one that is loaded, so a swap in between changes nothing.
+A library is code, so what is in the cache counts only if this user owns the folders and the file, nobody else may
+write them, none of them is a link, and the bytes have the hash that the build wrote down. What fails that is never
+loaded: it is built again, in the same place where the place is ours, else in a fresh private folder for this process
+alone. The open file that was checked is the one that is loaded, so a swap in between changes nothing.
 
 Cost: one hash of some MB a process. The hash finds damage; against this user's own account nothing here protects.
 """
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
 
 
 class Refused(Exception):
-    """What lies in the cache may not be loaded; says why."""
+    """What is in the cache may not be loaded; says why."""
 
 
 def folder() -> Path:
@@ -148,7 +148,7 @@ def sha256_of(opened: int) -> str:
     return digest.hexdigest()
 
 
-# -- building into it ---------------------------------------------------------------------------------------------------
+# -- building into it --------------------------------------------------------------------------------------------------
 
 
 def place_to_build() -> tuple[Path, str]:
@@ -174,7 +174,7 @@ def place_to_build() -> tuple[Path, str]:
 
 
 def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Path], None]) -> Kept:
-    """Build the library of `key` under `place`: whole under its name, or not at all. Replaces what lies there.
+    """Build the library of `key` under `place`: whole under its name, or not at all. Replaces what is there.
 
     Raises what `compile_to` raises, and StorageError where the folder can't be written."""
     home = place / key
@@ -186,26 +186,34 @@ def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Pat
         partial.chmod(0o700)
         with open(partial, "rb") as library:
             about = {**about, "sha256": sha256_of(library.fileno()), "bytes": partial.stat().st_size}
-        told = home / f".{ABOUT}.{os.getpid()}"
-        told.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        told.chmod(0o600)
-        os.replace(told, home / ABOUT)
+        about_file = home / f".{ABOUT}.{os.getpid()}"
+        about_file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        about_file.chmod(0o600)
+        os.replace(about_file, home / ABOUT)
         os.replace(partial, home / LIBRARY)
     except OSError as e:
         raise wrap_os_error(e, home, "keeping the compiled kernels") from e
     try:
         kept = look_up(place, key)
     except Refused as e:
-        raise StorageError(f"the kernels were built, but may not be loaded: {e}", code="E1559", path=home,
-                           hint="set CKPT_CACHE to a folder of your own") from e  # fmt: skip
+        raise StorageError(
+            f"the kernels were built, but may not be loaded: {e}",
+            code="E1559",
+            path=home,
+            hint="set CKPT_CACHE to a folder of your own",
+        ) from e
     if kept is None:
-        raise StorageError("the kernels vanished while they were built", code="E1559", path=home,
-                           hint="set CKPT_CACHE to a folder of your own")  # fmt: skip
+        raise StorageError(
+            "the kernels vanished while they were built",
+            code="E1559",
+            path=home,
+            hint="set CKPT_CACHE to a folder of your own",
+        )
     return kept
 
 
 def _clear(home: Path) -> None:
-    """Remove what lies under the name, a link or a file too."""
+    """Remove what is under the name, a link or a file too."""
     if home.is_dir() and not home.is_symlink():
         shutil.rmtree(home)
     else:
@@ -230,9 +238,11 @@ def lock(place: Path, key: str, seconds: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise StorageError(
-                        f"another process has been building the kernels for {seconds:g} s", code="E1559", path=path,
+                        f"another process has been building the kernels for {seconds:g} s",
+                        code="E1559",
+                        path=path,
                         hint="wait for it, or end it: the lock goes with it; CKPT_CACHE names another folder",
-                    ) from None  # fmt: skip
+                    ) from None
                 time.sleep(0.1)
         yield
     finally:

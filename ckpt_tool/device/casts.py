@@ -1,17 +1,18 @@
-"""Casts and dequantising as lists: copies whose two sides are of different dtypes, and codes with the grid of their scales.
+"""Casts and dequantising as lists: copies whose two sides are of different dtypes, and codes with the grid of their
+scales.
 
 A list for `box_cast` is one for `box_copy` that counts elements. (4, 6) fp32 out of rows of 32 bytes into rows of 12:
 
-    run 6 elements, rows 4, strides 32 and 12; two elements a group if all of that lies on their grid, here by element
+    run 6 elements, rows 4, strides 32 and 12; two elements a group if all of that is on their grid, here by element
 
-Codes are boxes of (matrices, rows, columns): a run is never joined with the next one, as another row may have another scale.
-F4 has two codes a byte: addresses and strides of its side count half bytes.
+Codes are boxes of (matrices, rows, columns): a run is never joined with the next one, as another row may have another
+scale. F4 has two codes a byte: addresses and strides of its side count half bytes.
 
-    256 x 512 E4M3 with scales of 128 x 128, rows 64.. and columns 32.. of it, wherever they lie now:
+    256 x 512 E4M3 with scales of 128 x 128, rows 64.. and columns 32.. of it, wherever they are stored now:
     CodeBox(codes, out, (1, 192, 480), (0, 512), (0, 960), Scales(address, F32, (128, 128), (0, 16)), row=64, column=32)
 
-The bits are those of `run.compute.cast` and of `run.dequantize`; what counts as lost too.
-Cost: some 10 us a box. What it does not do: zero points, global scales and packed integers (`run.dequantize` does).
+The bits are those of `run.compute.cast` and of `quantised`; what counts as lost too.
+Cost: some 10 us a box. What it does not do: zero points, global scales and packed integers (`quantised` does).
 """
 
 from __future__ import annotations
@@ -40,19 +41,33 @@ from ckpt_tool.plan.copy import Copy
 CAST_TILE = 8192  # elements, as in box_cast.cu
 # as `ck_kind` numbers them; U8 are E8M0 where they are scales
 KINDS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")
-_SCALES = {"F32": (KINDS.index("F32"), 4), "BF16": (KINDS.index("BF16"), 2), "F8_E8M0": (KINDS.index("F8_E8M0"), 1),
-           "U8": (KINDS.index("F8_E8M0"), 1)}  # fmt: skip
+_SCALES = {
+    "F32": (KINDS.index("F32"), 4),
+    "BF16": (KINDS.index("BF16"), 2),
+    "F8_E8M0": (KINDS.index("F8_E8M0"), 1),
+    "U8": (KINDS.index("F8_E8M0"), 1),
+}
 _LONGEST = 1 << 31  # rows or columns of a box: with those before them in their block they fit 32 bits
 UNFIT = "E1573"
 
 SCALES = np.dtype(
     {
-        "names": ["address", "matrix_stride", "row_stride", "div_height", "div_width", "row0", "column0", "width", "kind"],
+        "names": [
+            "address",
+            "matrix_stride",
+            "row_stride",
+            "div_height",
+            "div_width",
+            "row0",
+            "column0",
+            "width",
+            "kind",
+        ],
         "formats": ["<u8", "<i8", "<i8", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4"],
         "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52],
         "itemsize": 64,
     }
-)  # fmt: skip
+)
 
 
 class Casts(NamedTuple):
@@ -65,10 +80,10 @@ class Casts(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of a tensor: that of row 0, column 0 of a box's first matrix lies at `address`.
+    """The scales of a tensor: that of row 0, column 0 of a box's first matrix is at `address`.
 
-    block: (rows, columns) that share one. strides: bytes from those of a matrix to those of the next, 0 where all share them,
-    and from a row of scales to the next.
+    block: (rows, columns) that share one. strides: bytes from those of a matrix to those of the next, 0 where all share
+    them, and from a row of scales to the next.
     """
 
     address: int
@@ -80,8 +95,9 @@ class Scales(NamedTuple):
 class CodeBox(NamedTuple):
     """A box of codes, (matrices, rows, columns), and where its floats go.
 
-    source: address of the first code; source_strides: from a matrix, from a row to the next. Of F4 all three count half bytes:
-    codes that begin with the byte at A have source 2 * A. target, target_strides: the same in bytes. row, column: where the box begins in its matrix.
+    source: address of the first code; source_strides: from a matrix, from a row to the next. Of F4 all three count half
+    bytes: codes that begin with the byte at A have source 2 * A. target, target_strides: the same in bytes. row,
+    column: where the box begins in its matrix.
     """
 
     source: int
@@ -95,7 +111,8 @@ class CodeBox(NamedTuple):
 
 
 class CodeList(NamedTuple):
-    """A packed list of codes and the scales of its boxes. Packed box k is part of box `records[k]` of the `given` ones."""
+    """A packed list of codes and the scales of its boxes. Packed box k is part of box `records[k]` of the `given`
+    ones."""
 
     boxes: Descriptors
     scales: npt.NDArray[np.void]
@@ -106,7 +123,8 @@ class CodeList(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """lost: finite values that became infinite or NaN. nan_scales: elements whose scale is NaN, which the CPU refuses."""
+    """lost: finite values that became infinite or NaN. nan_scales: elements whose scale is NaN, which the CPU
+    refuses."""
 
     lost: int
     nan_scales: int
@@ -122,7 +140,8 @@ def kind(dtype: DType) -> int:
 def cast_boxes(
     copy: Copy, source: DType, target: DType, sources: Sequence[int], targets: Sequence[int]
 ) -> Iterator[Strided]:
-    """The boxes of a copy whose sides are of two dtypes; `run` in elements. sources, targets: addresses of the files' byte 0."""
+    """The boxes of a copy whose sides are of two dtypes; `run` in elements. sources, targets: addresses of the files'
+    byte 0."""
     if 0 in copy.extents:
         return
     item = source.bits // 8
@@ -137,8 +156,8 @@ def line(source: int, target: int, numel: int) -> list[Strided]:
 
 
 def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: Sequence[int] = ()) -> Casts:
-    """The list for `box_cast`. boxes: as `cast_boxes` gives them. records: the number under which each box's lost values are
-    counted; all under 0 where there are none."""
+    """The list for `box_cast`. boxes: as `cast_boxes` gives them. records: the number under which each box's lost
+    values are counted; all under 0 where there are none."""
     listed = list(boxes)
     out = filled(listed)
     item = target.bits // 8
@@ -150,8 +169,8 @@ def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: 
 
 
 def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeList:
-    """The list for `box_dequantise`. Raises InternalError E1573 for scales that lie off their own grid, or of a dtype other than
-    F32, BF16, F8_E8M0 and U8: those are cast to F32 first."""
+    """The list for `box_dequantise`. Raises InternalError E1573 for scales off their own grid, or of a dtype
+    other than F32, BF16, F8_E8M0 and U8: those are cast to F32 first."""
     listed: list[Strided] = []
     scales: list[tuple[int, ...]] = []
     records: list[int] = []
@@ -210,14 +229,22 @@ def _pieces(box: CodeBox, step: int, item: int) -> Iterator[tuple[Strided, tuple
                 target = box.target + sum(n * s for n, s in zip(at, box.target_strides, strict=True)) + column * item
                 address = of.address + matrix * of.strides[0] + down * of.strides[1] + across * size
                 yield (
-                    Strided(source, target, (min(most, matrices - matrix), height), box.source_strides, box.target_strides, width),
+                    Strided(
+                        source,
+                        target,
+                        (min(most, matrices - matrix), height),
+                        box.source_strides,
+                        box.target_strides,
+                        width,
+                    ),
                     (address, *of.strides, magic(tall), magic(wide), row0, column0, wide, number),
-                )  # fmt: skip
+                )
 
 
 def _stretches(first: int, count: int, block: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(offset, count, block that it begins in, where in it, size of a block) of the parts of `count` rows from row `first` on,
-    such that what the kernel adds up fits 32 bits. Of a block too large for that no more than one is in a part."""
+    """(offset, count, block that it begins in, where in it, size of a block) of the parts of `count` rows from row
+    `first` on, such that what the kernel adds up fits 32 bits. Of a block too large for that no more than one is in a
+    part."""
     at = 0
     while at < count:
         number, within = divmod(first + at, block)

@@ -1,7 +1,8 @@
-"""What is asked about the lines of a station: the hashes of ranges, whether boxes of the two lines hold the same, what is not finite.
+"""What is found out about the lines of a station: the hashes of ranges, whether boxes of the two lines hold the same,
+what is not finite.
 
-Each question is one launch for all windows of a batch. Complex values, whose distances the kernels do not measure, are looked at
-by the CPU where they differ, and counted by it.
+Each question is one launch for all windows of a batch. Complex values, whose distances the kernels do not measure, are
+looked at by the CPU where they differ, and counted by it.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ def hashes(station: Station, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
 
 
 def nonfinite(station: Station, lines: Sequence[tuple[Move, int, int]]) -> list[int]:
-    """Of each (move, address, bytes of its line): values that are NaN or infinite, BOOL bytes other than 0 and 1; 0 for other types."""
+    """Of each (move, address, bytes of its line): values that are NaN or infinite, BOOL bytes other than 0 and 1; 0 for
+    other types."""
     found = [0] * len(lines)
-    asked = [k for k, (move, _, nbytes) in enumerate(lines) if nbytes and may_be_bad(move.dtype)]
-    there = [k for k in asked if comparisons.comparable(lines[k][0].dtype)]
+    countable = [k for k, (move, _, nbytes) in enumerate(lines) if nbytes and may_be_bad(move.dtype)]
+    there = [k for k in countable if comparisons.comparable(lines[k][0].dtype)]
     boxes = [_run(lines[k][1], 0, lines[k][2]) for k in there]
     dtypes = [lines[k][0].dtype for k in there]
     for k, count in zip(
         there, comparisons.count_bad(station.device, boxes, dtypes, stream=station.stream), strict=True
     ):
         found[k] = count
-    for k in set(asked) - set(there):
+    for k in set(countable) - set(there):
         move, address, nbytes = lines[k]
         found[k] = bad_values(move, station.bytes_at(address, nbytes))
     return found
 
 
 class Block(NamedTuple):
-    """Elements of a tensor from `start` on, `nbytes` from byte `at` of both lines on: what differs is counted by such blocks."""
+    """Elements of a tensor from `start` on, `nbytes` from byte `at` of both lines on: what differs is counted by such
+    blocks."""
 
     move: Move
     start: int

@@ -6,8 +6,8 @@
     CKPT_KERNELS=host         the shim: the kernels' own sources on the CPU. For tests, slower than NumPy at everything
     CKPT_KERNELS=off          NumPy, whatever there is
 
-A plan is the same on every rung and so are the bytes that come out. A run that has begun on one never goes on on another: an
-error of the device ends it.
+A plan is the same on every rung and so are the bytes that come out. A run that has begun on one never goes on on
+another: an error of the device ends it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ckpt_tool.device import build, cache, driver
-from ckpt_tool.device.library import Library
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device, Library
 from ckpt_tool.errors import StorageError, UsageError, near_misses
 
 Level = Literal["numpy", "host", "cuda", "path"]
@@ -28,7 +27,8 @@ CPU_HINT = "--device cpu (the default) does the same on the CPU; ckpt kernels in
 
 
 class Choice(NamedTuple):
-    """What a run uses and why. path: the library that was named; architectures: those of the GPUs (90 for compute capability
+    """What a run uses and why. path: the library that was named; architectures: those of the GPUs (90 for compute
+    capability
     9.0); code and hint: of the error that `open_device` raises where the level is numpy."""
 
     level: Level
@@ -40,8 +40,8 @@ class Choice(NamedTuple):
 
 
 def chosen(setting: str | None = None) -> Choice:
-    """The rung of the ladder, from `setting` or CKPT_KERNELS. Builds nothing. Raises UsageError E1553 for a setting that it
-    does not know, StorageError E1550 for a library that is not there."""
+    """The rung of the ladder, from `setting` or CKPT_KERNELS. Builds nothing. Raises UsageError E1553 for a setting
+    that it does not know, StorageError E1550 for a library that is not there."""
     return _decide(os.environ.get("CKPT_KERNELS", "") if setting is None else setting)
 
 
@@ -51,8 +51,12 @@ def _decide(setting: str) -> Choice:
     if kind == "path" and value:
         return _given(Path(value))
     if colon or kind not in ("", "off", "host", "cuda"):
-        raise UsageError(f"CKPT_KERNELS={setting} is unknown: want {', '.join(SETTINGS)}", code="E1553", place="CKPT_KERNELS",
-                         hint=near_misses(kind, SETTINGS) or "leave it unset to use a GPU where there is one")  # fmt: skip
+        raise UsageError(
+            f"CKPT_KERNELS={setting} is unknown: want {', '.join(SETTINGS)}",
+            code="E1553",
+            place="CKPT_KERNELS",
+            hint=near_misses(kind, SETTINGS) or "leave it unset to use a GPU where there is one",
+        )
     if kind == "off":
         return Choice("numpy", "CKPT_KERNELS=off forbids the device", code="E1553")
     if kind == "host":
@@ -65,13 +69,19 @@ def _given(path: Path) -> Choice:
     try:
         about = path.stat()
     except OSError as e:
-        raise StorageError(f"CKPT_KERNELS names a library that can't be read: {e.strerror}", code="E1550", path=path,
-                           hint="ckpt kernels build --out FILE makes one") from e  # fmt: skip
+        raise StorageError(
+            f"CKPT_KERNELS names a library that can't be read: {e.strerror}",
+            code="E1550",
+            path=path,
+            hint="ckpt kernels build --out FILE makes one",
+        ) from e
     if not path.is_file() or about.st_mode & 0o022 or about.st_uid not in (0, os.geteuid()):
         raise StorageError(
-            "CKPT_KERNELS names what is no file, may be written by others, or belongs to another user", code="E1550", path=path,
+            "CKPT_KERNELS names what is no file, may be written by others, or belongs to another user",
+            code="E1550",
+            path=path,
             hint="a library is code that will run: copy it to a folder of your own and take the write permission off",
-        )  # fmt: skip
+        )
     return Choice("path", f"CKPT_KERNELS=path:{path}", path.absolute())
 
 
@@ -83,15 +93,18 @@ def _gpu(found: driver.Probe) -> Choice:
     name = f"{found.cards[0].name}, driver for CUDA {driver.spelled(found.driver)}"
     if build.find_nvcc() is None and build.found_for(architectures) is None:
         return Choice(
-            "numpy", f"there is {name}, but no nvcc to build its kernels, and none are in {cache.folder()}", code="E1554",
-            hint="install the CUDA toolkit, or build elsewhere (ckpt kernels build --out FILE) and set CKPT_KERNELS=path:FILE",
-        )  # fmt: skip
+            "numpy",
+            f"there is {name}, but no nvcc to build its kernels, and none are in {cache.folder()}",
+            code="E1554",
+            hint="install the CUDA toolkit, or build elsewhere (ckpt kernels build --out FILE) and set "
+            "CKPT_KERNELS=path:FILE",
+        )
     return Choice("cuda", name, architectures=architectures)
 
 
 def open_device(number: int = 0) -> Device:
-    """The device of this run, its kernels built where they are not yet. Raises UsageError E1553, E1554, E1556 to E1558 where
-    there is none, StorageError E1550, E1555, E1559 where its kernels can't be had."""
+    """The device of this run, its kernels built where they are not yet. Raises UsageError E1553, E1554, E1556 to E1558
+    where there is none, StorageError E1550, E1555, E1559 where its kernels can't be had."""
     choice = chosen()
     if choice.level == "numpy":
         raise UsageError(choice.reason, code=choice.code, place="--device cuda", hint=choice.hint)

@@ -2,8 +2,9 @@
 
     compared([(a, b)], left, right, device, ...)[0]     # None, or {"first_index": [3, 1], "max_ulp": 2, ...}
 
-Small pairs go by the hundred. What is counted is counted block by block as `run/compare.py` does, so the numbers are the same.
-With tolerances the device tells which pairs have the same bits, and the CPU looks at the others; so it does at pairs of two types.
+Small pairs go by the hundred. What is counted is counted block by block as `run/compare.py` does, so the numbers are
+the same. With tolerances the device tells which pairs have the same bits, and the CPU looks at the others; so it does
+at pairs of two types.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.device.checks import Block, differences
+from ckpt_tool.device.library import Device
 from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, windows
-from ckpt_tool.device.memory import Device
-from ckpt_tool.device.scan import gathered
 from ckpt_tool.device.station import Station, Stations
+from ckpt_tool.device.verify import gathered
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import Reader
 from ckpt_tool.run.compare import Difference, Worst, compare
@@ -29,9 +30,17 @@ Advance = Callable[[int], None]
 
 
 def compared(
-    pairs: Pairs, left: Tree, right: Tree, device: Device, *,
-    rtol: float, atol: float, threads: int, memory: int, advance: Advance | None = None,
-) -> list[Difference | None]:  # fmt: skip
+    pairs: Pairs,
+    left: Tree,
+    right: Tree,
+    device: Device,
+    *,
+    rtol: float,
+    atol: float,
+    threads: int,
+    memory: int,
+    advance: Advance | None = None,
+) -> list[Difference | None]:
     """For every pair of equal shape: None when equal, else what differs, as `run.compare.compare` says it."""
     alike = [k for k, (a, b) in enumerate(pairs) if a.dtype == b.dtype]
     found: list[Difference | None] = [None] * len(pairs)
@@ -42,8 +51,8 @@ def compared(
         if found[k] is not None and (rtol or atol):
             again.append(k)
     if again:
-        told = compare([pairs[k] for k in again], left, right, rtol=rtol, atol=atol)
-        for k, difference in zip(again, told, strict=True):
+        by_cpu = compare([pairs[k] for k in again], left, right, rtol=rtol, atol=atol)
+        for k, difference in zip(again, by_cpu, strict=True):
             found[k] = difference
     return found
 
@@ -75,9 +84,13 @@ class _Two:
     """One thread's comparisons: the first line holds ours, the second theirs."""
 
     def __init__(
-        self, station: Station, readers: tuple[Reader, Reader], twins: dict[int, Move], found: dict[int, Worst],
+        self,
+        station: Station,
+        readers: tuple[Reader, Reader],
+        twins: dict[int, Move],
+        found: dict[int, Worst],
         stopped: Callable[[], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._station, self._twins, self._found, self._stopped = station, twins, found, stopped
         self._ours, self._theirs = readers
 

@@ -1,10 +1,12 @@
 """Two sides of boxes on a device held against each other, and what in them is not finite.
 
-    compare(device, [Strided(a, b, (), (), (), 4096)], [DTYPES["F32"]])[0]   # Difference(elements=3, first=17, ulp=1, ...)
+    compare(device, [Strided(a, b, (), (), (), 4096)], [DTYPES["F32"]])[0]
+          # Difference(elements=3, first=17, ulp=1, ...)
 
-One launch for any number of boxes, of any mix of types. The numbers are those of `run/compare.py` and `run/stats.py`: the same
-kernel (kernels/compare.cu) counts for `diff`, for replicas and for `verify`. A box has one record, so what is counted by blocks
-is asked for by blocks. Complex values have no such distance here (`comparable`): as BYTES they are equal or not.
+One launch for any number of boxes, of any mix of types. The numbers are those of `run/compare.py` and `run/stats.py`:
+the same kernel (kernels/compare.cu) counts for `diff`, for replicas and for `verify`. A box has one record, so what is
+counted by blocks is requested by blocks. Complex values have no such distance here (`comparable`): as BYTES they are
+equal or not.
 
 Cost: one read of both sides.
 """
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device import kernels
 from ckpt_tool.device.descriptors import Descriptors, Strided, filled, magics, number_tiles
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
 
 TILE = 32768  # bytes, as in compare.cu
@@ -28,10 +30,26 @@ ONE_SIDE = 1  # `flags`
 UNITS = 4  # `vlog` of addresses and strides that are multiples of 16
 BYTES = 19
 KINDS = {  # ck_kind (kernels/ck.h)
-    "F64": 0, "F32": 1, "BF16": 2, "F16": 3, "F8_E4M3": 4, "F8_E5M2": 5, "F8_E8M0": 6, "F8_E4M3FNUZ": 7, "F8_E5M2FNUZ": 8,
-    "I8": 9, "BOOL": 11, "U8": 12, "I16": 13, "U16": 14, "I32": 15, "U32": 16, "I64": 17, "U64": 18,
+    "F64": 0,
+    "F32": 1,
+    "BF16": 2,
+    "F16": 3,
+    "F8_E4M3": 4,
+    "F8_E5M2": 5,
+    "F8_E8M0": 6,
+    "F8_E4M3FNUZ": 7,
+    "F8_E5M2FNUZ": 8,
+    "I8": 9,
+    "BOOL": 11,
+    "U8": 12,
+    "I16": 13,
+    "U16": 14,
+    "I32": 15,
+    "U32": 16,
+    "I64": 17,
+    "U64": 18,
     **{name: BYTES for name, dtype in DTYPES.items() if dtype.bits < 8},
-}  # fmt: skip
+}
 
 RECORD = np.dtype(
     [(name, "<u8") for name in ("elements", "first", "ulp", "gap", "finite", "nans", "bad_left", "bad_right")]
@@ -40,12 +58,13 @@ _NONE = (1 << 64) - 1
 
 
 class Difference(NamedTuple):
-    """What differs in a box. elements: with other bits; first: the number of the first, row by row, -1 where none differs.
+    """What differs in a box. elements: with other bits; first: the number of the first, row by row, -1 where none
+    differs.
 
-    ulp: the greatest distance in units in the last place. gap: the greatest absolute difference among the `finite` elements whose
-    difference is finite; 0.0 where there is none. nans: elements that differ though both are NaN. bad_left, bad_right: elements
-    of each side that are NaN or infinite, or BOOL bytes other than 0 and 1, whether they differ or not.
-    Types below a byte are compared as bytes, without distances.
+    ulp: the greatest distance in units in the last place. gap: the greatest absolute difference among the `finite`
+    elements whose difference is finite; 0.0 where there is none. nans: elements that differ though both are NaN.
+    bad_left, bad_right: elements of each side that are NaN or infinite, or BOOL bytes other than 0 and 1, whether they
+    differ or not. Types below a byte are compared as bytes, without distances.
     """
 
     elements: int
@@ -59,7 +78,8 @@ class Difference(NamedTuple):
 
     @property
     def max_abs(self) -> float:
-        """The gap as `run/compare.py` has it of one block: infinite where elements differ and no difference is finite."""
+        """The gap as `run/compare.py` has it of one block: infinite where elements differ and no difference is
+        finite."""
         return float("inf") if self.elements and not self.finite else self.gap
 
 

@@ -1,13 +1,14 @@
 """Copies as descriptors: the packed list (kernels/ck.h, `ck_desc`) that every kernel walks.
 
-A copy is a strided box on two sides (`plan.copy.Copy`). Its innermost dims that run on without a gap on both sides make the
-run; up to three strided dims stay above it; what lies above those is unrolled here. (4, 6) bf16 out of rows of 32 bytes into
-rows of 12:
+A copy is a strided box on two sides (`plan.copy.Copy`). Its innermost dims that run on without a gap on both sides make
+the run; up to three strided dims stay above it; what is above those is unrolled here. (4, 6) bf16 out of rows of 32
+bytes into rows of 12:
 
     run 12 bytes, rows 4, strides 32 and 12: one tile, moved 4 bytes a thread
 
-`pack` chooses the way in which box_copy moves each box (kernels/box_copy.cu tells the three) and cuts it into tiles of about
-the same number of bytes. Copies that swap dims are the work of another kernel: transposes.py; launches.py parts a list.
+`pack` chooses the way in which box_copy moves each box (kernels/box_copy.cu tells the three) and cuts it into tiles of
+about the same number of bytes. Copies that swap dims are the work of another kernel: transposes.py; launches.py parts a
+list.
 
 Cost: some 10 us a copy. Copies of nothing make no descriptor.
 """
@@ -15,6 +16,7 @@ Cost: some 10 us a copy. Copies of nothing make no descriptor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from math import gcd, prod
 from typing import NamedTuple, cast
 
@@ -33,14 +35,48 @@ MOST = (1 << 64) - 1
 
 DESC = np.dtype(
     {
-        "names": ["src", "dst", "sstr", "dstr", "run", "tile0", "div1", "div2", "divr", "ext", "rows",
-                  "rows_per_tile", "tiles_per_row", "aux", "vlog", "op", "flags"],
-        "formats": ["<u8", "<u8", ("<i8", 3), ("<i8", 3), "<u8", "<u8", "<u8", "<u8", "<u8", ("<u4", 3), "<u4",
-                    "<u4", "<u4", "<u4", "u1", "u1", "<u2"],
+        "names": [
+            "src",
+            "dst",
+            "sstr",
+            "dstr",
+            "run",
+            "tile0",
+            "div1",
+            "div2",
+            "divr",
+            "ext",
+            "rows",
+            "rows_per_tile",
+            "tiles_per_row",
+            "aux",
+            "vlog",
+            "op",
+            "flags",
+        ],
+        "formats": [
+            "<u8",
+            "<u8",
+            ("<i8", 3),
+            ("<i8", 3),
+            "<u8",
+            "<u8",
+            "<u8",
+            "<u8",
+            "<u8",
+            ("<u4", 3),
+            "<u4",
+            "<u4",
+            "<u4",
+            "<u4",
+            "u1",
+            "u1",
+            "<u2",
+        ],
         "offsets": [0, 8, 16, 40, 64, 72, 80, 88, 96, 104, 116, 120, 124, 128, 132, 133, 134],
         "itemsize": 136,
     }
-)  # fmt: skip
+)
 
 
 class Strided(NamedTuple):
@@ -104,7 +140,8 @@ def strided(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int
 
 
 def levelled(source: int, target: int, dims: Dims, run: int) -> Iterator[Strided]:
-    """A box of any number of dims as boxes of three at most and fewer than 2^32 rows: the first dim is unrolled or halved."""
+    """A box of any number of dims as boxes of three at most and fewer than 2^32 rows: the first dim is unrolled or
+    halved."""
     extent, by_source, by_target = dims[0] if dims else (1, 0, 0)
     if len(dims) > LEVELS:
         for i in range(extent):
@@ -193,3 +230,283 @@ def _up(numbers: npt.NDArray[np.uint64], divisor: npt.NDArray[np.uint64] | int) 
     """numbers / divisor, rounded up."""
     by = np.asarray(divisor, np.uint64)
     return (numbers + (by - np.uint64(1))) // by
+
+
+# ----------------------------------------------------------------------------------------------------
+# Copies that swap dims, as descriptors for `box_transpose` (kernels/box_transpose.cu).
+#
+# box_copy would move such a copy item by item, one side of it scattered over as many sectors of memory as there are
+# items. Here one dim of the copy runs on in the source (its stride is an item) and another in the target: rows and
+# columns. What is left is the batch; dims beyond that are unrolled. (3, 5) fp32, row-major, to (5, 3), row-major:
+#
+#     item 4, rows 3, columns 5, source row stride 20, target column stride 12
+#
+# An item is the copy's innermost run, so (heads, positions, 8 bytes) to (positions, heads, 8 bytes) is a transpose of
+# items of 8 bytes. Not a transpose: items of other sizes than 1, 2, 4, 8 and 16 bytes, or not on a multiple of their
+# size; sides of less than a sector, where nothing would be won.
+
+
+EDGES = {1: 128, 2: 64, 4: 64, 8: 32, 16: 16}  # items of a tile's side by bytes of an item, as in box_transpose.cu
+SECTOR = 32  # bytes: the least that memory moves
+MOST_EXTENT = 1 << 31
+
+
+class Turned(NamedTuple):
+    """A transpose in bytes. Item (b, i, j) goes from `source + b*s0 + i*s1 + j*item` to `target + b*t0 + i*item +
+    j*t2`.
+
+    extents: batch, rows, columns. source_strides: s0, s1. target_strides: t0, t2.
+    """
+
+    source: int
+    target: int
+    item: int
+    extents: tuple[int, int, int]
+    source_strides: tuple[int, int]
+    target_strides: tuple[int, int]
+
+
+def turned(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:
+    """The transposes that a copy of these dims (`descriptors.merged`) comes to; none where it is not one."""
+    if run not in EDGES or any(n % run for n in (source, target, *(stride for dim in dims for stride in dim[1:]))):
+        return
+    row = next((k for k, dim in enumerate(dims) if dim[2] == run != dim[1]), None)
+    column = next((k for k, dim in enumerate(dims) if dim[1] == run != dim[2]), None)
+    if row is None or column is None or min(dims[row][0], dims[column][0]) * run < SECTOR:
+        return
+    others = sorted(dim for k, dim in enumerate(dims) if k not in (row, column))
+    yield from _unrolled(source, target, [*others, dims[row], dims[column]], run)
+
+
+def _unrolled(source: int, target: int, dims: Dims, item: int) -> Iterator[Turned]:
+    """dims: what else there is, smallest extent first, then rows, then columns."""
+    if len(dims) > 3:
+        extent, by_source, by_target = dims[0]
+        for i in range(extent):
+            yield from _unrolled(source + i * by_source, target + i * by_target, dims[1:], item)
+        return
+    (batch, s0, t0), (rows, s1, _), (columns, _, t2) = dims if len(dims) == 3 else [(1, 0, 0), *dims]
+    edge = EDGES[item]
+    tiles = [batch, rows // edge + 2, columns // edge + 2]  # at most
+    if max(rows, columns) <= MOST_EXTENT and prod(tiles) <= MOST_ROWS:
+        yield Turned(source, target, item, (batch, rows, columns), (s0, s1), (t0, t2))
+        return
+    longest = tiles.index(max(tiles))
+    whole: Dims = [(batch, s0, t0), (rows, s1, item), (columns, item, t2)]
+    extent, by_source, by_target = whole[longest]
+    for first, count in ((0, extent // 2), (extent // 2, extent - extent // 2)):
+        part = [*whole[:longest], (count, by_source, by_target), *whole[longest + 1 :]]
+        yield from _unrolled(source + first * by_source, target + first * by_target, part, item)
+
+
+def pack_turned(boxes: Iterable[Turned]) -> Descriptors:
+    """The list for `box_transpose`. Raises InternalError E1570 where a list has more boxes than the kernel counts."""
+    listed = list(boxes)
+    out = np.zeros(len(listed), DESC)
+    if not listed:
+        return Descriptors(out, 0, 0)
+    tiles: list[int] = []
+    for box, to in zip(listed, out, strict=True):
+        batch, rows, columns = box.extents
+        log, edge = width_log(box.item), EDGES[box.item]
+        # a side is moved 16 bytes at a time where its rows are all alike: the grid of tiles then begins on 16 bytes
+        wide_source, wide_target = (not any(n % 16 for n in side) for side in (box.source_strides, box.target_strides))
+        column_skew = box.source % 16 // box.item if wide_source else 0
+        row_skew = box.target % 16 // box.item if wide_target else 0
+        down, across = -(-(rows + row_skew) // edge), -(-(columns + column_skew) // edge)
+        to["src"], to["dst"], to["run"], to["op"] = box.source, box.target, box.item, log
+        to["sstr"], to["dstr"] = (
+            (*box.source_strides, box.item),
+            (box.target_strides[0], box.item, box.target_strides[1]),
+        )
+        to["ext"], to["rows"], to["rows_per_tile"], to["tiles_per_row"] = box.extents, batch, down, across
+        to["div1"], to["div2"], to["aux"] = magic(down), magic(across), column_skew | row_skew << 16
+        to["vlog"], to["flags"] = 4 if wide_source else log, 4 if wide_target else log
+        tiles.append(batch * down * across)
+    nbytes = sum(prod(box.extents) * box.item for box in listed)
+    return Descriptors(out, number_tiles(out, np.array(tiles, np.uint64)), nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Do boxes meet? Kernels write in no order, so a byte that is written twice, or written and read, is a race: refused
+# here.
+#
+# Two boxes meet if some byte of one is some byte of the other:
+#
+#     start + i0*s0 + i1*s1 + i2*s2 + x == start' + j0*t0 + j1*t1 + j2*t2 + y
+#           all within their extents, x and y in the runs
+#
+# The search fixes the level of the largest stride first: only the indexes are tried for which what is left can still be
+# made up by the smaller levels. Boxes of one tensor, whose strides are alike and nested, take two tries a level.
+#
+# Cost: a sort by first byte, then some 5 us for each pair whose ranges of bytes cross: k column slices of one tensor
+# are k*k/2 of them.
+
+
+MOST_TRIES = 100_000
+Levels = Sequence[tuple[int, int, int]]  # lowest index, highest index, stride: of a sum of products
+
+
+class Side(NamedTuple):
+    """The bytes that a box reads or writes."""
+
+    start: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    run: int
+
+    @property
+    def hull(self) -> tuple[int, int]:
+        """First byte, and the one after the last."""
+        reach = [(n - 1) * stride for n, stride in zip(self.extents, self.strides, strict=True)]
+        return self.start + sum(r for r in reach if r < 0), self.start + sum(r for r in reach if r > 0) + self.run
+
+
+def sides(boxes: Iterable[Strided]) -> tuple[list[Side], list[Side]]:
+    """(what is read, what is written)."""
+    listed = list(boxes)
+    read = [Side(box.source, box.extents, box.source_strides, box.run) for box in listed]
+    return read, [Side(box.target, box.extents, box.target_strides, box.run) for box in listed]
+
+
+def refuse_overlap(boxes: Iterable[Strided]) -> None:
+    """Raise InternalError E1571 where a byte is written twice, or written and read, by one list; E1572 where that can't
+    be found out."""
+    read, written = sides(boxes)
+    for side in written:
+        if meets_itself(side):
+            raise InternalError(f"a box writes a byte twice: {side}", code="E1571")
+    for one, other in crossing(read, written):
+        if meet(one, other):
+            raise InternalError(
+                f"two boxes of one list meet where one of them is written: {one}, {other}", code="E1571"
+            )
+
+
+def crossing(read: Sequence[Side], written: Sequence[Side]) -> Iterator[tuple[Side, Side]]:
+    """The pairs whose hulls cross, at least one of which is written."""
+    marked = sorted(((*side.hull, number >= len(read), number) for number, side in enumerate([*read, *written])))
+    everything = [*read, *written]
+    open_sides: list[tuple[int, bool, int]] = []  # by end
+    for first, end, writes, number in marked:
+        while open_sides and open_sides[0][0] <= first:
+            heappop(open_sides)
+        for _, other_writes, other in open_sides:
+            if writes or other_writes:
+                yield everything[other], everything[number]
+        heappush(open_sides, (end, writes, number))
+
+
+def meets_itself(side: Side) -> bool:
+    """Are two of its elements at one place? A stride that clears all that is below it is proof that they are not."""
+    reach, levels = side.run, [(n, abs(s)) for n, s in zip(side.extents, side.strides, strict=True) if n > 1]
+    nested = True
+    for extent, stride in sorted(levels, key=lambda level: level[1]):
+        nested = nested and stride >= reach
+        reach += (extent - 1) * stride
+    if nested:
+        return False
+    # Some difference of indexes other than all zeros gives less than a run. Up to its sign, its first index that is not
+    # 0
+    # is positive.
+    for k, (extent, stride) in enumerate(levels):
+        rest = [(1 - n, n - 1, s) for n, s in levels[k + 1 :]]
+        if _reaches([(1, extent - 1, stride), *rest], 1 - side.run, side.run - 1):
+            return True
+    return False
+
+
+def meet(one: Side, other: Side) -> bool:
+    """Have two boxes a byte in common?"""
+    levels = [(0, n - 1, s) for n, s in zip(one.extents, one.strides, strict=True)]
+    levels += [(1 - n, 0, s) for n, s in zip(other.extents, other.strides, strict=True)]
+    apart = other.start - one.start
+    return _reaches(levels, apart - (one.run - 1), apart + other.run - 1)
+
+
+def _reaches(levels: Levels, low: int, high: int) -> bool:
+    """Is there a sum of index * stride, each index in its range, in [low, high]?"""
+    # equal strides are one level; signs are folded into the ranges
+    joined: dict[int, tuple[int, int]] = {}
+    for first, last, stride in levels:
+        first, last = (first, last) if stride >= 0 else (-last, -first)
+        before = joined.get(abs(stride), (0, 0))
+        joined[abs(stride)] = before[0] + first, before[1] + last
+    joined.pop(0, None)
+    ordered = sorted(((stride, first, last) for stride, (first, last) in joined.items()), reverse=True)
+    least, most = [0], [0]  # what the levels from k on can make up
+    for stride, first, last in reversed(ordered):
+        least.insert(0, least[0] + first * stride)
+        most.insert(0, most[0] + last * stride)
+    tries = 0
+    todo = [(0, low, high)]
+    while todo:
+        level, below, above = todo.pop()
+        tries += 1
+        if tries > MOST_TRIES:
+            raise InternalError(f"can't find out whether two boxes meet: {levels}", code="E1572")
+        if level == len(ordered):
+            if below <= 0 <= above:
+                return True
+            continue
+        stride, first, last = ordered[level]
+        start = max(first, -(-(below - most[level + 1]) // stride))
+        stop = min(last, (above - least[level + 1]) // stride)
+        todo.extend(
+            (level + 1, below - k * stride, above - k * stride) for k in range(stop, start - 1, -1)[:MOST_TRIES]
+        )
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------
+# Copies as launches: which kernel moves which of them, one launch a kernel.
+#
+#     for launch in launches([(copy, 2), ...], sources=[address, ...], targets=[address, ...]):
+#         kernels.launch(device, launch)
+#
+# A copy that swaps dims goes to box_transpose, every other to box_copy; both kernels may run at once, since no box of
+# the whole list may meet another that is written (`overlap.py`).
+
+
+class Launch(NamedTuple):
+    """A kernel (`box_copy` or `box_transpose`) and its list."""
+
+    kernel: str
+    boxes: Descriptors
+
+
+def boxes_of(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int]) -> Sequence[Strided | Turned]:
+    """What a copy comes to. item: bytes of an element; sources, targets: the addresses of byte 0 of the files that the
+    copy numbers."""
+    if 0 in copy.extents:
+        return ()
+    dims, run = merged(copy, item)
+    source, target = sources[copy.source] + copy.source_offset, targets[copy.output] + copy.output_offset
+    return list(turned(source, target, dims, run)) or list(levelled(source, target, dims, run))
+
+
+def launches(
+    copies: Iterable[tuple[Copy, int]], sources: Sequence[int], targets: Sequence[int], *, apart: bool = False
+) -> tuple[Launch, ...]:
+    """The launches that carry out copies, each with the bytes of its element. Copies of nothing make none.
+
+    apart: the caller knows that no byte is written twice, nor written and read. Else that is looked at: InternalError
+    E1571 or E1572.
+    """
+    boxes = [box for copy, item in copies for box in boxes_of(copy, item, sources, targets)]
+    plain = [box for box in boxes if isinstance(box, Strided)]
+    swapped = [box for box in boxes if isinstance(box, Turned)]
+    if not apart:
+        refuse_overlap([*plain, *(as_strided(box) for box in swapped)])
+    found = []
+    if plain:
+        found.append(Launch("box_copy", pack(plain)))
+    if swapped:
+        found.append(Launch("box_transpose", pack_turned(swapped)))
+    return tuple(found)
+
+
+def as_strided(box: Turned) -> Strided:
+    """The same bytes item by item: what box_copy would do."""
+    (s0, s1), (t0, t2) = box.source_strides, box.target_strides
+    return Strided(box.source, box.target, box.extents, (s0, s1, box.item), (t0, box.item, t2), box.item)

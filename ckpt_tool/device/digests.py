@@ -1,13 +1,15 @@
-"""Digests of tensors that lie on a device: the same 32 hex digits as `run/digest.py`, the values never leaving it.
+"""Digests of tensors that are on a device: the same 32 hex digits as `run/digest.py`, the values never leaving it.
 
-A digest is a hash of the hashes of 256-KiB leaves of the tensor's line. The kernel hashes leaves of plain lines; a tensor that
-lies in several boxes, or in strides, is laid out as a line first, window by window, by `box_copy` or `box_transpose` into a
-buffer of bounded size. Many small tensors share a window, so that thousands of them are two launches.
+A digest is a hash of the hashes of 256-KiB leaves of the tensor's line. The kernel hashes leaves of plain lines; a
+tensor that is in several boxes, or in strides, is laid out as a line first, window by window, by `box_copy` or
+`box_transpose` into a buffer of bounded size. Many small tensors share a window, so that thousands of them are two
+launches.
 
     hexes = digests(device, [Placed(DTYPES["F32"], (4, 6), (region,), (address,))])
 
 Cost: one read of the values; two reads and a write of what has to be laid out. `region.file` numbers the tensor's own
-`addresses`. Replicas are left out: the first that tiles the line is hashed (`compare` says whether the others are equal).
+`addresses`. Replicas are left out: the first that tiles the line is hashed (`compare` says whether the others are
+equal).
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.device.descriptors import DESC, Descriptors
+from ckpt_tool.device.descriptors import DESC, Descriptors, launches
 from ckpt_tool.device.kernels import digest, launch
-from ckpt_tool.device.launches import launches
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy, Region, clip
 from ckpt_tool.run.digest import LEAF, root
@@ -33,7 +34,8 @@ GRID = 256  # lines begin on this many bytes in the window: 16-byte loads
 
 
 class Placed(NamedTuple):
-    """A tensor on the device. regions: where its elements lie, `file` a number in `addresses`, offsets in bytes from there."""
+    """A tensor on the device. regions: where its elements are stored, `file` a number in `addresses`, offsets in bytes
+    from there."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -51,7 +53,8 @@ class Placed(NamedTuple):
 
 
 class Line(NamedTuple):
-    """`nbytes` at `address` of a tensor's line, from byte `at` of it on: leaves end where `at` is a multiple of LEAF."""
+    """`nbytes` at `address` of a tensor's line, from byte `at` of it on: leaves end where `at` is a multiple of
+    LEAF."""
 
     address: int
     nbytes: int
@@ -65,7 +68,8 @@ class Line(NamedTuple):
 def pack_lines(lines: Sequence[Line], out: int) -> Descriptors:
     """The list for the digest kernel: the hashes of all pieces of the lines go to `out`, 16 bytes each, in order.
 
-    A piece ends where a leaf ends: what begins inside a leaf, or ends there, has a hash of its own (as `LeafStream(exact=True)`).
+    A piece ends where a leaf ends: what begins inside a leaf, or ends there, has a hash of its own (as
+    `LeafStream(exact=True)`).
     out: a multiple of 16.
     """
     if out % HASH:
@@ -98,7 +102,8 @@ def leaf_hashes(device: Device, lines: Sequence[Line], *, stream: int = 0) -> by
 
 
 def digests(device: Device, tensors: Sequence[Placed], *, window: int = WINDOW, stream: int = 0) -> list[str]:
-    """The digest of each tensor, 32 hex digits. window: bytes of device memory for what must be laid out (at least LEAF).
+    """The digest of each tensor, 32 hex digits. window: bytes of device memory for what must be laid out (at least
+    LEAF).
 
     Raises InternalError E1577 where the regions of a tensor do not tile it.
     """
@@ -121,7 +126,7 @@ def digests(device: Device, tensors: Sequence[Placed], *, window: int = WINDOW, 
 
 
 def _plain(tensor: Placed) -> Line | None:
-    """The tensor as one line where it lies, if it does."""
+    """The tensor as one line where it is stored, if it does."""
     own = [region for region in tensor.regions if not region.replica]
     if len(own) != 1:
         return None

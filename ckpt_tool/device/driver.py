@@ -1,12 +1,13 @@
-"""What the CUDA driver says of itself and its devices, asked without any toolkit.
+"""What the CUDA driver reports of itself and its devices, without any toolkit.
 
-The driver's own library (libcuda.so.1, installed with the driver) is asked by ctypes; nothing is allocated on a device.
+The driver's own library (libcuda.so.1, installed with the driver) is called by ctypes; nothing is allocated on a
+device.
 
     Probe(driver=13000, cards=(Card("NVIDIA H100 80GB HBM3", 90),), reason="")
     Probe(driver=0, cards=(), reason="no NVIDIA driver: libcuda.so.1 can't be loaded (...)")
 
-Cost: milliseconds; some 100 ms for the first call where a device is. A process that has asked should not fork and go on
-with CUDA in the child: the driver does not survive that.
+Cost: milliseconds; some 100 ms for the first call where a device is. A process that has called it should not fork and
+go on with CUDA in the child: the driver does not survive that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One function a kernel: lists go to the device, the kernel runs, errors are raised. Work of nothing launches nothing.
 
-blocks, threads: 0 for the kernel's own choice. Calls return when the work is queued; `device.sync(stream)` waits for it.
+blocks, threads: 0 for the kernel's own choice. Calls return when the work is queued; `device.sync(stream)` waits for
+    it.
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ckpt_tool.device.casts import Casts, CodeList, Counted
-from ckpt_tool.device.descriptors import Descriptors
-from ckpt_tool.device.launches import Launch
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.descriptors import Descriptors, Launch
+from ckpt_tool.device.library import Device
 
 
 def box_copy(device: Device, boxes: Descriptors, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> None:
@@ -38,13 +38,24 @@ def launch(device: Device, what: Launch, *, blocks: int = 0, threads: int = 0, s
 
 
 def box_cast(device: Device, casts: Casts, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
-    """Cast all boxes (`casts.pack_casts`) and wait. Returns, by record, how many values were beyond the target's range."""
+    """Cast all boxes (`casts.pack_casts`) and wait. Returns, by record, how many values were beyond the target's
+    range."""
     counts = np.zeros((casts.records, 2), np.uint64)
     listed, tiles = casts.boxes.packed, casts.boxes.tiles
     if tiles:
         with device.upload(listed, stream) as packed, device.upload(counts, stream) as counted:
-            device.library.call("box_cast", packed.address, len(listed), tiles, casts.source, casts.target, counted.address,
-                                blocks, threads, stream)  # fmt: skip
+            device.library.call(
+                "box_cast",
+                packed.address,
+                len(listed),
+                tiles,
+                casts.source,
+                casts.target,
+                counted.address,
+                blocks,
+                threads,
+                stream,
+            )
             counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
     return [int(n) for n in counts[:, 0]]
 
@@ -62,8 +73,19 @@ def box_dequantise(
             device.upload(codes.scales, stream) as scales,
             device.upload(counts, stream) as counted,
         ):
-            device.library.call("box_dequantise", packed.address, len(listed), tiles, codes.source, codes.target,
-                                scales.address, counted.address, blocks, threads, stream)  # fmt: skip
+            device.library.call(
+                "box_dequantise",
+                packed.address,
+                len(listed),
+                tiles,
+                codes.source,
+                codes.target,
+                scales.address,
+                counted.address,
+                blocks,
+                threads,
+                stream,
+            )
             counts = device.download(counted.address, counts.nbytes, stream).view(np.uint64).reshape(counts.shape)
         np.add.at(out, np.array(codes.records), counts)
     return [Counted(int(lost), int(nans)) for lost, nans in out]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.device.descriptors import DESC
 from ckpt_tool.errors import StorageError, UsageError
@@ -103,18 +107,24 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 UNUSABLE = {
     "cudaErrorNoDevice": ("E1556", "there is no GPU, or CUDA_VISIBLE_DEVICES hides it; --device cpu does without"),
     "cudaErrorInvalidDevice": ("E1556", "there is no GPU of that number; ckpt kernels info lists them"),
-    "cudaErrorInsufficientDriver": ("E1557", "install or update the driver, or build with an older CUDA toolkit: ckpt kernels build"),
+    "cudaErrorInsufficientDriver": (
+        "E1557",
+        "install or update the driver, or build with an older CUDA toolkit: ckpt kernels build",
+    ),
     "cudaErrorSystemDriverMismatch": ("E1557", "the driver was updated while it was loaded: start the machine anew"),
     "cudaErrorNoKernelImageForDevice": ("E1558", "build for this GPU: ckpt kernels build --force"),
-    "cudaErrorUnsupportedPtxVersion": ("E1558", "the driver is older than the toolkit: build for this GPU, ckpt kernels build"),
-}  # fmt: skip
+    "cudaErrorUnsupportedPtxVersion": (
+        "E1558",
+        "the driver is older than the toolkit: build for this GPU, ckpt kernels build",
+    ),
+}
 
 
 class Library:
     """One compiled library of the kernels.
 
-    through: another name of the same file, under which it is loaded (`cache.Kept.through`). Raises StorageError E1550 where
-    the file can't be loaded or is of another version of the ABI.
+    through: another name of the same file, under which it is loaded (`cache.Kept.through`). Raises StorageError E1550
+    where the file can't be loaded or is of another version of the ABI.
     """
 
     def __init__(self, path: Path, through: Path | None = None) -> None:
@@ -129,9 +139,11 @@ class Library:
             ) from e
         if abi != DESC.itemsize << 8 | ABI_VERSION:
             raise StorageError(
-                f"the kernel library has ABI {abi:#x}, want {DESC.itemsize << 8 | ABI_VERSION:#x}", code="E1550", path=path,
+                f"the kernel library has ABI {abi:#x}, want {DESC.itemsize << 8 | ABI_VERSION:#x}",
+                code="E1550",
+                path=path,
                 hint="it was built from other sources: ckpt kernels build --force",
-            )  # fmt: skip
+            )
         for name, types in FUNCTIONS.items():
             function = getattr(self._dll, name)
             function.argtypes, function.restype = types, c_int
@@ -139,7 +151,8 @@ class Library:
             getattr(self._dll, name).argtypes, getattr(self._dll, name).restype = (c_int,), c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call `ck_NAME`. Raises StorageError E1551 naming the call and the error; UsageError E1552 for out of memory, E1556 to
+        """Call `ck_NAME`. Raises StorageError E1551 naming the call and the error; UsageError E1552 for out of memory,
+        E1556 to
         E1558 where the device can't be used at all."""
         status = getattr(self._dll, f"ck_{name}")(*arguments)
         if status == 0:
@@ -163,5 +176,104 @@ class Library:
     def info(self, device: int = 0) -> DeviceInfo:
         raw = _Info()
         self.call("info", device, byref(raw))
-        return DeviceInfo(raw.name.decode(), raw.uuid.decode(), raw.total_bytes, raw.free_bytes, (raw.major, raw.minor),
-                          raw.multiprocessors, raw.l2_bytes, raw.driver, raw.runtime, bool(raw.host))  # fmt: skip
+        return DeviceInfo(
+            raw.name.decode(),
+            raw.uuid.decode(),
+            raw.total_bytes,
+            raw.free_bytes,
+            (raw.major, raw.minor),
+            raw.multiprocessors,
+            raw.l2_bytes,
+            raw.driver,
+            raw.runtime,
+            bool(raw.host),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory of a device and the streams that work on it. An address is a plain integer.
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Closed:
+    """What a `with` block closes at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Memory(Closed):
+    """`nbytes` of device memory at `address`; freed by `close` or at the end of a `with`."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        out = c_void_p()
+        device.library.call("alloc", byref(out), nbytes)
+        self.address = out.value or 0
+
+    def close(self) -> None:
+        if self.address:
+            self.device.library.call("free", self.address)
+            self.address = 0
+
+
+class Device:
+    """One device through one library. stream: 0 is the default stream.
+
+    >>> with device.upload(np.arange(6, dtype=np.uint8)) as memory:
+    ...     device.download(memory.address, 6)
+    """
+
+    def __init__(self, library: Library, number: int = 0) -> None:
+        self.library, self.number = library, number
+        library.call("use", number)
+        self.info: DeviceInfo = library.info(number)
+
+    def use(self) -> None:
+        """Make it the device of the calling thread."""
+        self.library.call("use", self.number)
+
+    def alloc(self, nbytes: int) -> Memory:
+        return Memory(self, nbytes)
+
+    def upload(self, values: npt.NDArray[np.generic] | npt.NDArray[np.void], stream: int = 0) -> Memory:
+        """A copy of a contiguous array on the device. Waits until the array may change again."""
+        memory = Memory(self, values.nbytes)
+        self.write(memory.address, values, stream)
+        return memory
+
+    def write(self, address: int, values: npt.NDArray[np.generic] | npt.NDArray[np.void], stream: int = 0) -> None:
+        """Copy a contiguous array to `address` and wait."""
+        if values.nbytes:
+            self.library.call("upload", address, values.ctypes.data, values.nbytes, stream)
+            self.sync(stream)
+
+    def download(self, address: int, nbytes: int, stream: int = 0) -> Bytes:
+        """`nbytes` of the device as a new array, once all work of the stream is done."""
+        out = np.empty(nbytes, np.uint8)
+        if nbytes:
+            self.library.call("download", out.ctypes.data, address, nbytes, stream)
+        self.sync(stream)
+        return out
+
+    def fill(self, address: int, byte: int, nbytes: int, stream: int = 0) -> None:
+        self.library.call("fill", address, byte, nbytes, stream)
+
+    def sync(self, stream: int = 0) -> None:
+        """Wait for the stream. Errors of the kernels that ran on it are raised here."""
+        self.library.call("stream_sync", stream)
+
+    def milliseconds(self, begin: c_void_p, end: c_void_p) -> float:
+        out = c_float(0.0)
+        self.library.call("event_elapsed", byref(out), begin, end)
+        return out.value

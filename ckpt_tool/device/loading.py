@@ -1,31 +1,188 @@
-"""Windows of tensors' lines on the device: filled from files, compared with their replicas, drained to files.
+"""Pieces: how a region's part of a file passes through an image, the staging buffer that has a twin on the device.
 
-A window is elements [start, end) of one line; a batch is as many windows as the lines of a station hold, of one large tensor or of
-hundreds of small ones, so that small tensors cost no launch each. Spans of files gather in the image until it is full, then one
-upload and one launch of `box_copy` put them where they belong.
+A part (a clipped `plan.copy.Region`) is read in spans: whole stretches of the file, laid end to end in the image, from
+which `box_copy` takes the elements to the line. A column of 8 bytes out of rows of 64 KiB is one span a row; a shard of
+columns, dense in its own file, is a single span however its rows are along the line:
 
-    fill(station, reader, [Window(w, 0, 512, 512, at=0), Window(b, 0, 64, 64, at=2048)], station.first)
+    Region(offset=100, extents=(2, 4), strides=(16, 4), steps=(8, 1))      one span of 32 bytes from byte 100 on
 
-Replicas are filled in a second line and compared there. The device says that they differ; where and how the message comes from the
-CPU, which reads them again, so that both say the same.
+Writing goes the other way, and only in runs that are the part's own: what is between them belongs to others.
+`fetches` and `stores` give pieces of at most `room` bytes of image each. Cost: some microseconds a piece. What it does
+not do: any IO.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.device.checks import unequal
-from ckpt_tool.device.descriptors import Strided, strided
-from ckpt_tool.device.launches import boxes_of
-from ckpt_tool.device.pieces import Piece, fetches, stores
+from ckpt_tool.device.descriptors import Strided, boxes_of, strided
 from ckpt_tool.device.station import ALIGNED, Box, Station
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.plan.copy import Copy, Region, clip, hull
 from ckpt_tool.plan.plan import Move
-from ckpt_tool.run.blocks import Reader, Writer
+from ckpt_tool.run.blocks import GAP, SCRATCH, Reader, Writer
 from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.walk import STRIDED_BLOCK
+
+PITCH = 16  # bytes: spans begin at multiples of this where they are several
+
+
+class _Dim(NamedTuple):
+    extent: int
+    stride: int  # bytes in the file
+    step: int  # bytes along the line
+
+
+class Piece(NamedTuple):
+    """Spans of one file, the same number of bytes each, and where their elements are along the line.
+
+    outer: (extent, bytes of the file from one to the next), each combination is one span. pitch: bytes of the image
+    from one span to the next. copy: image (from byte 0 of the piece) -> line (from byte 0 of the tensor), as a list
+    takes it.
+    own: do the spans hold nothing but the elements?
+    """
+
+    file: int
+    offset: int
+    outer: tuple[tuple[int, int], ...]
+    span: int
+    pitch: int
+    copy: Copy
+    own: bool
+
+    @property
+    def times(self) -> int:
+        return prod(extent for extent, _ in self.outer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the image that the piece takes."""
+        return (self.times - 1) * self.pitch + self.span
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(offset in the file, offset in the image) of each span."""
+        if not self.outer:
+            yield self.offset, 0
+            return
+        for k, indexes in enumerate(product(*(range(extent) for extent, _ in self.outer))):
+            yield (
+                self.offset + sum(i * stride for i, (_, stride) in zip(indexes, self.outer, strict=True)),
+                k * self.pitch,
+            )
+
+
+def fetches(part: Region, item: int, room: int) -> Iterator[Piece]:
+    """The pieces by which a part is read. room: bytes of the image, more than 2 MiB."""
+    dims = _dims(part, item)
+    low = len(dims)
+    while low and _worth(dims[low - 1 :], item, room):
+        low -= 1
+    outer, inner = dims[:low], dims[low:]
+    if outer and 0 < outer[-1].stride <= GAP:  # thin rows: some MiB with gaps cost less than a call a row
+        dim = outer.pop()
+        many = max(1, min(dim.extent, SCRATCH // dim.stride))
+        for i in range(0, dim.extent, many):
+            rows = dim._replace(extent=min(many, dim.extent - i))
+            yield from _fit(
+                part.file,
+                part.offset + i * dim.stride,
+                part.at * item + i * dim.step,
+                outer,
+                [rows, *inner],
+                item,
+                room,
+            )
+        return
+    yield from _fit(part.file, part.offset, part.at * item, outer, inner, item, room)
+
+
+def stores(part: Region, item: int, room: int) -> Iterator[Piece]:
+    """The pieces by which a part of at most `room` bytes is written: every span is a run of the part's own bytes."""
+    dims = _dims(part, item)
+    low, run = len(dims), item
+    while low and dims[low - 1].stride == run:
+        low -= 1
+        run *= dims[low].extent
+    yield from _fit(part.file, part.offset, part.at * item, dims[:low], dims[low:], item, room, dense=True)
+
+
+def _dims(part: Region, item: int) -> list[_Dim]:
+    """The dims in the order of the file, the slowest first."""
+    dims = [_Dim(n, s, t * item) for n, s, t in zip(part.extents, part.strides, part.steps, strict=True) if n != 1]
+    return sorted(dims, key=lambda dim: -dim.stride)
+
+
+def _worth(dims: Sequence[_Dim], item: int, room: int) -> bool:
+    span = item + sum((dim.extent - 1) * dim.stride for dim in dims)
+    useful = item * prod(dim.extent for dim in dims if dim.stride)
+    return span <= room and (span <= GAP or span <= 2 * useful)
+
+
+def _fit(
+    file: int,
+    offset: int,
+    at: int,
+    outer: Sequence[_Dim],
+    inner: Sequence[_Dim],
+    item: int,
+    room: int,
+    *,
+    dense: bool = False,
+) -> Iterator[Piece]:
+    """Pieces of at most `room` bytes: the outermost dim is cut where it must be. at: bytes of the line."""
+    span = item + sum((dim.extent - 1) * dim.stride for dim in inner)
+    own = span == item * prod(dim.extent for dim in inner if dim.stride)
+    pitch = span if dense or not outer else -(-span // PITCH) * PITCH
+    if prod(dim.extent for dim in outer) * pitch <= room or not outer:
+        yield _piece(file, offset, at, outer, inner, span, pitch, own=own)
+        return
+    first, rest = outer[0], outer[1:]
+    many = room // (pitch * prod(dim.extent for dim in rest))
+    for i in range(0, first.extent, max(1, many)):
+        place = (file, offset + i * first.stride, at + i * first.step)
+        if many:
+            rows = first._replace(extent=min(many, first.extent - i))
+            yield _piece(*place, [rows, *rest], inner, span, pitch, own=own)
+        else:
+            yield from _fit(*place, rest, inner, item, room, dense=dense)
+
+
+def _piece(
+    file: int, offset: int, at: int, outer: Sequence[_Dim], inner: Sequence[_Dim], span: int, pitch: int, *, own: bool
+) -> Piece:
+    by, images = pitch, list[int]()
+    for dim in reversed(outer):
+        images.insert(0, by)
+        by *= dim.extent
+    every = (*outer, *inner)
+    copy = Copy(
+        0,
+        0,
+        (*images, *(dim.stride for dim in inner)),
+        0,
+        at,
+        tuple(dim.step for dim in every),
+        tuple(dim.extent for dim in every),
+    )
+    return Piece(file, offset, tuple((dim.extent, dim.stride) for dim in outer), span, pitch, copy, own)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Windows of tensors' lines on the device: filled from files, compared with their replicas, drained to files.
+#
+# A window is elements [start, end) of one line; a batch is as many windows as the lines of a station hold, of one
+# large tensor or of hundreds of small ones, so that small tensors cost no launch each. Spans of files gather in the
+# image until it is full, then one upload and one launch of `box_copy` put them where they belong.
+#
+#     fill(station, reader, [Window(w, 0, 512, 512, at=0), Window(b, 0, 64, 64, at=2048)], station.first)
+#
+# Replicas are filled in a second line and compared there. The device says that they differ; where and how the message
+# comes from the CPU, which reads them again, so that both say the same.
+
 
 REMOTE = 1 << 20  # bytes of one read of what is computed or fetched
 ALIGN = 256  # bytes that windows begin at
@@ -33,7 +190,8 @@ COUNTED = 64  # spans of a piece from which on their checksums are left for the 
 
 
 class Window(NamedTuple):
-    """Elements [start, end) of a line, of which [start, stop) are written; the rest completes a leaf. at: bytes into the lines."""
+    """Elements [start, end) of a line, of which [start, stop) are written; the rest completes a leaf. at: bytes into
+    the lines."""
 
     move: Move
     start: int
@@ -52,7 +210,8 @@ class Window(NamedTuple):
 
 
 def windows(move: Move, start: int, stop: int, until: int, room: int) -> Iterator[Window]:
-    """Elements [start, until) in windows of at most `room` bytes that end where leaves do, on both sides of a cast. `at` is 0."""
+    """Elements [start, until) in windows of at most `room` bytes that end where leaves do, on both sides of a cast.
+    `at` is 0."""
     grain = LEAF // min(move.item, move.item_out)
     step = max(grain, room // max(move.item, move.item_out) // grain * grain)
     at = start
@@ -124,10 +283,16 @@ def never() -> bool:
 
 
 def fill(
-    station: Station, reader: Reader, batch: Sequence[Window], line: int, *,
-    stopped: Callable[[], bool] = never, count: bool = True,
-) -> None:  # fmt: skip
-    """Read a batch to the line at address `line` of the device. count: as in `Reader.fill`. Raises what reading raises, and Stopped."""
+    station: Station,
+    reader: Reader,
+    batch: Sequence[Window],
+    line: int,
+    *,
+    stopped: Callable[[], bool] = never,
+    count: bool = True,
+) -> None:
+    """Read a batch to the line at address `line` of the device. count: as in `Reader.fill`. Raises what reading raises,
+    and Stopped."""
     image = _Image(station, reader, stopped, count=count)
     for window in batch:
         for region in window.move.sources:
@@ -177,9 +342,12 @@ def compare_replicas(
             window = owners[found[0]]
             read_again(reader, window.move, window.start, window.end)
             raise StorageError(
-                f"the device found replicas that differ in elements {window.start} to {window.end}, the CPU finds them equal",
-                code="E1563", key=str(window.move.key), hint="ckpt kernels check tests the device; --device cpu does without it",
-            )  # fmt: skip
+                f"the device found replicas that differ in elements {window.start} to {window.end}, the CPU "
+                "finds them equal",
+                code="E1563",
+                key=str(window.move.key),
+                hint="ckpt kernels check tests the device; --device cpu does without it",
+            )
 
 
 def _layers(batch: Sequence[Window]) -> Iterator[list[tuple[Window, Region]]]:
@@ -204,7 +372,8 @@ def _layers(batch: Sequence[Window]) -> Iterator[list[tuple[Window, Region]]]:
 
 
 def read_again(reader: Reader, move: Move, start: int, stop: int) -> None:
-    """Read elements [start, stop) as the CPU does: it raises what it has to say of them, such as replicas that differ."""
+    """Read elements [start, stop) as the CPU does: it raises what it has to say of them, such as replicas that
+    differ."""
     step, block = STRIDED_BLOCK // move.item, memoryview(bytearray(STRIDED_BLOCK))
     at = start
     while at < stop:
@@ -256,7 +425,8 @@ class _Writes:
 
 
 def drain(station: Station, writer: Writer, batch: Sequence[tuple[Window, int]]) -> None:
-    """Write what the output regions want of elements [start, stop) of each window, from the line whose address stands beside it."""
+    """Write what the output regions want of elements [start, stop) of each window, from the line whose address stands
+    beside it."""
     writes = _Writes(station, writer)
     for window, line in batch:
         item = window.move.item_out

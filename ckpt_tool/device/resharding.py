@@ -1,15 +1,17 @@
-"""Resharding of tensors that lie on the device already: a job that loads a checkpoint of another layout, or changes its own.
+"""Resharding of tensors that are on the device already: a job that loads a checkpoint of another layout, or changes its
+own.
 
-Every process says what it holds, boxes of tensors at addresses, and what it wants; nobody's layout is known here, ranks are not
-either. One destination is one call, and one call is one launch of `box_copy`, with one of `box_transpose` where a side lies the other
-way round:
+Every process says what it holds, boxes of tensors at addresses, and what it wants; nobody's layout is known here, ranks
+are not either. One destination is one call, and one call is one launch of `box_copy`, with one of `box_transpose` where
+a side is the other way round:
 
     held = [Shard("w", (8, 6), BF16, Box((0, 0), (4, 6)), a), Shard("w", (8, 6), BF16, Box((4, 0), (4, 6)), b)]
     reshard(device, held, [Shard("w", (8, 6), BF16, Box((0, 0), (8, 3)), c)])    # columns 0..2, from two ranks' rows
 
-What several hold is taken from the first that was named. A plan of many steps over the same addresses is made once (`planned`) and
-run as often as needed. Addresses are those of this device, or of others that it may read. Nothing is waited for but the kernels.
-Cost: some 10 us of Python a pair of boxes that meet; the device moves the bytes at the speed of a copy. What it does not do: casts.
+What several hold is taken from the first that was named. A plan of many steps over the same addresses is made once
+(`planned`) and run as often as needed. Addresses are those of this device, or of others that it may read. Nothing is
+waited for but the kernels. Cost: some 10 us of Python a pair of boxes that meet; the device moves the bytes at the
+speed of a copy. What it does not do: casts.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from typing import NamedTuple
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.device import kernels
-from ckpt_tool.device.launches import Launch, launches
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.descriptors import Launch, launches
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.plan.copy import Copy
 
 
 class Shard(NamedTuple):
-    """A box of a tensor in device memory: its first element lies at `address`.
+    """A box of a tensor in device memory: its first element is at `address`.
 
-    shape: of the whole tensor. strides: bytes from one element to the next in each dim, None where the box lies row by row
-    without gaps.
+    shape: of the whole tensor. strides: bytes from one element to the next in each dim, None where the box is row by
+    row without gaps.
     """
 
     tensor: str
@@ -65,7 +67,8 @@ def planned(held: Sequence[Shard], wanted: Sequence[Shard]) -> Resharding:
     """The launches that fill `wanted`, boxes apart from each other and from what is held.
 
     Raises UsageError E1565 where two speak of one tensor with another shape or dtype, or of a box outside it, and
-    InconsistentCheckpoint E1566 naming what nobody holds; InternalError E1571 for memory that is written twice, or written and read.
+    InconsistentCheckpoint E1566 naming what nobody holds; InternalError E1571 for memory that is written twice, or
+    written and read.
     """
     _agree((*held, *wanted))
     held, wanted = [_in_bytes(shard) for shard in held], [_in_bytes(shard) for shard in wanted]
@@ -90,27 +93,33 @@ def planned(held: Sequence[Shard], wanted: Sequence[Shard]) -> Resharding:
                 break
         missing += [f"{shard.tensor}: nobody holds {box.shape} from {box.offset} on" for box in left]
     if missing:
-        raise InconsistentCheckpoint(missing[0], code="E1566", faults=missing[1:],
-                                     hint="pass the shards of every rank that holds a part")  # fmt: skip
+        raise InconsistentCheckpoint(
+            missing[0], code="E1566", faults=missing[1:], hint="pass the shards of every rank that holds a part"
+        )
     made = launches(copies, [shard.address for shard in held], [shard.address for shard in wanted])
     return Resharding(made, sum(prod(copy.extents) * item for copy, item in copies))
 
 
 def _agree(shards: Sequence[Shard]) -> None:
-    """Every tensor has one shape and one dtype, and its boxes lie in it."""
+    """Every tensor has one shape and one dtype, and its boxes are in it."""
     first: dict[str, Shard] = {}
     for shard in shards:
         known = first.setdefault(shard.tensor, shard)
         if (shard.shape, shard.dtype) != (known.shape, known.dtype):
             raise UsageError(
                 f"{shard.tensor} is {known.dtype.name} {known.shape} here and {shard.dtype.name} {shard.shape} there",
-                code="E1565", key=shard.tensor, hint="resharding moves bytes: cast before or after it",
-            )  # fmt: skip
+                code="E1565",
+                key=shard.tensor,
+                hint="resharding moves bytes: cast before or after it",
+            )
         if not shard.box.inside(shard.shape) or shard.strides is not None and len(shard.strides) != len(shard.shape):
             raise UsageError(
-                f"{shard.tensor}: {shard.box.shape} from {shard.box.offset} on, strides {shard.strides}, in {shard.shape}",
-                code="E1565", key=shard.tensor, hint="offset and shape count elements of the whole tensor",
-            )  # fmt: skip
+                f"{shard.tensor}: {shard.box.shape} from {shard.box.offset} on, strides {shard.strides}, in "
+                f"{shard.shape}",
+                code="E1565",
+                key=shard.tensor,
+                hint="offset and shape count elements of the whole tensor",
+            )
 
 
 def _copy(held: Shard, source: int, wanted: Shard, target: int, shared: Box) -> tuple[Copy, int]:
@@ -133,9 +142,11 @@ def _in_bytes(shard: Shard) -> Shard:
     ends = (shard.shape[-1:], shard.box.offset[-1:], shard.box.shape[-1:])
     if not shard.shape or shard.strides is not None or any(n * bits % 8 for (n,) in ends):
         raise UsageError(
-            f"{shard.tensor}: a box of {shard.dtype.name} that begins or ends inside a byte, or has strides", code="E1565",
-            key=shard.tensor, hint="cut the last dim at whole bytes, and lay the box out row by row",
-        )  # fmt: skip
+            f"{shard.tensor}: a box of {shard.dtype.name} that begins or ends inside a byte, or has strides",
+            code="E1565",
+            key=shard.tensor,
+            hint="cut the last dim at whole bytes, and lay the box out row by row",
+        )
     (last,), (start,), (count,) = ((n * bits // 8 for n in end) for end in ends)
     box = Box((*shard.box.offset[:-1], start), (*shard.box.shape[:-1], count))
     return shard._replace(shape=(*shard.shape[:-1], last), box=box)

@@ -1,15 +1,17 @@
 """The executor's units carried out on a device: the same plan, the same journal, the same bytes as `run/walk.py`.
 
-A unit's items are cut into windows, the windows go in batches: spans of the source files to the device, from there to the tensors'
-lines, compared with replicas, hashed, cast, and out to the output files. Only what a window is moved through differs from the CPU:
-reading, writing, checksums of records and the bound on memory are those of `Reader`, `Writer` and the run.
+A unit's items are cut into windows, the windows go in batches: spans of the source files to the device, from there to
+the tensors' lines, compared with replicas, hashed, cast, and out to the output files. Only what a window is moved
+through differs from the CPU: reading, writing, checksums of records and the bound on memory are those of `Reader`,
+`Writer` and the run.
 
     file -> pinned -> image -> line -> (cast) -> image -> pinned -> file
                                |hash|   |hash|
 
-Hashes are taken where the values lie in order, on the device. So that they prove what arrived, every item is read back from the
-output, out of the page cache, and hashed by the CPU: not with `--verify off`. Casts that the kernels do not know are done by the CPU, tensor by
-tensor, and `left_to_cpu` names them. Cost: both copies over the bus; what it does not do: keep anything on the device between units.
+Hashes are taken where the values are in order, on the device. So that they prove what arrived, every item is read back
+from the output, out of the page cache, and hashed by the CPU: not with `--verify off`. Casts that the kernels do not
+know are done by the CPU, tensor by tensor, and `left_to_cpu` names them. Cost: both copies over the bus; what it does
+not do: keep anything on the device between units.
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.device.casting import can_cast_there, cast_there
+from ckpt_tool.device import casts, kernels
 from ckpt_tool.device.checks import hashes
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.library import Device
 from ckpt_tool.device.loading import Stopped, Window, batches, compare_replicas, drain, fill, windows
-from ckpt_tool.device.memory import Device
 from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.errors import StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.plan.schedule import Item
 from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.compute import can_cast
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.walk import Job, Mover, Walk, Walked, read_back
 
 _FILES = 8  # descriptors open while a unit is read back
-_PANEL = 8 << 20  # bytes for what lies the other way round
+_PANEL = 8 << 20  # bytes for what is the other way round
 
 
 class DeviceItem:
@@ -118,15 +122,20 @@ class DeviceMover:
                     return
                 if read_back(reader, item.move, item.start, item.stop) != item.written():
                     raise StorageError(
-                        f"elements {item.start} to {item.stop} were not written as the device had them", code="E1567",
-                        key=str(item.move.key), hint="ckpt kernels check tests the device; --device cpu does without it",
-                    )  # fmt: skip
+                        f"elements {item.start} to {item.stop} were not written as the device had them",
+                        code="E1567",
+                        key=str(item.move.key),
+                        hint="ckpt kernels check tests the device; --device cpu does without it",
+                    )
         finally:
             reader.close()
 
     def _run(self, items: Sequence[DeviceItem]) -> None:
-        every = ((item, window) for item in items
-                 for window in windows(item.move, item.start, item.stop, item.until, self._station.line))  # fmt: skip
+        every = (
+            (item, window)
+            for item in items
+            for window in windows(item.move, item.start, item.stop, item.until, self._station.line)
+        )
         owners: list[DeviceItem] = []  # of the windows, in their order
 
         def seen() -> Iterator[Window]:
@@ -148,8 +157,11 @@ class DeviceMover:
             lines.append(station.second if owner.casts else station.first)
             owner.lost += lost
         if job.hashing:
-            wanted = [found for owner, window, out in zip(owners, batch, lines, strict=True)
-                      for found in owner.ranges(window, station.first, out)]  # fmt: skip
+            wanted = [
+                found
+                for owner, window, out in zip(owners, batch, lines, strict=True)
+                for found in owner.ranges(window, station.first, out)
+            ]
             made = hashes(station, [(address, nbytes) for _, address, nbytes in wanted])
             for (stream, _, _), digest in zip(wanted, made, strict=True):
                 stream.leaves += digest
@@ -188,3 +200,44 @@ class DeviceMovers(Stations):
 
     def open(self, job: Job, moves: Sequence[Move]) -> Mover:
         return DeviceMover(self.station(), job, moves)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Casts of windows on the device, from the first line of a station to the second: one launch a pair of dtypes.
+
+
+def can_cast_there(source: DType, target: DType) -> bool:
+    """Do the kernels know this cast?"""
+    return can_cast(source, target) and source.name in casts.KINDS and target.name in casts.KINDS
+
+
+def cast_there(station: Station, batch: Sequence[Window]) -> list[int]:
+    """Cast the windows whose dtype changes. Returns of each how many values were beyond the target's range, of those
+    that it writes."""
+    lost = [0] * len(batch)
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for k, window in enumerate(batch):
+        if window.move.dtype != window.move.dtype_out:
+            kinds.setdefault((window.move.dtype.name, window.move.dtype_out.name), []).append(k)
+    for numbers in kinds.values():
+        move = batch[numbers[0]].move
+        boxes: list[Strided] = []
+        records: list[int] = []
+        for record, k in enumerate(numbers):
+            boxes += _line(station, batch[k], batch[k].start, batch[k].stop)
+            records += [record] * (len(boxes) - len(records))
+        for k in numbers:  # what completes a leaf is another item's to count
+            boxes += _line(station, batch[k], batch[k].stop, batch[k].end)
+            records += [len(numbers)] * (len(boxes) - len(records))
+        listed = casts.pack_casts(boxes, move.dtype, move.dtype_out, records)
+        counts = kernels.box_cast(station.device, listed, stream=station.stream)
+        for record, k in enumerate(numbers):
+            lost[k] = counts[record] if record < len(counts) else 0
+    return lost
+
+
+def _line(station: Station, window: Window, start: int, stop: int) -> list[Strided]:
+    move, skip = window.move, start - window.start
+    return casts.line(
+        station.first + window.at + skip * move.item, station.second + window.at + skip * move.item_out, stop - start
+    )

@@ -36,11 +36,16 @@ BARE = "hf-bare"  # the hub's files of a model without a head (`Qwen3Model`): ev
 SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
-    "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
-    "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g",
+    "i": "num_hidden_layers",
+    "v": "vocab_size",
+    "h": "hidden_size",
+    "f": "intermediate_size",
+    "g": "num_key_value_heads? or num_attention_heads",
+    "r": "num_attention_heads // g",
     "d": "head_dim? or h // num_attention_heads",
-}  # fmt: skip
-# ERNIE's own code (PaddlePaddle/ERNIE of 2025, ernie/modeling.py, `Ernie4_5_Attention.forward`) takes qkv_proj apart as [Q | K | V]
+}
+# ERNIE's own code (PaddlePaddle/ERNIE of 2025, ernie/modeling.py, `Ernie4_5_Attention.forward`) takes qkv_proj apart as
+# [Q | K | V]
 # where heads share keys, as its tools/paddle2torch does, and head by head where each has its own.
 SHARED_KEYS = "num_key_value_heads? and num_key_value_heads != num_attention_heads"
 CONTIGUOUS = ("(g (r + 1 + 1) d)", "(g r d + g d + g d)")
@@ -50,7 +55,8 @@ NLP_HEAD = """
     lm_head.weight : h v = lm_head.weight : v h if not tie_word_embeddings?
     lm_head.weight : v h = lm_head.weight : v h if tie_word_embeddings?
 """
-# PaddleFormers 1.2.0, its fused decoders: Linear weights (inputs, outputs), q, k and v of each group of heads side by side, gate and
+# PaddleFormers 1.2.0, its fused decoders: Linear weights (inputs, outputs), q, k and v of each group of heads side by
+# side, gate and
 # up in one. A family adds its norms and experts
 PADDLE_FUSED = """
     [model.embed_tokens|lm_head].weight : v h
@@ -71,13 +77,14 @@ FUSED_EXPERTS = """
 
 
 class Variant(NamedTuple):
-    """A dialect told by another one, or by a table, in this order:
+    """A dialect derived from another one, or from a table, in this order:
 
     of: the other dialect's name, or a table. swap: `swap[1]` for `swap[0]` in the text of that table. root: in place of
-    `model.` (GPT-2: `transformer.`). over: rules that come first and instead of those of their names. inner: where `inner[1]`
-    holds of a layer, its `inner[2:]` lie one level down, under `inner[0]`. apart: what is fused may also lie apart, under the
-    hub's names, turned.
-    like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of MTP.
+    `model.` (GPT-2: `transformer.`). over: rules that come first and instead of those of their names. inner: where
+    `inner[1]` holds of a layer, its `inner[2:]` are one level down, under `inner[0]`. apart: what is fused may also are
+    stored apart, under the hub's names, turned.
+    like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of
+        MTP.
     when: a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant.
     """
 
@@ -109,13 +116,15 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """One model architecture. classes: the classes of transformers that have its tensors. axes: {axis: expression of the
-    config}; `{axis}` in a name counts below its size.
+    """One model architecture. classes: the classes of transformers that have its tensors. axes: {axis: expression of
+    the config}; `{axis}` in a name counts below its size.
 
-    hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first asked for.
+    hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first
+        used.
     centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
     --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
-    tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class from it).
+    tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
+        from it).
     """
 
     name: str
@@ -150,14 +159,17 @@ def _table(family: Family, dialect: str) -> Table:
         return Variant(HUB, root="").changed(table_of(family.hub), family.table(HUB))
     if dialect not in family.dialects:
         raise UsageError(
-            f"family {family.name} has no dialect {dialect!r}", code="E1231",
-            hint=f"it has {', '.join(family.known_dialects)}; {near_misses(dialect, family.known_dialects)}".rstrip("; "),
-        )  # fmt: skip
-    return _told(family, family.dialects[dialect], ("", ""))
+            f"family {family.name} has no dialect {dialect!r}",
+            code="E1231",
+            hint=f"it has {', '.join(family.known_dialects)}; {near_misses(dialect, family.known_dialects)}".rstrip(
+                "; "
+            ),
+        )
+    return _resolved(family, family.dialects[dialect], ("", ""))
 
 
-def _told(family: Family, told: str | Variant, swap: tuple[str, str]) -> Table:
-    if isinstance(told, str):
-        return table_of(told.replace(*swap) if swap[0] else told)
-    of = told.of if "\n" in told.of else family.hub if told.of == HUB else family.dialects[told.of]
-    return told.changed(_told(family, of, told.swap if told.swap[0] else swap), family.table(HUB))
+def _resolved(family: Family, given: str | Variant, swap: tuple[str, str]) -> Table:
+    if isinstance(given, str):
+        return table_of(given.replace(*swap) if swap[0] else given)
+    of = given.of if "\n" in given.of else family.hub if given.of == HUB else family.dialects[given.of]
+    return given.changed(_resolved(family, of, given.swap if given.swap[0] else swap), family.table(HUB))

@@ -1,10 +1,11 @@
-"""Beside: what lies next to a quantised weight follows it where it is only renamed.
+"""Beside: what is next to a quantised weight follows it where it is only renamed.
 
-    model.layers.0.self_attn.o_proj.weight  ->  decoder.layers.0.self_attention.linear_proj.weight     (whole, as it lies)
+    model.layers.0.self_attn.o_proj.weight  ->  decoder.layers.0.self_attention.linear_proj.weight   (whole, as stored)
     model.layers.0.self_attn.o_proj.weight_scale_inv  ->  ...linear_proj.weight_scale_inv
 
-Scales are laid out as their weight is, block by block, so a weight that is turned, joined or cut would need its scales to be
-so at the grain of its blocks, which few systems that name weights so could read. That is a fault, whose hint is to dequantise.
+Scales are laid out as their weight is, block by block, so a weight that is turned, joined or cut would need its scales
+to be so at the grain of its blocks, which few systems that name weights so could read. That is a fault, whose hint is
+to dequantise.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from math import prod
 from ckpt_tool.algebra.mapped import Made
 from ckpt_tool.algebra.piece import Piece, Side
 from ckpt_tool.core.box import contiguous_strides
-from ckpt_tool.core.quantised import part_of
 from ckpt_tool.families.base import Shape
 from ckpt_tool.families.table import Table, form_of
+from ckpt_tool.quantised.weights import part_of
 
 
 def followers(
     unknown: Iterable[str], here: Table, made: Sequence[Made], shapes: Mapping[str, Shape]
 ) -> tuple[list[Made], list[str]]:
-    """(parts of quantised weights under the names of their weights, parts that can't follow) among the names that no rule of
-    the dialect `here` knows."""
+    """(parts of quantised weights under the names of their weights, parts that can't follow) among the names that no
+    rule of the dialect `here` knows."""
     renamed, lost = list[Made](), list[str]()
     places: dict[str, list[Made]] | None = None
     for name in unknown:

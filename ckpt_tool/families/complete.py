@@ -1,14 +1,15 @@
-"""Complete: does a checkpoint hold what a model of the family has, and nothing in its layers that the family does not know?
+"""Complete: does a checkpoint hold what a model of the family has, and nothing in its layers that the family does not
+know?
 
     layers 0, 1 and 3 have an o_proj, layer 2 has none          layer 2 lacks it
     the config says 4 layers, tensors name 0, 1 and 3           layer 2 is missing
     256 experts, of layer 5 one lacks its up_proj               that expert lacks it
-    model.layers.0.self_attn.q_projj.weight                     no rule, and it lies in a layer
+    model.layers.0.self_attn.q_projj.weight                     no rule, and it is in a layer
 
-A table alone can't tell: biases and norms are there or not, a model's first layers may be dense. So each module of a layer is
-held against the same module of the others: one that has some of what as many others have lacks the rest. Names outside the
-layers that no rule knows (a vision tower, a value head) are the caller's. Cost: 3 us a tensor. What it does not do: look at
-shapes, or find what the only layer of its kind lacks.
+A table alone can't tell: biases and norms are there or not, a model's first layers may be dense. So each module of a
+layer is held against the same module of the others: one that has some of what as many others have lacks the rest. Names
+outside the layers that no rule knows (a vision tower, a value head) are the caller's. Cost: 3 us a tensor. What it does
+not do: look at shapes, or find what the only layer of its kind lacks.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from ckpt_tool.core.quantised import part_of
 from ckpt_tool.families.base import Config, Family
 from ckpt_tool.families.config.translation import megatron_args
 from ckpt_tool.families.config.words import LAYERS
 from ckpt_tool.families.table import Table, form_of, instances
+from ckpt_tool.quantised.weights import part_of
 
 _LAST_NORMS = (".norm.weight", ".ln_f.weight", ".final_layernorm.weight")
 _SPELLED = 512  # numbers of a row that are named one by one
@@ -28,11 +29,15 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
-    """The names that lie in a layer of the model and that no rule knows, but for the scales and codes of quantised weights."""
+    """The names that are in a layer of the model and that no rule knows, but for the scales and codes of quantised
+    weights."""
     table = family.table(dialect)
     fronts = {form[: form.index("%d.") + 3] for form in table.left if "%d." in form}
-    return [name for name in instances(table.left, names)[1]
-            if any(map(form_of(name)[0].startswith, fronts)) and part_of(name) is None]  # fmt: skip
+    return [
+        name
+        for name in instances(table.left, names)[1]
+        if any(map(form_of(name)[0].startswith, fronts)) and part_of(name) is None
+    ]
 
 
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
@@ -77,7 +82,7 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
     """What modules of a layer lack that are like the same modules of others but for it."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, forms in layers.items():
-        parts: dict[str, set[str]] = {"": set()}  # "": what lies in the layer itself, its norms
+        parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
         for form in forms:
             inside = form.partition("%d.")[2].split(".")
             parts.setdefault(inside[0] if len(inside) > 2 else "", set()).add(form)
@@ -85,8 +90,11 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
             modules[module][frozenset(own)].append(number)
     for kinds in modules.values():
         for kind, numbers in kinds.items():
-            fuller = [other for other, rows in kinds.items() if kind < other and len(rows) >= len(numbers)
-                      and (count is None or min(rows) < count)]  # fmt: skip
+            fuller = [
+                other
+                for other, rows in kinds.items()
+                if kind < other and len(rows) >= len(numbers) and (count is None or min(rows) < count)
+            ]
             if fuller:
                 lost = sorted(min(fuller, key=len) - kind)
                 for number in sorted(numbers):
@@ -95,9 +103,11 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
 
 def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config | None) -> Iterator[str]:
     """Layers of the sparse ones that the config tells, where there are no experts."""
-    told = megatron_args(config).config if config else {}
-    pattern, count = told.get("moe_layer_freq"), _layer_count(config) or 0
-    sparse = pattern if isinstance(pattern, list) else [told.get("num_experts") and pattern == 1] * min(count, LAYERS)
+    arguments = megatron_args(config).config if config else {}
+    pattern, count = arguments.get("moe_layer_freq"), _layer_count(config) or 0
+    sparse = (
+        pattern if isinstance(pattern, list) else [arguments.get("num_experts") and pattern == 1] * min(count, LAYERS)
+    )
     for number in sorted(layers):
         if number < len(sparse) and sparse[number] and not any("expert" in form for form in layers[number]):
             yield f"{front}{number}.*experts*"
@@ -116,8 +126,8 @@ def _lone_experts(experts: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> 
 
 
 def _gaps(have: Collection[int], count: int) -> Iterator[str]:
-    """The numbers below `count` that are not there: one by one, long rows as `FIRST-LAST`, so that no number of a name or a
-    config is ever counted out.
+    """The numbers below `count` that are not there: one by one, long rows as `FIRST-LAST`, so that no number of a name
+    or a config is ever counted out.
 
     >>> list(_gaps({0, 2}, 5)), list(_gaps({0}, 10**9))
     (['1', '3', '4'], ['1-999999999'])
@@ -134,9 +144,11 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
     kinds = (config or {}).get("architectures")
     causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     tied = (config or {}).get("tie_word_embeddings")
-    for ends, wanted in ((("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight"), True),
-                         (_LAST_NORMS, True),
-                         (("lm_head.weight", "output_layer.weight"), causal and tied is False)):  # fmt: skip
+    for ends, wanted in (
+        (("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight"), True),
+        (_LAST_NORMS, True),
+        (("lm_head.weight", "output_layer.weight"), causal and tied is False),
+    ):
         known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
         if wanted and known and not have & set(known):
             yield known[0]

@@ -1,24 +1,28 @@
-"""Megatron: the rules that decoders share in the dialect `megatron`, as texts that the families' tables are put together of.
+"""Megatron: the rules that decoders share in the dialect `megatron`, as texts that the families' tables are put
+together of.
 
 The dialect is what our Megatron formats give and take, whatever a job stored: layers and experts under global numbers,
-experts one by one, norms under the local spec's names, gated fc1 as [gate; up], vocabularies without padding. Transformer
-Engine's fused norms, stacked and grouped experts and pipeline stages are the formats' (`formats/megatron/names.py`).
+experts one by one, norms under the local spec's names, gated fc1 as [gate; up], vocabularies without padding.
+Transformer Engine's fused norms, stacked and grouped experts and pipeline stages are the formats'
+(`formats/megatron/names.py`).
 
-    dialects={"megatron": megatron.DENSE}                                 # MODEL + NORMS + ATTENTION + MLP: Llama, Qwen2
-    dialects={"megatron": Variant(of=megatron.LATENT, ahead=True)}        # DeepSeek: `ahead` adds the layers of MTP
+    dialects={"megatron": megatron.DENSE}                                # MODEL + NORMS + ATTENTION + MLP: Llama, Qwen2
+    dialects={"megatron": Variant(of=megatron.LATENT, ahead=True)}       # DeepSeek: `ahead` adds the layers of MTP
 
 Axes, by the names that the families give them: v vocabulary, h hidden, f feed-forward, g query groups, r heads a group,
 d head, e experts, m of an expert, s of shared experts; MLA: a query, q and l latent, b latent and rotary, c keys and
 values, u heads times values.
 
-Rotary layouts. No family permutes rows: Megatron turns halves as Hugging Face does (Llama, Qwen, Mixtral, GLM-4.5); with
-`rotary_interleaved` it turns pairs, as Hugging Face's ERNIE 4.5 and GLM-4 do; in latent attention it pulls the pairs
-apart before it turns them, as Hugging Face's `rope_interleave` does. The weights are the same, the arguments differ.
+Rotary layouts. No family permutes rows: Megatron turns halves as Hugging Face does (Llama, Qwen, Mixtral, GLM-4.5);
+with `rotary_interleaved` it turns pairs, as Hugging Face's ERNIE 4.5 and GLM-4 do; in latent attention it pulls the
+pairs apart before it turns them, as Hugging Face's `rope_interleave` does. The weights are the same, the arguments
+differ.
 
 Sources: megatron-core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `multi_latent_attention.py`, `moe/router.py`,
 `moe/shared_experts.py`, `multi_token_prediction.py`, `core/models/common/embeddings/rope_utils.py`; Megatron-LM
-`tools/checkpoint/loader_llama_mistral.py`, `loader_mixtral_hf.py`; Megatron-Bridge of August 2026 `models/*/*_bridge.py`.
-What it does not do: what a model computes (arguments: `rotary_base`, `moe_router_score_function`, ...).
+`tools/checkpoint/loader_llama_mistral.py`, `loader_mixtral_hf.py`; Megatron-Bridge of August 2026
+`models/*/*_bridge.py`. What it does not do: what a model computes (arguments: `rotary_base`,
+`moe_router_score_function`, ...).
 """
 
 from __future__ import annotations
@@ -104,7 +108,8 @@ SHARED_EXPERTS_BIASES = """
         = model.layers.{i}.mlp.shared_experts.<gate|up>_proj.bias : s
     decoder.layers.{i}.mlp.shared_experts.linear_fc2.bias : h = model.layers.{i}.mlp.shared_experts.down_proj.bias : h
 """
-# What MTP layers have beside a decoder layer's; `Variant(ahead=True)` brings the names to `mtp.layers`. Megatron has one
+# What MTP layers have beside a decoder layer's; `Variant(ahead=True)` brings the names to `mtp.layers`. Megatron has
+# one
 # embedding and one output layer for all: the hub's copies of them stay behind.
 AHEAD = """
     mtp.layers.{i}.<enorm|hnorm>.weight : h = model.layers.{i}.<enorm|hnorm>.weight : h

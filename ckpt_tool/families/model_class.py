@@ -1,8 +1,9 @@
-"""ModelClass: one class of transformers as a config and as Megatron's arguments: its names, its defaults, what it fixes.
+"""ModelClass: one class of transformers as a config and as Megatron's arguments: its names, its defaults, what it
+fixes.
 
-The one idea: a class of transformers is a point among Megatron's arguments. `megatron` are the coordinates that the class
-fixes (a Qwen2 always has biases at q, k and v), `forms` those that its config states, `defaults` what it takes where
-config.json is silent. So arguments name a class when the class, translated back, gives the same arguments
+The one idea: a class of transformers is a point among Megatron's arguments. `megatron` are the coordinates that the
+class fixes (a Qwen2 always has biases at q, k and v), `forms` those that its config states, `defaults` what it takes
+where config.json is silent. So arguments name a class when the class, translated back, gives the same arguments
 (`families.config.translation`).
 
     qk_layernorm, RMSNorm, swiglu, rope, no biases, no experts      -> qwen3
@@ -24,12 +25,13 @@ from typing import Any
 class ModelClass:
     """One class of models of a family.
 
-    model_type, architecture: its names in config.json. also: other names of the architecture (Paddle's, an inner model's).
-    forms: names in `families.config.forms`, in order; () for a class whose config has no translation: its tensors convert,
-    its config.json is copied. keys: its own name for a key (`num_experts` -> `num_local_experts`). defaults: what
-    transformers takes where config.json is silent. megatron, paddle: what the class fixes in Megatron's arguments, in a
-    Paddle config. paddle_defaults: what PaddleFormers takes where transformers takes another. unsayable: {key: the value
-    that Megatron computes with}; another value is reported as lost.
+    model_type, architecture: its names in config.json. also: other names of the architecture (Paddle's, an inner
+        model's).
+    forms: names in `families.config.forms`, in order; () for a class whose config has no translation: its tensors
+    convert, its config.json is copied. keys: its own name for a key (`num_experts` -> `num_local_experts`). defaults:
+    what transformers takes where config.json is silent. megatron, paddle: what the class fixes in Megatron's arguments,
+    in a Paddle config. paddle_defaults: what PaddleFormers takes where transformers takes another. unsayable: {key: the
+    value that Megatron computes with}; another value is reported as lost.
     """
 
     model_type: str
@@ -55,16 +57,25 @@ class ModelClass:
 DECODER_FORMS = ("sizes", "heads", "rope", "tied", "silu", "dropout")
 # In Megatron's arguments: a decoder with RMSNorm, gated MLP and rotary positions; a router by sigmoids; Gemma's
 GATED: Mapping[str, Any] = {
-    "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
-}  # fmt: skip
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+}
 SIGMOID: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 GEMMA: Mapping[str, Any] = {
-    "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "swiglu": False, "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": True,
+    "swiglu": False,
+    "add_bias_linear": False,
     "position_embedding_type": "rope",
-}  # fmt: skip
+}
 # What the config classes of transformers take where config.json is silent
 DEFAULTS: Mapping[str, Any] = {
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
     "initializer_range": 0.02,
-}  # fmt: skip
+}
 EXPERT_DEFAULTS: Mapping[str, Any] = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1}

@@ -1,13 +1,14 @@
 """The families by name, and which family and dialect a checkpoint is of.
 
-    find(config, shapes)                                      Found(LLAMA, "hf")
-    find(config, shapes, told="paddle")                       Found(LLAMA, "paddle"): the format says whose names they are
-    find(None, shapes, family="ernie4_5:paddle-contiguous")   the user says both
+    find(config, shapes)                                     Found(LLAMA, "hf")
+    find(config, shapes, told="paddle")                     Found(LLAMA, "paddle"): the format says whose names they are
+    find(None, shapes, family="ernie4_5:paddle-contiguous")  the user says both
 
 The family comes from the user, else from config.json (`model_type`, `architectures`), else from names that only one
 family has. The dialect comes from the user, else from names, then from shapes: Llama has the same names in both worlds
 and only transposed weights. What fits two is an error that says what to pass, never a guess. Cost: 2 us a name and
-dialect. What it does not do: read config.json. To add a family: one file with a `FAMILY` in `families/models`, found there.
+dialect. What it does not do: read config.json. To add a family: one file with a `FAMILY` in `families/models`, found
+there.
 """
 
 from __future__ import annotations
@@ -36,14 +37,19 @@ def by_name(name: str) -> Family:
         if family.name == name:
             return family
     raise UsageError(
-        f"--family: no family {name!r}", code="E1230",
+        f"--family: no family {name!r}",
+        code="E1230",
         hint=near_misses(name, NAMES) or f"there are {', '.join(NAMES)}",
-    )  # fmt: skip
+    )
 
 
 def find(
-    config: Config | None, names: Mapping[str, Shape] | Iterable[str], *, told: str | None = None, family: str | None = None
-) -> Found:  # fmt: skip
+    config: Config | None,
+    names: Mapping[str, Shape] | Iterable[str],
+    *,
+    told: str | None = None,
+    family: str | None = None,
+) -> Found:
     """Whose tensors they are.
 
     Args:
@@ -51,8 +57,8 @@ def find(
         names: {parameter: shape}, or the names alone.
         told: what the format says of the dialect: `paddle` is also any `paddle-...`.
         family: what the user says, `NAME` or `NAME:DIALECT`.
-    Raises UsageError: E1230 (no such family), E1231 (no such dialect), E1232 and E1233 (several families, several dialects
-    fit); InputError: E1372 (no family), E1373 (the names are of none of the family's dialects).
+    Raises UsageError: E1230 (no such family), E1231 (no such dialect), E1232 and E1233 (several families, several
+    dialects fit); InputError: E1372 (no family), E1373 (the names are of none of the family's dialects).
     """
     shapes = names if isinstance(names, Mapping) else None
     names = list(names)
@@ -68,7 +74,8 @@ def find(
 
 
 def _configured(config: Config) -> Family | None:
-    """The family that a config names, None where it names nothing. Raises InputError (E1372) for one that is not here."""
+    """The family that a config names, None where it names nothing. Raises InputError (E1372) for one that is not
+    here."""
     kind, classes = config.get("model_type"), config.get("architectures")
     classes = [str(each) for each in classes] if isinstance(classes, list) else []
     for family in FAMILIES:
@@ -82,9 +89,11 @@ def _configured(config: Config) -> Family | None:
     what = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
     known = [each for family in FAMILIES for each in family.model_types]
     raise InputError(
-        f"config.json says {what}, for which there is no family", code="E1372",
-        hint=f"{near_misses(str(kind), known) or 'there are ' + ', '.join(NAMES)}; say which with --family NAME, {_KEEP}",
-    )  # fmt: skip
+        f"config.json says {what}, for which there is no family",
+        code="E1372",
+        hint=f"{near_misses(str(kind), known) or 'there are ' + ', '.join(NAMES)}; say which with --family "
+        f"NAME, {_KEEP}",
+    )
 
 
 def _named(names: list[str]) -> Family:
@@ -94,15 +103,17 @@ def _named(names: list[str]) -> Family:
     fitting = [family for family, count in known.items() if count == most]
     if most == 0:
         raise InputError(
-            f"no family knows a name like {names[0] if names else '(there are none)'}", code="E1372",
+            f"no family knows a name like {names[0] if names else '(there are none)'}",
+            code="E1372",
             hint=f"there are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
-        )  # fmt: skip
+        )
     if len(fitting) > 1:
         told = ", ".join(family.name for family in fitting)
         raise UsageError(
-            f"without a config the names fit several families: {told}", code="E1232",
+            f"without a config the names fit several families: {told}",
+            code="E1232",
             hint=f"give the model's config.json with --config FILE, or the family with --family NAME, {_KEEP}",
-        )  # fmt: skip
+        )
     return fitting[0]
 
 
@@ -115,7 +126,7 @@ def _known(family: Family, names: list[str]) -> dict[str, int]:
 
 def _dialect(
     family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, told: str | None
-) -> str:  # fmt: skip
+) -> str:
     known = _known(family, names)
     if told is not None:
         known = {dialect: n for dialect, n in known.items() if dialect == told or dialect.startswith(f"{told}-")}
@@ -126,13 +137,16 @@ def _dialect(
         raise InputError(
             f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
             + (f" in dialect {told}" if told else ""),
-            code="E1373", hint=f"is it the right family? There are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
-        )  # fmt: skip
+            code="E1373",
+            hint=f"is it the right family? There are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
+        )
     fitting = [dialect for dialect, count in known.items() if count == most]
     if len(fitting) > 1 and shapes is not None:
         wrong = {dialect: misfits(family, dialect, shapes, config) for dialect in fitting}
         fitting = [dialect for dialect in fitting if wrong[dialect] == min(wrong.values())]
-        if min(wrong.values()) and len(fitting) > 1:  # none of them: the shapes that do not fit are what is to be told
+        if (
+            min(wrong.values()) and len(fitting) > 1
+        ):  # none of them: the shapes that do not fit are what is to be reported
             fitting = fitting[:1]
     if told in fitting:
         return told
@@ -143,8 +157,9 @@ def _dialect(
         raise UsageError(
             f"{'names and shapes fit' if shapes is not None else 'the names fit'} several dialects of {family.name},"
             f" which lay the elements out differently: {', '.join(fitting)}",
-            code="E1233", hint=f"say which with {ways}",
-        )  # fmt: skip
+            code="E1233",
+            hint=f"say which with {ways}",
+        )
     return fitting[0]
 
 
@@ -162,7 +177,8 @@ def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
 
 
 def markdown() -> str:
-    """The table of the guide (`ckpt help pretrained`): each family, its model types, and the systems whose names it knows."""
+    """The table of the guide (`ckpt help pretrained`): each family, its model types, and the systems whose names it
+    knows."""
     systems = ("hf", "megatron", "paddle", "meta")
     lines = ["| family | `model_type` | Hugging Face | Megatron | Paddle | Meta |", "|---|---|---|---|---|---|"]
     for family in FAMILIES:

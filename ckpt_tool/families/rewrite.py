@@ -1,11 +1,12 @@
 """Rewrite: a checkpoint's tensors from one dialect of a family into another.
 
-    mapping(ERNIE, "hf", "paddle", {"...gate_proj.weight": (48, 32), "...up_proj.weight": (48, 32)}, {"hidden_size": 32})
+    mapping(ERNIE, "hf", "paddle", {"...gate_proj.weight": (48, 32), "...up_proj.weight": (48, 32)}, {"hidden_size":
+    32})
       -> Made("...up_gate_proj.weight", (32, 96), pieces=(from gate_proj, from up_proj))
 
-Source rules give pieces source -> hub for what is there; target rules take pieces hub -> target of hub tensors that were
-made; `algebra.compose` joins them without a hub tensor ever being built. All faults of a pass come at once. Cost: some 45
-us a tensor both ways. What it does not do: see `families.base`.
+Source rules give pieces source -> hub for what is there; target rules take pieces hub -> target of hub tensors that
+were made; `algebra.compose` joins them without a hub tensor ever being built. All faults of a pass come at once. Cost:
+some 45 us a tensor both ways. What it does not do: see `families.base`.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Found(NamedTuple):
         return [axis for axis in self.rule.axes if axis in patterns or axis not in self.axes]
 
     def each(self, sizes: Mapping[str, Extent]) -> Iterator[dict[str, Extent]]:
-        """The rule's sizes for rows that make a grid, as few grids as the numbers seen allow: layers with the same experts
-        are one. Names of any numbers cost no more than there are of them."""
+        """The rule's sizes for rows that make a grid, as few grids as the numbers seen allow: layers with the same
+        experts are one. Names of any numbers cost no more than there are of them."""
         patterns = self.patterns
         free = [k for k, axis in enumerate(self.axes) if axis not in patterns]
         rows = {tuple(row[k] for k in free) for row in self.rows}
@@ -104,9 +105,11 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     Args:
         shapes: {parameter: shape} of all that there is; names that no rule knows are not in the result.
         config: the model's config.json, None or {} where there is none.
-    Raises UsageError E1231 (no such dialect), E0223-E0224 (a rule's condition asks for what the config lacks); InputError
-    E1376 (sizes unknown); InconsistentCheckpoint E1650, and all at once: E1370 (a shape against the config), E1371 (a tensor half
-    there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised tensor that would move).
+    Raises UsageError E1231 (no such dialect), E0223-E0224 (a rule's condition asks for what the config lacks);
+    InputError
+    E1376 (sizes unknown); InconsistentCheckpoint E1650, and all at once: E1370 (a shape against the config), E1371 (a
+    tensor half there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised tensor that
+    would move).
     """
     config = config or {}
     here, there = family.table(source), family.table(target)
@@ -132,14 +135,17 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
         _refuse([Fault("E1377", name, _ALONE, _WAY) for name in lost])
     pairs = [pair for alias in family.table(HUB).aliases for pair in alias.pairs(sizes, config).items()]
     named_there = [(_named_in(there, name, config), _named_in(there, of, config)) for name, of in pairs]
-    aliases = [(names[0], of[0]) for names, of in named_there
-               if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes]  # fmt: skip
+    aliases = [
+        (names[0], of[0])
+        for names, of in named_there
+        if len(names) == len(of) == 1 and names[0] not in result.shapes and of[0] in result.shapes
+    ]
     return Mapped(made, dropped=tuple(dict.fromkeys([*hub.dropped, *gone])), aliases=tuple(aliases))
 
 
 def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:
-    """Raise InconsistentCheckpoint E1650 for a count of what lies in one tensor on this side and in a tensor each on the other
-    (experts), that no shape and no number of tensors shows: names are written out for each."""
+    """Raise InconsistentCheckpoint E1650 for a count of what is in one tensor on this side and in a tensor each on
+    the other (experts), that no shape and no number of tensors shows: names are written out for each."""
     longest = max((extent for shape in shapes.values() for extent in shape), default=0)
     counted: dict[str, None] = {}
     for rule in (rule for table in tables for rule in table.rules):
@@ -155,9 +161,12 @@ def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: 
 def _refuse(faults: Sequence[Fault]) -> None:
     if faults:
         raise InconsistentCheckpoint(
-            f"{faults[0].name}: {faults[0].what}", code=faults[0].code, key=faults[0].name, hint=faults[0].hint,
+            f"{faults[0].name}: {faults[0].what}",
+            code=faults[0].code,
+            key=faults[0].name,
+            hint=faults[0].hint,
             faults=[f"{fault.name}: {fault.what}" for fault in faults[1:]],
-        )  # fmt: skip
+        )
 
 
 def sizes_of(
@@ -182,15 +191,24 @@ def misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: C
     wrong = 0
     for group in named:
         shape = shapes[group.form % group.values[0]]
-        terms = [term for spot in group.spots for term in table.rules[spot.rule].left
-                 if term.name and term.name.form == group.form]  # fmt: skip
+        terms = [
+            term
+            for spot in group.spots
+            for term in table.rules[spot.rule].left
+            if term.name and term.name.form == group.form
+        ]
         wrong += all(fits(term.pattern, shape, sizes) is False for term in terms)
     return wrong
 
 
 def _elsewhere(family: Family, source: str, shapes: Mapping[str, Shape], config: Config) -> str:
-    others = [other for other in family.known_dialects if other != source and not misfits(family, other, shapes, config)
-              and len(instances(family.table(other).left, shapes)[1]) == 0]  # fmt: skip
+    others = [
+        other
+        for other in family.known_dialects
+        if other != source
+        and not misfits(family, other, shapes, config)
+        and len(instances(family.table(other).left, shapes)[1]) == 0
+    ]
     if others:
         return f"the shapes are those of dialect {' or '.join(others)}: pass --family {family.name}:{others[0]}"
     return f"does the config belong to this checkpoint, and is it a {family.name} model?"
@@ -229,8 +247,12 @@ def _needed(found: Iterable[Found]) -> dict[str, str]:
 
 
 def _to_hub(
-    found: Sequence[Found], sizes: Mapping[str, Extent], config: Config, shapes: Mapping[str, Shape], faults: list[Fault]
-) -> _Hub:  # fmt: skip
+    found: Sequence[Found],
+    sizes: Mapping[str, Extent],
+    config: Config,
+    shapes: Mapping[str, Shape],
+    faults: list[Fault],
+) -> _Hub:
     hub = _Hub([], defaultdict(list), set(), [])
     wanted: dict[str, Shape] = {}
     numel: dict[str, int] = defaultdict(int)
@@ -271,9 +293,9 @@ def _to_hub(
 
 
 def _shape_faults(
-    found: Found, told: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
+    found: Found, listed: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
 ) -> Iterator[Fault]:
-    for name, shape in told.items():
+    for name, shape in listed.items():
         if name in shapes and tuple(shapes[name]) != shape:
             axes = " ".join(f"{axis}={sizes[axis]}" for axis in found.needed if isinstance(sizes[axis], int))
             term = next(term for term in found.rule.left if term.name and term.name.form == form_of(name)[0])
@@ -283,14 +305,14 @@ def _shape_faults(
 
 def _nowhere(found: Sequence[Found], shapes: Mapping[str, Shape], config: Config, hub: _Hub) -> Iterator[Fault]:
     """Names that rules know under conditions of which none holds: nothing would say what their elements are."""
-    told = set()
+    seen = set()
     for each in found if any(each.rule.condition for each in found) else ():
         for name in (term.name for term in each.rule.left if term.name):
             for row in sorted(each.rows):
                 at = dict(zip(each.axes, row, strict=True))
                 full = name.at([at[axis] for axis in name.axes], config)
-                if full in shapes and 0 not in shapes[full] and full not in hub.used and full not in told:
-                    told.add(full)
+                if full in shapes and 0 not in shapes[full] and full not in hub.used and full not in seen:
+                    seen.add(full)
                     condition = each.rule.condition.text if each.rule.condition else "nothing"
                     what = f"the family has it only if {condition}, and the config says otherwise"
                     yield Fault("E1370", full, what, "does the config belong to this checkpoint?")
@@ -311,8 +333,8 @@ def _beyond(found: Found, sizes: Mapping[str, Extent]) -> Iterator[Fault]:
 def _chosen(
     family: Family, table: Table, hub: _Hub, sizes: Mapping[str, Extent], config: Config, faults: list[Fault]
 ) -> tuple[list[tuple[Found, set[str]]], set[str]]:
-    """Each hub tensor's rule in the target, the first that holds: (rules and the hub tensors that they take, hub tensors
-    that are another's alias and have no rule of their own)."""
+    """Each hub tensor's rule in the target, the first that holds: (rules and the hub tensors that they take, hub
+    tensors that are another's alias and have no rule of their own)."""
     named, orphans = instances(table.right, hub.made)
     counts = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
     rules: dict[int, tuple[Found, set[str]]] = {}
@@ -343,9 +365,13 @@ def _chosen(
 
 
 def _from_hub(
-    wanted: Sequence[tuple[Found, set[str]]], sizes: Mapping[str, Extent], config: Config, hub: _Hub, here: Table,
+    wanted: Sequence[tuple[Found, set[str]]],
+    sizes: Mapping[str, Extent],
+    config: Config,
+    hub: _Hub,
+    here: Table,
     faults: list[Fault],
-) -> _Target:  # fmt: skip
+) -> _Target:
     result = _Target([], {}, [])
     for found, names in wanted:
         for local in found.each(sizes):
@@ -356,8 +382,8 @@ def _from_hub(
                     continue
                 if missing.get(name):
                     lost = [each for source in missing[name] for each in _named_in(here, source, config)]
-                    told = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
-                    what = f"{name} is made of it too, and {told} is missing"
+                    lacking = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
+                    what = f"{name} is made of it too, and {lacking} is missing"
                     there = next(name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name])
                     faults.append(Fault("E1371", there, what, "is a shard or a file of the checkpoint missing?"))
                     continue
@@ -369,8 +395,8 @@ def _from_hub(
 def _taken(
     rule: Equation, names: set[str], sizes: Mapping[str, Extent], config: Config, result: _Target
 ) -> tuple[dict[str, list[Piece]], dict[str, list[str]]]:
-    """({target tensor: pieces from those of `names`}, {target tensor: hub tensors that it lacks}); what the rule drops goes
-    to `result` at once."""
+    """({target tensor: pieces from those of `names`}, {target tensor: hub tensors that it lacks}); what the rule drops
+    goes to `result` at once."""
     kept: dict[str, list[Piece]] = defaultdict(list)
     missing: dict[str, list[str]] = defaultdict(list)
     for piece in rule.swap().pieces(sizes, config):

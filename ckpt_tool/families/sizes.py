@@ -3,9 +3,9 @@
     config    hidden_size = 32                                   h = 32
     shapes    down_proj.weight : h f, found [32, 48]             f = 48, as h is known
 
-A shape settles an axis when it is the only unknown of a dim. Heads can't be told from shapes (8 heads of 16 are 16 of
-8), so a fused QKV wants a config. Shapes never overrule a config: where they contradict it, `families.base` says so.
-Cost: one look at each rule. What it does not do: compare every shape.
+A shape settles an axis when it is the only unknown of a dim. Heads can't be determined from shapes (8 heads of 16 are
+16 of 8), so a fused QKV wants a config. Shapes never overrule a config: where they contradict it, `families.base` says
+so. Cost: one look at each rule. What it does not do: compare every shape.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ def configured(axes: Mapping[str, str], config: Config) -> tuple[dict[str, Exten
 def settled(seen: Iterable[tuple[Pattern, Shape]], known: Mapping[str, Extent]) -> dict[str, Extent]:
     """`known`, and every axis that a dim settles as its only unknown; a dim that no size fits settles nothing."""
     sizes = dict(known)
-    dims = [(node, n, {axis for kind in node.kinds() for axis in kind if not axis.isdigit()})
-            for pattern, shape in seen if len(pattern.dims) == len(shape)
-            for node, n in zip(pattern.dims, shape, strict=True)]  # fmt: skip
+    dims = [
+        (node, n, {axis for kind in node.kinds() for axis in kind if not axis.isdigit()})
+        for pattern, shape in seen
+        if len(pattern.dims) == len(shape)
+        for node, n in zip(pattern.dims, shape, strict=True)
+    ]
     while True:
         before = len(sizes)
         for node, n, axes in dims:
@@ -62,15 +65,17 @@ def check_known(
 ) -> None:
     """Raise InputError (E1376) for axes that nothing settles. needed: {axis: a tensor that asks for it}."""
     faults = [
-        f"{reasons.get(axis, f'axis {axis} has no size')} (asked for by {name})"
+        f"{reasons.get(axis, f'axis {axis} has no size')} (needed by {name})"
         for axis, name in needed.items()
         if axis not in sizes
     ]
     if faults:
         raise InputError(
-            f"the shapes alone don't tell the sizes of this {family} model: {faults[0]}", code="E1376",
-            faults=faults[1:], hint="give the model's config.json with --config FILE",
-        )  # fmt: skip
+            f"the shapes alone don't tell the sizes of this {family} model: {faults[0]}",
+            code="E1376",
+            faults=faults[1:],
+            hint="give the model's config.json with --config FILE",
+        )
 
 
 def fits(pattern: Pattern, shape: Sequence[int], sizes: Mapping[str, Extent]) -> bool | None:

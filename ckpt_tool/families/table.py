@@ -5,7 +5,7 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
 
     model.norm.weight : h                                           both sides are alike
     model.layers.{i}.self_attn.o_proj.weight : h q = : q h          the hub's name is the same
-    m.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f    it lies beside: m.mlp.<gate|up>_proj.bias
+    m.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f    it is beside: m.mlp.<gate|up>_proj.bias
     model.[layers.{i}|mtp_block.{n}].input_layernorm.weight : h     the rule once with each word, brackets alike in step
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
@@ -36,8 +36,8 @@ _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
 
 
 class Spot(NamedTuple):
-    """A rule that names tensors of a form: its number, the axes that the numbers of the name are, and the indices as the
-    name has them where they are no plain axes, `axis - CONSTANT` or `axis + CONSTANT`."""
+    """A rule that names tensors of a form: its number, the axes that the numbers of the name are, and the indices as
+    the name has them where they are no plain axes, `axis - CONSTANT` or `axis + CONSTANT`."""
 
     rule: int
     axes: tuple[str, ...]
@@ -94,9 +94,11 @@ class Table:
             lost = [name for name in names if name not in self.left]
             if lost and len(lost) < len(names):
                 raise UsageError(
-                    f"a rule is replaced in part: {', '.join(lost)} has none left", code="E1234",
-                    place=f"in the rule `{rule.text}`", hint="write `[a|b]`, which is two rules, for `<a|b>`",
-                )  # fmt: skip
+                    f"a rule is replaced in part: {', '.join(lost)} has none left",
+                    code="E1234",
+                    place=f"in the rule `{rule.text}`",
+                    hint="write `[a|b]`, which is two rules, for `<a|b>`",
+                )
             if lost:
                 kept.append(rule)
         return Table((*self.rules, *kept), (*self.aliases, *other.aliases))
@@ -114,7 +116,8 @@ class Table:
         return Table((*self.rules, *more), self.aliases)
 
     def within(self, level: str, condition: str, modules: Iterable[str]) -> Table:
-        """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition holds."""
+        """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition
+        holds."""
         nested = []
         for rule in self.rules:
             names = [term.name for term in rule.left if term.name]
@@ -126,8 +129,8 @@ class Table:
 
     def ahead(self, condition: str) -> Table:
         """The same, where the layers for which the condition holds are those of multi-token prediction, numbered anew:
-        `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X` has
-        such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)"""
+        `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X`
+        has such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)"""
         made = []
         later, not_yet = expression(condition), expression(f"not ({condition})")
         for rule in self.rules:
@@ -160,15 +163,19 @@ def table_of(text: str) -> Table:
         for term in (*rule.left, *rule.right) if isinstance(rule, Equation) else ():
             if term.name and (not term.name.plain or _NUMBER.search(term.name.text)):
                 raise UsageError(
-                    f"`{term.name.text}`: the indices of a family's names are plain axes, between dots", code="E1234",
-                    place=f"in the rule `{rule.text}`", hint="write `layers.{i}.w`, and conditions after `if`",
-                )  # fmt: skip
+                    f"`{term.name.text}`: the indices of a family's names are plain axes, between dots",
+                    code="E1234",
+                    place=f"in the rule `{rule.text}`",
+                    hint="write `layers.{i}.w`, and conditions after `if`",
+                )
         for side in (rule.left, rule.right) if isinstance(rule, Equation) else ():
             if len({frozenset(term.name.axes) for term in side if term.name}) > 1:
                 raise UsageError(
-                    "the names of one side have other indices", code="E1234", place=f"in the rule `{rule.text}`",
+                    "the names of one side have other indices",
+                    code="E1234",
+                    place=f"in the rule `{rule.text}`",
                     hint="write a rule for each",
-                )  # fmt: skip
+                )
     equations = tuple(rule for rule in found if isinstance(rule, Equation))
     return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)))
 
@@ -227,8 +234,10 @@ def _named(rule: Equation, change: Callable[[str], str]) -> Equation:
     """The rule with its dialect's names changed."""
     left = tuple(
         replace(term, name=replace(term.name, text=change(term.name.text), form=change(term.name.form)))
-        if term.name else term for term in rule.left
-    )  # fmt: skip
+        if term.name
+        else term
+        for term in rule.left
+    )
     return replace(rule, left=left)
 
 

@@ -6,7 +6,7 @@ docstring is the specification, with its source. Formats know no families, no pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ from ckpt_tool.storage.source import Tree
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
     from ckpt_tool.core.target import Target, Wanted
+    from ckpt_tool.errors import CkptError
 
 
 # What files of weights are called, whatever their format: a name with one of them promises what is inside.
@@ -55,14 +56,17 @@ class Evidence:
 class Holds:
     """What a format's files can express.
 
-    all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no place
-    although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays
-    out in files (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is
-    replicated (else only replica 0 is written)? zero: how DP shards by default (0-3). single: the suffixes
-    under which the output may be one file, () for folders alone. heeds: of the options that only some formats can heed
-    (max-shard-size, zero, sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
+    all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no
+    place although others have. extras: a place for plain values. mesh: the mesh dims whose ranks it lays out in files
+    (() for formats that hold whole tensors). replicas: does each rank keep its own copy of what is replicated (else
+    only replica 0 is written)? zero: how DP shards by default (0-3). single: the suffixes under which the output may be
+    one file, () for folders alone. heeds: of the options that only some formats can heed (max-shard-size, zero,
+    sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
     dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
     DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.options`.
+    adapter: its tensors are an adapter's. safetensors: its weights are files of safetensors. pointers: files that name
+    the step's folder, of this format alone. config: the file in which it states the model's config. with_args: extras
+    that its loader wants beside Megatron's arguments.
     """
 
     all_states: bool = True
@@ -76,6 +80,11 @@ class Holds:
     own_layout: bool = False
     dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold
     lacks: frozenset[str] = field(default_factory=frozenset)
+    adapter: bool = False
+    safetensors: bool = False
+    pointers: tuple[str, ...] = ()
+    config: str = "config.json"
+    with_args: Mapping[str, Any] = field(default_factory=dict)
 
     def has(self, group: str) -> bool:
         """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""
@@ -102,9 +111,23 @@ class Format(Protocol):
         ...
 
 
+@runtime_checkable
+class Hashing(Protocol):
+    """A format with a file that states the hashes of others, of which large ones are left to `ckpt verify`."""
+
+    def hashed(self, tree: Tree) -> frozenset[str]:
+        """The files whose hash is stated."""
+        ...
+
+    def late_faults(self, tree: Tree) -> Iterator[CkptError]:
+        """Every file that was not hashed when the folder was opened and differs from its hash. Reads them."""
+        ...
+
+
 class Fitted(NamedTuple):
     """What a format keeps of the tensors it was offered. tensors: (number of the offered tensor that it is made of, the
-    tensor). casts: dtypes of those that are rounded. dropped: entries of the report, one for each thing left out or made.
+    tensor). casts: dtypes of those that are rounded. dropped: entries of the report, one for each thing left out or
+    made.
     unlisted: those that its reader gives back as plain values, not as tensors (a step counter)."""
 
     tensors: tuple[tuple[int, LogicalTensor], ...]

@@ -4,9 +4,10 @@
     transformers' Trainer:   model.safetensors, optimizer.pt, scheduler.pt, rng_state.pth
     PaddleFormers' Trainer:  model-00001-of-00002.safetensors, optimizer.pdopt
 
-`optimizer.state_dict()` knows parameters by number, in the order in which they were given to the optimizer. No file states that
-order: groups, frozen weights and tied ones change it, and weights of one shape may stand for each other. So nothing is guessed.
-Sources: accelerate 1.15.0 `checkpointing.py` (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
+`optimizer.state_dict()` knows parameters by number, in the order in which they were given to the optimizer. No file
+states that
+order: groups, frozen weights and tied ones change it, and weights of one shape may stand for each other. So nothing is
+guessed. Sources: accelerate 1.15.0 `checkpointing.py` (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
 """
 
 from __future__ import annotations
@@ -18,5 +19,6 @@ _OPTIMIZER = re.compile(r"optimizer(_\d{1,6})?\.(pt|pth|bin)|optimizer[\w.\-]*\.
 
 
 def optimizer_files(names: Iterable[str], taken: Iterable[str]) -> list[str]:
-    """Those of `names`, files directly in the checkpoint's folder, that hold an optimizer's state and are not among `taken`."""
+    """Those of `names`, files directly in the checkpoint's folder, that hold an optimizer's state and are not among
+    `taken`."""
     return sorted({name for name in names if _OPTIMIZER.fullmatch(name)}.difference(taken))

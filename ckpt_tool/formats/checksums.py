@@ -1,7 +1,7 @@
 """Which tensors of a torch container have a CRC in their file, told in a note, or refused where checksums are required.
 
-A torch zip has a CRC-32 a storage, valid unless the writer switched it off; a legacy stream and a safetensors file inside a
-DCP folder have none. The CRC itself is checked by whoever reads the bytes. Cost: one look at each array.
+A torch zip has a CRC-32 a storage, valid unless the writer switched it off; a legacy stream and a safetensors file
+inside a DCP folder have none. The CRC itself is checked by whoever reads the bytes. Cost: one look at each array.
 """
 
 from __future__ import annotations

@@ -1,20 +1,25 @@
 """A rank's file copied over another's: two files of equal bytes that stand for different parts of the checkpoint.
 
-The one idea: what a file is in the whole comes from its place (its name, or an index), what it holds from its bytes. Ranks
-that hold the same boxes of the same tensors may have equal files. Ranks that hold different ones never do, unless nothing
-but constants differs between them (biases at zero, moments before the first step). So no format has to say which rank wrote it:
+The one idea: what a file is in the whole comes from its place (its name, or an index), what it holds from its bytes.
+Ranks that hold the same boxes of the same tensors may have equal files. Ranks that hold different ones never do, unless
+nothing but constants differs between them (biases at zero, moments before the first step). So no format has to say
+which rank wrote it:
 
-    mp_rank_00/distrib_optim.pt == mp_rank_01/distrib_optim.pt, and both hold a share of decoder.final_layernorm.weight: E1630
+    mp_rank_00/distrib_optim.pt == mp_rank_01/distrib_optim.pt, and both hold a share of decoder.final_layernorm.weight:
+    E1630
 
-How it is seen: by CRC-32 and size of the stored records where the container has them (nothing is read), else by the middle of
-files of one size; then by both ends, and by the start of every array for which the two files stand differently.
+How it is seen: by CRC-32 and size of the stored records where the container has them (nothing is read), else by the
+middle of files of one size; then by both ends, and by the start of every array for which the two files stand
+differently.
 
-What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; files of one tensor each that may be
-tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers alone; and
-weights, masters and averages of one name.
+What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; files of one tensor each that
+may be
+tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers alone;
+and weights, masters and averages of one name.
 
-Cost: under a microsecond a chunk; a read of PROBE bytes for a file without CRCs that has another's size. What it does not do: find a file of
-which only some arrays were copied, or one that comes from another save (formats compare their counters).
+Cost: under a microsecond a chunk; a read of PROBE bytes for a file without CRCs that has another's size. What it does
+not do: find a file of which only some arrays were copied, or one that comes from another save (formats compare their
+counters).
 """
 
 from __future__ import annotations
@@ -40,8 +45,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 class _Part(NamedTuple):
-    """What a file holds at one place: the box of a tensor that begins at `start`. offset, nbytes: of the stored record around
-    it, or of its array where there are no records. crc: of the record, -1 without one."""
+    """What a file holds at one place: the box of a tensor that begins at `start`. offset, nbytes: of the stored record
+    around it, or of its array where there are no records. crc: of the record, -1 without one."""
 
     key: TensorKey
     start: tuple[int, ...]
@@ -54,7 +59,8 @@ _Parts = dict[tuple[str, int], _Part]  # by "" (or the ending of a file's view) 
 
 
 def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note]:
-    """Notes on equal files that stand for different parts with `lenient`, else InconsistentCheckpoint E1630 naming them all."""
+    """Notes on equal files that stand for different parts with `lenient`, else InconsistentCheckpoint E1630 naming them
+    all."""
     if len(catalog.files) < 2:
         return []
     parted = getattr(catalog.tensors, "parted", None)  # tables find all others by the names that stand in the files
@@ -70,9 +76,14 @@ def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note
     if lenient:
         return [Note("N-copied-file", line, path) for line, (path, *_) in zip(lines, found, strict=True)]
     raise InconsistentCheckpoint(
-        lines[0], code=COPIED, path=tree.display(found[0][0]), key=str(found[0][2].key), faults=lines[1:SHOWN],
-        hint="one was copied over the other: fetch both from where the job wrote them; if they are equal on purpose, --lenient",
-    )  # fmt: skip
+        lines[0],
+        code=COPIED,
+        path=tree.display(found[0][0]),
+        key=str(found[0][2].key),
+        faults=lines[1:SHOWN],
+        hint="one was copied over the other: fetch both from where the job wrote them; if they are equal on "
+        "purpose, --lenient",
+    )
 
 
 def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
@@ -83,11 +94,12 @@ def _line(path: str, other: str, mine: _Part, theirs: _Part) -> str:
     return f"{other} and {path} have the same bytes, but the one stands for {stand}"
 
 
-# -- which files are equal ------------------------------------------------------------------------------------------------
+# -- which files are equal ---------------------------------------------------------------------------------------------
 
 
 def _pairs(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[tuple[str, str]]:
-    """Files that are equal as far as was looked, and that stand for different parts: each with the first of its like."""
+    """Files that are equal as far as was looked, and that stand for different parts: each with the first of its
+    like."""
     again, plain = _records_met_again(tensors)
     groups = [*_by_crc(tree, tensors, again)] if again else []
     for group in (*groups, *(_by_size(tree, tensors) if plain else ())):
@@ -177,7 +189,7 @@ def _hash(key: TensorKey, chunk: Chunk, base: int) -> int:
     return hash((chunk.array.offset - base, chunk.within.offset, chunk.box.offset, key))
 
 
-# -- what they stand for --------------------------------------------------------------------------------------------------
+# -- what they stand for -----------------------------------------------------------------------------------------------
 
 
 def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _Parts]:
@@ -196,7 +208,8 @@ def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _P
 def _contradiction(
     tree: Tree, whole: Mapping[TensorKey, LogicalTensor], parts: Mapping[str, _Parts], path: str, other: str
 ) -> tuple[_Part, _Part] | None:
-    """A place at which two files hold equal bytes for different parts; None where they differ, or where that says nothing."""
+    """A place at which two files hold equal bytes for different parts; None where they differ, or where that says
+    nothing."""
     mine, theirs = parts[path], parts[other]
     apart = [(at, part) for at, part in mine.items() if at not in theirs or part[:2] != theirs[at][:2]]
     several = len({part.key.name for _, part in apart}) > 1
@@ -215,7 +228,8 @@ def _contradiction(
 
 
 def _may_be_equal(tree: Tree, whole: Mapping[TensorKey, LogicalTensor], a: TensorKey, b: TensorKey) -> bool:
-    """May two tensors be equal by right? Those of one name that are its weights, and tied ones: equal in every state."""
+    """May two tensors be equal by right? Those of one name that are its weights, and tied ones: equal in every
+    state."""
     if a == b:
         return False
     if a.state != b.state:

@@ -1,13 +1,13 @@
 """Folders that are known and not read: what they are, and which of their parts are checkpoints that are read.
 
-    model_index.json                              a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
-    modules.json, 2_Dense/model.safetensors       a sentence-transformers model of several modules with weights
-    _CHECKPOINT_METADATA, state/_METADATA         Orbax (JAX)
-    saved_model.pb; model.ckpt-1.index            TensorFlow
-    actor/, critic/                               nothing at the root, checkpoints below: veRL's global_step_N and others
+    model_index.json                             a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
+    modules.json, 2_Dense/model.safetensors      a sentence-transformers model of several modules with weights
+    _CHECKPOINT_METADATA, state/_METADATA        Orbax (JAX)
+    saved_model.pb; model.ckpt-1.index           TensorFlow
+    actor/, critic/                              nothing at the root, checkpoints below: veRL's global_step_N and others
 
-The first three put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part is refused
-by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
+The first three put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
+is refused by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
 
 Sources: diffusers `pipelines/pipeline_utils.py` (model_index.json), sentence-transformers `SentenceTransformer.py`
 (modules.json: [{"idx", "name", "path", "type"}]), orbax-checkpoint 0.12.8 `_src/`, veRL `trainer/ppo/ray_trainer.py`.
@@ -31,8 +31,8 @@ _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA")
 
 
 class Lookalike(NamedTuple):
-    """A kind of folder that is not read. name: in words. find: its claim. hint: what to do with such a folder, some of whose
-    folders are claimed by formats."""
+    """A kind of folder that is not read. name: in words. find: its claim. hint: what to do with such a folder, some of
+    whose folders are claimed by formats."""
 
     name: str
     find: Callable[[Tree], Evidence | None]
@@ -75,9 +75,11 @@ def _components(tree: Tree, below: Sequence[str]) -> str:
 
 
 def _root_or_modules(tree: Tree, below: Sequence[str]) -> str:
-    root = "; --from safetensors reads the first module at the root alone" if any(
-        "/" not in path and path.endswith(".safetensors") for path in tree.listing()
-    ) else ""  # fmt: skip
+    root = (
+        "; --from safetensors reads the first module at the root alone"
+        if any("/" not in path and path.endswith(".safetensors") for path in tree.listing())
+        else ""
+    )
     return _components(tree, below) + root
 
 
@@ -93,7 +95,8 @@ LOOKALIKES = (
 
 
 def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
-    """(what the tree holds, what to do with it or "") for a tree that no format claims. below: folders that one claims."""
+    """(what the tree holds, what to do with it or "") for a tree that no format claims. below: folders that one
+    claims."""
     names = list(tree.listing())
     if not names:
         return "the folder is empty", ""
@@ -101,8 +104,17 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
         head = tree.head(tree.single, HEAD)
         what = what_is(head)
         return (f"the file is {what}" if what else f"the file begins with {head[:8]!r}"), advice(head) or ""
-    tensorflow = next((name for name in names if name == "saved_model.pb" or name.endswith(".ckpt.index")
-                       or name.endswith(".index") and f"{name[:-6]}.data-00000-of-00001" in names), None)  # fmt: skip
+    tensorflow = next(
+        (
+            name
+            for name in names
+            if name == "saved_model.pb"
+            or name.endswith(".ckpt.index")
+            or name.endswith(".index")
+            and f"{name[:-6]}.data-00000-of-00001" in names
+        ),
+        None,
+    )
     if tensorflow:
         return f"a TensorFlow checkpoint ({tensorflow})", "save the model as safetensors with TensorFlow's own tools"
     if below:

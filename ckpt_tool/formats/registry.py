@@ -1,8 +1,8 @@
 """Every format, by name. Modules are imported when first asked for.
 
-To add a format: write `formats/NAME/format.py` with a `FORMAT`, add one row here, put fixtures under `fixtures/NAME/`; the
-conformance suite does the rest. A row's second half is optional: a quick look at the names which is False only where
-the format's own `detect` must say None; it spares the import (20 ms for those that read pickles).
+To add a format: write `formats/NAME/format.py` with a `FORMAT`, add one row here, put fixtures under `fixtures/NAME/`;
+the conformance suite does the rest. A row's second half is optional: a quick look at the names which is False only
+where the format's own `detect` must say None; it spares the import (20 ms for those that read pickles).
 """
 
 from __future__ import annotations
@@ -175,10 +175,16 @@ def by_name(name: str) -> Format:
     row = _ROWS.get(name)
     if row is None:
         raise UsageError(
-            f"this build has no format {name!r}", code="E0251",
+            f"this build has no format {name!r}",
+            code="E0251",
             hint=near_misses(name, NAMES) or f"the formats are {', '.join(NAMES)}",
-        )  # fmt: skip
+        )
     return row[0]()
+
+
+def of_dialect(dialect: str) -> Format:
+    """The first format where these names are at home."""
+    return next(fmt for fmt in map(by_name, NAMES) if fmt.holds.dialect == dialect)
 
 
 def may_be(name: str, tree: Tree) -> bool:
@@ -202,8 +208,8 @@ def claims(tree: Tree) -> list[Claim]:
 def settle(found: Sequence[Claim]) -> list[Claim]:
     """The claims that stand; two of them are two checkpoints, or one that could be either.
 
-    A claim falls to a more specific one that accounts for every file of it; of what is left, to one of an earlier turn where
-    the same software loads both and takes one of them.
+    A claim falls to a more specific one that accounts for every file of it; of what is left, to one of an earlier turn
+    where the same software loads both and takes one of them.
     """
     left = [one for one in found if not any(_covers(other.evidence, one.evidence) for other in found)]
     turns = [(claim.evidence.loader, claim.evidence.turn) for claim in left]

@@ -1,14 +1,16 @@
 """A rank's file from another save, seen by the step counters that optimizers keep as tensors beside their moments.
 
-The one idea: torch keeps `step` and Paddle the powers of beta a parameter, so a file of a rank holds counters of its own.
-Parameters may count apart from each other (one without a gradient does not step), then a file holds several counts and
-nothing can be said. But where all counters of one file agree, and all of another agree on another count, the files were not
-written at one time:
+The one idea: torch keeps `step` and Paddle the powers of beta a parameter, so a file of a rank holds counters of its
+own. Parameters may count apart from each other (one without a gradient does not step), then a file holds several counts
+and nothing can be said. But where all counters of one file agree, and all of another agree on another count, the files
+were not written at one time:
 
     __1_0.distcp   step 3, 3, 3      __2_0.distcp   step 2, 2       -> E0305
 
-Experts are left out: those of a rank may all have been idle in a step. Sources: `torch/optim/adamw.py` (2.13, `step`), PaddlePaddle
-3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`). Cost: up to SAMPLE reads of one number a file. What it does not
+Experts are left out: those of a rank may all have been idle in a step. Sources: `torch/optim/adamw.py` (2.13, `step`),
+PaddlePaddle
+3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`). Cost: up to SAMPLE reads of one number a file. What it
+    does not
 do: counters that are plain values, which formats compare as they read them; files that hold fewer than LEAST counters.
 """
 
@@ -30,8 +32,8 @@ _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
 
 def other_steps(tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
-    """InconsistentCheckpoint E0305 for each kind of counter by which files are of different saves, with all files that differ
-    from most."""
+    """InconsistentCheckpoint E0305 for each kind of counter by which files are of different saves, with all files that
+    differ from most."""
     if len(catalog.files) < 2 or not any(_is_counter(state) for state in catalog.states()):
         return
     found: dict[str, dict[str, list[StoredArray]]] = defaultdict(lambda: defaultdict(list))
@@ -46,10 +48,12 @@ def other_steps(tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
         if odd:
             home = next(path for path, count in counts.items() if _near(count, usual))
             yield InconsistentCheckpoint(
-                f"all {state} in {odd[0]} are {counts[odd[0]]:g}, all in {home} {usual:g}", code="E0305", path=tree.display(odd[0]),
+                f"all {state} in {odd[0]} are {counts[odd[0]]:g}, all in {home} {usual:g}",
+                code="E0305",
+                path=tree.display(odd[0]),
                 faults=[f"{path}: {counts[path]:g}" for path in odd[1:50]],
                 hint="a rank's file comes from another save: fetch one save whole; --lenient takes it as it is",
-            )  # fmt: skip
+            )
 
 
 def _is_counter(state: str) -> bool:

@@ -1,25 +1,29 @@
 """How ranks talk: six calls, three ways to carry them.
 
     all_gather(group, x)            -> [x of every rank of the group], in the group's order; equal shapes
-    all_reduce(group, x)            -> their sum, as float as x is (native mode, and sums of which all terms but one are 0)
-    exchange(group, parts, shapes)  -> part i goes to rank i of the group, `shapes` are those of what comes; rows may be 0
+    all_reduce(group, x)         -> their sum, as float as x is (native mode, and sums of which all terms but one are 0)
+    exchange(group, parts, shapes)
+          -> part i goes to rank i of the group, `shapes` are those of what comes; rows may be 0
     send(x, to, tag) / recv(shape, dtype, source, tag)
     barrier()
 
 A group is a tuple of global ranks, alone in it costs nothing. Tensors of no elements are never put on a wire.
 
-`SimComm` runs all ranks as threads of one process: a barrier-and-list exchange over one `Board`, tensors stay where they are.
-`ProcessComm` (`comm_process`) is gloo or nccl between processes. In canonical mode all give the same bits.
+`SimComm` runs all ranks as threads of one process: a barrier-and-list exchange over one `Board`, tensors stay where
+they are. `ProcessComm` (`comm_process`) is gloo or nccl between processes. In canonical mode all give the same bits.
 """
 
 from __future__ import annotations
 
+import datetime
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ckpt_tool.errors import InternalError
 from ckpt_tool.harness.layout import Group
@@ -79,7 +83,8 @@ class Board:
             self._changed.notify_all()
 
     def take(self, key: object, writers: Group, readers: int) -> list[Any]:
-        """What `writers` left under `key`, in their order; the last of `readers` clears it. Raises InternalError E1504."""
+        """What `writers` left under `key`, in their order; the last of `readers` clears it. Raises InternalError
+        E1504."""
         with self._changed:
             there = self._changed.wait_for(
                 lambda: self._failed or all(rank in self._slots.get(key, {}) for rank in writers), WAIT
@@ -138,3 +143,115 @@ class SimComm(Comm):
 
     def barrier(self) -> None:
         self.all_gather(self.everyone, torch.zeros(1))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ranks that are processes: gloo, with CUDA tensors staged through the CPU, or nccl with one rank a GPU.
+#
+# Bytes travel, not numbers: every gather and exchange is of `uint8`, so that any dtype passes and nothing is rounded.
+# gloo offers no send, receive or gather of CUDA tensors, so they are copied to the CPU and back; with that, eight ranks
+# share one GPU, which nccl refuses ("Duplicate GPU detected"). With nccl only gathers and sums go over it; messages
+# between two ranks stay on gloo, because nccl matches them by order alone and a pipeline's order differs from end to
+# end.
+
+
+Backend = Literal["gloo", "nccl"]
+_EXCHANGE = 0  # the tag of exchanges; those of a pipeline start at 1
+
+
+class ProcessComm(Comm):
+    """One rank of a `torch.distributed` job. `meeting` is an empty file's path that all ranks know; `groups` in the
+    same order."""
+
+    def __init__(
+        self, rank: int, world: int, meeting: str, groups: Sequence[Group], backend: Backend, device: torch.device
+    ) -> None:
+        super().__init__(rank, world, device)
+        wait = datetime.timedelta(seconds=WAIT)
+        dist.init_process_group("gloo", store=FileStore(meeting, world), rank=rank, world_size=world, timeout=wait)
+        self._backend = backend
+        self._carriers = {  # every rank makes every group: those of which it is no member come back as nothing
+            group: dist.new_group(list(group), backend=backend, timeout=wait)
+            for group in dict.fromkeys([*groups, self.everyone])
+            if len(group) > 1
+        }
+        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor's bytes where gloo can read them, however its owner goes on."""
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to("cpu", copy=True)
+
+    def _wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device) if self._backend == "nccl" else tensor.cpu()
+
+    def _like(self, raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return raw.view(dtype).reshape(shape).to(self.device)
+
+    def all_gather(self, group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if len(group) == 1 or not tensor.numel():
+            return [tensor] * len(group)
+        raw = self._wire(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        parts = [torch.empty_like(raw) for _ in group]
+        dist.all_gather(parts, raw, group=self._carriers[group])
+        return [self._like(part, tuple(tensor.shape), tensor.dtype) for part in parts]
+
+    def all_reduce(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        if len(group) == 1 or not tensor.numel():
+            return tensor
+        total = self._wire(tensor.detach().contiguous().clone())
+        dist.all_reduce(total, group=self._carriers[group])
+        return total.to(tensor.device)
+
+    def exchange(
+        self, group: Group, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        waiting: list[tuple[dist.Work, torch.Tensor]] = []
+        raws: list[torch.Tensor | None] = []
+        for peer, part, shape in zip(group, parts, shapes, strict=True):
+            raw = None
+            if peer != self.rank and torch.Size(shape).numel():
+                raw = torch.empty(torch.Size(shape).numel() * part.element_size(), dtype=torch.uint8)
+                waiting.append((self._work(dist.irecv(raw, src=peer, tag=_EXCHANGE)), raw))
+            if peer != self.rank and part.numel():
+                staged = self._staged(part)
+                waiting.append((self._work(dist.isend(staged, dst=peer, tag=_EXCHANGE)), staged))
+            raws.append(raw)
+        for work, _ in waiting:
+            work.wait()
+        for peer, part, shape, raw in zip(group, parts, shapes, raws, strict=True):
+            if peer == self.rank:
+                found.append(part)
+            elif raw is None:
+                found.append(part.new_empty(shape))
+            else:
+                found.append(self._like(raw, shape, part.dtype))
+        return found
+
+    @staticmethod
+    def _work(work: dist.Work | None) -> dist.Work:
+        if work is None:
+            raise RuntimeError("torch.distributed gave no handle: this rank is in no process group")
+        return work
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        staged = self._staged(tensor)
+        self._pending.append((self._work(dist.isend(staged, dst=to, tag=1 + tag)), staged))
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> torch.Tensor:
+        raw = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
+        dist.recv(raw, src=source, tag=1 + tag)
+        return self._like(raw, shape, dtype)
+
+    def barrier(self) -> None:
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+        if self.world > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the job, after all have come so far."""
+        self.barrier()
+        dist.destroy_process_group()

@@ -4,15 +4,16 @@
 
 What is done, for a job laid out as A, a format F and another layout B:
 
-    reference   A trains N + M steps without a break
-    kill        A trains N steps, saves as F, and the last rank gets SIGKILL in the next step
-    reshard     `ckpt reshard` lays the checkpoint out for B: the digest of every logical tensor is as before
-    resume      B goes on from there for M steps: loss and gradient norm as in the reference, and so the state at the end
-    back        `ckpt reshard` lays it out for A again: every tensor as A saved it
-    controls    faults are planted in the resharded checkpoint: each must be seen by one of the checks above
+    reference  A trains N + M steps without a break
+    kill       A trains N steps, saves as F, and the last rank gets SIGKILL in the next step
+    reshard    `ckpt reshard` lays the checkpoint out for B: the digest of every logical tensor is as before
+    resume     B goes on from there for M steps: loss and gradient norm as in the reference, and so the state at the end
+    back       `ckpt reshard` lays it out for A again: every tensor as A saved it
+    controls   faults are planted in the resharded checkpoint: each must be seen by one of the checks above
 
-Canonical jobs are held to the bit. Native ones (all-reduces) to a tolerance, beside the noise that a change of layout alone makes:
-the same job, uninterrupted, as B. Digests are the tool's (`run/digest.py`), of the state in memory and of the files alike.
+Canonical jobs are held to the bit. Native ones (all-reduces) to a tolerance, beside the noise that a change of layout
+alone makes: the same job, uninterrupted, as B. Digests are the tool's (`run/digest.py`), of the state in memory and of
+the files alike.
 
 Cost: 3 (native: 4) short runs, four commands, one run of `CONTROL_STEPS` on one rank a fault.
 """
@@ -48,9 +49,9 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One pair. before, after: steps until the save, and after the resume; after 0 only asks whether the target can hold the state
-    (three data ranks can't share eight microbatches). planted: faults of the negative controls. reference: the layout of the run
-    without a break, None for the source's."""
+    """One pair. before, after: steps until the save, and after the resume; after 0 only asks whether the target can
+    hold the state (three data ranks can't share eight microbatches). planted: faults of the negative controls.
+    reference: the layout of the run without a break, None for the source's."""
 
     source: Layout
     target: Layout
@@ -123,11 +124,22 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     )
     controls = _controls(case, here, folder, want, said) if case.planted and case.after else []
     noise = _noise(case, want, folder, said) if not case.canonical and case.after else None
-    return _document(case, curve, states, controls, noise, {
-        "killed": end, "taken": good.path.name, "notes": list(good.notes), "commands": [_shown(command)],
-        "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
-        "stages": said.lines, "elapsed_s": round(time.perf_counter() - began, 3),
-    })  # fmt: skip
+    return _document(
+        case,
+        curve,
+        states,
+        controls,
+        noise,
+        {
+            "killed": end,
+            "taken": good.path.name,
+            "notes": list(good.notes),
+            "commands": [_shown(command)],
+            "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
+            "stages": said.lines,
+            "elapsed_s": round(time.perf_counter() - began, 3),
+        },
+    )
 
 
 class _Said:
@@ -152,7 +164,7 @@ def _shown(command: Sequence[object]) -> str:
     return " ".join(["ckpt", *(part.name if isinstance(part, Path) else str(part) for part in command)])
 
 
-# -- states ---------------------------------------------------------------------------------------------------------------
+# -- states ------------------------------------------------------------------------------------------------------------
 
 
 def _digests(case: Case, path: Path) -> dict[str, dict[str, str]]:
@@ -168,7 +180,8 @@ def _digest_check(
     right: Mapping[str, Mapping[str, str]],
     unkept: frozenset[str] = frozenset(),
 ) -> Document:
-    """Tensor by tensor, state by state. unkept: states that may be missing as a whole on a side, and are no evidence then."""
+    """Tensor by tensor, state by state. unkept: states that may be missing as a whole on a side, and are no evidence
+    then."""
     rows, differ = [], []
     skipped = {state for state in unkept if state not in left or state not in right}
     for state in dict.fromkeys([*left, *right]):
@@ -184,7 +197,7 @@ def _digest_check(
     return {"what": what, "ok": ok, "states": rows, "differ": differ[:20], "missing": missing, "counted": True}
 
 
-# -- the curve -------------------------------------------------------------------------------------------------------------
+# -- the curve ---------------------------------------------------------------------------------------------------------
 
 
 def _curve(want: Sequence[Step], got: Sequence[Step], case: Case) -> Document:
@@ -215,7 +228,7 @@ def _noise(case: Case, want: Sequence[Step], folder: Path, said: _Said) -> float
     return max(_relative(a.loss, b.loss) for a, b in zip(want, other, strict=True))
 
 
-# -- negative controls -------------------------------------------------------------------------------------------------------
+# -- negative controls -------------------------------------------------------------------------------------------------
 
 
 def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], said: _Said) -> list[Document]:
@@ -276,9 +289,11 @@ def _of_memory(whole: Any) -> dict[str, str]:
 
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
     return {
-        f"{name} [{state}]": digest(names[values.dtype], tuple(values.shape), values.contiguous().view(torch.uint8).numpy().tobytes())
+        f"{name} [{state}]": digest(
+            names[values.dtype], tuple(values.shape), values.contiguous().view(torch.uint8).numpy().tobytes()
+        )
         for (state, name), values in whole.tensors.items()
-    }  # fmt: skip
+    }
 
 
 def _row(
@@ -295,11 +310,18 @@ def _row(
         "end": found.end != truth.end,
     }
     caught = any(seen.values())
-    return {"fault": name, "what": what, "loss_first": losses[0], "loss_max": max(losses), "seen_by": seen, "caught": caught,
-            "ok": caught == (name != "nothing")}  # fmt: skip
+    return {
+        "fault": name,
+        "what": what,
+        "loss_first": losses[0],
+        "loss_max": max(losses),
+        "seen_by": seen,
+        "caught": caught,
+        "ok": caught == (name != "nothing"),
+    }
 
 
-# -- the document --------------------------------------------------------------------------------------------------------
+# -- the document ------------------------------------------------------------------------------------------------------
 
 
 def _document(
@@ -330,12 +352,24 @@ def _document(
         checks.append({"check": "controls", "ok": ok, "text": f"{caught} of {len(controls) - 1} planted faults caught"})
     return {
         "ok": all(check["ok"] for check in checks),
-        "from": str(case.source), "to": str(case.target), "format": case.fmt,
-        "mode": "canonical" if case.canonical else "native", "device": case.machine.device, "seed": case.seed,
-        "model": str(case.model), "before": case.before, "after": case.after, "checks": checks, "states": states, "curve": curve["rows"],
-        "worst": curve["worst"], "noise": noise, "controls": controls,
-        "layouts": {"from": placed(case.source, case.model), "to": placed(case.target, case.model)}, **rest,
-    }  # fmt: skip
+        "from": str(case.source),
+        "to": str(case.target),
+        "format": case.fmt,
+        "mode": "canonical" if case.canonical else "native",
+        "device": case.machine.device,
+        "seed": case.seed,
+        "model": str(case.model),
+        "before": case.before,
+        "after": case.after,
+        "checks": checks,
+        "states": states,
+        "curve": curve["rows"],
+        "worst": curve["worst"],
+        "noise": noise,
+        "controls": controls,
+        "layouts": {"from": placed(case.source, case.model), "to": placed(case.target, case.model)},
+        **rest,
+    }
 
 
 def _text(state: Document) -> str:
@@ -352,10 +386,16 @@ def placed(layout: Layout, shape: ModelShape) -> list[Document]:
     for rank in range(layout.world):
         at = layout.at(rank, shape)
         count = shape.experts // layout.ep
-        rows.append({
-            "rank": rank, "tp": at.tp, "pp": at.pp, "dp": at.dp, "layers": [list(chunk) for chunk in at.chunks],
-            "experts": list(range(at.ep * count, (at.ep + 1) * count)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "rank": rank,
+                "tp": at.tp,
+                "pp": at.pp,
+                "dp": at.dp,
+                "layers": [list(chunk) for chunk in at.chunks],
+                "experts": list(range(at.ep * count, (at.ep + 1) * count)),
+            }
+        )
     return rows
 
 
@@ -363,11 +403,23 @@ def failed(case: Case, error: CkptError) -> Document:
     """The document of a case that could not be carried out to its end."""
     what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
     return {
-        "ok": False, "from": str(case.source), "to": str(case.target), "format": case.fmt,
-        "mode": "canonical" if case.canonical else "native", "device": case.machine.device, "seed": case.seed,
-        "model": str(case.model), "before": case.before, "after": case.after, "checks": [what], "states": [], "curve": [], "controls": [],
-        "notes": list(error.faults or ()), "elapsed_s": 0.0,
-    }  # fmt: skip
+        "ok": False,
+        "from": str(case.source),
+        "to": str(case.target),
+        "format": case.fmt,
+        "mode": "canonical" if case.canonical else "native",
+        "device": case.machine.device,
+        "seed": case.seed,
+        "model": str(case.model),
+        "before": case.before,
+        "after": case.after,
+        "checks": [what],
+        "states": [],
+        "curve": [],
+        "controls": [],
+        "notes": list(error.faults or ()),
+        "elapsed_s": 0.0,
+    }
 
 
 def all_faults() -> tuple[str, ...]:

@@ -2,11 +2,11 @@
 
     plant(FAULTS["ema-reset"], folder)         # changes a `sharded` checkpoint of one rank in place
 
-A check that can't fail proves nothing. Each fault is one that a real tool has made or could make, small enough to hide: several
-don't move the loss at all (the EMA; one ulp of a master weight), others not in the first step (zeroed moments).
+A check that can't fail proves nothing. Each fault is one that a real tool has made or could make, small enough to hide:
+several don't move the loss at all (the EMA; one ulp of a master weight), others not in the first step (zeroed moments).
 
-The one idea: a fault changes values and scalars of a checkpoint of one rank, whose files are plain safetensors and one JSON index;
-shapes, names and dtypes stay, so that no reader could notice.
+The one idea: a fault changes values and scalars of a checkpoint of one rank, whose files are plain safetensors and one
+JSON index; shapes, names and dtypes stay, so that no reader could notice.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _names_swapped(one: str, other: str, states: tuple[str, ...] = STATES) -> Ca
 
 
 def _heads_swapped(tensors: Tensors, scalars: Scalars) -> None:
-    """Query heads 0 and 1 of a layer with their columns of o_proj: the same function, but the moments stay where they were."""
+    """Query heads 0 and 1 of a layer with their columns of o_proj: the same function, but the moments stay where they
+    were."""
     for state in ("model", "master", "ema"):
         (query,) = _keys(tensors, state, r"layers\.0\.self_attn\.q_proj")
         (out,) = _keys(tensors, state, r"layers\.0\.self_attn\.o_proj")
@@ -117,8 +118,10 @@ FAULTS: Mapping[str, Fault] = {
     "v-of-expert": Fault("second moments of one expert zeroed", _zeroed("exp_avg_sq", r"layers\.1\.mlp\.experts\.1\.")),
     "tp-blocks": Fault("two TP blocks of q_proj swapped", _blocks_swapped(STATES, r"layers\.0\.self_attn\.q_proj")),
     "heads": Fault("two heads swapped in q and o together, moments not", _heads_swapped),
-    "gate-up": Fault("gate and up of one expert swapped",
-                     _names_swapped("layers.1.mlp.experts.1.gate_proj", "layers.1.mlp.experts.1.up_proj")),
+    "gate-up": Fault(
+        "gate and up of one expert swapped",
+        _names_swapped("layers.1.mlp.experts.1.gate_proj", "layers.1.mlp.experts.1.up_proj"),
+    ),
     "experts": Fault("two experts swapped, the router not", _names_swapped(*_EXPERTS)),
     "experts-moments": Fault("moments of two experts swapped", _names_swapped(*_EXPERTS, ("exp_avg", "exp_avg_sq"))),
     "master-rounded": Fault("fp32 master weights rounded to bf16", _rounded_master),
@@ -127,11 +130,12 @@ FAULTS: Mapping[str, Fault] = {
     "step": Fault("step counter one too low", _step_back),
     "samples": Fault("consumed samples of an older save", _stale_samples),
     "rng": Fault("stale random state: another seed", _other_seed),
-}  # fmt: skip
+}
 
 
 def plant(fault: Fault, folder: Path) -> None:
-    """Change the checkpoint in `folder` in place: `sharded`, of one rank. Raises Incomplete E1508 where there is nothing to break."""
+    """Change the checkpoint in `folder` in place: `sharded`, of one rank. Raises Incomplete E1508 where there is
+    nothing to break."""
     index = json.loads((folder / INDEX).read_text())
     extras = index["extras"]
     scalars = (extras if HARNESS in extras else extras["scheduler"])[HARNESS]  # where `loading.scalars_of` looks

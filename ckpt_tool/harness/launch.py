@@ -2,13 +2,15 @@
 
     run_ranks(job.layout.world, entry, groups=..., backend="gloo")   -> [entry(comm) of rank 0, of rank 1, ...]
 
-The one idea: import once, then fork. A rank that starts anew imports torch's 900 modules, seconds of CPU each; a fork has them.
-Results come back as JSON over a pipe, so they are plain values (floats survive to the bit). A rank that raises sends its error
-and traceback and is gone; one that is killed just closes its pipe; either way the others are killed at once and the parent raises:
-our own errors as themselves, all else as InternalError E1505 with the traceback as its lines. If the parent dies, the ranks see the
-end of a pipe that only it held, and die too. `backend="sim"` runs all ranks as threads of one fork.
+The one idea: import once, then fork. A rank that starts anew imports torch's 900 modules, seconds of CPU each; a fork
+has them. Results come back as JSON over a pipe, so they are plain values (floats survive to the bit). A rank that
+raises sends its error and traceback and is gone; one that is killed just closes its pipe; either way the others are
+killed at once and the parent raises: our own errors as themselves, all else as InternalError E1505 with the traceback
+as its lines. If the parent dies, the ranks see the end of a pipe that only it held, and die too. `backend="sim"` runs
+all ranks as threads of one fork.
 
-The parent never computes: a fork can't use CUDA that is already begun, nor autograd where there is a GPU and it has run before.
+The parent never computes: a fork can't use CUDA that is already begun, nor autograd where there is a GPU and it has run
+before.
 """
 
 from __future__ import annotations
@@ -94,8 +96,8 @@ def run_ranks(
 
 @contextmanager
 def _nothing_to_collect() -> Iterator[None]:
-    """What this process has left for the garbage collector is never collected in a fork: a process group of the caller's would wait
-    there for ever for threads that only the caller has."""
+    """What this process has left for the garbage collector is never collected in a fork: a process group of the
+    caller's would wait there for ever for threads that only the caller has."""
     gc.collect()
     gc.freeze()
     try:
@@ -139,7 +141,7 @@ def _process(
     rank: int, world: int, entry: Entry, meeting: str, groups: Sequence[Group], backend: How, device: str
 ) -> Any:
     """One rank of a job of processes."""
-    from ckpt_tool.harness.comm_process import ProcessComm
+    from ckpt_tool.harness.comm import ProcessComm
 
     where = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device(device)
     if where.type == "cuda":
@@ -183,8 +185,8 @@ def _as_error(rank: int, document: dict[str, Any]) -> CkptError:
 
 
 def _collected(ranks: Sequence[_Rank], until: float) -> list[Any]:
-    """Read all pipes to their end; raise for the rank that died first: of those that end within GRACE seconds of a death the one
-    that got a signal, else one that did not just lose its peer."""
+    """Read all pipes to their end; raise for the rank that died first: of those that end within GRACE seconds of a
+    death the one that got a signal, else one that did not just lose its peer."""
     results: dict[int, Any] = {}
     deaths: list[tuple[int, CkptError]] = []
     with selectors.DefaultSelector() as waiting:

@@ -3,11 +3,12 @@
     Layout.parse("tp2,pp2,dp2,ep2")        8 ranks; ZeRO 1 where dp > 1 unless `zero0`..`zero3` says otherwise
     Layout.parse("pp3,split=2-1-1")        an uneven pipeline; `vpp2` interleaves, then the split has pp * vpp numbers
 
-Rank order: tp fastest, then dp, then pp, Megatron's default. Expert ranks are carved out of the data ranks: `ep` = dp % EP,
-and the ranks that hold the same experts ("edp") are those of equal dp % EP. A virtual stage g = chunk * PP + pp.
+Rank order: tp fastest, then dp, then pp, Megatron's default. Expert ranks are carved out of the data ranks: `ep` = dp %
+EP, and the ranks that hold the same experts ("edp") are those of equal dp % EP. A virtual stage g = chunk * PP + pp.
 
-Sums are joined in a fixed order in canonical mode (see `tape`, `gradients`), and that needs degrees that divide: TP 4 virtual
-shards, DP the microbatches, both powers of two. `check` says what doesn't fit and names the nearest layout that does.
+Sums are joined in a fixed order in canonical mode (see `tape`, `gradients`), and that needs degrees that divide: TP 4
+virtual shards, DP the microbatches, both powers of two. `check` says what doesn't fit and names the nearest layout that
+does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _WORD = re.compile(r"(tp|pp|dp|ep|vpp|zero)(\d{1,4})|split=(\d{1,3}(?:-\d{1,3})*
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees; `dp` counts all data ranks. `split`: layers a virtual stage, () for as even as can be, larger ones first."""
+    """Degrees; `dp` counts all data ranks. `split`: layers a virtual stage, () for as even as can be, larger ones
+    first."""
 
     tp: int = 1
     pp: int = 1
@@ -141,7 +143,8 @@ class Layout:
     # -- whether the model can take it --------------------------------------------------------------------------------
 
     def faults(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True) -> list[str]:
-        """What doesn't fit, as lines; `steps` False asks only whether the state can be held, not whether it can train."""
+        """What doesn't fit, as lines; `steps` False asks only whether the state can be held, not whether it can
+        train."""
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "vpp")}
         if small := [f"{name} is {size}, at least 1 is wanted" for name, size in sizes.items() if size < 1]:
             return small

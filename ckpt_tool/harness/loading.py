@@ -1,13 +1,14 @@
 """Reading a checkpoint back into a trainer: box by box, by the tool's own lazy catalog.
 
-    found = prepared("run/step_0000010", scratch)      # once a job: hub names, whatever format it lies in
+    found = prepared("run/step_0000010", scratch)      # once a job: hub names, whatever format it is in
     reader = Loader(found)                             # once a rank
     reader.read("lm_head.weight", "exp_avg", (50, 0), (50, 64))      # only these bytes are read
 
-The one idea: a rank asks for boxes of logical tensors, so nothing here knows layouts. Formats at home with Megatron's or Paddle's
-names are first brought to the hub's by the tool itself, as a user would: `ckpt convert SRC DST --to sharded --dialect hf`.
+The one idea: a rank asks for boxes of logical tensors, so nothing here knows layouts. Formats at home with Megatron's
+or Paddle's names are first brought to the hub's by the tool itself, as a user would: `ckpt convert SRC DST --to sharded
+--dialect hf`.
 
-Cost: headers, and what is asked for. What it does not do: guess: a tensor that is missing is an error that names it.
+Cost: headers, and what is requested. What it does not do: guess: a tensor that is missing is an error that names it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class ToolFailed(CkptError):
 
 
 def run_tool(*arguments: str | Path, json_output: bool = True) -> dict[str, Any]:
-    """`python -m ckpt_tool ARGUMENTS --json` as a user would run it: its document. Raises ToolFailed E1532 with its exit code and
-    its own message. `verify` and `diff` exit with 1 on findings: that is an answer, and the document says so."""
+    """`python -m ckpt_tool ARGUMENTS --json` as a user would run it: its document. Raises ToolFailed E1532 with its
+    exit code and its own message. `verify` and `diff` exit with 1 on findings: that is an answer, and the document says
+    so."""
     words = [str(argument) for argument in arguments] + (["--json", "--progress", "none"] if json_output else [])
     done = subprocess.run([sys.executable, "-m", "ckpt_tool", *words], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
@@ -100,8 +102,9 @@ class Loader:
     def read(self, name: str, state: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The values of a box. Raises Incomplete E1530 (no such tensor), InconsistentCheckpoint E1531 (it is smaller).
 
-        What a system does not store because it is another state's twin is taken from that: the master of a weight that is fp32
-        anyway (Megatron, Paddle), the 16-bit weight of a master (ZeRO 3; the caller rounds it, as DeepSpeed does).
+        What a system does not store because it is another state's twin is taken from that: the master of a weight that
+        is fp32 anyway (Megatron, Paddle), the 16-bit weight of a master (ZeRO 3; the caller rounds it, as DeepSpeed
+        does).
         """
         held = self._states.get(state)
         if self.tied and name in TIED and (held is None or name not in held):
@@ -112,16 +115,22 @@ class Loader:
                 held = twin
         if held is None or name not in held:
             raise Incomplete(
-                f"the checkpoint has no {name} [{state}]", code=MISSING, path=str(self.path), key=f"{name} [{state}]",
+                f"the checkpoint has no {name} [{state}]",
+                code=MISSING,
+                path=str(self.path),
+                key=f"{name} [{state}]",
                 hint=near_misses(name, list(held or ())) or f"its states: {', '.join(self._states)}",
-            )  # fmt: skip
+            )
         lazy = held[name]
         ends = [o + n for o, n in zip(offset, shape, strict=False)]
         if len(lazy.shape) != len(shape) or any(end > size for end, size in zip(ends, lazy.shape, strict=True)):
             raise InconsistentCheckpoint(
-                f"the box at {list(offset)} of {list(shape)} does not lie in its {list(lazy.shape)}", code=SHAPE,
-                path=str(self.path), key=f"{name} [{state}]", hint="the checkpoint is of a model of another size",
-            )  # fmt: skip
+                f"the box at {list(offset)} of {list(shape)} is not inside its {list(lazy.shape)}",
+                code=SHAPE,
+                path=str(self.path),
+                key=f"{name} [{state}]",
+                hint="the checkpoint is of a model of another size",
+            )
         box = lazy[tuple(slice(o, end) for o, end in zip(offset, ends, strict=True))]
         values: torch.Tensor = box.torch()
         return values.reshape(tuple(shape))

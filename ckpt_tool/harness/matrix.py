@@ -1,7 +1,7 @@
 """Which pairs of layouts are proved: the quick ones by default, all of them by `ckpt validate --matrix full`.
 
-Formats take turns, so that each is met in several pairs; a pair that a format's files can't express goes to the next one. Pairs
-that only certain systems make (interleaved and uneven pipelines, ZeRO stages) name their format.
+Formats take turns, so that each is met in several pairs; a pair that a format's files can't express goes to the next
+one. Pairs that only certain systems make (interleaved and uneven pipelines, ZeRO stages) name their format.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ckpt_tool.harness.shape import ModelShape
 
 
 class Pair(NamedTuple):
-    """From one layout to another. model: "" for the matrix's own. fmt: None to take turns. trains: False where the target can only
-    hold the state."""
+    """From one layout to another. model: "" for the matrix's own. fmt: None to take turns. trains: False where the
+    target can only hold the state."""
 
     source: str
     target: str
@@ -35,7 +35,8 @@ MODELS = {
     "indivisible": ModelShape.indivisible().with_(layers=4, batch=8),  # dims that TP can't cut
     "dense": ModelShape.quick().with_(experts=0),
 }
-# What a change of one or of all degrees can get wrong, in a few short runs: TP and EP merged, ZeRO 3 taken apart, pipelines cut.
+# What a change of one or of all degrees can get wrong, in a few short runs: TP and EP merged, ZeRO 3 taken apart,
+# pipelines cut.
 QUICK = (
     Pair("tp2,pp2,dp2,ep2", "dp4,ep2"),
     Pair("dp4,ep4", "tp2,pp2"),
@@ -44,10 +45,22 @@ QUICK = (
 )
 # One layout against one rank, in both directions.
 ALONE = (
-    "tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "dp2,ep2", "dp4,ep4", "tp2,pp2,dp2,ep2", "tp2,dp4,ep2", "pp2,dp4,ep4",
-    "tp4,pp2", "tp2,pp4",
-)  # fmt: skip
-# Layouts against each other: all degrees at once, experts merged, uneven and interleaved pipelines, ZeRO stages, odd models.
+    "tp2",
+    "tp4",
+    "pp2",
+    "pp4",
+    "dp2",
+    "dp4",
+    "dp2,ep2",
+    "dp4,ep4",
+    "tp2,pp2,dp2,ep2",
+    "tp2,dp4,ep2",
+    "pp2,dp4,ep4",
+    "tp4,pp2",
+    "tp2,pp4",
+)
+# Layouts against each other: all degrees at once, experts merged, uneven and interleaved pipelines, ZeRO stages, odd
+# models.
 CROSS = (
     Pair("tp2,pp2,dp2,ep2", "dp4,ep2"),
     Pair("dp4,ep4", "tp2,pp2,dp2"),

@@ -2,10 +2,10 @@
 
     embed -> layers (norm, attention, residual, norm, feed-forward or experts, residual) -> norm, head, loss
 
-Everything that is cut by tensor parallelism runs shard by shard (`_sharded`), in fp32 on bf16 values, and is rounded to bf16 at
-the end of a block. Experts: the rank that has the tokens asks the router, sends rows to the ranks that own the experts, which
-call an expert once for each source; rows come back and are added in the order of expert numbers. Replicated parts (norms, router,
-a dim that 4 doesn't divide) are computed alike on every TP rank.
+Everything that is cut by tensor parallelism runs shard by shard (`_sharded`), in fp32 on bf16 values, and is rounded to
+bf16 at the end of a block. Experts: the rank that has the tokens asks the router, sends rows to the ranks that own the
+experts, which call an expert once for each source; rows come back and are added in the order of expert numbers.
+Replicated parts (norms, router, a dim that 4 doesn't divide) are computed alike on every TP rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt_tool.harness.tape import Node, Ref, Tape
 
 Tensor = torch.Tensor
 
-# -- blocks: plain functions of one shard; inputs bf16, weights fp32 ------------------------------------------------------
+# -- blocks: plain functions of one shard; inputs bf16, weights fp32 ---------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
@@ -209,15 +209,20 @@ class Model:
         away = [int(counts[first : first + per].sum()) for first in range(0, shape.experts, per)]
         here = [sum(line[expert] for expert in owned) for line in table]
         rows = tape.exchange(rows, self._ep, away, here)
-        calls = [(moment.microbatch + (source - self._at.ep) * self._stride, expert, line[expert])
-                 for source, line in enumerate(table) for expert in owned]  # fmt: skip
+        calls = [
+            (moment.microbatch + (source - self._at.ep) * self._stride, expert, line[expert])
+            for source, line in enumerate(table)
+            for expert in owned
+        ]
 
         def body(x: Node, shard: int) -> Node:
             parts = tape.split(x, [count for _, _, count in calls])
-            return tape.cat([
-                tape.block(gated, [part], self._matrices(f"{root}.experts.{expert}", shard), source)
-                for part, (source, expert, _) in zip(parts, calls, strict=True)
-            ])  # fmt: skip
+            return tape.cat(
+                [
+                    tape.block(gated, [part], self._matrices(f"{root}.experts.{expert}", shard), source)
+                    for part, (source, expert, _) in zip(parts, calls, strict=True)
+                ]
+            )
 
         rows = self._sharded(tape, rows, shape.splits(shape.expert_ffn), body)
         rows = tape.exchange(rows, self._ep, here, away)

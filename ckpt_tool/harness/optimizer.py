@@ -1,12 +1,12 @@
 """AdamW with an exponential moving average, on any slice of a parameter's line.
 
-The one idea: every operation is one multiplication, addition, division or square root of an element, never a fused pair, so the
-bits of an element don't depend on the slice it lies in. Formulas as in torch's AdamW: decoupled decay (before the step), bias
-correction; then ema = d * ema + (1 - d) * master.
+The one idea: every operation is one multiplication, addition, division or square root of an element, never a fused
+pair, so the bits of an element don't depend on the slice it is in. Formulas as in torch's AdamW: decoupled decay
+(before the step), bias correction; then ema = d * ema + (1 - d) * master.
 
-On a GPU the step is the kernel `adamw_ema`, one pass over the buffers, by this formula to the bit. torch's operations are that on a
-CPU alone, and with the square root taken in fp64: its fp32 one is a bit off in places, and on a GPU it divides by a number by
-multiplying with the reciprocal.
+On a GPU the step is the kernel `adamw_ema`, one pass over the buffers, by this formula to the bit. torch's operations
+are that on a CPU alone, and with the square root taken in fp64: its fp32 one is a bit off in places, and on a GPU it
+divides by a number by multiplying with the reciprocal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ckpt_tool.device import adamw, choose
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class AdamW:
         decays: bool,
         device: Device | None = None,
     ) -> None:
-        """One step in place; `gradient` is fp32 of the slice's length, already clipped. device: whose kernel does it."""
+        """One step in place; `gradient` is fp32 of the slice's length, already clipped. device: whose kernel does
+        it."""
         if device is not None:
             self._by_kernel(device, slices, gradient, step=step, rate=rate, decays=decays)
             return
@@ -83,9 +84,14 @@ class AdamW:
         self, device: Device, slices: Slices, gradient: torch.Tensor, *, step: int, rate: float, decays: bool
     ) -> None:
         constants = adamw.Constants.of(
-            step=step, rate=rate, beta1=self.beta1, beta2=self.beta2, eps=self.eps, ema=self.ema,
+            step=step,
+            rate=rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            ema=self.ema,
             weight_decay=self.weight_decay if decays else 0.0,
-        )  # fmt: skip
+        )
         buffers = (gradient, slices.master, slices.exp_avg, slices.exp_avg_sq, slices.ema)
         stream = torch.cuda.current_stream(gradient.device).cuda_stream if gradient.is_cuda else 0
         if gradient.numel():
@@ -95,10 +101,10 @@ class AdamW:
 
 
 def kernels_for(device: torch.device) -> Device | None:
-    """The kernels for tensors on `device`: the GPU's, where they can be had; on a CPU none, or their host shim where CKPT_KERNELS
-    asks for it (for tests: the same bits, slower)."""
-    asked = os.environ.get("CKPT_KERNELS")
-    if asked == "host" if device.type == "cpu" else choose.chosen().level != "numpy":
+    """The kernels for tensors on `device`: the GPU's, where they can be had; on a CPU none, or their host shim where
+    CKPT_KERNELS asks for it (for tests: the same bits, slower)."""
+    choice = os.environ.get("CKPT_KERNELS")
+    if choice == "host" if device.type == "cpu" else choose.chosen().level != "numpy":
         return choose.open_device(device.index or 0)
     return None
 

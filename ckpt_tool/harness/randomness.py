@@ -1,8 +1,9 @@
 """Every random number of the job, without any generator that lives on.
 
-The one idea: a seed is a hash of what the numbers are for, so a run resumed anywhere, in any layout, draws the same ones, and
-the whole RNG state of a checkpoint is {seed, step, consumed}. Example: the dropout mask of step 7, microbatch 3, layer 1, site 0
-has the seed `seed_of(seed, "dropout", 7, 3, 1, 0)`, whichever rank needs it. Masks are drawn on the CPU: a GPU gets the same.
+The one idea: a seed is a hash of what the numbers are for, so a run resumed anywhere, in any layout, draws the same
+ones, and the whole RNG state of a checkpoint is {seed, step, consumed}. Example: the dropout mask of step 7, microbatch
+3, layer 1, site 0 has the seed `seed_of(seed, "dropout", 7, 3, 1, 0)`, whichever rank needs it. Masks are drawn on the
+CPU: a GPU gets the same.
 """
 
 from __future__ import annotations

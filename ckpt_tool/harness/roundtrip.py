@@ -1,14 +1,15 @@
 """A -> X -> A through `ckpt reshard`, in every format: each tensor comes back as it was, to the byte.
 
-    gather(RoundTrip(Layout.parse("tp2,pp2,dp2,ep2"), Layout.parse("dp4,ep2")), folder)    a document with a check a format
+    gather(RoundTrip(Layout.parse("tp2,pp2,dp2,ep2"), Layout.parse("dp4,ep2")), folder)
+          a document with a check a format
 
     train    once for all pairs: a few steps on one rank, so that moments and averages are a real run's
     save     a job of layout A holds that state, each rank its pieces, and saves it in every format
     reshard  A -> X and X -> A, two commands a format; the digest of every tensor, in every state, before and after
 
-The one idea: canonical training gives every layout the same bits, so one training serves all; what differs is who holds what.
-Formats whose systems can't have a layout are named, and not counted. Cost: three commands a format and pair, two at a time.
-What it does not do: resume (`harness.evidence`).
+The one idea: canonical training gives every layout the same bits, so one training serves all; what differs is who holds
+what. Formats whose systems can't have a layout are named, and not counted. Cost: three commands a format and pair, two
+at a time. What it does not do: resume (`harness.evidence`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class RoundTrip:
 
 
 def cases(*, fmt: str | None = None, seed: int = 1234) -> list[RoundTrip]:
-    """Every pair of the full matrix once, in all formats or in one; without the pairs that no format has a place for."""
+    """Every pair of the full matrix once, in all formats or in one; without the pairs that no format has a place
+    for."""
     both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
     every = dict.fromkeys((pair.source, pair.target, pair.model or "full") for pair in (*both, *CROSS))
     found = [RoundTrip(Layout.parse(a), Layout.parse(b), fmt, MODELS[model], seed) for a, b, model in every]
@@ -65,7 +67,8 @@ def cases(*, fmt: str | None = None, seed: int = 1234) -> list[RoundTrip]:
 
 
 def check(trip: RoundTrip) -> None:
-    """Raise UsageError (E1501, E1534) for layouts that the model can't take, and formats that the harness does not write."""
+    """Raise UsageError (E1501, E1534) for layouts that the model can't take, and formats that the harness does not
+    write."""
     for layout in (trip.source, trip.target):
         layout.check(trip.shape, canonical=True, steps=False)
     for fmt in trip.formats:
@@ -73,7 +76,7 @@ def check(trip: RoundTrip) -> None:
 
 
 def gather(trip: RoundTrip, folder: Path, *, say: Say = lambda line: None) -> Document:
-    """All formats of one pair, carried out in `folder`; what pairs share lies beside it, in `round-trips`."""
+    """All formats of one pair, carried out in `folder`; what pairs share is beside it, in `round-trips`."""
     check(trip)
     began = time.perf_counter()
     fitting, unfit = _fitting(trip)
@@ -92,11 +95,22 @@ def failed(trip: RoundTrip, error: CkptError) -> Document:
 
 def _document(trip: RoundTrip, checks: list[Document], notes: list[str], began: float) -> Document:
     return {
-        "ok": bool(checks) and all(check["ok"] for check in checks), "from": str(trip.source), "to": str(trip.target),
-        "format": trip.fmt or _count([check["check"] for check in checks]), "mode": "round trip", "device": "cpu", "seed": trip.seed,
-        "before": STEPS, "after": 0, "checks": checks, "states": [], "curve": [], "controls": [], "notes": notes,
+        "ok": bool(checks) and all(check["ok"] for check in checks),
+        "from": str(trip.source),
+        "to": str(trip.target),
+        "format": trip.fmt or _count([check["check"] for check in checks]),
+        "mode": "round trip",
+        "device": "cpu",
+        "seed": trip.seed,
+        "before": STEPS,
+        "after": 0,
+        "checks": checks,
+        "states": [],
+        "curve": [],
+        "controls": [],
+        "notes": notes,
         "elapsed_s": round(time.perf_counter() - began, 3),
-    }  # fmt: skip
+    }
 
 
 def _fitting(trip: RoundTrip) -> tuple[list[str], list[str]]:
@@ -114,8 +128,8 @@ def _fitting(trip: RoundTrip) -> tuple[list[str], list[str]]:
 
 
 def _saved(trip: RoundTrip, wanted: Sequence[str], shared: Path, say: Say) -> dict[str, Path]:
-    """Format -> the source's checkpoint in it. What is there already is used again: pairs share their sources, and all the
-    training. DeepSpeed's bf16 engine casts the router too, so its model is another one."""
+    """Format -> the source's checkpoint in it. What is there already is used again: pairs share their sources, and all
+    the training. DeepSpeed's bf16 engine casts the router too, so its model is another one."""
     firsts: dict[str, Path] = {}
     models = {fmt: trip.shape.with_(router="bf16") if fmt == "deepspeed" else trip.shape for fmt in wanted}
     for shape in dict.fromkeys(models.values()):
@@ -178,7 +192,7 @@ def _digests(path: Path) -> Mapping[str, str]:
 
 
 def _kept_digests(path: Path) -> Mapping[str, str]:
-    """The same, looked up where another pair has asked already."""
+    """The same, looked up where another pair has looked it up already."""
     kept = path.with_name(f"{path.name}.digests.json")
     if not kept.exists():
         kept.write_text(json.dumps(_digests(path)))

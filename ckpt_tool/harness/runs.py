@@ -1,10 +1,11 @@
-"""Runs of a job: so many steps, saved here and there, begun from nothing or from a checkpoint, and killed where a test wants it.
+"""Runs of a job: so many steps, saved here and there, begun from nothing or from a checkpoint, and killed where a test
+wants it.
 
-    steps = run(job, 6, start=None, saving=Saving(root, "dcp", at=(3,)))       # [Step(1, ...), ...], the same on every rank
-    killed(job, 4, saving=Saving(root, "dcp", at=(3,)))                        # rank N-1 gets SIGKILL in step 5: what the job said
+    steps = run(job, 6, start=None, saving=Saving(root, "dcp", at=(3,)))  # [Step(1, ...), ...], the same on every rank
+    killed(job, 4, saving=Saving(root, "dcp", at=(3,)))             # rank N-1 gets SIGKILL in step 5: its last words
 
-The one idea: a run is a function of the job, the checkpoint it begins from and the number of steps; everything else (who saves,
-who dies) is said beside it.
+The one idea: a run is a function of the job, the checkpoint it begins from and the number of steps; everything else
+(who saves, who dies) is stated beside it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Machine:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options that have `ckpt` reshard and hash by kernels: on the GPU, or on their host shim where CKPT_KERNELS says so."""
+        """The options that have `ckpt` reshard and hash by kernels: on the GPU, or on their host shim where
+        CKPT_KERNELS says so."""
         return ("--device", "cuda") if self.device == "cuda" or os.environ.get("CKPT_KERNELS") == "host" else ()
 
     def check(self, world: int) -> None:
@@ -57,9 +59,12 @@ class Machine:
         gpus = _gpus() if self.device == "cuda" else 0
         if gpus < world:
             raise UsageError(
-                f"nccl wants a GPU for each of {world} ranks, and there are {gpus}" + (" on the device cpu" if self.device == "cpu" else ""),
-                code="E1543", place="--backend nccl", hint="--backend gloo: its ranks share one GPU, or need none",
-            )  # fmt: skip
+                f"nccl wants a GPU for each of {world} ranks, and there are {gpus}"
+                + (" on the device cpu" if self.device == "cpu" else ""),
+                code="E1543",
+                place="--backend nccl",
+                hint="--backend gloo: its ranks share one GPU, or need none",
+            )
 
 
 def run(
@@ -72,10 +77,11 @@ def run(
     watch: Callable[[Step], None] | None = None,
     last: bool = False,
 ) -> list[Step]:
-    """Train `steps` steps on all ranks; what each step did. With 0 steps the state is taken up and, with `saving`, saved.
+    """Train `steps` steps on all ranks; what each step did. With 0 steps the state is taken up and, with `saving`,
+    saved.
 
-    start: a checkpoint with hub names (`loading.prepared`); None begins at step 0. watch: called on rank 0 after each step, in that
-    rank's own process. last: the last rank kills itself in the step after the last.
+    start: a checkpoint with hub names (`loading.prepared`); None begins at step 0. watch: called on rank 0 after each
+    step, in that rank's own process. last: the last rank kills itself in the step after the last.
 
     Raises what a rank raised; InternalError E1505 for one that was killed.
     """
@@ -141,22 +147,29 @@ def _entry(
 
 
 def _refuse_another_model(source: Loader, job: Job, start: Path) -> None:
-    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model has not: they would be lost in silence.
-    (What it lacks, reading says.) A head that is tied or not is the case that no shape gives away."""
+    """Raise InconsistentCheckpoint E1509 where the checkpoint has parameters that the model has not: they would be lost
+    in silence. (What it lacks, reading says.) A head that is tied or not is the case that no shape gives away."""
     if source.tied and not job.shape.tied:
         raise InconsistentCheckpoint(
-            "the checkpoint's head is its embedding, and the model has one of its own", code="E1509", path=start, key="lm_head.weight",
+            "the checkpoint's head is its embedding, and the model has one of its own",
+            code="E1509",
+            path=start,
+            key="lm_head.weight",
             hint="train on as a tied model: where the two part, no optimizer state says how",
-        )  # fmt: skip
+        )
     wanted = {param.name for param in job.shape.parameters()} | (
         {"lm_head.weight"} if job.shape.tied and source.tied else set()
     )
     if extra := sorted(source.names() - wanted):
         raise InconsistentCheckpoint(
-            f"the checkpoint has {len(extra)} parameters that the model has not, {extra[0]} first", code="E1509",
-            path=start, key=extra[0], faults=extra[1:],
-            hint="it is of another model" + (": its head is not tied to the embedding" if extra == ["lm_head.weight"] else ""),
-        )  # fmt: skip
+            f"the checkpoint has {len(extra)} parameters that the model has not, {extra[0]} first",
+            code="E1509",
+            path=start,
+            key=extra[0],
+            faults=extra[1:],
+            hint="it is of another model"
+            + (": its head is not tied to the embedding" if extra == ["lm_head.weight"] else ""),
+        )
 
 
 def _die_in_step(trainer: Trainer, comm: Comm) -> None:
@@ -174,7 +187,8 @@ def _die_in_step(trainer: Trainer, comm: Comm) -> None:
 
 
 def refuse_without_cuda() -> None:
-    """Raise UsageError E1542 where torch sees no GPU. Asked in a process of its own: a fork can't use CUDA that is already begun."""
+    """Raise UsageError E1542 where torch sees no GPU. Asked in a process of its own: a fork can't use CUDA that is
+    already begun."""
     if not _gpus():
         raise UsageError(
             "torch sees no GPU here",
@@ -185,6 +199,6 @@ def refuse_without_cuda() -> None:
 
 
 def _gpus() -> int:
-    asked = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    said = subprocess.run([sys.executable, "-c", asked], check=False, capture_output=True, text=True).stdout.strip()
-    return int(said) if said.isdigit() else 0
+    query = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    count = subprocess.run([sys.executable, "-c", query], check=False, capture_output=True, text=True).stdout.strip()
+    return int(count) if count.isdigit() else 0

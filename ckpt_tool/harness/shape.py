@@ -1,12 +1,14 @@
 """The model that is trained: its sizes, and every parameter by its hub name.
 
-A decoder in the manner of ERNIE 4.5 with experts (family `ernie4_5_moe`): grouped-query attention, a dense first layer, then
-layers of routed experts beside shared ones. Small enough for 8 ranks on 2 cores, odd enough that a wrong reshard shows.
+A decoder in the manner of ERNIE 4.5 with experts (family `ernie4_5_moe`): grouped-query attention, a dense first layer,
+then layers of routed experts beside shared ones. Small enough for 8 ranks on 2 cores, odd enough that a wrong reshard
+shows.
 
     ModelShape().parameters()[0]  ->  Param("model.embed_tokens.weight", (100, 64), room="embed", cut=0, ...)
 
-The one idea: tensor parallelism works on `VIRTUAL` = 4 virtual shards whatever the degree, so a dim that 4 doesn't divide is not
-cut at all: the parameter is replicated over TP (`ModelShape.indivisible()` has such ones). `cut` is the dim, None if replicated.
+The one idea: tensor parallelism works on `VIRTUAL` = 4 virtual shards whatever the degree, so a dim that 4 doesn't
+divide is not cut at all: the parameter is replicated over TP (`ModelShape.indivisible()` has such ones). `cut` is the
+dim, None if replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ DType = Literal["bf16", "fp32"]
 
 
 class Param(NamedTuple):
-    """One hub tensor. `room`: "embed", "head" or the global layer number as text. `cut`: the dim that TP cuts, None: replicated."""
+    """One hub tensor. `room`: "embed", "head" or the global layer number as text. `cut`: the dim that TP cuts, None:
+    replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +48,7 @@ class Param(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes. `vocab` tokens lie in `rows` rows (padding never gets a gradient). `experts` 0 makes every layer dense."""
+    """Sizes. `vocab` tokens are in `rows` rows (padding never gets a gradient). `experts` 0 makes every layer dense."""
 
     layers: int = 4
     hidden: int = 64
@@ -99,7 +102,8 @@ class ModelShape:
     def __str__(self) -> str:
         head = "tied" if self.tied else "untied"
         return (
-            f"{self.layers} layers, {self.heads}/{self.kv_heads} heads, feed-forward {self.dense_ffn}, {self.experts} experts of"
+            f"{self.layers} layers, {self.heads}/{self.kv_heads} heads, feed-forward {self.dense_ffn}, "
+            f"{self.experts} experts of"
             f" {self.expert_ffn}, {self.vocab} tokens in {self.rows} rows, head {head}"
         )
 
@@ -155,7 +159,8 @@ class ModelShape:
         return dim if self.splits(size) else None
 
     def config(self) -> dict[str, object]:
-        """The `config.json` that Hugging Face's `ernie4_5_moe` (`ernie4_5` without experts) would have for these sizes."""
+        """The `config.json` that Hugging Face's `ernie4_5_moe` (`ernie4_5` without experts) would have for these
+        sizes."""
         return {
             "architectures": ["Ernie4_5_MoeForCausalLM" if self.experts else "Ernie4_5ForCausalLM"],
             "model_type": "ernie4_5_moe" if self.experts else "ernie4_5",

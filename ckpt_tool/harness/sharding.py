@@ -1,11 +1,11 @@
 """Which parameters a rank holds, and which part of each is its own to update (ZeRO).
 
-    ZeRO 0      every data rank has all of the optimizer's state
-    ZeRO 1, 2   the rank's parameters end to end on one line, padded, cut into equal parts: a parameter may lie on several ranks
-    ZeRO 3      each parameter's line by itself, padded, cut into equal parts; the model's values are cut too
+    ZeRO 0     every data rank has all of the optimizer's state
+    ZeRO 1, 2  the rank's parameters end to end on one line, padded, cut into equal parts: one may be on several ranks
+    ZeRO 3     each parameter's line by itself, padded, cut into equal parts; the model's values are cut too
 
-Dense parameters are cut over all data ranks, experts over those that hold the same ones, each kind on its own line. A part is
-(start, stop) on the row-major line of the parameter's TP-local box.
+Dense parameters are cut over all data ranks, experts over those that hold the same ones, each kind on its own line. A
+part is (start, stop) on the row-major line of the parameter's TP-local box.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     write(copy, folder)                       # later, elsewhere: rank_0003.safetensors, then rank_0003.done
     read(folder, like=copy)                   # by the rank that puts the checkpoint together: all ranks' states
 
-The one idea: the step pays for a copy and nothing else; a rank's file counts only when its marker is there, and the marker says
-how long the file is and what its digest is. Plain safetensors and JSON, so a half-written one can't do harm.
+The one idea: the step pays for a copy and nothing else; a rank's file counts only when its marker is there, and the
+marker says how long the file is and what its digest is. Plain safetensors and JSON, so a half-written one can't do
+harm.
 
 Cost: as much memory as the state. What it does not do: wait for anyone (`harness.store`).
 """
@@ -32,7 +33,8 @@ UNFINISHED, DAMAGED = "E1536", "E1537"
 
 
 class Snapshot:
-    """Buffers on the CPU, made at the first save and filled again at every later one; pinned where the state is on a GPU."""
+    """Buffers on the CPU, made at the first save and filled again at every later one; pinned where the state is on a
+    GPU."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -53,9 +55,10 @@ class Snapshot:
 def write(state: RankState, folder: Path) -> None:
     """`rank_NNNN.safetensors` and, when it is whole, `rank_NNNN.done`."""
     facts = {
-        "at": asdict(state.at), "scalars": to_json(state.scalars),
+        "at": asdict(state.at),
+        "scalars": to_json(state.scalars),
         "pieces": [[p.name, p.state, p.shape, p.offset, p.box, p.flat, p.replica] for p in state.pieces],
-    }  # fmt: skip
+    }
     tensors = {str(number): piece.tensor.contiguous() for number, piece in enumerate(state.pieces)}
     data = save(tensors, {"facts": json.dumps(facts)})
     name = f"rank_{state.at.rank:04d}"
@@ -82,9 +85,11 @@ def read(folder: Path, world: int, like: RankState) -> list[RankState]:
     missing = sorted(set(range(world)) - done(folder))
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {world} ranks did not finish: {', '.join(map(str, missing[:10]))}", code=UNFINISHED,
-            path=str(folder), hint="the save was cut off: take the checkpoint before it",
-        )  # fmt: skip
+            f"{len(missing)} of {world} ranks did not finish: {', '.join(map(str, missing[:10]))}",
+            code=UNFINISHED,
+            path=str(folder),
+            hint="the save was cut off: take the checkpoint before it",
+        )
     return [_read(folder, rank, like) for rank in range(world)]
 
 
@@ -101,9 +106,11 @@ def _read(folder: Path, rank: int, like: RankState) -> RankState:
     data = (folder / f"{name}.safetensors").read_bytes()
     if (len(data), hashlib.blake2b(data, digest_size=16).hexdigest()) != (marker["size"], marker["digest"]):
         raise CorruptFile(
-            f"{len(data)} bytes are not the {marker['size']} that the rank's marker speaks of", code=DAMAGED,
-            path=str(folder / f"{name}.safetensors"), hint="the file was changed after it was written",
-        )  # fmt: skip
+            f"{len(data)} bytes are not the {marker['size']} that the rank's marker speaks of",
+            code=DAMAGED,
+            path=str(folder / f"{name}.safetensors"),
+            hint="the file was changed after it was written",
+        )
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     facts: dict[str, Any] = json.loads(header["__metadata__"]["facts"])
     tensors = load(data)

@@ -1,6 +1,6 @@
 """Checkpoints of a run: saved beside the steps, whole or not there, the old ones removed, the last good one found.
 
-    runs/7/step_0000010/                              a checkpoint in its format, and `harness.complete.json`, written last
+    runs/7/step_0000010/                           a checkpoint in its format, and `harness.complete.json`, written last
     runs/7/.step_0000015.4711.partial/ranks/rank_0003.safetensors, rank_0003.done, ...        a save on its way
     runs/7/.step_0000015.4711.partial/checkpoint/...
 
@@ -9,14 +9,14 @@
     store.close()                    # at the end: wait for what is still being written
     good = latest(root)              # Good(path, step, notes); the notes say which saves were passed over, and why
 
-The one idea: three moments, each one rename or one marker. A rank is done when its marker is there; the checkpoint is whole when
-all files stand in `harness.complete.json` with sizes and digests; it exists when the hidden folder gets its name. Whoever dies
-in between leaves something that is told from a checkpoint by looking. Rank 0's thread waits for all ranks' markers and puts the
-format's files together: no collective, so no step waits for a disk.
+The one idea: three moments, each one rename or one marker. A rank is done when its marker is there; the checkpoint is
+whole when all files stand in `harness.complete.json` with sizes and digests; it exists when the hidden folder gets its
+name. Whoever dies in between leaves something that can't be taken for a checkpoint. Rank 0's thread waits for all
+ranks' markers and puts the format's files together: no collective, so no step waits for a disk.
 
-Rotation removes only checkpoints older than `keep` whole ones, after the new one has its name; a folder that is removed is hidden
-by a rename first. Cost in the step: the copy; and waiting, if the previous save is not on the disk yet (counted in `waited`).
-What it does not do: several machines (the ranks share a file system), retries.
+Rotation removes only checkpoints older than `keep` whole ones, after the new one has its name; a folder that is removed
+is hidden by a rename first. Cost in the step: the copy; and waiting, if the previous save is not on the disk yet
+(counted in `waited`). What it does not do: several machines (the ranks share a file system), retries.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Store:
     def __init__(
         self, root: Path, fmt: str, *, rank: int, world: int, run: str = "0", keep: int = 2, durable: bool = True
     ) -> None:
-        """run: the same text on all ranks, another one for each start of the job. keep: whole checkpoints that stay, at least 1.
+        """run: the same text on all ranks, another one for each start of the job. keep: whole checkpoints that stay, at
+        least 1.
         durable: fsync before the rename. Raises UsageError E1534 for a format that is not written here."""
         formats.check_name(fmt)
         self.root, self.fmt, self.rank, self.world, self.run = root, fmt, rank, world, run
@@ -83,8 +84,8 @@ class Store:
         self._saving = self._writer.submit(self._write, copy)
 
     def wait(self) -> None:
-        """Until the last save's files are there: the rank's own, and on rank 0 the whole checkpoint. Raises what it failed with;
-        StorageError E1539 for what the disk refused."""
+        """Until the last save's files are there: the rank's own, and on rank 0 the whole checkpoint. Raises what it
+        failed with; StorageError E1539 for what the disk refused."""
         last, self._saving = self._saving, None
         if last is None:
             return
@@ -159,7 +160,8 @@ def steps(root: Path) -> Iterator[Path]:
 
 
 def latest(root: Path) -> Good:
-    """The newest whole checkpoint. Raises Incomplete E1538 when there is none, with a line for each that was looked at."""
+    """The newest whole checkpoint. Raises Incomplete E1538 when there is none, with a line for each that was looked
+    at."""
     notes = []
     found: Good | None = None
     for path in sorted(steps(root), reverse=True) if root.is_dir() else ():

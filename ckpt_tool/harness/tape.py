@@ -1,15 +1,17 @@
 """Forward and backward of one layer, with the sums between ranks in the open.
 
-The one idea: autograd works inside a block only, a few operations on one virtual shard; blocks are strung together by a tape
-of our own, which knows the exchanges between ranks. So every sum over ranks or shards is written here, in one order:
+The one idea: autograd works inside a block only, a few operations on one virtual shard; blocks are strung together by a
+tape of our own, which knows the exchanges between ranks. So every sum over ranks or shards is written here, in one
+order:
 
-    xs = tape.spread(x)                   x goes into every virtual shard;   back: the shards' gradients, added in order 0..V-1
+    xs = tape.spread(x)            x goes into every virtual shard;   back: the shards' gradients, added in order 0..V-1
     ys = [tape.block(f, [x_v], ["w" of v]) for each own v]
-    y  = tape.join(ys)                    partial sums, added in order 0..V-1;  back: the gradient goes to each
+    y  = tape.join(ys)             partial sums, added in order 0..V-1;  back: the gradient goes to each
 
-A GEMM therefore has the same shape, and a sum the same order, on 1 rank as on 4: the same bits. In native mode a rank is one
-shard and the sums are all-reduces. Undoing a step frees what it kept; with `recompute` (ZeRO 3, whose weights may not stay) a
-block keeps its inputs alone and runs again. Not thread-bound: a rank's exchanges run in the rank's own thread.
+A GEMM therefore has the same shape, and a sum the same order, on 1 rank as on 4: the same bits. In native mode a rank
+is one shard and the sums are all-reduces. Undoing a step frees what it kept; with `recompute` (ZeRO 3, whose weights
+may not stay) a block keeps its inputs alone and runs again. Not thread-bound: a rank's exchanges run in the rank's own
+thread.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class Tape:
         return out
 
     def exchange(self, node: Node, group: Group, away: Sequence[int], here: Sequence[int]) -> Node:
-        """`away[i]` rows go to rank i of the group, `here[i]` rows come from it and lie in that order."""
+        """`away[i]` rows go to rank i of the group, `here[i]` rows come from it and are in that order."""
         out = Node(self._exchanged(node.value, group, away, here))
         self._undo.append(lambda: node.add(self._exchanged(out.take(), group, here, away)))
         return out
@@ -181,3 +183,53 @@ class Tape:
     def _exchanged(self, value: torch.Tensor, group: Group, away: Sequence[int], here: Sequence[int]) -> torch.Tensor:
         shapes = [(rows, *value.shape[1:]) for rows in here]
         return torch.cat(self._comm.exchange(group, torch.split(value, list(away)), shapes))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Gradients of one step: taken in by microbatch, joined over microbatches and data ranks in one order.
+#
+# The one idea: the sum over microbatches is a pairwise tree over their global numbers, ((0+1)+(2+3))+..., so a data
+# rank with microbatches 4..7 forms a subtree of it, and joining the tops of all ranks gives the bits of one rank that
+# had all of them:
+#
+#     sums.add(Ref("w", 0), microbatch=5, g)       kept until 4 has come, then added as 4+5, whichever came first
+#     sums.joined(comm, group, refs)               flat line of all refs, the tops of the group's ranks paired up
+#
+# At most log2(microbatches) + 1 gradients of a shard live at a time. Experts have the gradients of all sources of their
+# EP group, which are consecutive microbatches too. Native mode: added as they come, then an all-reduce.
+
+
+class GradientSums:
+    """Sums in the making. Gradients are fp32, of the shape of the shard."""
+
+    def __init__(self, *, canonical: bool) -> None:
+        self._canonical = canonical
+        self._trees: dict[Ref, dict[tuple[int, int], torch.Tensor]] = {}
+
+    def add(self, ref: Ref, microbatch: int, gradient: torch.Tensor) -> None:
+        tree = self._trees.setdefault(ref, {})
+        if not self._canonical:
+            tree[0, 0] = tree[0, 0] + gradient if (0, 0) in tree else gradient
+            return
+        level, place = 0, microbatch
+        while (level, place ^ 1) in tree:
+            other = tree.pop((level, place ^ 1))
+            gradient = gradient + other  # a + b is b + a to the bit
+            level, place = level + 1, place >> 1
+        tree[level, place] = gradient
+
+    def joined(self, comm: Comm, group: Group, refs: Sequence[Ref]) -> torch.Tensor:
+        """The sums of all `refs` over the group as one flat line; what was kept for them is let go."""
+        line = torch.cat([self._top(ref).reshape(-1) for ref in refs])
+        if not self._canonical:
+            return comm.all_reduce(group, line)
+        parts = comm.all_gather(group, line)
+        while len(parts) > 1:
+            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def _top(self, ref: Ref) -> torch.Tensor:
+        tree = self._trees.pop(ref)
+        if len(tree) != 1:
+            raise RuntimeError(f"{ref}: microbatches of one rank leave {sorted(tree)}, not one subtree")
+        return next(iter(tree.values()))

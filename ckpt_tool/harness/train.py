@@ -5,9 +5,9 @@
     state = trainer.state()                       RankState: pieces and scalars
     other.load(read, state.scalars)               the values by box, from anywhere
 
-A step: the pipeline's schedule runs forwards and backwards, a tape a layer; gradients are joined bucket by bucket and cut to the
-rank's part at once; one exchange tells all losses and square sums; the update is local; model values are rebuilt. In canonical
-mode loss, norm and state are the same bits for every layout. All ranks return the same reports.
+A step: the pipeline's schedule runs forwards and backwards, a tape a layer; gradients are joined bucket by bucket and
+cut to the rank's part at once; one exchange tells all losses and square sums; the update is local; model values are
+rebuilt. In canonical mode loss, norm and state are the same bits for every layout. All ranks return the same reports.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ import torch
 
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.harness.comm import Comm
-from ckpt_tool.harness.gradients import GradientSums
 from ckpt_tool.harness.layout import Group, Layout
 from ckpt_tool.harness.model import Model, Moment
 from ckpt_tool.harness.optimizer import AdamW, Schedule, kernels_for
 from ckpt_tool.harness.pieces import RankState, Read
 from ckpt_tool.harness.randomness import sample
-from ckpt_tool.harness.schedule import Op, schedule
 from ckpt_tool.harness.shape import VIRTUAL, ModelShape
 from ckpt_tool.harness.sharding import Held
-from ckpt_tool.harness.tape import Node, Ref, Tape
+from ckpt_tool.harness.tape import GradientSums, Node, Ref, Tape
 from ckpt_tool.harness.weights import RankWeights
 
 _EMBED = "model.embed_tokens.weight"
@@ -50,7 +48,8 @@ class Job:
 
 
 class Step(NamedTuple):
-    """What a step did: its number (from 1), the mean loss before it, the gradient norm before clipping, the learning rate."""
+    """What a step did: its number (from 1), the mean loss before it, the gradient norm before clipping, the learning
+    rate."""
 
     step: int
     loss: float
@@ -88,7 +87,7 @@ class Trainer:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def train(self, steps: int) -> Iterator[Step]:
-        """Run `steps` steps, one a time as they are asked for."""
+        """Run `steps` steps, one a time as they are requested."""
         for _ in range(steps):
             yield self._one()
 
@@ -101,9 +100,9 @@ class Trainer:
             else:
                 self._backward(op)
         gradients, squares = self._joined()
-        told = self.comm.all_reduce(self.comm.everyone, torch.cat([losses, squares]).to(self.comm.device)).tolist()
-        loss = math.fsum(told[: shape.batch]) / shape.batch
-        norm = math.sqrt(math.fsum(told[shape.batch :]))
+        sums = self.comm.all_reduce(self.comm.everyone, torch.cat([losses, squares]).to(self.comm.device)).tolist()
+        loss = math.fsum(sums[: shape.batch]) / shape.batch
+        norm = math.sqrt(math.fsum(sums[shape.batch :]))
         self.step += 1
         self.consumed += shape.batch
         self._update(gradients, norm)
@@ -176,7 +175,8 @@ class Trainer:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _joined(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The rank's parts of all gradients, and the square sums (fp64) that it answers for, one a shard of the model."""
+        """The rank's parts of all gradients, and the square sums (fp64) that it answers for, one a shard of the
+        model."""
         squares = torch.zeros(len(self._places()), dtype=torch.float64)
         found: dict[str, torch.Tensor] = {}
         for group, items in self.weights.kinds():
@@ -221,8 +221,11 @@ class Trainer:
     def _places(self) -> dict[Ref, int]:
         """Every shard of the model by number, alike on all ranks."""
         count = VIRTUAL if self.job.canonical else self.job.layout.tp
-        refs = [Ref(param.name, shard) for param in self.job.shape.parameters()
-                for shard in range(1 if param.cut is None else count)]  # fmt: skip
+        refs = [
+            Ref(param.name, shard)
+            for param in self.job.shape.parameters()
+            for shard in range(1 if param.cut is None else count)
+        ]
         return {ref: place for place, ref in enumerate(refs)}
 
     def _update(self, gradients: dict[str, torch.Tensor], norm: float) -> None:
@@ -249,7 +252,8 @@ class Trainer:
         return RankState(self.job.layout, self.job.shape, self.at, self.weights.pieces(), scalars)
 
     def load(self, read: Read, scalars: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises Incomplete E1503 if a scalar is missing, whatever `read` raises otherwise."""
+        """Go on from a saved state. Raises Incomplete E1503 if a scalar is missing, whatever `read` raises
+        otherwise."""
         missing = [name for name in ("step", "consumed", "seed") if name not in scalars]
         if missing:
             raise Incomplete(
@@ -268,3 +272,68 @@ def _buckets(items: list[Held]) -> list[list[Held]]:
     for item in items:
         rooms.setdefault(item.param.room, []).append(item)
     return list(rooms.values())
+
+
+# ----------------------------------------------------------------------------------------------------
+# The order in which a pipeline rank works through its microbatches: one forward, one backward, interleaved where
+# wanted.
+#
+# The one idea: play the whole pipeline once on paper and write down who did what. At every tick each rank takes a
+# backward that is ready, else the next forward, as long as no more than `stages - g` forwards of virtual stage g wait
+# for their backward (that bounds the memory as 1F1B does). An order that was played cannot deadlock when sends don't
+# block. Two stages, three microbatches:
+#
+#     rank 0: F0 F1 B0 F2 B1 B2        rank 1: F0 B0 F1 B1 F2 B2
+
+
+class Op(NamedTuple):
+    """Forward or backward of local microbatch `microbatch` in chunk `chunk` of a rank."""
+
+    forward: bool
+    microbatch: int
+    chunk: int
+
+
+def schedule(pp: int, vpp: int, microbatches: int) -> list[list[Op]]:
+    """The operations of every pipeline rank in order."""
+    stages = pp * vpp
+    done: dict[tuple[bool, int, int], int] = {}  # (forward, microbatch, virtual stage) -> tick
+    orders: list[list[Op]] = [[] for _ in range(pp)]
+    tick = 0
+    while len(done) < 2 * stages * microbatches:
+        tick += 1
+        for rank in range(pp):
+            op = _next(rank, pp, stages, microbatches, done, tick)
+            if op:
+                orders[rank].append(op)
+                done[op.forward, op.microbatch, op.chunk * pp + rank] = tick
+    return orders
+
+
+def _next(
+    rank: int, pp: int, stages: int, microbatches: int, done: dict[tuple[bool, int, int], int], tick: int
+) -> Op | None:
+    """What the rank does now: of what became ready before this tick."""
+
+    def ready(forward: bool, microbatch: int, stage: int) -> bool:
+        if (forward, microbatch, stage) in done:
+            return False
+        if forward:
+            before = (True, microbatch, stage - 1) if stage else None
+        else:
+            before = (False, microbatch, stage + 1) if stage + 1 < stages else (True, microbatch, stage)
+        return before is None or done.get(before, tick) < tick
+
+    own = range(rank, stages, pp)
+    for microbatch in range(microbatches):
+        for stage in reversed(own):
+            if ready(False, microbatch, stage) and (True, microbatch, stage) in done:
+                return Op(False, microbatch, stage // pp)
+    # Megatron's order of interleaved forwards: pp microbatches through one chunk, then the same through the next
+    for first in range(0, microbatches, pp):
+        for stage in own:
+            waiting = sum((True, m, stage) in done and (False, m, stage) not in done for m in range(microbatches))
+            for microbatch in range(first, min(first + pp, microbatches)):
+                if waiting < stages - stage and ready(True, microbatch, stage):
+                    return Op(True, microbatch, stage // pp)
+    return None

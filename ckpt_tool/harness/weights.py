@@ -1,4 +1,5 @@
-"""The state of one rank: the model's values, its slices of the optimizer's state, and how they turn into pieces and back.
+"""The state of one rank: the model's values, its slices of the optimizer's state, and how they turn into pieces and
+back.
 
     weights.gather("3") ... weights.release("3")     ZeRO 3: the values of layer 3 are whole only in between
     weights.rebuild()                                after an update: model values from all data ranks' masters
@@ -48,7 +49,8 @@ class RankWeights:
             self.slices[name] = Slices.fresh(line[start:stop])
 
     def kinds(self) -> list[tuple[Group, list[Held]]]:
-        """Dense parameters and experts with the data ranks that hold the same; kinds without parameters are left out."""
+        """Dense parameters and experts with the data ranks that hold the same; kinds without parameters are left
+        out."""
         dense = [item for item in self.params.values() if item.param.expert is None]
         experts = [item for item in self.params.values() if item.param.expert is not None]
         pairs = [(self._layout.dp_group(self._at), dense), (self._layout.edp_group(self._at), experts)]
@@ -156,10 +158,15 @@ class RankWeights:
             else:
                 tensor = self._own[name] if cut else self._values[name]
             yield Piece(
-                name, state, item.param.shape, item.offset, item.box,
-                tensor if cut else tensor.view(item.box), self._parts[name] if cut else None,
+                name,
+                state,
+                item.param.shape,
+                item.offset,
+                item.box,
+                tensor if cut else tensor.view(item.box),
+                self._parts[name] if cut else None,
                 item.copies if cut else self._replica(item),
-            )  # fmt: skip
+            )
 
     def _replica(self, item: Held) -> int:
         """The number of a copy that every data rank has."""
@@ -168,7 +175,7 @@ class RankWeights:
         return index * 2 * layout.tp + item.copies
 
     def load(self, read: Read) -> None:
-        """Ask for everything this rank holds. Of a part of a line the rows it touches are asked for."""
+        """Ask for everything this rank holds. Of a part of a line the rows it touches are requested."""
         for name, item in self.params.items():
             dtype = _DTYPES[item.param.dtype]
             if self._layout.zero == 3:

@@ -1,14 +1,15 @@
 """Does a plan make sense? What `build_moves` has by construction is shown again of a plan that was read from a file.
 
-    every move      its source regions of replica 0 tile its line, and lie in their files; its output regions hold the line,
-                    each box of it once or in replicas that are alike
-    every file      no byte is written twice, none outside; every array is filled by the move that it names, and every region
-                    of a move fills an array; patches and literals lie in the file
-    all             numbers agree: shapes, dtypes, sizes of elements; names are one each; paths stay inside
+    every move  its source regions of replica 0 tile its line, and lie in their files; its output regions hold the line,
+                each box of it once or in replicas that are alike
+    every file
+          no byte is written twice, none outside; every array is filled by the move that it names, and every region
+                of a move fills an array; patches and literals lie in the file
+    all         numbers agree: shapes, dtypes, sizes of elements; names are one each; paths stay inside
 
-A region is known to be a box of its tensor by its extents and steps alone (`box_of`), so tiling is a question about boxes.
-Verdicts are kept by shape and boxes, for layers repeat. What is read is not judged: which bytes are a tensor's only the source's
-format knows. Cost: some 10 us a region, nothing for plans that are made and run at once.
+A region is known to be a box of its tensor by its extents and steps alone (`box_of`), so tiling is a question about
+boxes. Verdicts are kept by shape and boxes, for layers repeat. What is read is not judged: which bytes are a tensor's
+only the source's format knows. Cost: some 10 us a region, nothing for plans that are made and run at once.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Tile = tuple[int, tuple[int, ...], tuple[int, ...]]  # at, extents, steps of a r
 
 
 def check(plan: Plan, path: str) -> list[str]:
-    """What is wrong with the plan of file `path`, in words; [] for a sound one. Raises UnsafeInput E1600 for output paths
-    that lead elsewhere."""
+    """What is wrong with the plan of file `path`, in words; [] for a sound one. Raises UnsafeInput E1600 for output
+    paths that lead elsewhere."""
     check_outputs(
         (file.path for file in plan.outputs),
         named_by=lambda _: None,
@@ -70,7 +71,7 @@ def _records(plan: Plan) -> Iterator[str]:
             yield f"the checksum of a record is {record.crc}, more than 32 bits"
 
 
-# -- moves ----------------------------------------------------------------------------------------------------------------
+# -- moves -------------------------------------------------------------------------------------------------------------
 
 
 def _moves(plan: Plan) -> Iterator[str]:
@@ -194,7 +195,7 @@ def box_of(shape: Sequence[int], at: int, extents: Sequence[int], steps: Sequenc
     return box if box.inside(shape) else None
 
 
-# -- files ----------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _files(plan: Plan) -> Iterator[str]:

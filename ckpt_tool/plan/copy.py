@@ -28,7 +28,8 @@ class Region(NamedTuple):
     """Element (i, j, ...) lies at byte `offset + i*strides[0] + j*strides[1] + ...` of file number `file` and is
     element `at + i*steps[0] + j*steps[1] + ...` of the canonical line.
 
-    Dims are ordered by `steps`, largest first, so that steps[d] >= extents[d+1] * steps[d+1]: the clipping relies on it.
+    Dims are ordered by `steps`, largest first, so that steps[d] >= extents[d+1] * steps[d+1]: the clipping relies on
+    it.
     replica: 0 for the regions that tile the line; the others hold the same elements again.
     """
 
@@ -85,7 +86,8 @@ def byte_view(shape: Sequence[int], box: Box, dtype: DType) -> tuple[tuple[int, 
 def refuse_strides(dtype: DType, what: str) -> None:
     """Raise InputError E1390: elements of less than a byte can't be moved one by one."""
     raise InputError(
-        f"{what} holds {dtype.name}, {dtype.bits} bits an element, and lies otherwise than row by row: its elements can't "
+        f"{what} holds {dtype.name}, {dtype.bits} bits an element, and lies otherwise than row by row: its "
+        "elements can't "
         "be moved one by one",
         code="E1390",
         hint="store it contiguous (torch: .contiguous()), or leave it out with --remove-keys",
@@ -231,9 +233,14 @@ def intersect(source: Region, output: Region) -> Iterator[Copy]:
         for part in clip(source, *hull(output)):
             by = output.strides[0] if output.strides else 0
             yield Copy(
-                source.file, part.offset, part.strides, output.file, output.offset + (part.at - output.at) * by,
-                tuple(step * by for step in part.steps), part.extents,
-            )  # fmt: skip
+                source.file,
+                part.offset,
+                part.strides,
+                output.file,
+                output.offset + (part.at - output.at) * by,
+                tuple(step * by for step in part.steps),
+                part.extents,
+            )
         return
     outer, inner = (
         output.extents[0],

@@ -31,9 +31,9 @@ Shape = tuple[int, ...]
 
 
 class Applied(NamedTuple):
-    """stored: the tensors under their new names, parameter by parameter in the mapping's order, then those that it does not
-    know, as they were. renewed: keys whose values are others than the source's of that key. kept: names that passed as they
-    are. dropped: the tensors of the names that the mapping leaves out. names: parameter -> those made of it."""
+    """stored: the tensors under their new names, parameter by parameter in the mapping's order, then those that it does
+    not know, as they were. renewed: keys whose values are others than the source's of that key. kept: names that passed
+    as they are. dropped: the tensors of the names that the mapping leaves out. names: parameter -> those made of it."""
 
     stored: tuple[Stored, ...]
     renewed: frozenset[TensorKey]
@@ -55,8 +55,8 @@ def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:
 
 def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
     """The tensors under the mapping's names. Raises InconsistentCheckpoint E2303 for a state that some sources of a
-    tensor have and others lack, whose shape is neither the parameter's nor a single element, or whose dtypes differ, all
-    at once."""
+    tensor have and others lack, whose shape is neither the parameter's nor a single element, or whose dtypes differ,
+    all at once."""
     shapes = parameter_shapes(rows)
     by_name: dict[str, dict[str, Stored]] = {}
     for row in rows:
@@ -76,25 +76,33 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped) -> Applied:
     if faults:
         key, fault = faults[0]
         raise InconsistentCheckpoint(
-            f"{key}: {fault}", code="E2303", key=key.name, faults=[f"{key}: {fault}" for key, fault in faults[1:]],
+            f"{key}: {fault}",
+            code="E2303",
+            key=key.name,
+            faults=[f"{key}: {fault}" for key, fault in faults[1:]],
             hint=f"leave the state behind with --drop {key.state}, or keep the source's names with --dialect keep",
-        )  # fmt: skip
+        )
     dropped = set(mapped.dropped)
     kept = [name for name in by_name if name not in used and name not in dropped]
     taken = {row.tensor.key.name for row in stored}
     clash = [name for name in kept if name in taken]
     if clash:
         raise UsageError(
-            f"the mapping makes {clash[0]} of another tensor, and the checkpoint has one of that name that no rule takes",
-            code="E2301", key=clash[0], faults=clash[1:], hint="rename or drop it in the mapping",
-        )  # fmt: skip
+            f"the mapping makes {clash[0]} of another tensor, and the checkpoint has one of that name that "
+            "no rule takes",
+            code="E2301",
+            key=clash[0],
+            faults=clash[1:],
+            hint="rename or drop it in the mapping",
+        )
     stored += [row for name in kept for row in by_name[name].values()]
     gone = tuple(row.tensor for name in mapped.dropped for row in by_name.get(name, {}).values())
     return Applied(tuple(stored), frozenset(renewed), tuple(kept), gone, {n: tuple(to) for n, to in used.items()})
 
 
 def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
-    """The pieces of a tensor. Raises UsageError E1280 for what this build does not carry out: padding, maps of values."""
+    """The pieces of a tensor. Raises UsageError E1280 for what this build does not carry out: padding, maps of
+    values."""
     for piece in made.pieces:
         if piece.src.name == PAD or piece.maps or piece.src.name not in shapes:
             what = "elements made from nothing" if piece.src.name == PAD else "a change of values"
@@ -107,9 +115,12 @@ def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
 
 
 def _states(
-    made: Made, pieces: Sequence[Piece], by_name: Mapping[str, Mapping[str, Stored]], shapes: Mapping[str, Shape],
+    made: Made,
+    pieces: Sequence[Piece],
+    by_name: Mapping[str, Mapping[str, Stored]],
+    shapes: Mapping[str, Shape],
     faults: list[tuple[TensorKey, str]],
-) -> Iterator[tuple[TensorKey, Stored]]:  # fmt: skip
+) -> Iterator[tuple[TensorKey, Stored]]:
     """Each state of a made tensor that its sources have."""
     sources = list(dict.fromkeys(piece.src.name for piece in pieces))
     for state in dict.fromkeys(state for name in sources for state in by_name[name]):
@@ -123,8 +134,13 @@ def _states(
         first = held[0]
         if any(row.tensor.dtype != first.tensor.dtype or row.source != first.source for row in held):
             other = next(row for row in held if row.tensor.dtype != first.tensor.dtype or row.source != first.source)
-            faults.append((key, f"{first.tensor.key.name} is {first.tensor.dtype.name},"
-                           f" {other.tensor.key.name} is {other.tensor.dtype.name}"))  # fmt: skip
+            faults.append(
+                (
+                    key,
+                    f"{first.tensor.key.name} is {first.tensor.dtype.name},"
+                    f" {other.tensor.key.name} is {other.tensor.dtype.name}",
+                )
+            )
             continue
         if all(row.tensor.shape == shapes[row.tensor.key.name] for row in held):
             yield (
@@ -135,8 +151,13 @@ def _states(
             yield key, first._replace(tensor=_counter(key, [row.tensor for row in held]))
         else:
             wrong = next(row.tensor for row in held if row.tensor.shape != shapes[row.tensor.key.name])
-            faults.append((key, f"shape {list(wrong.shape)} of {wrong.key.name} is not its parameter's"
-                           f" {list(shapes[wrong.key.name])}"))  # fmt: skip
+            faults.append(
+                (
+                    key,
+                    f"shape {list(wrong.shape)} of {wrong.key.name} is not its parameter's"
+                    f" {list(shapes[wrong.key.name])}",
+                )
+            )
 
 
 def _counter(key: TensorKey, tensors: Sequence[LogicalTensor]) -> LogicalTensor:
@@ -157,22 +178,29 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
     tensor = next(iter(sources.values()))
     if tensor.dtype.bits < 8:
         raise UsageError(
-            f"{key}: a {tensor.dtype.name} tensor can only be renamed, its elements are no bytes", code="E1280",
-            key=key.name, hint="--dialect keep, or dequantise it first",
-        )  # fmt: skip
+            f"{key}: a {tensor.dtype.name} tensor can only be renamed, its elements are no bytes",
+            code="E1280",
+            key=key.name,
+            hint="--dialect keep, or dequantise it first",
+        )
     chunks = [
-        chunk for piece in pieces if piece.numel for stored in sources[piece.src.name].chunks
+        chunk
+        for piece in pieces
+        if piece.numel
+        for stored in sources[piece.src.name].chunks
         for chunk in _mapped_chunks(piece, sources[piece.src.name].shape, stored, made.shape)
-    ]  # fmt: skip
+    ]
     return LogicalTensor(key, made.shape, tensor.dtype, tuple(chunks))
 
 
 def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
     """Is every element at the same place on both sides?"""
     flat = piece.merged()
-    return flat.numel == tensor.numel and flat.src.offset == flat.dst.offset == 0 and (
-        flat.src.strides == flat.dst.strides in ((), (1,))
-    )  # fmt: skip
+    return (
+        flat.numel == tensor.numel
+        and flat.src.offset == flat.dst.offset == 0
+        and (flat.src.strides == flat.dst.strides in ((), (1,)))
+    )
 
 
 def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Iterator[Chunk]:
@@ -192,8 +220,8 @@ def _chunk(chunk: Chunk, box: Box, offset: int, strides: Shape) -> Chunk:
 
 
 def _boxes(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
-    """A piece as boxes of its destination of `shape`, each with the place of its element 0 in the source and the step along
-    each dim there. Axes that leave gaps in a dim, or steps that differ, are told index by index."""
+    """A piece as boxes of its destination of `shape`, each with the place of its element 0 in the source and the step
+    along each dim there. Axes that leave gaps in a dim, or steps that differ, are told index by index."""
     for part in piece.along("dst", shape):
         yield from _unrolled(part, shape)
 

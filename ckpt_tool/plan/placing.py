@@ -1,8 +1,10 @@
-"""Placing: which mesh dims cut which dims of every tensor, when all that is known is names, shapes and the source's cut.
+"""Placing: which mesh dims cut which dims of every tensor, when all that is known is names, shapes and the source's
+cut.
 
 First hit wins: the rules of `--layout FILE`, the family's axes (once a family is known), the table of common names
-below, the source's own cut, dim 0. The decision is taken once a parameter; its states inherit it, and the data dims come
-on top for the states that ZeRO shards. Nothing here can lose a value: a wrong guess gives other boxes, recorded as such.
+below, the source's own cut, dim 0. The decision is taken once a parameter; its states inherit it, and the data dims
+come on top for the states that ZeRO shards. Nothing here can lose a value: a wrong guess gives other boxes, recorded as
+such.
 
 The table holds the names under which transformers, torchtitan, Megatron and Meta keep column-parallel weights (cut
 along dim 0: their outputs), row-parallel ones (dim 1: their inputs) and embeddings (dim 0: the vocabulary).
@@ -19,10 +21,10 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import DIGITS, bounded, numeral
 from ckpt_tool.core.layout import Choice, Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh, divisors_near
-from ckpt_tool.core.quantised import Units
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.quantised.weights import Units
 
 _COLUMN = re.compile(
     r"(?:^|\.)(?:q_proj|k_proj|v_proj|qkv_proj|query_key_value|gate_proj|up_proj|(?:gate_up|up_gate|gate_up_fused)_proj|w1|w3|wq|wk|wv|fc1|"
@@ -61,8 +63,9 @@ class Rule:
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What the user asked for. zero: 0-3, how far DP shards the states. cuts: name -> tensor dim that the source's
-    ranks cut. pp_split: layers of each stage, () for even stages. in_out: matrices lie as (inputs, outputs), Paddle's way
-    round, so that what cuts outputs cuts dim 1. together: tensors of quantised weights, which are cut between blocks."""
+    ranks cut. pp_split: layers of each stage, () for even stages. in_out: matrices lie as (inputs, outputs), Paddle's
+    way round, so that what cuts outputs cuts dim 1. together: tensors of quantised weights, which are cut between
+    blocks."""
 
     mesh: Mesh
     zero: int = 0
@@ -189,8 +192,8 @@ class _Deciding:
         return self._decided(shape, wish, at)
 
     def _joint(self, name: str, units: Units) -> Placement:
-        """Where codes or scales of a quantised weight lie: as the weight is cut, in whole blocks, shared where they serve all
-        pieces. The policies that cut unevenly fall back as the default does."""
+        """Where codes or scales of a quantised weight lie: as the weight is cut, in whole blocks, shared where they
+        serve all pieces. The policies that cut unevenly fall back as the default does."""
         lead, found = units.lead, self.names[units.lead]
         by_rule = any(fnmatchcase(lead, rule.match) for rule in self.wishes.rules)
         alike = (found.alike, found.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
@@ -283,17 +286,20 @@ def _stages(names: Mapping[str, _Name], wishes: Wishes) -> dict[str, int]:
         split = wishes.pp_split
         if len(split) != stages or sum(split) != count or min(split) < 1:
             raise UsageError(
-                f"--pp-split {','.join(map(str, split))} does not part {count} layers into {stages} stages", code="E0218",
+                f"--pp-split {','.join(map(str, split))} does not part {count} layers into {stages} stages",
+                code="E0218",
                 hint="give one positive number a stage, their sum the number of layers",
-            )  # fmt: skip
+            )
     elif count % stages:
         near = divisors_near(count, stages)
         raise UsageError(
-            f"{count} layers do not divide into {stages} pipeline stages", code="E0217",
+            f"{count} layers do not divide into {stages} pipeline stages",
+            code="E0217",
             hint=f"degrees that divide: {', '.join(map(str, near))}"
             + ("; or an uneven split with --pp-split" if stages < count else "")
-            if near else "the tensor names show no layers: leave --pp off",
-        )  # fmt: skip
+            if near
+            else "the tensor names show no layers: leave --pp off",
+        )
     else:
         split = (count // stages,) * stages
     owner = [stage for stage, layers_here in enumerate(split) for _ in range(layers_here)]
@@ -316,9 +322,10 @@ def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     if not count or count % ranks:
         near = divisors_near(count, ranks)
         raise UsageError(
-            f"{count} experts do not divide over {ranks} expert-parallel ranks", code="E0219",
+            f"{count} experts do not divide over {ranks} expert-parallel ranks",
+            code="E0219",
             hint=f"degrees that divide: {', '.join(map(str, near))}" if near else "the checkpoint has no experts",
-        )  # fmt: skip
+        )
     return {name: number * ranks // count for name, number in numbers.items()}
 
 
@@ -338,11 +345,16 @@ def _fallbacks(tensors: Sequence[WantedTensor], placements: Sequence[Placement],
             entry = cases.setdefault(
                 (choice.requested, choice.used, choice.reason),
                 {
-                    "requested": list(choice.requested), "used": list(choice.used), "reason": choice.reason,
-                    "tensors": 0, "example": str(item.key), "shape": list(item.shape), "extra_bytes": 0,
+                    "requested": list(choice.requested),
+                    "used": list(choice.used),
+                    "reason": choice.reason,
+                    "tensors": 0,
+                    "example": str(item.key),
+                    "shape": list(item.shape),
+                    "extra_bytes": 0,
                     "better": list(choice.better),
                 },
-            )  # fmt: skip
+            )
             entry["tensors"] += 1
             entry["extra_bytes"] += item.nbytes * (_lost_degree(choice, sizes) - 1)
     return list(cases.values())
@@ -363,8 +375,12 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
     """
     known = {"mesh", "rule"}
     if set(document) - known:
-        raise UsageError(f"unknown table {sorted(set(document) - known)[0]!r}", code="E0252", path=path,
-                         hint="a layout file has [mesh] and [[rule]] tables")  # fmt: skip
+        raise UsageError(
+            f"unknown table {sorted(set(document) - known)[0]!r}",
+            code="E0252",
+            path=path,
+            hint="a layout file has [mesh] and [[rule]] tables",
+        )
     try:
         degrees = {str(name): _whole(size) for name, size in document.get("mesh", {}).items()}
         rules = tuple(
@@ -385,9 +401,11 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         what = e if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
         raise UsageError(
-            f"the layout file does not read: {what}", code="E0252", path=path,
+            f"the layout file does not read: {what}",
+            code="E0252",
+            path=path,
             hint='want [[rule]] entries such as: match = "*.w1.weight", shard = { 0 = ["tp"] }',
-        ) from e  # fmt: skip
+        ) from e
     return degrees, rules
 
 

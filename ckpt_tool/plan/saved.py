@@ -1,9 +1,9 @@
 """A plan as a file's document, and a file's document as a plan.
 
-A plan file is data from a stranger. Its seal, a hash of all the rest, shows that it is as it was made: an edit is found before
-anything else is looked at. The seal is no secret, so what follows trusts nothing either: each value has its type and its bounds
-(here), and the whole makes sense (`plan.checking`). What no check can tell is a plan made to do something else: it can read the
-sources that it names, and write the output that it names, as any command can.
+A plan file is data from a stranger. Its seal, a hash of all the rest, shows that it is as it was made: an edit is found
+before anything else is looked at. The seal is no secret, so what follows trusts nothing either: each value has its type
+and its bounds (here), and the whole makes sense (`plan.checking`). What no check can tell is a plan made to do
+something else: it can read the sources that it names, and write the output that it names, as any command can.
 
     sealed({"plan_version": 2, ...})        {..., "seal": "5d1f..."}
     check_seal(document, "p.json")          E1601 where they disagree
@@ -45,9 +45,11 @@ def check_seal(document: Any, path: str) -> None:
         return  # no plan of this version: `read_plan` says so
     if document.get(_SEAL) != _seal_of({key: value for key, value in document.items() if key != _SEAL}):
         raise SourceChanged(
-            "the plan file is not as it was made: its seal is that of other content", code="E1601", path=path,
+            "the plan file is not as it was made: its seal is that of other content",
+            code="E1601",
+            path=path,
             hint="plans are made by --plan and not edited: make it again with the options that are wanted",
-        )  # fmt: skip
+        )
 
 
 def _seal_of(document: Mapping[str, Any]) -> str:
@@ -70,9 +72,12 @@ def read_plan(document: Any, path: str) -> Plan:
 
 def _unreadable(words: str, path: str, faults: Sequence[str] = ()) -> SourceChanged:
     return SourceChanged(
-        f"the plan file does not read as a plan: {words}", code="E0610", path=path, hint="make it again with --plan",
+        f"the plan file does not read as a plan: {words}",
+        code="E0610",
+        path=path,
+        hint="make it again with --plan",
         faults=faults,
-    )  # fmt: skip
+    )
 
 
 def _plan(document: Any) -> Plan:
@@ -118,9 +123,16 @@ def _move(row: Sequence[Any]) -> Move:
     key, shape, dtype, dtype_out, numel, item, item_out, sources, targets = row
     name, state = map(_text, _rows(key))
     return Move(
-        TensorKey(name, state), _numbers(shape), _dtype(dtype), _dtype(dtype_out), _number(numel), _number(item),
-        _number(item_out), tuple(map(_region, _rows(sources))), tuple(map(_region, _rows(targets))),
-    )  # fmt: skip
+        TensorKey(name, state),
+        _numbers(shape),
+        _dtype(dtype),
+        _dtype(dtype_out),
+        _number(numel),
+        _number(item),
+        _number(item_out),
+        tuple(map(_region, _rows(sources))),
+        tuple(map(_region, _rows(targets))),
+    )
 
 
 def _region(row: Sequence[Any]) -> Region:
@@ -141,7 +153,7 @@ def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-# -- values ---------------------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

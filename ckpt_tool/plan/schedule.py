@@ -31,8 +31,8 @@ def build_moves(
 ) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
     """The moves, the checksum records they touch, and each output file's arrays.
 
-    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Raises UnsafeInput E1600 for files
-    that would lie elsewhere than in the output.
+    stored: aligned with `wanted.tensors`: where each wanted tensor's values come from. Raises UnsafeInput E1600 for
+    files that would lie elsewhere than in the output.
     """
     _check_paths(target, wanted)
     if target.places is not None:
@@ -96,7 +96,8 @@ def _check_paths(target: Target, wanted: Wanted) -> None:
         (file.path for file in target.files),
         named_by=tensor,
         path=None,
-        hint="a name of the source becomes a file's name here: rename it there, leave it out with --remove-keys, or write "
+        hint="a name of the source becomes a file's name here: rename it there, leave it out with "
+        "--remove-keys, or write "
         "another format",
     )
 
@@ -118,7 +119,8 @@ def _reach(array: TargetArray, item: WantedTensor) -> int:
 
 
 def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted) -> None:
-    """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each other's
+    """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each
+    other's
     gaps: columns of one matrix."""
     spans = [
         Span(at, at + n, _comb(array, wanted.tensors[array.tensor]))

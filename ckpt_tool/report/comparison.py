@@ -1,8 +1,8 @@
 """`ckpt diff` and `ckpt verify` as pages: what was found, by tensor, and one line that says how it stands.
 
 Reads the documents of cli.md: `equal`, `compared`, `differences`; `ok`, `findings`, `digests`; and, where given, the
-`left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered` (files with bytes
-that no checksum covers), `notes`, `elapsed_s`.
+`left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered` (files with
+bytes that no checksum covers), `notes`, `elapsed_s`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _file(finding: Document) -> str:
 
 
 def _uncovered(rows: Sequence[Document]) -> list[Block]:
-    """What damage can't be seen in: whole files, and of others what lies around their checksummed records."""
+    """What damage can't be seen in: whole files, and of others what is around their checksummed records."""
     whole = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
     parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
     said = [f"{plural(len(whole), 'file')}, {size(sum(whole))}"] if whole else []

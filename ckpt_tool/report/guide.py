@@ -1,4 +1,5 @@
-"""A page of the guide for a terminal: Markdown as blocks, so that it is wrapped and its tables are aligned as all results are.
+"""A page of the guide for a terminal: Markdown as blocks, so that it is wrapped and its tables are aligned as all
+results are.
 
 What the guide uses is known here: headings, paragraphs, lists, tables, fenced blocks, **strong** words. Nothing else.
 """

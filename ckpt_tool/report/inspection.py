@@ -1,8 +1,8 @@
-"""`ckpt inspect` as a page: what lies there, its states and dtypes, and its tensors folded into a tree.
+"""`ckpt inspect` as a page: what is there, its states and dtypes, and its tensors folded into a tree.
 
-Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`; `quantization`; `resolved`
-(why another folder than the given one was taken), `notes`, `security` ({unsafe: [...], globals: [...]}), a tensor's
-`chunks` (`--placement`) and `stats` (`--stats`).
+Reads the document that `--json` prints: `format`, `path`, `mesh`, `total`, `states`, `tensors`, `extras`;
+`quantization`; `resolved` (why another folder than the given one was taken), `notes`, `security` ({unsafe: [...],
+globals: [...]}), a tensor's `chunks` (`--placement`) and `stats` (`--stats`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.report.folding import Folding
 from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
-from ckpt_tool.report.tree import Tree
+from ckpt_tool.report.tree import Folding, Tree
 
 Document = Mapping[str, Any]
 EXTRAS_SHOWN = 16
@@ -113,9 +112,14 @@ def _states_and_dtypes(document: Document, tensors: Sequence[Document]) -> Itera
         row[1] += nbytes
     states = document.get("states") or {}
     numbers = (Column("tensors", right=True), Column("bytes", right=True))
-    yield Table("", (Column("state"), *numbers, Column("dtypes")), tuple(
-        (name, count(row["tensors"]), size(row["bytes"]), " ".join(by_state.get(name, ()))) for name, row in states.items()
-    ))  # fmt: skip
+    yield Table(
+        "",
+        (Column("state"), *numbers, Column("dtypes")),
+        tuple(
+            (name, count(row["tensors"]), size(row["bytes"]), " ".join(by_state.get(name, ())))
+            for name, row in states.items()
+        ),
+    )
     if len(by_dtype) > 1:
         ordered = sorted(by_dtype.items(), key=lambda item: -item[1][1])
         yield Table(

@@ -90,7 +90,8 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A picture of who holds what, drawn by HTML alone: rows of tiles, each a label, lines of text and a group (its colour)."""
+    """A picture of who holds what, drawn by HTML alone: rows of tiles, each a label, lines of text and a group (its
+    colour)."""
 
     title: str
     rows: tuple[tuple[tuple[str, tuple[str, ...], int], ...], ...]

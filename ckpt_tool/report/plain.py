@@ -54,9 +54,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def _width(stream: TextIO | None, *, tty: bool) -> int | None:
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdecimal() and 0 < int(asked) < 100_000:
-        return max(int(asked), LEAST_WIDTH)
+    stated = os.environ.get("COLUMNS", "")
+    if stated.isdecimal() and 0 < int(stated) < 100_000:
+        return max(int(stated), LEAST_WIDTH)
     if not tty or stream is None:
         return None
     try:

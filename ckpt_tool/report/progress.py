@@ -173,17 +173,27 @@ class Bar(Lines):
         )
 
         console = Console(
-            file=self._stream, force_terminal=True, no_color=not self._look.colour, highlight=False, markup=False,
+            file=self._stream,
+            force_terminal=True,
+            no_color=not self._look.colour,
+            highlight=False,
+            markup=False,
             width=self._look.width,
-        )  # fmt: skip
+        )
         wide = (self._look.width or 80) >= 70
         columns = [TextColumn("{task.description}"), BarColumn(bar_width=None if wide else 12)]
         columns += [DownloadColumn(), TransferSpeedColumn()] if wide else [TransferSpeedColumn()]
         columns += [TimeRemainingColumn(compact=True)] if self._total else [TimeElapsedColumn()]
         bar = Progress(
-            *columns, console=console, transient=True, expand=wide, refresh_per_second=8, speed_estimate_period=10,
-            redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
+            *columns,
+            console=console,
+            transient=True,
+            expand=wide,
+            refresh_per_second=8,
+            speed_estimate_period=10,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         task = bar.add_task(self._what, total=self._total or None)
         self._draw = lambda done: bar.update(task, completed=done)
         self._stop = bar.stop

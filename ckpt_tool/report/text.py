@@ -42,7 +42,7 @@ def _spelled(char: str) -> str:
 
 
 def clip(text: str, limit: int = CLIP) -> str:
-    """`text` cut in its middle when longer than `limit` characters, with its real length told."""
+    """`text` cut in its middle when longer than `limit` characters, with its real length."""
     if len(text) <= limit:
         return text
     note = f" ...({len(text)} characters)... "
@@ -126,7 +126,8 @@ def shape(extents: Iterable[int]) -> str:
 
 
 def ranges(numbers: Iterable[int], *, most: int = 4) -> str:
-    """Ascending numbers as ranges: `0-2,5`. Regular gaps of two runs and more read `0-30 step 2`; `most` runs are named."""
+    """Ascending numbers as ranges: `0-2,5`. Regular gaps of two runs and more read `0-30 step 2`; `most` runs are
+    named."""
     found = sorted(set(numbers))
     if len(found) > 2:
         step = found[1] - found[0]

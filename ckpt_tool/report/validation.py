@@ -1,6 +1,7 @@
 """`ckpt validate` as a page: what was run, which checks hold, the two curves, the planted faults, who holds what.
 
-Reads the document of `commands.validate`: `cases` (each as `harness.evidence.gather` gives it), `ok`, `matrix`, `elapsed_s`.
+Reads the document of `commands.validate`: `cases` (each as `harness.evidence.gather` gives it), `ok`, `matrix`,
+`elapsed_s`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ RANKS_DRAWN = 64
 
 
 def validation(document: Document, *, everything: bool = False) -> Page:
-    """The page of `ckpt validate`: a table of pairs, then every case (of a matrix, only those that failed, and the first)."""
+    """The page of `ckpt validate`: a table of pairs, then every case (of a matrix, only those that failed, and the
+    first)."""
     cases: Sequence[Document] = document["cases"]
     blocks: list[Block] = []
     if len(cases) > 1:
@@ -48,8 +50,15 @@ def _pairs(cases: Sequence[Document]) -> Table:
         )
         for case in cases
     )
-    columns = (Column("from"), Column("to"), Column("format"), Column("mode", drop=3), Column("holds"), Column("what", drop=2),
-               Column("s", right=True, drop=1))  # fmt: skip
+    columns = (
+        Column("from"),
+        Column("to"),
+        Column("format"),
+        Column("mode", drop=3),
+        Column("holds"),
+        Column("what", drop=2),
+        Column("s", right=True, drop=1),
+    )
     return Table("pairs", columns, rows)
 
 
@@ -66,14 +75,21 @@ def _case(case: Document) -> Iterator[Block]:
     yield Facts(
         (
             ("layouts", f"{case['from']} -> {case['to']}, saved as {case['format']}"),
-            ("job", f"{case['mode']}, on {case['device']}, seed {case['seed']}, {case['before']} steps before and {case['after']} after"),
+            (
+                "job",
+                f"{case['mode']}, on {case['device']}, seed {case['seed']}, {case['before']} steps before and "
+                f"{case['after']} after",
+            ),
             ("killed", case.get("killed", "")),
             *((("reshard", line)) for line in case.get("commands", ())),
         ),
         f"{case['from']} -> {case['to']}",
-    )  # fmt: skip
-    yield Table("checks", (Column("check"), Column("holds"), Column("what was seen")),
-                tuple((check["check"], _good(check["ok"]), check["text"]) for check in case["checks"]))  # fmt: skip
+    )
+    yield Table(
+        "checks",
+        (Column("check"), Column("holds"), Column("what was seen")),
+        tuple((check["check"], _good(check["ok"]), check["text"]) for check in case["checks"]),
+    )
     if case.get("curve"):
         yield from _curve(case)
     if case.get("states"):
@@ -90,16 +106,38 @@ def _case(case: Document) -> Iterator[Block]:
 def _curve(case: Document) -> Iterator[Block]:
     rows, steps = case["curve"], tuple(int(row["step"]) for row in case["curve"])
     for key, title in (("loss", "loss"), ("norm", "gradient norm")):
-        series = (("uninterrupted", tuple(row[key] for row in rows)),
-                  ("resharded, resumed", tuple(row.get(f"resumed_{key}") for row in rows)))  # fmt: skip
+        series = (
+            ("uninterrupted", tuple(row[key] for row in rows)),
+            ("resharded, resumed", tuple(row.get(f"resumed_{key}") for row in rows)),
+        )
         yield Curves(title, steps, series, ((case["before"], "kill, reshard"),))
-    columns = (Column("step", right=True), Column("loss", right=True), Column("resumed", right=True),
-               Column("gradient norm", right=True, drop=1), Column("resumed", right=True, drop=1), Column("same bits"))  # fmt: skip
-    yield Table("the curve, uninterrupted and resumed", columns, tuple(
-        (str(row["step"]), f"{row['loss']:.9f}", _number(row, "resumed_loss"), f"{row['norm']:.9f}", _number(row, "resumed_norm"),
-         "" if "equal" not in row else _good(row["equal"]) if case["mode"] == "canonical" else ("yes" if row["equal"] else "no"))
-        for row in rows
-    ))  # fmt: skip
+    columns = (
+        Column("step", right=True),
+        Column("loss", right=True),
+        Column("resumed", right=True),
+        Column("gradient norm", right=True, drop=1),
+        Column("resumed", right=True, drop=1),
+        Column("same bits"),
+    )
+    yield Table(
+        "the curve, uninterrupted and resumed",
+        columns,
+        tuple(
+            (
+                str(row["step"]),
+                f"{row['loss']:.9f}",
+                _number(row, "resumed_loss"),
+                f"{row['norm']:.9f}",
+                _number(row, "resumed_norm"),
+                ""
+                if "equal" not in row
+                else _good(row["equal"])
+                if case["mode"] == "canonical"
+                else ("yes" if row["equal"] else "no"),
+            )
+            for row in rows
+        ),
+    )
 
 
 def _number(row: Document, key: str) -> str:
@@ -119,13 +157,22 @@ def _states(case: Document) -> Table:
 def _controls(case: Document) -> Table:
     """The loss column shows how blind the curve is: 0 is a fault that it does not see."""
     rows = tuple(
-        (row["what"], f"{row['loss_first']:.1e}" if row["loss_first"] else "0", f"{row['loss_max']:.1e}" if row["loss_max"] else "0",
-         ", ".join(name for name, seen in row["seen_by"].items() if seen) or "nothing",
-         _good(row["ok"]))
+        (
+            row["what"],
+            f"{row['loss_first']:.1e}" if row["loss_first"] else "0",
+            f"{row['loss_max']:.1e}" if row["loss_max"] else "0",
+            ", ".join(name for name, seen in row["seen_by"].items() if seen) or "nothing",
+            _good(row["ok"]),
+        )
         for row in case["controls"]
-    )  # fmt: skip
-    columns = (Column("planted fault"), Column("loss, first step", right=True, drop=2), Column("loss, at most", right=True, drop=1),
-               Column("seen by"), Column("as it should"))  # fmt: skip
+    )
+    columns = (
+        Column("planted fault"),
+        Column("loss, first step", right=True, drop=2),
+        Column("loss, at most", right=True, drop=1),
+        Column("seen by"),
+        Column("as it should"),
+    )
     return Table("negative controls", columns, rows)
 
 

@@ -1,8 +1,9 @@
 """What a writer (`reshard`, `convert`, `merge`, `apply`) is about to do, and what it did, as pages.
 
 Reads the document of cli.md: `plan`, `fallbacks`, `removed`, `removed_bytes`, `dropped`, `elapsed_s`,
-`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`, `committed`.
-A run and a dry run show the same in the same order, on stdout: the plan (`before`, as soon as it is known), then what came of it (`after`).
+`digest_checked`; and `overflows`, `source`, `target`, `states`, `layout_source`, `notes`, `plan_file`, `part`,
+`committed`. A run and a dry run show the same in the same order, on stdout: the plan (`before`, as soon as it is
+known), then what came of it (`after`).
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ LISTED = 12  # fallbacks, removed tensors and dropped names that are listed with
 
 
 def before(document: Document, *, everything: bool = False) -> Page:
-    """The plan: from where to where, how much, and what will not be as asked."""
+    """The plan: from where to where, how much, and what will not be as requested."""
     blocks: list[Block] = [Facts(tuple(_plan_rows(document)))]
     blocks += _travelling(document)
     blocks += _warnings(document, everything=everything)
     return Page("ckpt plan", tuple(blocks))
 
 
-def after(document: Document, *, everything: bool = False, told: bool = False) -> Page:
-    """The result: the plan, what it lost, and one line that says it is done. told: the plan has been shown already."""
-    blocks = () if told else before(document, everything=everything).blocks
+def after(document: Document, *, everything: bool = False, shown: bool = False) -> Page:
+    """The result: the plan, what it lost, and one line that says it is done. shown: the plan has been shown already."""
+    blocks = () if shown else before(document, everything=everything).blocks
     if "elapsed_s" not in document:
         saved = document.get("plan_file")
         text = f"plan saved; run it with ckpt apply {saved}" if saved else "dry run: nothing was written"
@@ -109,9 +110,9 @@ def _warnings(document: Document, *, everything: bool) -> list[Block]:
     gone = [entry for entry in dropped if entry.get("tensors") or entry.get("bytes") or entry.get("names")]
     if gone:
         blocks.append(_listed("left behind", [_dropped(entry) for entry in gone], "entry", everything))
-    told = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
-    if told:
-        blocks.append(_listed("made anew", told, "entry", everything))
+    others = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
+    if others:
+        blocks.append(_listed("made anew", others, "entry", everything))
     if document.get("notes"):
         blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
     return blocks
@@ -126,14 +127,14 @@ def _listed(title: str, texts: list[str], noun: str, everything: bool, *, style:
 
 
 def fallback_text(fallback: Document) -> str:
-    """A fallback in a line: `12 tensors such as w [10, 4]: asked dp x tp, cut by dp; 4.1 MB more on disk`."""
+    """A fallback in a line: `12 tensors such as w [10, 4]: requested dp x tp, cut by dp; 4.1 MB more on disk`."""
     number = int(fallback.get("tensors", 1))
     which = (
         str(fallback.get("example", "?")) if number == 1 else f"{count(number)} tensors such as {fallback['example']}"
     )
-    asked, used, better = (" x ".join(fallback.get(key) or ()) for key in ("requested", "used", "better"))
+    requested, used, better = (" x ".join(fallback.get(key) or ()) for key in ("requested", "used", "better"))
     how = {"padded": f"cut by {used}, padded with zeros", "uneven": f"cut by {used} into uneven parts"}
-    text = f"{which} {shape(fallback.get('shape') or ())}: asked {asked}, "
+    text = f"{which} {shape(fallback.get('shape') or ())}: requested {requested}, "
     text += how.get(str(fallback.get("reason")), f"cut by {used}" if used else "replicated")
     if fallback.get("extra_bytes"):
         text += f"; {size(fallback['extra_bytes'])} more on disk"

@@ -125,9 +125,11 @@ class Sources:
 
     def changed(self, number: int) -> SourceChanged:
         return SourceChanged(
-            "the file changed after the plan was made", code="E0601", path=self.shown(number),
+            "the file changed after the plan was made",
+            code="E0601",
+            path=self.shown(number),
             hint="wait until nothing writes into the checkpoint, then plan again",
-        )  # fmt: skip
+        )
 
     def check(self, number: int) -> None:
         """Raise SourceChanged unless the file is, by name, still the one that the plan saw."""
@@ -231,10 +233,13 @@ class Reader:
 
     def _differs(self, move: Move, part: Region) -> NoReturn:
         raise ReplicasDiffer(
-            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's", code=REPLICAS_DIFFER,
-            path=self._files.shown(part.file), offset=part.offset, key=str(move.key),
+            f"replicas differ: this copy of elements {part.at}.. is not equal to the first rank's",
+            code=REPLICAS_DIFFER,
+            path=self._files.shown(part.file),
+            offset=part.offset,
+            key=str(move.key),
             hint="the ranks have drifted apart; choose one with --replica-policy first, or save again",
-        )  # fmt: skip
+        )
 
     def _read(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
         at = (part.at - start) * item
@@ -294,9 +299,16 @@ class Reader:
             self._spread(file, offset + i * strides[0], *rest, block, at + i * targets[0], item, count=count)
 
     def _span(
-        self, file: int, offset: int, extents: list[int], strides: list[int], targets: list[int],
-        block: memoryview, at: int, item: int,
-    ) -> None:  # fmt: skip
+        self,
+        file: int,
+        offset: int,
+        extents: list[int],
+        strides: list[int],
+        targets: list[int],
+        block: memoryview,
+        at: int,
+        item: int,
+    ) -> None:
         span = item + sum((n - 1) * s for n, s in zip(extents, strides, strict=True))
         scratch = self._scratch if len(self._scratch) >= span else bytearray(span)
         self.pread(file, offset, memoryview(scratch)[:span], count=False)
@@ -421,7 +433,8 @@ class Writer:
             self._write(inner._replace(offset=part.offset + i * strides[0]), block, at + i * steps[0], item)
 
     def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
-        """Write all of `view` at byte `offset` of the staged file. count: whether a record's checksum takes it in now."""
+        """Write all of `view` at byte `offset` of the staged file. count: whether a record's checksum takes it in
+        now."""
         fd, done = self.fds[file], 0
         try:
             done = os.pwrite(fd, view, offset)

@@ -3,8 +3,8 @@
     >>> combine(crc32(b"ab"), crc32(b"cde"), 3) == crc32(b"abcde")
     True
 
-The arithmetic is in GF(2)[x] modulo the zip polynomial, as zlib's `crc32_combine` does it. `isal` (Intel ISA-L) gives the
-CRC at 96 GB/s from L2 where zlib gives 5.5; without it zlib is used.
+The arithmetic is in GF(2)[x] modulo the zip polynomial, as zlib's `crc32_combine` does it. `isal` (Intel ISA-L) gives
+the CRC at 96 GB/s from L2 where zlib gives 5.5; without it zlib is used.
 """
 
 from __future__ import annotations

@@ -126,9 +126,10 @@ def _read_chunks(fd: int, offset: int, nbytes: int) -> Iterator[bytes]:
         data = os.pread(fd, min(nbytes, 256 << 10), offset)
         if not data:
             raise StorageError(
-                f"a staged file ends at byte {offset}, {nbytes} bytes early", code="E0713",
+                f"a staged file ends at byte {offset}, {nbytes} bytes early",
+                code="E0713",
                 hint="something else wrote into the staging folder: run the command again",
-            )  # fmt: skip
+            )
         yield data
         offset += len(data)
         nbytes -= len(data)

@@ -60,7 +60,8 @@ def compare(
     atol: float = 0.0,
     advance: Callable[[int], None] | None = None,
 ) -> list[Difference | None]:
-    """For every pair of equal shape: None when equal, else what differs. dtypes may differ when tolerances are given."""
+    """For every pair of equal shape: None when equal, else what differs. dtypes may differ when tolerances are
+    given."""
     mine = readable([pair[0] for pair in pairs], left)
     theirs = readable([pair[1] for pair in pairs], right)
     other, beside = (

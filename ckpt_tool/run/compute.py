@@ -1,24 +1,24 @@
 """Element-wise work on blocks: casts between dtypes, bit-exact and counted.
 
-The one idea: what has 8 or 16 bits is looked up in a table, fp32 goes by NumPy and ml_dtypes, and what is lost is only counted
-where the largest bits of a block say that anything can be.
+The one idea: what has 8 or 16 bits is looked up in a table, fp32 goes by NumPy and ml_dtypes, and what is lost is only
+counted where the largest bits of a block say that anything can be.
 
-Rounding is to nearest, ties to even, equal to torch 2.13 bit for bit (whatever the payload of a NaN). A finite value beyond the
-target's range is counted as lost, and becomes what torch makes of it: infinity, or the largest value in F8_E4M3, which has no
-infinity (there infinities become it too, and count as lost); NaN in the FNUZ types.
+Rounding is to nearest, ties to even, equal to torch 2.13 bit for bit (whatever the payload of a NaN). A finite value
+beyond the target's range is counted as lost, and becomes what torch makes of it: infinity, or the largest value in
+F8_E4M3, which has no infinity (there infinities become it too, and count as lost); NaN in the FNUZ types.
 
-fp32 -> FP8 goes through 16 bits: the lower half of an fp32 leaves one bit that says whether there was anything (rounding to odd),
-which no later rounding to fewer bits can mistake for a tie.
+fp32 -> FP8 goes through 16 bits: the lower half of an fp32 leaves one bit that says whether there was anything
+(rounding to odd), which no later rounding to fewer bits can mistake for a tie.
 
-    block of 4 MiB, ns an element    NumPy, ml_dtypes   torch 2.13   here       (a shared machine of two cores; the copy of an
-    F32 -> BF16                      0.6                0.3          0.8         fp32 takes 0.3; tests/bench/casts.py measures)
-    BF16 -> F32                      0.2                0.3          0.2
-    F32 -> F16                       2.0                0.3          2.2
-    F16 -> F32                       1.0                0.3          1.0
-    BF16 -> F16                      2.7                0.6          0.9
-    F16 -> BF16                      3.5                1.0          0.9
-    F32 -> F8_E4M3                   6.5                0.7          1.9
-    F8_E4M3 -> F32                   11                 5.4          1.4
+    block of 4 MiB, ns an element  NumPy, ml_dtypes   torch 2.13   here  (a shared machine of two cores; the copy of an
+    F32 -> BF16               0.6                0.3          0.8         fp32 takes 0.3; tests/bench/casts.py measures)
+    BF16 -> F32                    0.2                0.3          0.2
+    F32 -> F16                     2.0                0.3          2.2
+    F16 -> F32                     1.0                0.3          1.0
+    BF16 -> F16                    2.7                0.6          0.9
+    F16 -> BF16                    3.5                1.0          0.9
+    F32 -> F8_E4M3                 6.5                0.7          1.9
+    F8_E4M3 -> F32                 11                 5.4          1.4
 What torch does faster is less than a disk takes for a byte, and it costs 3 s and 200 MB to import: it is not used.
 """
 
@@ -93,7 +93,8 @@ def cast(block: memoryview, source: DType, target: DType) -> tuple[memoryview, i
 
 
 class _Table(NamedTuple):
-    """out: by the bits of a value. lost: is it beyond the target's range? limit: bits up to which, sign aside, none is."""
+    """out: by the bits of a value. lost: is it beyond the target's range? limit: bits up to which, sign aside, none
+    is."""
 
     out: Array
     lost: np.ndarray[Any, np.dtype[np.bool_]]
@@ -101,7 +102,8 @@ class _Table(NamedTuple):
 
 
 def looked_up(table: Array, bits: np.ndarray[Any, np.dtype[Any]]) -> Array:
-    """table[bits] of a line of unsigned integers that are all inside the table: 0.7 ns each, a third of what indexing costs."""
+    """table[bits] of a line of unsigned integers that are all inside the table: 0.7 ns each, a third of what indexing
+    costs."""
     out = np.empty(len(bits), table.dtype)
     for start in range(0, len(bits), _STRETCH):
         end = start + _STRETCH

@@ -1,4 +1,5 @@
-"""Computed tensors: values made while they are read, as one more source that the plan, the executor and the digests see.
+"""Computed tensors: values made while they are read, as one more source that the plan, the executor and the digests
+see.
 
 A recipe makes one tensor, F32, from tensors of other sources, range by range of its row-major line. `ComputedTree` is a
 tree whose files are such lines, so dequantising, folding an adapter and merging models are all "move this tensor":
@@ -7,15 +8,16 @@ tree whose files are such lines, so dequantising, folding an adapter and merging
         def values(self, read, start, stop):
             return read(0, start, stop).astype(np.float32) * np.float32(2)
 
-    tree = ComputedTree("model/ (doubled)", [Doubled(tensor.key, tensor.shape, (Input(tensor, opened.tree),), "doubled")])
+    tree = ComputedTree("model/ (doubled)", [Doubled(tensor.key, tensor.shape, (Input(tensor, opened.tree),),
+    "doubled")])
     tree.tensors[0]     # a LogicalTensor, F32, one array in the file "model/w" of that tree
 
 Inputs are read through their chunks, whatever their files, cuts and layouts; replicas are compared on the way, and the
 records that they lie in are held against their checksums at the end of the run (`late_faults`). Rounding to
-the dtype that is written is the executor's (it counts overflows). The identity of a computed file is that of all files that
-its inputs lie in and of `text`, so a run whose parameters or sources changed is never gone on with.
-Cost: what `values` costs, on the executor's threads, in ranges of at most a block (4 MiB) or a strip of a panel.
-What it does not do: travel in a saved plan (only this process knows the recipes).
+the dtype that is written is the executor's (it counts overflows). The identity of a computed file is that of all files
+that its inputs lie in and of `text`, so a run whose parameters or sources changed is never gone on with. Cost: what
+`values` costs, on the executor's threads, in ranges of at most a block (4 MiB) or a strip of a panel. What it does not
+do: travel in a saved plan (only this process knows the recipes).
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class Recipe(ABC):
     def values(self, read: Read, start: int, stop: int) -> Floats:
         """Elements [start, stop) of the made tensor's row-major line, 1-d; any range, most often whole blocks of rows.
 
-        read(k, a, b): elements [a, b) of input k's row-major line, 1-d, of its own dtype's NumPy type (a copy that may be
-        changed). Of dtypes below 8 bits a and b count bytes, as uint8. Called on several threads at once.
+        read(k, a, b): elements [a, b) of input k's row-major line, 1-d, of its own dtype's NumPy type (a copy that may
+        be changed). Of dtypes below 8 bits a and b count bytes, as uint8. Called on several threads at once.
         """
 
     @property
@@ -151,7 +153,8 @@ class ComputedTree(Tree):
         self._of_thread = threading.local()
 
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
-        """Damaged records of the inputs of which the files `paths` are computed; what was not read of them is read now."""
+        """Damaged records of the inputs of which the files `paths` are computed; what was not read of them is read
+        now."""
         self.close()
         wanted: dict[str, dict[int, Input]] = {}
         for path in paths:
@@ -170,8 +173,10 @@ class ComputedTree(Tree):
         """Bytes that lie in files, of which the tensor at `path` is made."""
         return sum(
             sum(each.tree.bytes_of_inputs(file) for file in {chunk.array.path for chunk in each.tensor.chunks})
-            if isinstance(each.tree, ComputedTree) else each.tensor.nbytes for each in self._recipes[path].inputs
-        )  # fmt: skip
+            if isinstance(each.tree, ComputedTree)
+            else each.tensor.nbytes
+            for each in self._recipes[path].inputs
+        )
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

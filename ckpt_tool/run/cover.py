@@ -1,9 +1,10 @@
-"""Which bytes of a checkpoint's files a checksum covers, and whether the records are sound that no tensor was read from.
+"""Which bytes of a checkpoint's files a checksum covers, and whether the records are sound that no tensor was read
+from.
 
-Readers say which zips they met in a file (`Tree.met`): the whole of a `model.pt`, the items of a `.distcp`. Files that no reader
-opened (a `scheduler.pt` that is copied as it is) are looked at here. Of each zip every member is a record: storages that no
-tensor uses, `data.pkl`, `version`. What lies between them (names, dates, padding) has no checksum, nor has a record whose
-CRC is stored as 0, nor any file of another kind:
+Readers say which zips they met in a file (`Tree.met`): the whole of a `model.pt`, the items of a `.distcp`. Files that
+no reader opened (a `scheduler.pt` that is copied as it is) are looked at here. Of each zip every member is a record:
+storages that no tensor uses, `data.pkl`, `version`. What lies between them (names, dates, padding) has no checksum, nor
+has a record whose CRC is stored as 0, nor any file of another kind:
 
     looked = look(tree, ["model.pt", "config.json"], read={("model.pt", 704)})
     looked.damaged        # [CorruptFile E0351, archive/data/7]
@@ -50,8 +51,8 @@ class Looked(NamedTuple):
 def look(
     tree: Tree, files: Sequence[str], read: Collection[tuple[str, int]], named: Collection[tuple[str, int]] = ()
 ) -> Looked:
-    """Check the records of `files` but those in `read`, as (file, offset), which were checked already. named: the records
-    whose members are wanted. Raises SourceChanged."""
+    """Check the records of `files` but those in `read`, as (file, offset), which were checked already. named: the
+    records whose members are wanted. Raises SourceChanged."""
     found: dict[int, tuple[list[CkptError], int]] = {}
     known: dict[tuple[str, int], str] = {}
 

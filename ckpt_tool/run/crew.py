@@ -1,7 +1,7 @@
 """Threads that are waited for even when the wait is interrupted.
 
-`Thread.join` of Python 3.11, interrupted once, takes a running thread for one that has ended, so that what the threads work in
-would be taken from under them. Each thread therefore says itself that it has ended.
+`Thread.join` of Python 3.11, interrupted once, takes a running thread for one that has ended, so that what the threads
+work in would be taken from under them. Each thread therefore says itself that it has ended.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ digest is XXH3-128 of `ckpt-digest-1`, the dtype, the shape and all leaf hashes 
     'ff1bb0bd97f5ad4b5bb0a34a4a6a2bd3'
 
 Leaves make it computable in any order, by many threads and machines (and on a GPU), and two digests that differ can be
-traced to a leaf. It is not cryptographic: it finds faults, not forgers. XXH3 runs at memory speed (xxhash 4, 58 GB/s from
-L2 on the machine where the leaf size was chosen); sums of per-element mixes, the other candidate, cost 24 NumPy passes.
+traced to a leaf. It is not cryptographic: it finds faults, not forgers. XXH3 runs at memory speed (xxhash 4, 58 GB/s
+from L2 on the machine where the leaf size was chosen); sums of per-element mixes, the other candidate, cost 24 NumPy
+passes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class LeafStream:
     Bytes before the first such leaf are another item's and are passed over. `end`: the byte up to which this stream
     wants to be fed, beyond `stop` when the last leaf runs on.
 
-    exact: hash the bytes [start, stop) and no others, in pieces that end where leaves end: what the journal keeps. Where
-    start and stop are leaf bounds both come to the same hashes (`aligned`).
+    exact: hash the bytes [start, stop) and no others, in pieces that end where leaves end: what the journal keeps.
+    Where start and stop are leaf bounds both come to the same hashes (`aligned`).
     """
 
     def __init__(self, start: int, stop: int, total: int, *, exact: bool = False) -> None:

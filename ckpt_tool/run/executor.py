@@ -6,9 +6,9 @@ outputs. The hash is over exactly the bytes that are written, so a digest that i
 computed on the way, which costs a tenth of the copy. With `verify="off"` runs go by `copy_file_range`, unhashed.
 
 Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size; what is stored transposed
-takes up to `PANEL` more a thread, less where `memory` is less. A worker's failure stops the others and fails the run. What is staged
-stays for the same command to go on with, unless it can't be trusted (a source that changed, bad input, a failed fsync):
-then nothing is left.
+takes up to `PANEL` more a thread, less where `memory` is less. A worker's failure stops the others and fails the run.
+What is staged stays for the same command to go on with, unless it can't be trusted (a source that changed, bad input, a
+failed fsync): then nothing is left.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class Executor:
         return self._sift(staging, state, staging.resumed)
 
     def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line]) -> None:
-        """What the other parts staged, looked at again now that none of them is at work: heads are written again, units that
-        are not what their journals say are moved again. Unhashed runs (`verify="off"`) believe the journals."""
+        """What the other parts staged, looked at again now that none of them is at work: heads are written again, units
+        that are not what their journals say are moved again. Unhashed runs (`verify="off"`) believe the journals."""
         self._prepare(staging)
         self._clear_gaps(staging)
         if not self.hashing:
@@ -227,8 +227,15 @@ class Executor:
         """Take those units off the queue that are staged as the journal says. Returns their bytes."""
         lines = {line["unit"]: line for line in journal if type(line.get("unit")) is int}
         files = StagedFiles(staging.open, self._names)
-        found = intact(self.plan.moves, state.queue, lines, files, threads=self.threads, room=_fd_room(self.threads),
-                       panel=self._panel)  # fmt: skip
+        found = intact(
+            self.plan.moves,
+            state.queue,
+            lines,
+            files,
+            threads=self.threads,
+            room=_fd_room(self.threads),
+            panel=self._panel,
+        )
         done = sum(unit.nbytes for number, unit in state.queue if number in found)
         self._gather_leaves((lines[number] for number in found), state)
         state.queue[:] = [(number, unit) for number, unit in state.queue if number not in found]
@@ -365,10 +372,12 @@ class Executor:
         overflows = {moves[i].key: count for i, count in sorted(state.overflows.items()) if count}
         if overflows and not self._lossy:
             raise InputError(
-                f"{sum(overflows.values())} finite values overflow in the cast", code="E0350",
-                key=str(next(iter(overflows))), hint="choose a wider --dtype, or --allow-lossy",
+                f"{sum(overflows.values())} finite values overflow in the cast",
+                code="E0350",
+                key=str(next(iter(overflows))),
+                hint="choose a wider --dtype, or --allow-lossy",
                 faults=[f"{key}: {count} values" for key, count in overflows.items()],
-            )  # fmt: skip
+            )
         if self.hashing:
             check_records(self.plan, self.sources, state.source_pieces)
         copy_sidefiles(self.plan, self.sources, staging)

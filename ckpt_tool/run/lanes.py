@@ -8,8 +8,8 @@ bands one call and one NumPy assignment between views that are made once:
     two ranks' columns of a (rows, 8) tensor      line:  aaaabbbb aaaabbbb aaaabbbb ...
     rank 0's file: aaaaaaaaaaaa...                block: rows [0, 64): pread 64 * 4 from a, spread; the same from b
 
-A side that is neither (replicas to compare, three strided dims, gaps) gets no lane and goes the general way. Blocks that
-cut a row go that way too: the first and the last of an item whose bounds lie inside a row.
+A side that is neither (replicas to compare, three strided dims, gaps) gets no lane and goes the general way. Blocks
+that cut a row go that way too: the first and the last of an item whose bounds lie inside a row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Run(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Rows [low, high) of the line, bytes [column, column + width) of each, lie in `file` end to end from `offset` on."""
+    """Rows [low, high) of the line, bytes [column, column + width) of each, lie in `file` end to end from `offset`
+    on."""
 
     low: int
     high: int
@@ -171,7 +172,8 @@ class Bands:
         return start % self._row == 0 == stop % self._row
 
     def pass_by(self, data: memoryview, start: int, stop: int) -> None:
-        """Move elements [start, stop) of the line, whole rows, which lie (or shall lie) in `data`, the block's start."""
+        """Move elements [start, stop) of the line, whole rows, which lie (or shall lie) in `data`, the block's
+        start."""
         first, last, length = start // self._row, stop // self._row, self._row * self._item
         for low, high, column, width, file, offset in self._bands:
             if low >= last or high <= first:

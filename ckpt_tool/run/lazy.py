@@ -87,8 +87,8 @@ class LazyTensor:
     def _read(self) -> Bytes:
         """The box's bytes, row-major, gathered from the chunks that hold a part of it.
 
-        Raises CorruptFile (E0351) for a damaged record that was read whole on the way. A record of which a part was wanted
-        is not checked, for that would read the rest, nor one that lies transposed.
+        Raises CorruptFile (E0351) for a damaged record that was read whole on the way. A record of which a part was
+        wanted is not checked, for that would read the rest, nor one that lies transposed.
         """
         chunks = [part for chunk in self._tensor.chunks if (part := _part(chunk, self._box)) is not None]
         source = readable([replace(self._tensor, shape=self._box.shape, chunks=tuple(chunks))], self._tree)

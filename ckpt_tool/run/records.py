@@ -1,4 +1,5 @@
-"""Records of the sources held against their checksums: the CRCs of what passes by are collected, and settled at the end.
+"""Records of the sources held against their checksums: the CRCs of what passes by are collected, and settled at the
+end.
 
     checked = Checked(source.files, source.records)
     reader = checked.reader(16)

@@ -1,11 +1,13 @@
-"""Replicas that differ: every tensor that has some, with how far they are apart, and before a byte is written where that is cheap.
+"""Replicas that differ: every tensor that has some, with how far they are apart, and before a byte is written where
+that is cheap.
 
-    w [exp_avg]: 3 of 4,096 elements differ in mp_rank_01/model_optim_rng.pt, the first at [0, 17]; max ulp 2, max abs 1.9e-06
+    w [exp_avg]: 3 of 4,096 elements differ in mp_rank_01/model_optim_rng.pt, the first at [0, 17]; max ulp 2, max abs
+    1.9e-06
 
-Replicas are compared while values are copied, so a sound source is read once. Small ones (`SMALL` bytes of them and of what
-they repeat) are compared before the output is begun, all of them with `--verify full`; of others the first difference ends
-the run, and then all are compared for the report. Either way nothing is written. Cost: nothing without replicas but a look
-at the moves; else at most `SMALL` bytes read twice. What it does not do: say which rank is right.
+Replicas are compared while values are copied, so a sound source is read once. Small ones (`SMALL` bytes of them and of
+what they repeat) are compared before the output is begun, all of them with `--verify full`; of others the first
+difference ends the run, and then all are compared for the report. Either way nothing is written. Cost: nothing without
+replicas but a look at the moves; else at most `SMALL` bytes read twice. What it does not do: say which rank is right.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ SHOWN = 100  # tensors that are named
 
 
 class Apart(NamedTuple):
-    """A tensor whose replicas differ. file: where the one lies that differs most. elements: how many of them; first: index
-    of the first, () where it has none that a person counts by. ulp, gap: the greatest distances."""
+    """A tensor whose replicas differ. file: where the one lies that differs most. elements: how many of them; first:
+    index of the first, () where it has none that a person counts by. ulp, gap: the greatest distances."""
 
     name: str
     file: str
@@ -48,7 +50,8 @@ class Apart(NamedTuple):
 
 
 def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] | None:
-    """The moves whose sources are held more than once; None where more than `most` bytes would be read to compare them."""
+    """The moves whose sources are held more than once; None where more than `most` bytes would be read to compare
+    them."""
     found, nbytes = list[Move](), 0
     for move in moves:
         if any(region.replica for region in move.sources):
@@ -60,8 +63,8 @@ def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] 
 
 
 def look_ahead(moves: Sequence[Move], sources: Sources, *, whole: bool, threads: int | None = None) -> None:
-    """Raise ReplicasDiffer before anything is written, where comparing takes little, or `whole`. Moves that are made when
-    they are looked at are too many to be looked at for this."""
+    """Raise ReplicasDiffer before anything is written, where comparing takes little, or `whole`. Moves that are made
+    when they are looked at are too many to be looked at for this."""
     if isinstance(moves, Moves) and not whole:
         return
     found = with_replicas(moves, None if whole else SMALL)

@@ -2,9 +2,9 @@
 
     w [master] 1.00390625 (F32) rounds to 1.0 in BF16, w holds 1.0078125  ->  1 element differs, the first at [0]
 
-A trainer that resumes takes the master weights and rounds them again, so a model that is no rounding of its master will be
-another one after the first step. Rounding is to nearest, ties to even (IEEE 754; torch `_to_copy`). NaNs count as equal.
-Cost: one read of both. What it does not do: decide which of the two is right.
+A trainer that resumes takes the master weights and rounds them again, so a model that is no rounding of its master will
+be another one after the first step. Rounding is to nearest, ties to even (IEEE 754; torch `_to_copy`). NaNs count as
+equal. Cost: one read of both. What it does not do: decide which of the two is right.
 """
 
 from __future__ import annotations

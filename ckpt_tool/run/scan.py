@@ -114,10 +114,12 @@ def share_out(
     beside: Checked | None = None,
     waits: bool = False,
 ) -> None:
-    """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the files.
+    """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the
+    files.
 
-    Checksums of records are settled at the end, those of `beside` with them; their faults go where `walk` says. waits: an interruption is handed on when all
-    threads have noticed it (`Queue.stopped`), for those that work in memory of the caller's.
+    Checksums of records are settled at the end, those of `beside` with them; their faults go where `walk` says. waits:
+    an interruption is handed on when all threads have noticed it (`Queue.stopped`), for those that work in memory of
+    the caller's.
     """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
     queue, checked = Queue(order), Checked(source.files, source.records)

@@ -1,9 +1,10 @@
 """Staged work that this run did not do itself, looked at again: an earlier run's, or another part's.
 
-A journal says what a unit wrote by its hash; the staged bytes are read back and hashed, in every copy. What differs, is missing
-or is told in no sound words is simply not done. Bytes that nobody writes are zeros, and are made so again.
+A journal says what a unit wrote by its hash; the staged bytes are read back and hashed, in every copy. What differs, is
+missing or is told in no sound words is simply not done. Bytes that nobody writes are zeros, and are made so again.
 
-Cost: one read of the units that are taken over, by all threads. For the part that commits, that is all the others wrote.
+Cost: one read of the units that are taken over, by all threads. For the part that commits, that is all the others
+wrote.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ Line = Mapping[str, Any]
 
 
 def intact(
-    moves: Sequence[Move], todo: Sequence[tuple[int, Unit]], lines: Mapping[int, Line], files: Files, *,
-    threads: int, room: int, panel: int,
-) -> set[int]:  # fmt: skip
+    moves: Sequence[Move],
+    todo: Sequence[tuple[int, Unit]],
+    lines: Mapping[int, Line],
+    files: Files,
+    *,
+    threads: int,
+    room: int,
+    panel: int,
+) -> set[int]:
     """The numbers of those units of `todo` whose journal line is sound and agrees with what lies in the staged `files`.
 
     room, panel: of each thread's `Reader`. Raises what reading raises.
@@ -92,7 +99,7 @@ def _numbers(values: Any) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 
-# -- bytes that nobody writes -------------------------------------------------------------------------------------------
+# -- bytes that nobody writes ------------------------------------------------------------------------------------------
 
 
 class Gaps:

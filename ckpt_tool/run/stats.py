@@ -68,9 +68,14 @@ def _summary(mine: _Sums) -> dict[str, Any]:
     mean = mine.total / mine.count if mine.count else None
     spread = math.sqrt(max(0.0, mine.squares / mine.count - mean * mean)) if mean is not None else None
     return {
-        "min": mine.low if mine.count else None, "max": mine.high if mine.count else None, "mean": mean, "std": spread,
-        "zeros": mine.zeros, "nan": mine.nans, "inf": mine.infs,
-    }  # fmt: skip
+        "min": mine.low if mine.count else None,
+        "max": mine.high if mine.count else None,
+        "mean": mean,
+        "std": spread,
+        "zeros": mine.zeros,
+        "nan": mine.nans,
+        "inf": mine.infs,
+    }
 
 
 def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 A matrix that is stored the other way round has its line spread over the whole file: the next element of the line lies a
 stored row further on. Read block by block, each block would touch every stored row for a few bytes. So a panel is
-made, some MiB of the line at a time: from each stored row one strip, as long as the panel is high, and strips are turned
-in groups while they are in L2:
+made, some MiB of the line at a time: from each stored row one strip, as long as the panel is high, and strips are
+turned in groups while they are in L2:
 
     stored (3, 8), the line wants (8, 3)         panel of 4 rows of the line       strips read, 4 elements each
     a0 a1 a2 a3 a4 a5 a6 a7                      a0 b0 c0                          a0 a1 a2 a3
@@ -14,16 +14,17 @@ Blocks are then slices of the panel, hashed and written as they lie. Every regio
 number of transposed blocks side by side (fused gate and up, grouped qkv, TP shards), stacked experts, and plain regions
 among them are one case. Replicas are gathered into a second panel and compared.
 
-Every strip is read once; two units that part a row of the line both read that row. A panel is as high as strips of 16 KiB
-make it, a whole matrix where that fits: strips that follow each other in the file are read many to a call. Where the bound
-(`PANEL`, or what `--memory` leaves) gives less, strips are shorter and cost more calls. ns a byte, one core, page cache,
-strips of 512 bytes to 8 KiB: 1.0, 0.5, 0.25, 0.16, 0.12. Calls that short hold Python's lock half of the time, so two
-threads gain little from each other: another reason for high panels (2 GB, 2 threads: 1.20 s with strips of up to 4 KiB,
+Every strip is read once; two units that part a row of the line both read that row. A panel is as high as strips of 16
+KiB make it, a whole matrix where that fits: strips that follow each other in the file are read many to a call. Where
+the bound (`PANEL`, or what `--memory` leaves) gives less, strips are shorter and cost more calls. ns a byte, one core,
+page cache, strips of 512 bytes to 8 KiB: 1.0, 0.5, 0.25, 0.16, 0.12. Calls that short hold Python's lock half of the
+time, so two threads gain little from each other: another reason for high panels (2 GB, 2 threads: 1.20 s with strips of
+up to 4 KiB,
 0.91 s with 16). Gaps of up to 2 KiB are read and thrown away, which costs less than a call; with 8 KiB it took half as
 long again. Bytes that checksums want are read again at the end (`run/closing.py`), since strips come in pieces.
 
-How a group is turned was chosen by measurement: multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one core
-of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
+How a group is turned was chosen by measurement: multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one
+core of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
 
     one NumPy assignment, no groups          52    26    13    6.6
     groups of 512 KiB, one assignment       4.1   2.2   1.3   0.8
@@ -35,13 +36,14 @@ of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:
     C, 8 x 8 in SSE registers                -    3.1    -     -
 
 Turning panels in place of groups, blocks straight out of the strips, took 1.2 to 1.5 times as long for read, turn, hash
-and write together: the strips come from L3 then. Panels without huge pages took 1.2 times as long, since a column is on as
-many pages as it has rows. A mapped source took 1.3 times the CPU of pread, and a file that is cut short would kill the
-process. Batched reads (libaio) take 0.7 of the time for strips of 4 KiB and two threads, but are no part of Python. So
-there is nothing to compile: at 2.2 copies the turn is a third of the job, which as a whole takes 1.9 times as long as `cp`
-of the same 2 GB on two quiet cores, start included (CPU 3.3 times; before there were panels: 15 and 14).
+and write together: the strips come from L3 then. Panels without huge pages took 1.2 times as long, since a column is on
+as many pages as it has rows. A mapped source took 1.3 times the CPU of pread, and a file that is cut short would kill
+the process. Batched reads (libaio) take 0.7 of the time for strips of 4 KiB and two threads, but are no part of Python.
+So there is nothing to compile: at 2.2 copies the turn is a third of the job, which as a whole takes 1.9 times as long
+as `cp` of the same 2 GB on two quiet cores, start included (CPU 3.3 times; before there were panels: 15 and 14).
 
-Outputs have the mirror of it, `run/transposed_outputs.py`; units end where rows of either do (`plan.schedule.segments`).
+Outputs have the mirror of it, `run/transposed_outputs.py`; units end where rows of either do
+(`plan.schedule.segments`).
 
 Does not serve sources with zero or negative strides, nor 1-d ones; those go the general way.
 """
@@ -230,9 +232,16 @@ class Transposed:
                 self._turn(part.file, part.offset + offset + shift, panel, at + to + target, many, few, span, pitch)
 
     def _turn(
-        self, file: int, offset: int, panel: memoryview, at: int, outer: Sequence[Dim], inner: Sequence[Dim],
-        span: int, pitch: int,
-    ) -> None:  # fmt: skip
+        self,
+        file: int,
+        offset: int,
+        panel: memoryview,
+        at: int,
+        outer: Sequence[Dim],
+        inner: Sequence[Dim],
+        span: int,
+        pitch: int,
+    ) -> None:
         """Read a group of strips, one for each index of `outer`, and lay them into the panel from byte `at` on."""
         import numpy as np
 
@@ -261,7 +270,8 @@ def rows_of(regions: Sequence[Region]) -> tuple[int, int]:
 
 
 def panels_of(move: Move) -> int:
-    """Panels that a move takes: the sources', one for replicas, one for the outputs where they can't share the first."""
+    """Panels that a move takes: the sources', one for replicas, one for the outputs where they can't share the
+    first."""
     read = any(map(is_transposed, move.sources))
     own = any(map(is_transposed, move.outputs)) and not (read and move.dtype == move.dtype_out)
     return read * (1 + any(region.replica for region in move.sources)) + own
@@ -305,8 +315,8 @@ def strip_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
 
 
 def cut_strip(inner: Sequence[Dim], most: int) -> Iterator[tuple[int, int, list[Dim]]]:
-    """Strips of about `most` bytes, up to twice that where that leaves one whole: (byte in the strip, byte in the panel,
-    the strip's dims) of each part."""
+    """Strips of about `most` bytes, up to twice that where that leaves one whole: (byte in the strip, byte in the
+    panel, the strip's dims) of each part."""
     *rest, last = inner
     below = sum((dim.extent - 1) * dim.stride for dim in rest)
     if below + last.extent * last.stride <= 2 * most:

@@ -1,24 +1,24 @@
 """Transposed outputs: the line gathers in a panel, and strips of the stored rows are written out of it.
 
 The mirror of `run/transposed.py`: an output that is stored the other way round wants, of each block of the line, a few
-bytes for each of its stored rows. So blocks are kept until a panel is full, some MiB; then groups of strips, one of each
-stored row and as long as the panel is high, are turned while they are in L2 and written with one call a strip:
+bytes for each of its stored rows. So blocks are kept until a panel is full, some MiB; then groups of strips, one of
+each stored row and as long as the panel is high, are turned while they are in L2 and written with one call a strip:
 
     the line is (8, 3), stored (3, 8)      a panel of 4 rows of the line      strips written, 4 elements each
     a0 b0 c0 a1 b1 c1 a2 b2 c2 ...         a0 b0 c0                           a0 a1 a2 a3 into row a
                                            a1 b1 c1                           b0 b1 b2 b3 into row b
                                            a2 b2 c2   a3 b3 c3                c0 c1 c2 c3 into row c
 
-Every region goes through `plan.copy.clip`, so fused matrices whose halves are transposed apart, shards and stacked experts
-are one case, and plain regions beside them are written block by block as ever. Copies of one box are turned once. Where
-the source is transposed too, and nothing is cast, the panel of the sources is the panel of the outputs: one buffer holds
-both sides, and blocks are hashed as slices of it. With a cast there are two panels of half the size.
+Every region goes through `plan.copy.clip`, so fused matrices whose halves are transposed apart, shards and stacked
+experts are one case, and plain regions beside them are written block by block as ever. Copies of one box are turned
+once. Where the source is transposed too, and nothing is cast, the panel of the sources is the panel of the outputs: one
+buffer holds both sides, and blocks are hashed as slices of it. With a cast there are two panels of half the size.
 
 A strip holds its region's bytes alone: gaps can be read and thrown away, but not written. Bytes that checksums want are
 read again at the end (`run/closing.py`), since strips come in pieces.
 
-Tiles are the mirror too: 64 rows of the panel by all strips of the group. Multiples of a copy of the same bytes, strips of
-8 KiB, items of 1, 2, 4, 8 bytes, one core of a busy Xeon:
+Tiles are the mirror too: 64 rows of the panel by all strips of the group. Multiples of a copy of the same bytes, strips
+of 8 KiB, items of 1, 2, 4, 8 bytes, one core of a busy Xeon:
 
     all rows at once          75    61    17    14
     64 strips, 256 rows       12   7.9   7.2    11

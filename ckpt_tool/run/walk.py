@@ -28,7 +28,8 @@ ROOM = STRIDED_BLOCK + LEAF  # bytes of the buffer that a walk needs
 
 
 class Job(NamedTuple):
-    """What a thread lends to its walks. block: at least ROOM bytes, scratch: STRIDED_BLOCK. hashing: False moves bytes unseen."""
+    """What a thread lends to its walks. block: at least ROOM bytes, scratch: STRIDED_BLOCK. hashing: False moves bytes
+    unseen."""
 
     reader: Reader
     writer: Writer
@@ -224,7 +225,8 @@ class Walk:
             self.writer.drain(self._plain, out, at, end, item)
 
     def _copy_runs(self) -> bool:
-        """Unhashed plain runs go from file to file in the kernel. False when a side is strided, remote or replicated."""
+        """Unhashed plain runs go from file to file in the kernel. False when a side is strided, remote or
+        replicated."""
         move = self.move
         if any(
             len(side.extents) > 1 or side.strides not in ((), (move.item,)) for side in (*move.sources, *move.outputs)

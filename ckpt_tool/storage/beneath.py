@@ -2,11 +2,13 @@
 
     open_beneath(staging_fd, "zero/w/fp32.pt", os.O_RDWR | os.O_CREAT, make=True)
 
-The path is one that `core.inner_path` lets pass, each folder on the way is opened from the one above it and never through a
-link, and what is opened is a regular file under one name alone: a link, a FIFO, a device or a second hard link was put there by
-someone else, and leads elsewhere. So whatever happens to the folder's own path meanwhile, bytes go into it or nowhere.
+The path is one that `core.inner_path` lets pass, each folder on the way is opened from the one above it and never
+through a link, and what is opened is a regular file under one name alone: a link, a FIFO, a device or a second hard
+link was put there by someone else, and leads elsewhere. So whatever happens to the folder's own path meanwhile, bytes
+go into it or nowhere.
 
-Why not `openat2(RESOLVE_BENEATH)`: it costs less for deep paths alone, is Linux 5.6, and seccomp profiles of containers refuse it.
+Why not `openat2(RESOLVE_BENEATH)`: it costs less for deep paths alone, is Linux 5.6, and seccomp profiles of containers
+refuse it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def _open(folder: int, parents: list[str], name: str, flags: int, mode: int, *, 
 
 @contextmanager
 def folder_beneath(folder: int, parents: Iterable[str], *, make: bool = False) -> Iterator[int]:
-    """The folder at `parents` below the open `folder`, open for a while. Raises Irregular for a link or a file on the way."""
+    """The folder at `parents` below the open `folder`, open for a while. Raises Irregular for a link or a file on the
+    way."""
     at = folder
     try:
         for part in parents:

@@ -67,14 +67,18 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
         inside = {_identity(folder) for folder in source.resolve().parents}
         if theirs == ours or theirs in above or ours in inside:
             raise OutputExists(
-                f"the output {destination} equals, holds or lies in the source {source}", code="E0502", path=destination,
+                f"the output {destination} equals, holds or lies in the source {source}",
+                code="E0502",
+                path=destination,
                 hint="choose another output: sources are never changed",
-            )  # fmt: skip
+            )
     if ours is not None and not force:
         raise OutputExists(
-            f"{destination} exists", code="E0501", path=destination,
+            f"{destination} exists",
+            code="E0501",
+            path=destination,
             hint="choose a new name, or --force to replace it in one step",
-        )  # fmt: skip
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
 
@@ -102,8 +106,8 @@ def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterab
 
 
 def refuse_link(destination: Path) -> None:
-    """Raise OutputExists E1603 where the output's name is a symbolic link: replacing the link would leave what it points to,
-    replacing what it points to is not what the name says."""
+    """Raise OutputExists E1603 where the output's name is a symbolic link: replacing the link would leave what it
+    points to, replacing what it points to is not what the name says."""
     if destination.is_symlink():
         raise OutputExists(
             f"{destination} is a symbolic link to {os.readlink(destination)}, and --force replaces no links",
@@ -133,14 +137,18 @@ def check_space(parent: Path, nbytes: int, files: int, *, already: int = 0) -> N
     need = max(0, nbytes - already)
     if need + min(need // 50, 1 << 30) > free:
         raise StorageError(
-            f"the output needs {need} bytes and {parent} has {free} free", code="E0706", path=parent,
+            f"the output needs {need} bytes and {parent} has {free} free",
+            code="E0706",
+            path=parent,
             hint="free some space, choose another disk, or leave states behind (--state model)",
-        )  # fmt: skip
+        )
     if info.f_files and files + 2 > info.f_favail:
         raise StorageError(
-            f"the output needs {files} files and {parent} has {info.f_favail} inodes free", code="E0706", path=parent,
+            f"the output needs {files} files and {parent} has {info.f_favail} inodes free",
+            code="E0706",
+            path=parent,
             hint="raise --max-shard-size, or choose another disk",
-        )  # fmt: skip
+        )
 
 
 def sweep_leavings(destination: Path) -> None:

@@ -1,13 +1,14 @@
 """Arrays that do not lie plainly in their pickle: a view in which they do.
 
-Pickles of protocol 2 have no bytes: NumPy's lie in them as latin-1 text, coded in UTF-8, where every second byte takes two.
-So nothing can be copied out of such a file in place. The view of a file `x.pdparams` is called `x.pdparams//arrays` (no
-real file can be) and holds the bytes of those arrays one behind the other, in the order of the value:
+Pickles of protocol 2 have no bytes: NumPy's lie in them as latin-1 text, coded in UTF-8, where every second byte takes
+two. So nothing can be copied out of such a file in place. The view of a file `x.pdparams` is called
+`x.pdparams//arrays` (no real file can be) and holds the bytes of those arrays one behind the other, in the order of the
+value:
 
     {"a": 12 bytes, "b": 8 bytes}      a at 0, b at 12 of x.pdparams//arrays
 
-`Tree` reads both alike, and counts the view's identity as the file's own. Cost: the file is read whole and decoded when its
-first value is wanted; so files of more than LIMIT bytes are refused. Source: CPython `pickle.py`, `save_bytes`.
+`Tree` reads both alike, and counts the view's identity as the file's own. Cost: the file is read whole and decoded when
+its first value is wanted; so files of more than LIMIT bytes are refused. Source: CPython `pickle.py`, `save_bytes`.
 """
 
 from __future__ import annotations
@@ -53,10 +54,14 @@ def refuse_large(tree: Tree, name: str, code: str) -> None:
     size = tree.size(name)
     if size > LIMIT and tree.read(name, 0, 2) < b"\x80\x03":
         raise InputError(
-            f"a pickle of protocol 2 with {size} bytes, want at most {LIMIT}: its arrays are text and can't be copied in "
-            "place", code=code, path=tree.display(name), offset=0,
+            f"a pickle of protocol 2 with {size} bytes, want at most {LIMIT}: its arrays are text and can't "
+            "be copied in "
+            "place",
+            code=code,
+            path=tree.display(name),
+            offset=0,
             hint="save it again with the framework that wrote it: paddle.save(paddle.load(x), x, protocol=4)",
-        )  # fmt: skip
+        )
 
 
 def view(tree: Tree, name: str) -> bytes:

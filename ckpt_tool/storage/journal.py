@@ -3,8 +3,8 @@
     .ckpt-journal              of a run that carries out a whole plan
     .ckpt-journal-2-of-8       of part 2 of 8
 
-One line is `seal JSON`; the first names the plan, and every line's seal is a hash of the plan and of its own words. The seal is
-no secret: it finds damage, not forgers. A torn or edited line ends the journal.
+One line is `seal JSON`; the first names the plan, and every line's seal is a hash of the plan and of its own words. The
+seal is no secret: it finds damage, not forgers. A torn or edited line ends the journal.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _seal(plan_id: str, body: bytes) -> bytes:
 
 
 def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
-    """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal. first: the
-    first line alone."""
+    """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal. first:
+    the first line alone."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
     except OSError:

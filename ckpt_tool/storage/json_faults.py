@@ -5,9 +5,9 @@
     {'a': 1}            "a text in single quotes at line 1 column 2; JSON has double quotes"
     {"a": 1,}           "a comma before the closing '}' at line 1 column 8; JSON has no trailing comma"
 
-The parsers (`storage.strict_json`, Python's own, editors with extensions) disagree on what is JSON; most texts that fail were
-written by hand or by a program for one of those dialects. Lines and columns count from 1, columns in characters. Cost: none
-but on failure, then a look at the text before the fault.
+The parsers (`storage.strict_json`, Python's own, editors with extensions) disagree on what is JSON; most texts that
+fail were written by hand or by a program for one of those dialects. Lines and columns count from 1, columns in
+characters. Cost: none but on failure, then a look at the text before the fault.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _NUMBERS = (b"nan", b"inf", b"infinity")
 
 
 class Fault(NamedTuple):
-    """at: the byte of the text that is at fault. rule: what JSON has instead. number: a value that JSON has no number for (NaN)?"""
+    """at: the byte of the text that is at fault. rule: what JSON has instead. number: a value that JSON has no number
+    for (NaN)?"""
 
     message: str
     at: int

@@ -1,11 +1,12 @@
 """Links inside a checkpoint: which of them are followed, and what the others are.
 
-    iter_5/model.safetensors -> ../shared/model.safetensors     followed where the user gave the folder above both
-    snapshots/REV/config.json -> ../../blobs/1f2e               followed: so a Hugging Face cache keeps its files
-    mp_rank_01 -> /mnt/other/mp_rank_01                         "a link that leaves the folder": only with --follow-symlinks
+    iter_5/model.safetensors -> ../shared/model.safetensors  followed where the user gave the folder above both
+    snapshots/REV/config.json -> ../../blobs/1f2e            followed: so a Hugging Face cache keeps its files
+    mp_rank_01 -> /mnt/other/mp_rank_01                     "a link that leaves the folder": only with --follow-symlinks
 
-A link is followed by its resolved path, which is opened once more from the folder that it lies below, component by component
-without following anything: a link that is swapped in between is refused. Cost: one `realpath` a link, none where there are none.
+A link is followed by its resolved path, which is opened once more from the folder that it lies below, component by
+component without following anything: a link that is swapped in between is refused. Cost: one `realpath` a link, none
+where there are none.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Bounds(NamedTuple):
-    """Where links may lead. within: the folder that the user gave, resolved. blobs: of the Hugging Face cache that it lies
-    in, None elsewhere."""
+    """Where links may lead. within: the folder that the user gave, resolved. blobs: of the Hugging Face cache that it
+    lies in, None elsewhere."""
 
     within: str
     blobs: str | None
@@ -40,7 +41,8 @@ class Bounds(NamedTuple):
         return cls(str(real), None)
 
     def inside(self, path: str | os.PathLike[str]) -> tuple[str, str] | None:
-        """(bound, path below it) of what the link at `path` leads to, whether it is there or not; None where it leaves."""
+        """(bound, path below it) of what the link at `path` leads to, whether it is there or not; None where it
+        leaves."""
         real = os.path.realpath(path)
         for bound in (self.within, self.blobs):
             if bound is not None and real.startswith(os.path.join(bound, "")):
@@ -66,7 +68,8 @@ class Bounds(NamedTuple):
 
 
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
-    """A descriptor of `path`, relative to `folder`, for reading; no link on the way is followed, and none at its end."""
+    """A descriptor of `path`, relative to `folder`, for reading; no link on the way is followed, and none at its
+    end."""
     if "/" not in path:
         return os.open(os.path.join(folder, path), _FILE)
     *parents, name = path.split("/")

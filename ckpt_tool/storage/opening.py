@@ -31,8 +31,8 @@ def scheme_of(path: str) -> str | None:
 def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> Tree:
     """The tree at `src`: a file, a folder or a URL.
 
-    Raises StorageError (nothing there, no permission), UnsafeInput (neither file nor folder), UsageError E0247, E2502 (a URL
-    whose store needs a package that is not installed, or an unknown scheme).
+    Raises StorageError (nothing there, no permission), UnsafeInput (neither file nor folder), UsageError E0247, E2502
+    (a URL whose store needs a package that is not installed, or an unknown scheme).
     """
     text = os.fspath(src)
     scheme = _SCHEME.match(text)

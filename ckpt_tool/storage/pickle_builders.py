@@ -101,8 +101,9 @@ def tensor(ref: Any, offset: Any, size: Any, stride: Any, dtype: DType, requires
     if (last + 1) * dtype.bits > ref.nbytes * 8:
         raise Misuse(
             f"a view of size {list(shape)}, stride {list(steps)}, offset {offset} ends at element {last + 1} of its"
-            f" storage, which has {ref.nbytes} bytes of {dtype.name}", "E0373",
-        )  # fmt: skip
+            f" storage, which has {ref.nbytes} bytes of {dtype.name}",
+            "E0373",
+        )
     made = TensorRef(ref, offset, shape, steps, dtype, bool(requires_grad))
     if last > 0 and not made.contiguous and _overlaps(shape, steps):
         raise Misuse(f"elements of a view of size {list(shape)}, stride {list(steps)} overlap", "E0373")

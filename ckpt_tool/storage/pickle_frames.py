@@ -7,14 +7,14 @@ the very bytes that Paddle would have written. Readers do not care; people who c
     plan.literals      # ((0, b"\\x80\\x04\\x95...C\\x18"), (143, b"\\x94t\\x94b..."))
     plan.offsets       # (119,): the 24 bytes of w
 
-What CPython does (3.8 to 3.13, `Modules/_pickle.c`; PEP 3154): everything but None, booleans, numbers and `()` is put into
-the memo; an object met again is fetched by number; a frame is closed at the first value that begins when the frame has
-64 KiB; a string of 64 KiB or more lies outside any frame; a dict or list of one item is written with SETITEM or APPEND,
-others in batches of 1000. CPython's memo goes by identity, ours by value: texts that the real writer makes anew each time
-(a tensor's own name) are given as `Anew`.
+What CPython does (3.8 to 3.13, `Modules/_pickle.c`; PEP 3154): everything but None, booleans, numbers and `()` is put
+into the memo; an object met again is fetched by number; a frame is closed at the first value that begins when the frame
+has 64 KiB; a string of 64 KiB or more lies outside any frame; a dict or list of one item is written with SETITEM or
+APPEND, others in batches of 1000. CPython's memo goes by identity, ours by value: texts that the real writer makes anew
+each time (a tensor's own name) are given as `Anew`.
 
-Cost: about 3 us a value. What it does not do: arrays of one byte in a shape of one (CPython shares single bytes by value,
-which nobody knows before they were moved): equal in meaning, other bytes.
+Cost: about 3 us a value. What it does not do: arrays of one byte in a shape of one (CPython shares single bytes by
+value, which nobody knows before they were moved): equal in meaning, other bytes.
 """
 
 from __future__ import annotations
@@ -245,5 +245,9 @@ class _Framed(PickleWriter):
 # The method that writes a type: those of the base, by name, so that a subclass's own are met.
 _METHODS: dict[type, str] = {
     **{kind: write.__name__ for kind, write in WRITERS.items() if hasattr(PickleWriter, write.__name__)},
-    Anew: "text", Pair: "pair", Span: "hole", _Global: "named", _NumpyDtype: "_numpy_dtype",
-}  # fmt: skip
+    Anew: "text",
+    Pair: "pair",
+    Span: "hole",
+    _Global: "named",
+    _NumpyDtype: "_numpy_dtype",
+}

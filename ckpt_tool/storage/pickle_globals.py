@@ -1,7 +1,8 @@
 """Which names a pickle may hold: three tiers, decided from the name alone, nothing is ever imported.
 
     tier 1  `builtins.set`, `torch._utils._rebuild_tensor_v2`, DCP's metadata classes: the exact table below; understood
-    tier 2  other classes under the frameworks' own modules (`megatron.`, `deepspeed.`, `transformers.`, ...) and the few
+    tier 2  other classes under the frameworks' own modules (`megatron.`, `deepspeed.`, `transformers.`, ...) and the
+      few
             standard classes that real checkpoints carry: kept as records of their arguments and state
     tier 3  everything else: `os.system`, `builtins.eval`, unknown modules, dotted names, torch's loaders: unsafe
 
@@ -56,16 +57,38 @@ LAYOUTS = frozenset(
     f"torch.{name}"
     for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
 )
-_TORCH_CONSTANTS = TORCH_DTYPES | LAYOUTS | {
-    f"torch.{name}"
-    for name in (
-        "complex32", "qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float4_e2m1fn_x2", "bits8", "bits16",
-        "bits1x8", "bits2x4", "bits4x2", *(f"uint{n}" for n in range(1, 8)), *(f"int{n}" for n in range(1, 8)),
-        "contiguous_format", "channels_last", "channels_last_3d", "preserve_format",
-        "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
-        "per_channel_affine_float_qparams",
-    )
-}  # fmt: skip
+_TORCH_CONSTANTS = (
+    TORCH_DTYPES
+    | LAYOUTS
+    | {
+        f"torch.{name}"
+        for name in (
+            "complex32",
+            "qint8",
+            "quint8",
+            "qint32",
+            "quint4x2",
+            "quint2x4",
+            "float4_e2m1fn_x2",
+            "bits8",
+            "bits16",
+            "bits1x8",
+            "bits2x4",
+            "bits4x2",
+            *(f"uint{n}" for n in range(1, 8)),
+            *(f"int{n}" for n in range(1, 8)),
+            "contiguous_format",
+            "channels_last",
+            "channels_last_3d",
+            "preserve_format",
+            "per_tensor_affine",
+            "per_tensor_symmetric",
+            "per_channel_affine",
+            "per_channel_symmetric",
+            "per_channel_affine_float_qparams",
+        )
+    }
+)
 
 # Rebuild functions of torch whose tensors have no row-major bytes of their own: kept as Opaque, refused by those who
 # want the values. name -> what it is, for people.
@@ -112,39 +135,69 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "torch.distributed._tensor.device_mesh.DeviceMesh": ("device_type", "mesh", "mesh_dim_names"),
     "torch.distributed._mesh_layout._MeshLayout": ("axes",),
     "torch.distributed._mesh_layout._FlatLayout": ("shape", "stride"),
-    **{f"{module}.{name}": fields for module in _PLACES for name, fields in (
-        ("Shard", ("dim",)), ("Replicate", ()), ("Partial", ("reduce_op",)), ("_Partial", ("reduce_op",)),
-        ("_StridedShard", ("dim", "split_factor")), ("_MaskPartial", ("reduce_op",)),
-    )},
-    **{f"{module}.{name}": fields for module in _PADDLE_DCP for name, fields in (
-        ("Metadata", ("state_dict_metadata", "storage_metadata", "flat_mapping")),
-        ("LocalTensorMetadata",
-         ("global_offset", "local_shape", "dtype", "global_shape", "is_flattened", "flattened_range")),
-        ("LocalTensorIndex",
-         ("tensor_key", "global_offset", "is_flattened", "flattened_range", "replica_id", "local_shape")),
-    )},
-}  # fmt: skip
+    **{
+        f"{module}.{name}": fields
+        for module in _PLACES
+        for name, fields in (
+            ("Shard", ("dim",)),
+            ("Replicate", ()),
+            ("Partial", ("reduce_op",)),
+            ("_Partial", ("reduce_op",)),
+            ("_StridedShard", ("dim", "split_factor")),
+            ("_MaskPartial", ("reduce_op",)),
+        )
+    },
+    **{
+        f"{module}.{name}": fields
+        for module in _PADDLE_DCP
+        for name, fields in (
+            ("Metadata", ("state_dict_metadata", "storage_metadata", "flat_mapping")),
+            (
+                "LocalTensorMetadata",
+                ("global_offset", "local_shape", "dtype", "global_shape", "is_flattened", "flattened_range"),
+            ),
+            (
+                "LocalTensorIndex",
+                ("tensor_key", "global_offset", "is_flattened", "flattened_range", "replica_id", "local_shape"),
+            ),
+        )
+    },
+}
 
-# Fields through which an object may hold itself (a mesh and its flattened slices name each other): left out, no layout needs
+# Fields through which an object may hold itself (a mesh and its flattened slices name each other): left out, no layout
+# needs
 # them. torch 2.13 `distributed/device_mesh.py`.
 BACK_REFERENCES: dict[str, frozenset[str]] = {
     "torch.distributed.device_mesh.DeviceMesh": frozenset(("_root_mesh", "_flatten_mapping", "_pg_registry")),
 }
 
 # Tensor subclasses that wrap a local tensor, and tensor types that add nothing to their bytes.
-WRAPPERS = frozenset({"torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor",
-                      "torch.distributed.tensor._api.DTensor", "torch.distributed._tensor.DTensor"})  # fmt: skip
-PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
-                           "torch._tensor.Tensor"})  # fmt: skip
+WRAPPERS = frozenset(
+    {
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed._tensor.api.DTensor",
+        "torch.distributed.tensor._api.DTensor",
+        "torch.distributed._tensor.DTensor",
+    }
+)
+PLAIN_TENSORS = frozenset(
+    {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch._tensor.Tensor"}
+)
 
 # Enums, read as Symbol(name, (value,)); the members map names to values where old pickles hold the name.
 ENUMS: dict[str, dict[str, int]] = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": {
-        "TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2,
+        "TORCH_CONTIGUOUS_FORMAT": 0,
+        "TORCH_CHANNELS_LAST": 1,
+        "TORCH_PRESERVE_FORMAT": 2,
     },
     f"{_DCP}.planner.WriteItemType": {"TENSOR": 1, "SHARD": 2, "BYTE_IO": 3},
     "deepspeed.runtime.zero.config.ZeroStageEnum": {
-        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
+        "disabled": 0,
+        "optimizer_states": 1,
+        "gradients": 2,
+        "weights": 3,
+        "max_stage": 3,
     },
     "megatron.core.enums.ModelType": {},
     "megatron.core.enums.Fp8Recipe": {},
@@ -159,47 +212,137 @@ ENUMS: dict[str, dict[str, int]] = {
     "megatron.core.transformer.enums.ModelType": {},
     "signal.Signals": {},
     "signal.Handlers": {},
-}  # fmt: skip
+}
 
 # Plain classes understood as Opaque: their arguments and state are all there is to them. The writer may emit these.
-PLAIN_OBJECTS = frozenset({
-    "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO", "builtins.object",
-    "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib.PureWindowsPath", "pathlib.Path",
-    "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.PurePosixPath",
-    "pathlib._local.PureWindowsPath", "pathlib._local.Path",
-    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
-})  # fmt: skip
+PLAIN_OBJECTS = frozenset(
+    {
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "io.BytesIO",
+        "_io.BytesIO",
+        "builtins.object",
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib.PurePosixPath",
+        "pathlib.PureWindowsPath",
+        "pathlib.Path",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+        "pathlib._local.PurePosixPath",
+        "pathlib._local.PureWindowsPath",
+        "pathlib._local.Path",
+        "datetime.datetime",
+        "datetime.date",
+        "datetime.time",
+        "datetime.timedelta",
+        "datetime.timezone",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    }
+)
 
 # Called through builders of their own (`pickle_builders`), or kept as values.
-_BUILT = frozenset({
-    "builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "builtins.dict", "builtins.bytes",
-    "builtins.bytearray", "builtins.complex", "builtins.slice", "builtins.range", "_codecs.encode",
-    "collections.OrderedDict", "collections.defaultdict", "collections.Counter", "collections.deque",
-    "copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__",
-    "torch.Size", "torch.device", "torch.serialization._get_layout", "torch.storage.TypedStorage",
-    "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
-    "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
-    "torch._utils._rebuild_wrapper_subclass", "torch._tensor._rebuild_from_type_v2",
-    "numpy.ndarray", "numpy.dtype",
-    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-    *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
-})  # fmt: skip
-_VALUES = frozenset({
-    *(f"builtins.{name}" for name in ("int", "float", "bool", "str", "type", "NoneType")),
-    *(f"numpy.{name}" for name in (
-        "bool_", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
-        "float32", "float64", "complex64", "complex128", "longlong", "ulonglong", "intc", "uintc", "str_", "bytes_",
-    )),
-    *(f"ml_dtypes.{name}" for name in (
-        "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    )),
-    *(f"numpy.dtypes.{name}DType" for name in (
-        "Bool", "Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64", "Float16", "Float32",
-        "Float64", "Complex64", "Complex128",
-    )),
-})  # fmt: skip
+_BUILT = frozenset(
+    {
+        "builtins.set",
+        "builtins.frozenset",
+        "builtins.list",
+        "builtins.tuple",
+        "builtins.dict",
+        "builtins.bytes",
+        "builtins.bytearray",
+        "builtins.complex",
+        "builtins.slice",
+        "builtins.range",
+        "_codecs.encode",
+        "collections.OrderedDict",
+        "collections.defaultdict",
+        "collections.Counter",
+        "collections.deque",
+        "copyreg._reconstructor",
+        "copyreg.__newobj__",
+        "copyreg.__newobj_ex__",
+        "torch.Size",
+        "torch.device",
+        "torch.serialization._get_layout",
+        "torch.storage.TypedStorage",
+        "torch._utils._rebuild_tensor",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_parameter_with_state",
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch._tensor._rebuild_from_type_v2",
+        "numpy.ndarray",
+        "numpy.dtype",
+        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
+    }
+)
+_VALUES = frozenset(
+    {
+        *(f"builtins.{name}" for name in ("int", "float", "bool", "str", "type", "NoneType")),
+        *(
+            f"numpy.{name}"
+            for name in (
+                "bool_",
+                "bool",
+                "int8",
+                "int16",
+                "int32",
+                "int64",
+                "uint8",
+                "uint16",
+                "uint32",
+                "uint64",
+                "float16",
+                "float32",
+                "float64",
+                "complex64",
+                "complex128",
+                "longlong",
+                "ulonglong",
+                "intc",
+                "uintc",
+                "str_",
+                "bytes_",
+            )
+        ),
+        *(
+            f"ml_dtypes.{name}"
+            for name in (
+                "bfloat16",
+                "float8_e4m3fn",
+                "float8_e5m2",
+                "float8_e8m0fnu",
+                "float8_e4m3fnuz",
+                "float8_e5m2fnuz",
+            )
+        ),
+        *(
+            f"numpy.dtypes.{name}DType"
+            for name in (
+                "Bool",
+                "Int8",
+                "Int16",
+                "Int32",
+                "Int64",
+                "UInt8",
+                "UInt16",
+                "UInt32",
+                "UInt64",
+                "Float16",
+                "Float32",
+                "Float64",
+                "Complex64",
+                "Complex128",
+            )
+        ),
+    }
+)
 
 KNOWN = frozenset().union(
     STORAGES,
@@ -216,34 +359,117 @@ KNOWN = frozenset().union(
 
 # -- tier 2 -----------------------------------------------------------------------------------------------------------
 
-FRAMEWORKS = frozenset({
-    "megatron", "deepspeed", "transformers", "accelerate", "paddle", "torch",
-    "paddleformers", "paddlenlp", "transformer_engine", "peft", "torchtitan",
-})  # fmt: skip
+FRAMEWORKS = frozenset(
+    {
+        "megatron",
+        "deepspeed",
+        "transformers",
+        "accelerate",
+        "paddle",
+        "torch",
+        "paddleformers",
+        "paddlenlp",
+        "transformer_engine",
+        "peft",
+        "torchtitan",
+    }
+)
 _STANDARD = frozenset({"datetime", "pathlib", "enum", "signal"})  # classes of these modules, no functions
 
 # Parts of frameworks that load, compile, fetch or start things: never tier 2, classes included.
 _DENIED = (
-    "torch.hub", "torch.jit", "torch.ops", "torch._ops", "torch.classes", "torch._classes", "torch.package",
-    "torch.load", "torch.save", "torch.compile", "torch.serialization", "torch.storage", "torch._C",
-    "torch.utils.cpp_extension", "torch.utils.model_zoo", "torch.utils._config_module", "torch.utils.bottleneck",
-    "torch.utils.collect_env", "torch.utils.data.datapipes", "torch.utils.file_baton", "torch.utils._import_utils",
-    "torch.utils.show_pickle", "torch.utils.hipify", "torch.utils.benchmark", "torch.utils._python_dispatch",
-    "torch.distributed.rpc", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher",
-    "torch.distributed.elastic", "torch.distributed.distributed_c10d", "torch.distributed.nn.jit",
-    "torch.distributed.argparse_util", "torch.multiprocessing", "torch.testing", "torch._dynamo", "torch._inductor",
-    "torch._functorch", "torch._export", "torch.export", "torch.fx", "torch.onnx", "torch.backends", "torch.library",
-    "torch._library", "torch._lobpcg", "torch.profiler", "torch.autograd", "torch._appdirs", "torch._sources",
-    "torch._utils_internal", "torch._weights_only_unpickler", "torch._higher_order_ops", "torch._subclasses",
-    "torch._logging", "torch._guards", "torch._lazy", "torch.cuda._utils", "torch.cuda.jiterator",
-    "deepspeed.launcher", "deepspeed.autotuning", "deepspeed.elasticity", "deepspeed.nebula", "deepspeed.inference",
-    "deepspeed.ops.op_builder", "accelerate.commands", "accelerate.launchers", "accelerate.test_utils",
-    "transformers.commands", "transformers.cli", "transformers.dynamic_module_utils", "transformers.utils.hub",
-    "transformers.testing_utils", "transformers.pipelines", "transformers.agents", "transformers.tools",
-    "paddle.hub", "paddle.hapi", "paddle.jit", "paddle.utils.cpp_extension", "paddle.utils.download",
-    "paddle.distributed.launch", "paddle.distributed.spawn", "paddle.distributed.fleet.launch", "paddle.static",
-    "paddle.inference", "paddle.dataset", "paddle.load", "paddle.save", "megatron.core.datasets.helpers", "megatron.core._jit",
-)  # fmt: skip
+    "torch.hub",
+    "torch.jit",
+    "torch.ops",
+    "torch._ops",
+    "torch.classes",
+    "torch._classes",
+    "torch.package",
+    "torch.load",
+    "torch.save",
+    "torch.compile",
+    "torch.serialization",
+    "torch.storage",
+    "torch._C",
+    "torch.utils.cpp_extension",
+    "torch.utils.model_zoo",
+    "torch.utils._config_module",
+    "torch.utils.bottleneck",
+    "torch.utils.collect_env",
+    "torch.utils.data.datapipes",
+    "torch.utils.file_baton",
+    "torch.utils._import_utils",
+    "torch.utils.show_pickle",
+    "torch.utils.hipify",
+    "torch.utils.benchmark",
+    "torch.utils._python_dispatch",
+    "torch.distributed.rpc",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "torch.distributed.launcher",
+    "torch.distributed.elastic",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn.jit",
+    "torch.distributed.argparse_util",
+    "torch.multiprocessing",
+    "torch.testing",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch",
+    "torch._export",
+    "torch.export",
+    "torch.fx",
+    "torch.onnx",
+    "torch.backends",
+    "torch.library",
+    "torch._library",
+    "torch._lobpcg",
+    "torch.profiler",
+    "torch.autograd",
+    "torch._appdirs",
+    "torch._sources",
+    "torch._utils_internal",
+    "torch._weights_only_unpickler",
+    "torch._higher_order_ops",
+    "torch._subclasses",
+    "torch._logging",
+    "torch._guards",
+    "torch._lazy",
+    "torch.cuda._utils",
+    "torch.cuda.jiterator",
+    "deepspeed.launcher",
+    "deepspeed.autotuning",
+    "deepspeed.elasticity",
+    "deepspeed.nebula",
+    "deepspeed.inference",
+    "deepspeed.ops.op_builder",
+    "accelerate.commands",
+    "accelerate.launchers",
+    "accelerate.test_utils",
+    "transformers.commands",
+    "transformers.cli",
+    "transformers.dynamic_module_utils",
+    "transformers.utils.hub",
+    "transformers.testing_utils",
+    "transformers.pipelines",
+    "transformers.agents",
+    "transformers.tools",
+    "paddle.hub",
+    "paddle.hapi",
+    "paddle.jit",
+    "paddle.utils.cpp_extension",
+    "paddle.utils.download",
+    "paddle.distributed.launch",
+    "paddle.distributed.spawn",
+    "paddle.distributed.fleet.launch",
+    "paddle.names",
+    "paddle.inference",
+    "paddle.dataset",
+    "paddle.load",
+    "paddle.save",
+    "megatron.core.datasets.helpers",
+    "megatron.core._jit",
+)
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _PYTHON2_NAMES = {"unicode": "str", "long": "int", "xrange": "range"}
 GETATTR = "builtins.getattr"

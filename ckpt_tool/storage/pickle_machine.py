@@ -53,15 +53,45 @@ class Machine:
     """
 
     __slots__ = (
-        "at", "condemned", "copies", "count", "data", "end", "good_getattr", "items", "longest", "memo", "meta",
-        "opcodes", "origin", "places", "pos", "protocol", "refill", "size", "span_from", "stack", "start", "stopped", "storages",
-        "symbols", "tiers", "uses",
-    )  # fmt: skip
+        "at",
+        "condemned",
+        "copies",
+        "count",
+        "data",
+        "end",
+        "good_getattr",
+        "items",
+        "longest",
+        "memo",
+        "meta",
+        "opcodes",
+        "origin",
+        "places",
+        "pos",
+        "protocol",
+        "refill",
+        "size",
+        "span_from",
+        "stack",
+        "start",
+        "stopped",
+        "storages",
+        "symbols",
+        "tiers",
+        "uses",
+    )
 
     def __init__(
-        self, data: bytes, *, origin: int, end: int | None = None, opcodes: int = 10_000_000, span_from: int = 0,
-        refill: Callable[[int, int], bytes] | None = None, places: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        data: bytes,
+        *,
+        origin: int,
+        end: int | None = None,
+        opcodes: int = 10_000_000,
+        span_from: int = 0,
+        refill: Callable[[int, int], bytes] | None = None,
+        places: bool = False,
+    ) -> None:
         self.data = data
         self.places = places
         self.origin = origin

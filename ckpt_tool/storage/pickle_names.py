@@ -1,8 +1,9 @@
-"""Every name that a byte range of pickles mentions, also where the pickle is broken or of classes that the reader refuses.
+"""Every name that a byte range of pickles mentions, also where the pickle is broken or of classes that the reader
+refuses.
 
-The machine (`storage.pickle_machine`) knows what a name is used for, but stops at the first thing that it does not understand.
-Behind that point the stream is only walked: opcodes and their arguments, no stack, with the strings that name a global
-(STACK_GLOBAL takes the last two, from the stream or the memo).
+The machine (`storage.pickle_machine`) knows what a name is used for, but stops at the first thing that it does not
+understand. Behind that point the stream is only walked: opcodes and their arguments, no stack, with the strings that
+name a global (STACK_GLOBAL takes the last two, from the stream or the memo).
 
     cposix\\nsystem\\n(X\\x04\\0\\0\\0truetR]K\\x01K\\x02s.     SETITEM on a list: broken, and it names posix.system
 
@@ -30,8 +31,8 @@ _LINE = 1 << 16  # bytes
 
 
 class Mentioned(NamedTuple):
-    """uses: each global once. end: bytes from the start of the file to behind STOP, None where the stream is broken. lost: the
-    byte behind which nothing could be walked, None where all was."""
+    """uses: each global once. end: bytes from the start of the file to behind STOP, None where the stream is broken.
+    lost: the byte behind which nothing could be walked, None where all was."""
 
     uses: tuple[GlobalUse, ...]
     end: int | None
@@ -39,7 +40,8 @@ class Mentioned(NamedTuple):
 
 
 def mentioned(tree: Tree, path: str, start: int, end: int) -> Mentioned:
-    """The names of the pickle at bytes [start, end) of a file; more may follow its STOP. Raises what reading the file raises."""
+    """The names of the pickle at bytes [start, end) of a file; more may follow its STOP. Raises what reading the file
+    raises."""
     limit = pickles.METADATA_OPCODES if path.endswith(".metadata") else pickles.OPCODE_LIMIT
     machine = pickles.machine_of(tree, path, start=start, end=end, opcodes=limit)
     try:

@@ -23,17 +23,44 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_values import Misuse, NumpyArray, Placed, Span
 
 _KINDS = "biufcSUV"
-_SCALARS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
-            "f2": "e", "f4": "f", "f8": "d"}  # fmt: skip
+_SCALARS = {
+    "b1": "?",
+    "i1": "b",
+    "i2": "h",
+    "i4": "i",
+    "i8": "q",
+    "u1": "B",
+    "u2": "H",
+    "u4": "I",
+    "u8": "Q",
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+}
 _NAMED = {
-    "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "float8_e4m3fnuz": 1,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
-}  # fmt: skip
+}
 _CLASSES = {
-    "Bool": "b1", "Int8": "i1", "Int16": "i2", "Int32": "i4", "Int64": "i8", "UInt8": "u1", "UInt16": "u2",
-    "UInt32": "u4", "UInt64": "u8", "Float16": "f2", "Float32": "f4", "Float64": "f8", "Complex64": "c8",
+    "Bool": "b1",
+    "Int8": "i1",
+    "Int16": "i2",
+    "Int32": "i4",
+    "Int64": "i8",
+    "UInt8": "u1",
+    "UInt16": "u2",
+    "UInt32": "u4",
+    "UInt64": "u8",
+    "Float16": "f2",
+    "Float32": "f4",
+    "Float64": "f8",
+    "Complex64": "c8",
     "Complex128": "c16",
-}  # fmt: skip
+}
 
 
 def _fault(what: str) -> Misuse:

@@ -37,8 +37,8 @@ class Span(NamedTuple):
 
 
 class Placed(bytes):
-    """Short bytes that were read, with their place. offset: bytes from the start of the file. Only `load_file` makes them,
-    where it was asked for places."""
+    """Short bytes that were read, with their place. offset: bytes from the start of the file. Only `load_file` makes
+    them, where it was asked for places."""
 
     offset: int = -1
 
@@ -144,15 +144,17 @@ class Record:
         """The field, which must be there and, with `kind`, of that type. Raises MissingField (a CorruptFile)."""
         if self.state is None or field not in self.state:
             raise MissingField(
-                f"a {self.name} has no field {field!r}", path=path,
+                f"a {self.name} has no field {field!r}",
+                path=path,
                 hint="the file is damaged, or of a version that this one does not know",
-            )  # fmt: skip
+            )
         value = self.state[field]
         if kind is not None and not isinstance(value, kind):
             raise MissingField(
-                f"field {field!r} of a {self.name} is {type(value).__name__}, not {_names(kind)}", path=path,
+                f"field {field!r} of a {self.name} is {type(value).__name__}, not {_names(kind)}",
+                path=path,
                 hint="the file is damaged, or of a version that this one does not know",
-            )  # fmt: skip
+            )
         return value
 
     def __contains__(self, field: str) -> bool:

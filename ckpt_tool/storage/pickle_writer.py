@@ -7,11 +7,11 @@ enums of `pickle_globals`, a few plain containers. Anything else is an error tha
     >>> dumps({"step": 7})
     b'\\x80\\x02}q\\x00X\\x04\\x00\\x00\\x00stepq\\x01K\\x07s.'
 
-Deterministic: equal values give equal bytes; dicts keep their order, sets are sorted, each text and name is written once
-and then fetched from the memo. Protocol 2 uses the opcodes that `torch.load(weights_only=True)` reads; protocol 4 suits
-`pickle.load`, as DCP's and Paddle's metadata is read. Cost: about 1 us a value.
-What it does not do: shared or cyclic objects (each mention is written out), torch.storage objects of their own.
-Source: torch 2.13 `_weights_only_unpickler.py`, `serialization.py` `persistent_id`; CPython `pickle.py`.
+Deterministic: equal values give equal bytes; dicts keep their order, sets are sorted, each text and name is written
+once and then fetched from the memo. Protocol 2 uses the opcodes that `torch.load(weights_only=True)` reads; protocol 4
+suits `pickle.load`, as DCP's and Paddle's metadata is read. Cost: about 1 us a value. What it does not do: shared or
+cyclic objects (each mention is written out), torch.storage objects of their own. Source: torch 2.13
+`_weights_only_unpickler.py`, `serialization.py` `persistent_id`; CPython `pickle.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class PicklePlan(NamedTuple):
 
 def plan_pickle(value: Any, *, protocol: int = 4) -> PicklePlan:
     """`value` as a pickle in which each NumpyArray over a `Span` is a hole of `Span.nbytes` bytes (its offset is
-    ignored), so that a `.pdparams` is laid out before a tensor byte moves. Else as `dumps`; holes want protocol >= 3."""
+    ignored), so that a `.pdparams` is laid out before a tensor byte moves. Else as `dumps`; holes want protocol >=
+    3."""
     if protocol not in (2, 3, 4):
         raise _refused(f"pickle protocol {protocol}", "want 2, 3 or 4")
     writer = PickleWriter(protocol)

@@ -14,11 +14,10 @@ are references to storages. It imports nothing that a file names, and the standa
 Every name falls into one of three tiers (`pickle_globals`): understood, kept as a record, unsafe. Unsafe names do not
 stop the reading: `inspect` shows them, every other caller passes the result to `refuse_unsafe`.
 
-Cost: about 0.1 us an opcode; 100,000 chunks of DCP metadata in about a second. Values nest at most 200 deep and, written
-out in full, have at most 100,000 parts and 16 for each opcode, so that no caller meets a billion laughs or a list that
-holds itself.
-What it does not do: check that a dict key was written once (the last wins, as for every unpickler), follow storages,
-keep NumPy's scalar types.
+Cost: about 0.1 us an opcode; 100,000 chunks of DCP metadata in about a second. Values nest at most 200 deep and,
+written out in full, have at most 100,000 parts and 16 for each opcode, so that no caller meets a billion laughs or a
+list that holds itself. What it does not do: check that a dict key was written once (the last wins, as for every
+unpickler), follow storages, keep NumPy's scalar types.
 """
 
 from __future__ import annotations
@@ -49,10 +48,26 @@ from ckpt_tool.storage.pickle_values import (
 from ckpt_tool.storage.source import Tree
 
 __all__ = [
-    "METADATA_OPCODES", "OPCODE_LIMIT", "GlobalUse", "MissingField", "NumpyArray", "OrderedMap", "Pickled", "Record",
-    "Span", "StorageRef", "TensorRef", "WrapperRef", "as_extras", "load", "load_file", "load_many", "refuse_unsafe",
-    "refuse_weight_bearing", "weight_bearing",
-]  # fmt: skip
+    "METADATA_OPCODES",
+    "OPCODE_LIMIT",
+    "GlobalUse",
+    "MissingField",
+    "NumpyArray",
+    "OrderedMap",
+    "Pickled",
+    "Record",
+    "Span",
+    "StorageRef",
+    "TensorRef",
+    "WrapperRef",
+    "as_extras",
+    "load",
+    "load_file",
+    "load_many",
+    "refuse_unsafe",
+    "refuse_weight_bearing",
+    "weight_bearing",
+]
 
 OPCODE_LIMIT = 10_000_000  # of one pickle
 METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves: about 80 opcodes a chunk
@@ -61,9 +76,14 @@ _WINDOW = 1 << 20  # bytes read at a time by load_file
 
 
 def load(
-    data: bytes, *, path: str, member: str | None = None, multi: bool = False, origin: int = 0,
+    data: bytes,
+    *,
+    path: str,
+    member: str | None = None,
+    multi: bool = False,
+    origin: int = 0,
     opcodes: int = OPCODE_LIMIT,
-) -> Pickled:  # fmt: skip
+) -> Pickled:
     """Read one pickle.
 
     Args:
@@ -79,23 +99,33 @@ def load(
 
 
 def load_file(
-    tree: Tree, path: str, *, start: int = 0, nbytes: int | None = None, multi: bool = False,
-    span_from: int = 4096, opcodes: int = OPCODE_LIMIT, places: bool = False,
-) -> Pickled:  # fmt: skip
+    tree: Tree,
+    path: str,
+    *,
+    start: int = 0,
+    nbytes: int | None = None,
+    multi: bool = False,
+    span_from: int = 4096,
+    opcodes: int = OPCODE_LIMIT,
+    places: bool = False,
+) -> Pickled:
     """Read one pickle from bytes [start, start + nbytes) of a file without reading its large byte strings.
 
     A byte string of `span_from` bytes or more becomes `Span(offset in the file, nbytes)` and is never read (a window
-    of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all. places: shorter ones remember
-    where they lie, so that every NumPy array's data is a Span.
+    of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all.
+    places: shorter ones remember where they lie, so that every NumPy array's data is a Span.
     path: relative to the tree. Raises as `load` does.
     """
     size = tree.size(path)
     end = size if nbytes is None else start + nbytes
     if not 0 <= start <= end <= size:
         raise CorruptFile(
-            f"a pickle at bytes {start} to {end} of a file of {size}", code="E0368", path=tree.display(path),
-            offset=min(max(start, 0), size), hint="the file is cut short: compare its size with the source",
-        )  # fmt: skip
+            f"a pickle at bytes {start} to {end} of a file of {size}",
+            code="E0368",
+            path=tree.display(path),
+            offset=min(max(start, 0), size),
+            hint="the file is cut short: compare its size with the source",
+        )
     machine = machine_of(tree, path, start=start, end=end, span_from=span_from, opcodes=opcodes, places=places)
     return _execute(machine, tree.display(path), None, multi=multi)
 
@@ -170,14 +200,20 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None) -
     if foreign:
         raise UnsafeInput(
             f"a tensor hangs on an object of class {shown(foreign[0])}: reading it would need that class's code",
-            code="E0421", path=path, place=member, faults=map(shown, foreign[1:]),
+            code="E0421",
+            path=path,
+            place=member,
+            faults=map(shown, foreign[1:]),
             hint="save plain tensors (state_dict()) with the software that made the file",
-        )  # fmt: skip
+        )
     what = UNSUPPORTED_TENSORS.get(names[0], "a tensor of a quantised, complex32 or lazily conjugated kind")
     raise InputError(
         f"the file holds {what} ({names[0]}); only dense tensors with values of their own are read",
-        code="E0374", path=path, place=member, hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj)",
-    )  # fmt: skip
+        code="E0374",
+        path=path,
+        place=member,
+        hint="convert it to a dense tensor (to_dense, dequantize, resolve_conj)",
+    )
 
 
 # -- execution --------------------------------------------------------------------------------------------------------
@@ -202,9 +238,13 @@ def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) ->
         if unsafe:
             raise _unsafe(unsafe, path, member, f"; and {machine.end - end} bytes follow the pickle's end")
         raise UnsafeInput(
-            f"{machine.end - end} bytes follow the pickle's end", code="E0422", path=path, offset=end, place=member,
+            f"{machine.end - end} bytes follow the pickle's end",
+            code="E0422",
+            path=path,
+            offset=end,
+            place=member,
             hint="a second stream behind the first is how code is hidden; save the file again",
-        )  # fmt: skip
+        )
     return Pickled(value, uses, end, machine.count + 1, machine.protocol, tuple(machine.storages.values()))
 
 

@@ -1,7 +1,8 @@
 """Records with a checksum: which zips were met in a tree's files, and small values read out of a record that is sound.
 
-A stored record (a member of a torch zip) has a CRC-32; whoever reads bytes of it holds the record against it. Bulk bytes
-are checked while they pass (`run.checksum`); a value that a reader wants at once, a step or an RNG state, comes from here:
+A stored record (a member of a torch zip) has a CRC-32; whoever reads bytes of it holds the record against it. Bulk
+bytes are checked while they pass (`run.checksum`); a value that a reader wants at once, a step or an RNG state, comes
+from here:
 
     read_array(tree, StoredArray("model.pt", 704, F32, (), crc=(704, 4, 0x2144DF1C)))     # b"\\0\\0\\0\\0", or E0351
 
@@ -60,8 +61,8 @@ class Met:
 
 
 def read_array(tree: Tree, array: StoredArray, nbytes: int | None = None) -> bytes:
-    """The bytes of a small array without strides, or its first `nbytes`. Raises CorruptFile (E0351) when the record that
-    holds them is damaged, and what `Tree.read` raises."""
+    """The bytes of a small array without strides, or its first `nbytes`. Raises CorruptFile (E0351) when the record
+    that holds them is damaged, and what `Tree.read` raises."""
     wanted = array.dtype.nbytes(array.numel) if nbytes is None else nbytes
     if array.crc is None or tree.met.is_sound(array.path, array.crc):
         return tree.read(array.path, array.offset, wanted)
@@ -80,7 +81,8 @@ def read_array(tree: Tree, array: StoredArray, nbytes: int | None = None) -> byt
 
 
 def damaged(path: str, crc: tuple[int, int, int], have: int, place: str | None = None) -> CorruptFile:
-    """The error of a record whose bytes have another CRC-32. crc: (offset, length, what is stored); have: of its bytes."""
+    """The error of a record whose bytes have another CRC-32. crc: (offset, length, what is stored); have: of its
+    bytes."""
     offset, nbytes, want = crc
     return CorruptFile(
         f"the stored CRC-32 of a record is {want:08x}, its {nbytes} bytes give {have:08x}",

@@ -2,8 +2,8 @@
 
 The one idea: a store answers a range in tens of milliseconds whatever its length, so few and larger requests are made.
 A read that nothing is known of fetches at least 64 KiB; a read that goes on where the last one of its thread ended
-fetches twice as much as that one did, up to 2 MiB, and what was fetched beyond the request is kept for the next. No file
-is ever fetched whole unless someone reads all of it.
+fetches twice as much as that one did, up to 2 MiB, and what was fetched beyond the request is kept for the next. No
+file is ever fetched whole unless someone reads all of it.
 
     read 8 bytes at 0         -> fetches [0, 64 KiB)
     read 9,000 bytes at 8     -> from memory
@@ -164,9 +164,11 @@ class RemoteTree(Tree):
             info = self._infos[path] = self._ask_store(self._key(path), "looking at", path)
         if info["type"] != "file" or info.get("islink") or not isinstance(info.get("size"), int):
             raise UnsafeInput(
-                f"{path} is not a regular file of known size", code="E0413", path=self.display(path),
+                f"{path} is not a regular file of known size",
+                code="E0413",
+                path=self.display(path),
                 hint="copy the checkpoint to this machine first",
-            )  # fmt: skip
+            )
         return info
 
     def _ask_store(self, key: str, doing: str, path: str | None = None) -> Mapping[str, Any]:
@@ -191,9 +193,12 @@ class RemoteTree(Tree):
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise CorruptFile(
-                f"want {nbytes} bytes at {offset}, but the file has {size}", code="E0311", path=self.display(path),
-                offset=min(max(offset, 0), size), hint="the file is cut short: compare its size with the source",
-            )  # fmt: skip
+                f"want {nbytes} bytes at {offset}, but the file has {size}",
+                code="E0311",
+                path=self.display(path),
+                offset=min(max(offset, 0), size),
+                hint="the file is cut short: compare its size with the source",
+            )
         pieces = self._pieces()
         parts, at, end = [], offset, offset + nbytes
         while at < end:
@@ -226,16 +231,22 @@ class RemoteTree(Tree):
             if self.identity_by_name(path) != self.identity(path):
                 raise self._gone(path, at)
             raise StorageError(
-                f"the store gave {len(data)} bytes where {nbytes} were asked for", code="E0703", path=self.display(path),
-                offset=at, hint="try again; if it lasts, copy the checkpoint to this machine first",
-            )  # fmt: skip
+                f"the store gave {len(data)} bytes where {nbytes} were asked for",
+                code="E0703",
+                path=self.display(path),
+                offset=at,
+                hint="try again; if it lasts, copy the checkpoint to this machine first",
+            )
         return data
 
     def _gone(self, path: str, at: int) -> SourceChanged:
         return SourceChanged(
-            "the file changed in the store while it was read", code="E0603", path=self.display(path), offset=at,
+            "the file changed in the store while it was read",
+            code="E0603",
+            path=self.display(path),
+            offset=at,
             hint="run again when nothing writes to it any more",
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Forget what this thread has kept."""
@@ -246,10 +257,14 @@ class RemoteTree(Tree):
         reason = f"{type(error).__name__}: {str(error) or 'no reason given'}"[:300]
         denied = isinstance(error, PermissionError) or "redential" in reason or "403" in reason
         raise StorageError(
-            f"{doing} failed: {reason}", code="E0700", path=self.display(path), offset=offset,
-            hint="log in to the store as its own tool does (aws configure, gcloud auth login, hf auth login)" if denied
+            f"{doing} failed: {reason}",
+            code="E0700",
+            path=self.display(path),
+            offset=offset,
+            hint="log in to the store as its own tool does (aws configure, gcloud auth login, hf auth login)"
+            if denied
             else "check the URL and the network, then try again",
-        ) from error  # fmt: skip
+        ) from error
 
 
 class _Pieces:
@@ -295,9 +310,11 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as e:
         scheme = url.partition(":")[0]
         raise UsageError(
-            f"the URL can't be opened: {e}", code="E2502", path=url,
+            f"the URL can't be opened: {e}",
+            code="E2502",
+            path=url,
             hint=near_misses(scheme, fsspec.available_protocols()) or "the common schemes are s3://, gs:// and hf://",
-        ) from e  # fmt: skip
+        ) from e
     return found
 
 

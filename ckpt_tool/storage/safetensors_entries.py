@@ -265,9 +265,12 @@ def strict(text: bytes, *, path: str, offset: int = 8, lenient: bool = False) ->
 
 def too_many(path: str) -> CorruptFile:
     return CorruptFile(
-        f"more than {TENSOR_LIMIT} tensors in one file", code=LIMIT, path=path, offset=8,
+        f"more than {TENSOR_LIMIT} tensors in one file",
+        code=LIMIT,
+        path=path,
+        offset=8,
         hint="no real checkpoint has as many: the header is not to be trusted",
-    )  # fmt: skip
+    )
 
 
 def _metadata(member: Member, path: str) -> dict[str, str]:
@@ -275,16 +278,22 @@ def _metadata(member: Member, path: str) -> dict[str, str]:
     if type(value) is not dict:
         raise CorruptFile(
             f"__metadata__ is {_what(value)}, want an object of strings",
-            code=TYPE, path=path, offset=member.value_offset, place=pointer(METADATA),
+            code=TYPE,
+            path=path,
+            offset=member.value_offset,
+            place=pointer(METADATA),
             hint="the file was written by a faulty writer",
-        )  # fmt: skip
+        )
     for key, text in value.items():
         if type(text) is not str:
             raise CorruptFile(
                 f"the metadata value is {_what(text)}, want a string",
-                code=TYPE, path=path, offset=member.value_offset, place=pointer(METADATA, key),
+                code=TYPE,
+                path=path,
+                offset=member.value_offset,
+                place=pointer(METADATA, key),
                 hint="safetensors metadata maps strings to strings: write the value as text",
-            )  # fmt: skip
+            )
     return value
 
 
@@ -310,9 +319,11 @@ def _entry(member: Member, path: str, warnings: list[str]) -> _Entry:
     if type(dtype) is not str or dtype not in SAFETENSORS_NAMES:
         empty = "an empty dtype comes from a writer's bug with tied weights: save the model again without the alias"
         raise fault(
-            DTYPE, f"unknown dtype {_what(dtype)}, known are {', '.join(sorted(SAFETENSORS_NAMES))}", "dtype",
+            DTYPE,
+            f"unknown dtype {_what(dtype)}, known are {', '.join(sorted(SAFETENSORS_NAMES))}",
+            "dtype",
             hint=empty if dtype == "" else "names are upper case; a newer version of this tool may know it",
-        )  # fmt: skip
+        )
     for field in ("shape", "data_offsets"):
         _check_integers(value[field], field, fault)
     if extra := sorted(value.keys() - {"dtype", "shape", "data_offsets"}):
@@ -326,9 +337,11 @@ def _entry(member: Member, path: str, warnings: list[str]) -> _Entry:
         if bits >= 8 * NUMBER_LIMIT:
             need = f"2^{bits.bit_length() - 4} bytes or more: the product overflows"
         raise fault(
-            SIZE, f"shape {_what(list(shape))} of {dtype} takes {need}, but its offsets span {end - begin}",
-            "data_offsets", hint=faulty_writer,
-        )  # fmt: skip
+            SIZE,
+            f"shape {_what(list(shape))} of {dtype} takes {need}, but its offsets span {end - begin}",
+            "data_offsets",
+            hint=faulty_writer,
+        )
     return _Entry(name, Kind(DTYPES[dtype], shape, end - begin), begin, end, member.value_offset)
 
 

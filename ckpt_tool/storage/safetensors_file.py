@@ -44,9 +44,29 @@ BEGIN, PADDING, CUT, FOREIGN, POLYGLOT = "E0325", "E0326", "E0334", "E0335", "E0
 
 # tensor.rs: enum Dtype, in this order; the writer puts the last first.
 _DTYPE_ORDER = (
-    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
-    "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
-)  # fmt: skip
+    "BOOL",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "U8",
+    "I8",
+    "F8_E5M2",
+    "F8_E4M3",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "I16",
+    "U16",
+    "F16",
+    "BF16",
+    "I32",
+    "U32",
+    "F32",
+    "C64",
+    "F64",
+    "I64",
+    "U64",
+)
 _RANK = {name: -i for i, name in enumerate(_DTYPE_ORDER)}
 
 
@@ -169,8 +189,11 @@ def check_length(head: bytes, size: int, *, path: str) -> int:
         if kind is not None:
             return CorruptFile(
                 f"this is {kind}; want a safetensors file ({message})",
-                code=FOREIGN, path=path, offset=0, hint=advice(head[:64]),
-            )  # fmt: skip
+                code=FOREIGN,
+                path=path,
+                offset=0,
+                hint=advice(head[:64]),
+            )
         return CorruptFile(message, code=code, path=path, offset=0, hint=hint)
 
     again = "the file is damaged or cut short: compare its size with the source and get it again"
@@ -216,15 +239,21 @@ def _body(text: bytes, path: str, *, lenient: bool) -> tuple[bytes, int]:
     skipped = len(text) - len(text.lstrip(b" \t\r\n")) if lenient else 0
     if body[skipped : skipped + 1] != b"{":
         raise CorruptFile(
-            f"the header must begin with '{{' at byte 8, found {text[:8]!r}", code=BEGIN, path=path, offset=8,
+            f"the header must begin with '{{' at byte 8, found {text[:8]!r}",
+            code=BEGIN,
+            path=path,
+            offset=8,
             hint="the header is one JSON object; a list, a string or white space before it is not allowed",
-        )  # fmt: skip
+        )
     if body[-1:] == b"\0":
         at = 8 + len(body.rstrip(b"\0 "))
         raise CorruptFile(
-            f"bad padding: zero bytes after the header's JSON, from byte {at}", code=PADDING, path=path, offset=at,
+            f"bad padding: zero bytes after the header's JSON, from byte {at}",
+            code=PADDING,
+            path=path,
+            offset=at,
             hint="headers are padded with spaces: the file was made by a faulty writer",
-        )  # fmt: skip
+        )
     return body[skipped:], skipped
 
 
@@ -260,9 +289,11 @@ def _refuse_zip(tree: Tree, path: str, size: int, nbytes: int, *, anchored: bool
         return
     raise UnsafeInput(
         "a safetensors file that also parses as zip: two readers would see two files",
-        code=POLYGLOT, path=tree.display(path), offset=size - nbytes,
+        code=POLYGLOT,
+        path=tree.display(path),
+        offset=size - nbytes,
         hint="such a file is made to get past a check; get the checkpoint from its author again",
-    )  # fmt: skip
+    )
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -321,14 +352,18 @@ def _check_writable(tensors: list[tuple[str, DType, tuple[int, ...]]], metadata:
             )
         if name == METADATA or name in seen:
             raise UsageError(
-                f"safetensors can't hold a tensor named {name!r}" if name == METADATA else "two tensors have one name", code="E0200",
-                key=name, hint="rename or remove it",
-            )  # fmt: skip
+                f"safetensors can't hold a tensor named {name!r}" if name == METADATA else "two tensors have one name",
+                code="E0200",
+                key=name,
+                hint="rename or remove it",
+            )
         if not _is_unicode(name) or len(name.encode("utf-8")) > NAME_LIMIT:
             raise UsageError(
-                f"a tensor name of {len(name)} characters is longer than {NAME_LIMIT} bytes or is not Unicode", code="E0200",
-                key=name[:200], hint="rename or remove it",
-            )  # fmt: skip
+                f"a tensor name of {len(name)} characters is longer than {NAME_LIMIT} bytes or is not Unicode",
+                code="E0200",
+                key=name[:200],
+                hint="rename or remove it",
+            )
         seen.add(name)
     if len(tensors) > TENSOR_LIMIT:
         raise UsageError(

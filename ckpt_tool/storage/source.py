@@ -3,8 +3,8 @@
 A tree is opened from what the user typed: a folder, or one file (then `single` is its name and the tree holds just
 that file and its siblings on request). Paths that come out of a checkpoint's own files are data: `safe_relative`
 refuses everything but plain relative paths, and opening walks them component by component with O_NOFOLLOW, so a
-link that leads out of the folder is refused (exit 4), a FIFO never blocks. Links that stay inside what the user gave are
-followed, and those of a Hugging Face cache into its own `blobs/` (`storage.links`).
+link that leads out of the folder is refused (exit 4), a FIFO never blocks. Links that stay inside what the user gave
+are followed, and those of a Hugging Face cache into its own `blobs/` (`storage.links`).
 
 Cost: one open per file and thread (a small cache), one pread per call. `bytes_read` counts for the tests that hold
 readers to headers alone.
@@ -184,7 +184,8 @@ class Tree:
                 )
 
     def _behind(self, path: str, above: frozenset[str]) -> tuple[int | None, str]:
-        """(size in bytes of the file that the link leads to, None for a folder, -1 where it is not followed, resolved path)."""
+        """(size in bytes of the file that the link leads to, None for a folder, -1 where it is not followed, resolved
+        path)."""
         real = os.path.realpath(self.root / path)
         odd = None if self._links else self._bounds.why_not(self.root / path)
         size: int | None = -1
@@ -214,23 +215,28 @@ class Tree:
             other = folded.setdefault(path.casefold(), path)
             if other != path:
                 raise InconsistentCheckpoint(
-                    f"{other} and {path} differ only in case", code="E0387", path=self.display(path),
-                    hint="a file system that folds case would have lost one of them: move away the one that is not meant",
-                )  # fmt: skip
+                    f"{other} and {path} differ only in case",
+                    code="E0387",
+                    path=self.display(path),
+                    hint="a file system that folds case would have lost one of them: move away the one that "
+                    "is not meant",
+                )
 
     def names(self) -> list[str]:
         """The files directly below the root."""
         return [path for path in self.listing() if "/" not in path]
 
     def seen(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that a reader can judge: no links that are not followed, which are named as what they are."""
+        """Those of `names` that a reader can judge: no links that are not followed, which are named as what they
+        are."""
         return [name for name in names if name not in self.odd_links]
 
     def exists(self, path: str) -> bool:
         return path in self.listing()
 
     def below(self, folder: str) -> Tree:
-        """The tree of a sub-folder, named by our own code or checked by `safe_relative`. Refuses links that leave this one."""
+        """The tree of a sub-folder, named by our own code or checked by `safe_relative`. Refuses links that leave this
+        one."""
         tree = Tree(self.display(folder), follow_symlinks=self._links, bounds=self._bounds)
         if not (self._links or self._bounds.holds(str(tree.root))):
             raise self._behind_link(folder)
@@ -239,7 +245,8 @@ class Tree:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
-        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs, other folders' files."""
+        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs, other folders'
+        files."""
         if path != self.single and leaves(path):
             safe_relative(path, named_in=self.shown)
         try:
@@ -313,9 +320,11 @@ class Tree:
         first = self._seen.setdefault(path, now)
         if first != now:
             raise SourceChanged(
-                "the file changed after its header was read", code="E0604", path=self.display(path),
+                "the file changed after its header was read",
+                code="E0604",
+                path=self.display(path),
                 hint="run again when nothing writes into the checkpoint any more",
-            )  # fmt: skip
+            )
         return first
 
     def identity_by_name(self, path: str) -> Identity:
@@ -357,14 +366,20 @@ class Tree:
                 raise wrap_os_error(e, self.display(path), "reading", offset=at) from e
             if not part and os.fstat(fd).st_size < at + nbytes:
                 raise SourceChanged(
-                    f"the file shrank from {size} to {os.fstat(fd).st_size} bytes while it was read", code="E0603",
-                    path=self.display(path), offset=at, hint="run again when nothing writes to it any more",
-                )  # fmt: skip
+                    f"the file shrank from {size} to {os.fstat(fd).st_size} bytes while it was read",
+                    code="E0603",
+                    path=self.display(path),
+                    offset=at,
+                    hint="run again when nothing writes to it any more",
+                )
             if not part:
                 raise StorageError(
-                    "the file ended early while it was read", code="E0703", path=self.display(path), offset=at,
+                    "the file ended early while it was read",
+                    code="E0703",
+                    path=self.display(path),
+                    offset=at,
                     hint="the disk or the network file system fails: check it before you try again",
-                )  # fmt: skip
+                )
             parts.append(part)
             nbytes -= len(part)
             at += len(part)
@@ -383,9 +398,11 @@ class Tree:
                 self._views = {path: known}  # one at a time: files are read one behind the other
         if offset < 0 or nbytes < 0 or offset + nbytes > len(known):
             raise CorruptFile(
-                f"want {nbytes} bytes at {offset} of its arrays, which have {len(known)}", code="E0311",
-                path=self.display(path), hint="the file changed: run again",
-            )  # fmt: skip
+                f"want {nbytes} bytes at {offset} of its arrays, which have {len(known)}",
+                code="E0311",
+                path=self.display(path),
+                hint="the file changed: run again",
+            )
         return known[offset : offset + nbytes]
 
     def read_whole(self, path: str, *, limit: int) -> bytes:
@@ -393,9 +410,11 @@ class Tree:
         size = self.size(path)
         if size > limit:
             raise CorruptFile(
-                f"{size} bytes, want at most {limit}", code="E0312", path=self.display(path),
+                f"{size} bytes, want at most {limit}",
+                code="E0312",
+                path=self.display(path),
                 hint="no real checkpoint has one this large",
-            )  # fmt: skip
+            )
         return self.read(path, 0, size)
 
     def head(self, path: str, nbytes: int = 64) -> bytes:

@@ -7,7 +7,8 @@ fsynced and renamed with RENAME_NOREPLACE, the parent is fsynced. A kill at any 
 whole, or new and whole; the same command goes on from the journal.
 
 What this does not do: it never touches a folder that is not ours (another owner, a link, unknown content without a
-journal), never opens anything below it but by `storage.beneath`, never retries an fsync that failed (Linux marks the pages
+journal), never opens anything below it but by `storage.beneath`, never retries an fsync that failed (Linux marks the
+pages
 clean: the second call would succeed for nothing).
 """
 
@@ -132,8 +133,8 @@ class Staging:
         return fd
 
     def check_parts(self) -> None:
-        """Raise SourceChanged where another part of the output was begun by another plan (E0611) or as one of another number
-        of parts (E1602). A journal without a whole first line says nothing yet."""
+        """Raise SourceChanged where another part of the output was begun by another plan (E0611) or as one of another
+        number of parts (E1602). A journal without a whole first line says nothing yet."""
         for name in journal.names(self._folder_fd):
             lines, part = journal.read(self._folder_fd, name, first=True), journal.part_of(name)
             what = f"part {part[0]}/{part[1]}" if part else "the whole output"
@@ -246,8 +247,8 @@ class Staging:
                 raise wrap_os_error(e, self.path, "writing the journal") from e
 
     def close_part(self) -> list[list[journal.Line]]:
-        """Part of a plan: wait until no other part is at work, so that one of them may commit. The journals of all parts, in
-        order; an empty list for a part that has not begun. Raises as `check_parts`."""
+        """Part of a plan: wait until no other part is at work, so that one of them may commit. The journals of all
+        parts, in order; an empty list for a part that has not begun. Raises as `check_parts`."""
         fcntl.flock(self._folder_fd, fcntl.LOCK_EX)
         self.check_parts()
         _, count = self.part or (1, 1)
@@ -331,8 +332,10 @@ class Staging:
         except OSError as e:
             raise StorageError(
                 f"{self.destination} is complete, but the fsync of its folder failed: {os.strerror(e.errno or 0)}",
-                code="E0707", path=self.destination, hint="its durability is unknown: check the disk, then ckpt verify",
-            ) from e  # fmt: skip
+                code="E0707",
+                path=self.destination,
+                hint="its durability is unknown: check the disk, then ckpt verify",
+            ) from e
         finally:
             self._release()
             if self.path.exists():  # what --force replaced, or the emptied folder of a single file
@@ -358,9 +361,11 @@ class Staging:
                 _renameat2(staged, final, _RENAME_NOREPLACE)
         except FileExistsError as e:
             raise OutputExists(
-                f"{final} appeared while this run was writing", code="E0505", path=final,
+                f"{final} appeared while this run was writing",
+                code="E0505",
+                path=final,
                 hint=f"it was left alone; this run's result lies in {self.path}",
-            ) from e  # fmt: skip
+            ) from e
         except OSError as e:
             raise wrap_os_error(e, final, "renaming the finished output") from e
 
@@ -379,8 +384,9 @@ class Staging:
 
 
 def _mark_replaced(old: Path) -> None:
-    """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the staging
-    name, and the next run must know that it may go. Where the file system has no such marks, that run will ask."""
+    """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the
+    staging name, and the next run must know that it may go. Where the file system has no such marks, that run will
+    ask."""
     try:
         os.setxattr(old, _REPLACED, b"1", follow_symlinks=False)
     except OSError:
@@ -443,7 +449,8 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> None:
-    """rename with flags (Linux 3.15); where the file system lacks them, NOREPLACE falls back to a check and a rename."""
+    """rename with flags (Linux 3.15); where the file system lacks them, NOREPLACE falls back to a check and a
+    rename."""
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is not None:

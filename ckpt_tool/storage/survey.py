@@ -1,13 +1,13 @@
 """Every pickle in a tree and every name in it, file by file, whatever the format and however broken the rest is.
 
-A file is looked at by its first bytes, never by its name alone: torch zips (and the zips back to back in a `.distcp`), the
-torch stream before 1.6, bare pickles, tar archives of such files, NumPy files of objects. No reader of a format takes part:
-a folder whose `.metadata` is cut short is surveyed like any other.
+A file is looked at by its first bytes, never by its name alone: torch zips (and the zips back to back in a `.distcp`),
+the torch stream before 1.6, bare pickles, tar archives of such files, NumPy files of objects. No reader of a format
+takes part: a folder whose `.metadata` is cut short is surveyed like any other.
 
     survey(tree)  ->  Surveyed("model.pt", "archive/data.pkl", (GlobalUse(posix.system, ...),))
 
-Cost: headers, directories and pickles; of storages nothing. What can't be looked into (a compressed pickle, a zip without a
-directory beyond its first members) is reported in `unseen`: not looked at is not the same as harmless.
+Cost: headers, directories and pickles; of storages nothing. What can't be looked into (a compressed pickle, a zip
+without a directory beyond its first members) is reported in `unseen`: not looked at is not the same as harmless.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _PICKLES = (
 
 
 class Surveyed(NamedTuple):
-    """A pickle. path: of its file. member: where in the file, "" for the file itself. uses: its globals. unseen: why it was not
-    looked into, "" where it was."""
+    """A pickle. path: of its file. member: where in the file, "" for the file itself. uses: its globals. unseen: why it
+    was not looked into, "" where it was."""
 
     path: str
     member: str
@@ -150,8 +150,8 @@ def _zips(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[
 def _directory(
     tree: Tree, path: str, start: int, end: int, *, comment: int
 ) -> tuple[int | None, list[tuple[str, int, int]]]:
-    """(where the zip that ends at `end` begins, its members as (name, method, offset of the header in the file)); (None, [])
-    where no directory can be followed."""
+    """(where the zip that ends at `end` begins, its members as (name, method, offset of the header in the file));
+    (None, []) where no directory can be followed."""
     back = min(end - start, END.size + comment)
     tail = tree.read(path, end - back, back)
     found = tail.rfind(b"PK\x05\x06")
@@ -184,7 +184,8 @@ def _directory(
 
 
 def _members(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[Surveyed]:
-    """A zip without its directory: from local header to local header as far as sizes are known. torch writes the pickle first."""
+    """A zip without its directory: from local header to local header as far as sizes are known. torch writes the pickle
+    first."""
     at, number = start, 0
     while at + LOCAL.size <= end and number < MEMBERS:
         head = LOCAL.unpack(tree.read(path, at, LOCAL.size))

@@ -42,9 +42,12 @@ def is_tar(head: bytes) -> bool:
 def refuse_tar(path: str) -> None:
     """Raise for the oldest form. path: as messages show it."""
     raise CorruptFile(
-        "a tar archive, as torch wrote before 0.1.10 (or a .nemo); it is not supported", code="E0377", path=path,
-        offset=0, hint="load and save it again with torch between 1.0 and 2.5, or unpack the .nemo",
-    )  # fmt: skip
+        "a tar archive, as torch wrote before 0.1.10 (or a .nemo); it is not supported",
+        code="E0377",
+        path=path,
+        offset=0,
+        hint="load and save it again with torch between 1.0 and 2.5, or unpack the .nemo",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,12 @@ class TorchStream:
         for extra in (*first, listed):
             if extra.globals:
                 raise UnsafeInput(
-                    f"a side pickle of the stream names {pickles.shown(str(extra.globals[0]))}", code="E0422",
-                    path=tree.display(path), offset=extra.globals[0].offset, hint="torch writes no such file",
-                )  # fmt: skip
+                    f"a side pickle of the stream names {pickles.shown(str(extra.globals[0]))}",
+                    code="E0422",
+                    path=tree.display(path),
+                    offset=extra.globals[0].offset,
+                    hint="torch writes no such file",
+                )
         if first[0].value != NUMBER or first[1].value != VERSION or not isinstance(first[2].value, dict):
             raise _fault(tree, path, f"magic number, protocol {VERSION} and system description are malformed", 0)
         if first[2].value.get("little_endian") is not True:
@@ -83,9 +89,7 @@ class TorchStream:
     def array(self, tensor: TensorRef) -> StoredArray:
         """Where the tensor's bytes lie in the file; strides None when contiguous."""
         offset = self.storages[tensor.storage.key][0] + tensor.dtype.nbytes(tensor.offset)
-        return StoredArray(
-            self.path, offset, tensor.dtype, tensor.shape, None if tensor.contiguous else tensor.stride
-        )  # fmt: skip
+        return StoredArray(self.path, offset, tensor.dtype, tensor.shape, None if tensor.contiguous else tensor.stride)
 
 
 def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[str, tuple[int, int]]:
@@ -101,9 +105,12 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
     missing = sorted(set(refs) - set(keys))
     if missing:
         raise Incomplete(
-            f"{len(missing)} storages are not in the file, the first is {missing[0]}", code="E0345",
-            path=tree.display(path), offset=listed.end, hint="the file is damaged: save it again",
-        )  # fmt: skip
+            f"{len(missing)} storages are not in the file, the first is {missing[0]}",
+            code="E0345",
+            path=tree.display(path),
+            offset=listed.end,
+            hint="the file is damaged: save it again",
+        )
     at, size = listed.end, tree.size(path)
     found: dict[str, tuple[int, int]] = {}
     for key in keys:
@@ -119,14 +126,20 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
         at += 8 + ref.nbytes
     if at != size:
         raise UnsafeInput(
-            f"{size - at} bytes follow the last storage", code="E0422", path=tree.display(path), offset=at,
+            f"{size - at} bytes follow the last storage",
+            code="E0422",
+            path=tree.display(path),
+            offset=at,
             hint="torch writes no such file; save it again",
-        )  # fmt: skip
+        )
     return found
 
 
 def _fault(tree: Tree, path: str, message: str, offset: int) -> CkptError:
     return CorruptFile(
-        message, code="E0376", path=tree.display(path), offset=offset,
+        message,
+        code="E0376",
+        path=tree.display(path),
+        offset=offset,
         hint="the file is cut short or damaged: compare its size with the source",
-    )  # fmt: skip
+    )

@@ -1,7 +1,8 @@
 """The torch .pt container (torch >= 1.6): a zip of stored records with a pickle that refers to them.
 
-The idea: a record is bytes at an offset, so a tensor of a `.pt` file (or of an item in a DCP `.distcp`, which is a whole
-zip at some offset) is a `StoredArray` like any other; opening reads the directory and the pickle, never a storage.
+The idea: a record is bytes at an offset, so a tensor of a `.pt` file (or of an item in a DCP `.distcp`, which is a
+whole zip at some offset) is a `StoredArray` like any other; opening reads the directory and the pickle, never a
+storage.
 
     zip = TorchZip.open(tree, "model.pt")
     done = zip.pickled()                       # value: {"w": TensorRef(StorageRef("0", ...), shape=(2, 3), ...)}
@@ -9,8 +10,9 @@ zip at some offset) is a `StoredArray` like any other; opening reads the directo
 
 Records (torch 2.13 `serialization.py` `_save`, `inline_container.cc`), below one root folder whose name is the file's
 stem or `archive`: `data.pkl`; `.format_version` "1", `.storage_alignment` "64" and `byteorder` "little" | "big" (newer
-versions only); `data/KEY` raw storages; `version` "3\\n"; `.data/serialization_id`. `constants.pkl` or `code/` make it a
-TorchScript archive, which holds code and is refused. The layout of the zip itself: `zip_directory`; writing: `zip_plan`.
+versions only); `data/KEY` raw storages; `version` "3\\n"; `.data/serialization_id`. `constants.pkl` or `code/` make it
+a TorchScript archive, which holds code and is refused. The layout of the zip itself: `zip_directory`; writing:
+`zip_plan`.
 
 Checked: all that `zip_directory` checks, the CRC of the records read here, one root, the byte order, and that each
 storage that the pickle names is a record of the right length. CRCs of storages are not checked here (that would read
@@ -78,9 +80,12 @@ class TorchZip:
         nbytes = size - start if length is None else length
         if start < 0 or nbytes < 0 or start + nbytes > size:
             raise CorruptFile(
-                f"a zip of {nbytes} bytes at {start}, but the file has {size}", code="E0340", path=tree.display(path),
-                offset=min(max(start, 0), size), hint="the file is cut short: compare its size with the source",
-            )  # fmt: skip
+                f"a zip of {nbytes} bytes at {start}, but the file has {size}",
+                code="E0340",
+                path=tree.display(path),
+                offset=min(max(start, 0), size),
+                hint="the file is cut short: compare its size with the source",
+            )
         archive = Archive(tree, path, start, nbytes)
         found = members(archive, tail)
         root = _root(archive, found)
@@ -132,15 +137,18 @@ class TorchZip:
         record = self.records.get(f"data/{ref.key}")
         if record is None:
             raise Incomplete(
-                f"the pickle names storage {ref.key}, but the zip has no record data/{ref.key}", code="E0345",
-                path=self.tree.display(self.path), place=pickles.shown(f"{self.root}/data/{ref.key}"),
+                f"the pickle names storage {ref.key}, but the zip has no record data/{ref.key}",
+                code="E0345",
+                path=self.tree.display(self.path),
+                place=pickles.shown(f"{self.root}/data/{ref.key}"),
                 hint="the archive was repacked without it: save the file again",
-            )  # fmt: skip
+            )
         if record.nbytes != ref.nbytes:
             raise self._corrupt(
                 f"the pickle says {ref.nbytes} bytes ({ref.numel} in a {ref.kind}), the record has {record.nbytes}",
-                "E0344", f"data/{ref.key}",
-            )  # fmt: skip
+                "E0344",
+                f"data/{ref.key}",
+            )
         return record
 
     def _check_byteorder(self) -> None:
@@ -152,15 +160,23 @@ class TorchZip:
         if order != b"little":
             big = order == b"big"
             raise self._corrupt(
-                "the tensors are big-endian, which is not supported" if big else f"byte order {order[:16]!r}, want little",
-                "E0346", "byteorder", "load and save it again with torch on a little-endian machine" if big else None,
-            )  # fmt: skip
+                "the tensors are big-endian, which is not supported"
+                if big
+                else f"byte order {order[:16]!r}, want little",
+                "E0346",
+                "byteorder",
+                "load and save it again with torch on a little-endian machine" if big else None,
+            )
 
     def _corrupt(self, message: str, code: str, name: str, hint: str | None = None) -> CkptError:
         return CorruptFile(
-            message, code=code, path=self.tree.display(self.path), offset=self.records[name].offset,
-            place=pickles.shown(f"{self.root}/{name}"), hint=hint or "the file is damaged: fetch or save it again",
-        )  # fmt: skip
+            message,
+            code=code,
+            path=self.tree.display(self.path),
+            offset=self.records[name].offset,
+            place=pickles.shown(f"{self.root}/{name}"),
+            hint=hint or "the file is damaged: fetch or save it again",
+        )
 
 
 def _root(archive: Archive, found: list[Member]) -> str:
@@ -170,20 +186,28 @@ def _root(archive: Archive, found: list[Member]) -> str:
     if len(roots) > 1:
         raise UnsafeInput(
             f"the zip has {len(roots)} top folders, want one: {', '.join(map(pickles.shown, sorted(roots)[:4]))}",
-            code="E0435", path=path, offset=archive.start,
+            code="E0435",
+            path=path,
+            offset=archive.start,
             hint="torch takes one of them, another reader another; save it again with torch.save",
-        )  # fmt: skip
+        )
     root = roots.pop() if roots else ""
     names = {m.name[len(root) + 1 :] for m in found}
     for name in names:
         if name in SCRIPT or name.startswith("code/"):
             raise UnsafeInput(
-                f"this is a TorchScript archive (it has {pickles.shown(name)}): a program, not a checkpoint", code="E0438",
-                path=path, offset=archive.start, hint="save the module's state_dict() instead",
-            )  # fmt: skip
+                f"this is a TorchScript archive (it has {pickles.shown(name)}): a program, not a checkpoint",
+                code="E0438",
+                path=path,
+                offset=archive.start,
+                hint="save the module's state_dict() instead",
+            )
     if "data.pkl" not in names:
         raise CorruptFile(
-            f"a zip without data.pkl: {', '.join(map(pickles.shown, sorted(names)[:4])) or 'it is empty'}", code="E0343",
-            path=path, offset=archive.start, hint="no torch checkpoint; a .nemo, .npz or .keras file is another format",
-        )  # fmt: skip
+            f"a zip without data.pkl: {', '.join(map(pickles.shown, sorted(names)[:4])) or 'it is empty'}",
+            code="E0343",
+            path=path,
+            offset=archive.start,
+            hint="no torch checkpoint; a .nemo, .npz or .keras file is another format",
+        )
     return root

@@ -92,17 +92,23 @@ class Archive:
 
     def corrupt(self, message: str, code: str, offset: int, *, place: str | None = None, hint: str = "") -> CkptError:
         return CorruptFile(
-            message, code=code, path=self.tree.display(self.path), offset=self.start + offset,
+            message,
+            code=code,
+            path=self.tree.display(self.path),
+            offset=self.start + offset,
             place=shown(place) if place else None,
             hint=hint or "the file is damaged: fetch or save it again",
-        )  # fmt: skip
+        )
 
     def unsafe(self, message: str, code: str, offset: int, *, place: str | None = None, hint: str = "") -> CkptError:
         return UnsafeInput(
-            message, code=code, path=self.tree.display(self.path), offset=self.start + offset,
+            message,
+            code=code,
+            path=self.tree.display(self.path),
+            offset=self.start + offset,
             place=shown(place) if place else None,
             hint=hint or "two readers could see two different files in it; save it again with torch.save",
-        )  # fmt: skip
+        )
 
 
 def members(archive: Archive, tail: int = 0) -> list[Member]:
@@ -139,13 +145,19 @@ def _end(archive: Archive, tail: int) -> tuple[int, int, int]:
         raise archive.corrupt("the end record points to a zip64 record that is not there", "E0342", stop)
     if offset + size > stop or size < count * CENTRAL.size:
         raise archive.corrupt(
-            f"{count} members in a directory of {size} bytes at {offset}, but the archive has {stop} bytes before its end"
-            " record", "E0341", stop, hint="the file is cut short or damaged: compare its size with the source",
-        )  # fmt: skip
+            f"{count} members in a directory of {size} bytes at {offset}, but the archive has {stop} bytes "
+            "before its end"
+            " record",
+            "E0341",
+            stop,
+            hint="the file is cut short or damaged: compare its size with the source",
+        )
     if offset + size < stop:
         raise archive.unsafe(
-            f"{stop - offset - size} bytes precede the zip or hide behind its directory", "E0436", 0,
-        )  # fmt: skip
+            f"{stop - offset - size} bytes precede the zip or hide behind its directory",
+            "E0436",
+            0,
+        )
     if count > MEMBER_LIMIT or size > DIRECTORY_LIMIT:
         raise archive.corrupt(f"{count} members, want at most {MEMBER_LIMIT}", "E0348", stop)
     return offset, size, count
@@ -185,9 +197,11 @@ def _no_end(archive: Archive) -> CkptError:
         name = shown(window[last + 30 : last + 30 + name_size].decode("utf-8", "replace"))
         begun = f"; the last member that begins in its last {len(window)} bytes is {name}"
     return archive.corrupt(
-        f"no central directory at the end of {length} bytes{begun}", "E0340", length,
+        f"no central directory at the end of {length} bytes{begun}",
+        "E0340",
+        length,
         hint="the file is cut short: compare its size with the source, fetch it again",
-    )  # fmt: skip
+    )
 
 
 def _other(head: bytes) -> tuple[str, str] | None:
@@ -292,9 +306,12 @@ def _unreadable(archive: Archive, name: str, method: int, flags: int, where: int
         return archive.corrupt("the member is encrypted", "E0342", where, place=name, hint="decrypt the archive first")
     if method in _METHODS:
         return archive.unsafe(
-            f"the member is {_METHODS[method]}; torch stores members as they are", "E0433", where, place=name,
+            f"the member is {_METHODS[method]}; torch stores members as they are",
+            "E0433",
+            where,
+            place=name,
             hint="unpacked it could be of any size; save it again with torch.save",
-        )  # fmt: skip
+        )
     if method:
         return archive.corrupt(f"unknown compression method {method}", "E0342", where, place=name)
     return archive.corrupt("the member lies on another disk", "E0342", where, place=name)
@@ -352,9 +369,11 @@ def _local_size(archive: Archive, member: Member, head: bytes) -> int:
         nbytes, packed = _zip64(archive, extra, (nbytes, packed, 0, 0), member.header)[:2]
     if not same or not (later or (crc == member.crc32 and packed == nbytes == member.nbytes)):
         raise archive.unsafe(
-            "the local header and the central directory differ in name, size, method, flags or CRC", "E0431",
-            member.header, place=member.name,
-        )  # fmt: skip
+            "the local header and the central directory differ in name, size, method, flags or CRC",
+            "E0431",
+            member.header,
+            place=member.name,
+        )
     return LOCAL.size + len(member.raw_name) + extra_size
 
 

@@ -1,8 +1,8 @@
 """The whole layout of a torch zip before any tensor byte exists: offsets, literal bytes, CRC holes.
 
-The idea: everything in the archive but the storages is known from the pickle and the storages' sizes, so the file's size
-and every byte around the storages are computed at once; a storage's CRC-32, which stands behind it and once more in the
-directory, is left as two holes of 4 bytes that the executor fills when the values have moved.
+The idea: everything in the archive but the storages is known from the pickle and the storages' sizes, so the file's
+size and every byte around the storages are computed at once; a storage's CRC-32, which stands behind it and once more
+in the directory, is left as two holes of 4 bytes that the executor fills when the values have moved.
 
     plan = plan_zip("model", pickle, [("0", 24)])
     plan.size, plan.offsets, plan.crcs         # 1577, (704,), ((732, 1206),)

@@ -2,7 +2,8 @@
 
     python load_meta.py CODE FOLDER OUT      # CODE: a checkout of meta-llama/llama-models, or of meta-llama/llama
 
-OUT: the logits of tokens 0 to 39, by `torch.save`. fairscale's parallel layers, of one rank, are torch's; nothing moves to a GPU.
+OUT: the logits of tokens 0 to 39, by `torch.save`. fairscale's parallel layers, of one rank, are torch's; nothing moves
+to a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A real PaddleFormers job resumes from a checkpoint and says what it holds: run by a Python with Paddle.
 
-    python load_paddle.py CHECKPOINT CASE REPORT      # CASE: MODEL_DTYPE_FORMAT_LAYOUT of fixtures/make/paddle_hybrid.py
+    python load_paddle.py CHECKPOINT CASE REPORT     # CASE: MODEL_DTYPE_FORMAT_LAYOUT of fixtures/make/paddle_hybrid.py
 
 As many gloo ranks as the layout wants build the job with zeroed parameters, call the Trainer's own loaders on
 CHECKPOINT, let the optimizer take its states up, and compare every parameter, master and moment with the planned value

@@ -1,9 +1,11 @@
-"""What PaddleFormers' own Trainer and PaddlePaddle hold after loading a flex checkpoint, against the truth of a maker's case.
+"""What PaddleFormers' own Trainer and PaddlePaddle hold after loading a flex checkpoint, against the truth of a maker's
+case.
 
-    python load_paddle_flex.py trainer FOLDER TRUTH KIND DTYPE       # the Trainer's loader, one process
-    python load_paddle_flex.py merged FOLDER TRUTH TP                # load_merged_state_dict of every folder, any layout
+    python load_paddle_flex.py trainer FOLDER TRUTH KIND DTYPE      # the Trainer's loader, one process
+    python load_paddle_flex.py merged FOLDER TRUTH TP               # load_merged_state_dict of every folder, any layout
 
-Prints the names that differ and a last line `N values, M differ`. Run by `test_paddle_flex_loads.py` with Paddle's Python.
+Prints the names that differ and a last line `N values, M differ`. Run by `test_paddle_flex_loads.py` with Paddle's
+Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PaddleFormers opens a Hugging Face folder of ours: parameters, and logits where CPU can run the model.
 
-    python load_paddle_hf.py FOLDER KIND REPORT       # KIND: llama, llama_tied, ernie, moe of fixtures/make/paddle_tiny.py
+    python load_paddle_hf.py FOLDER KIND REPORT    # KIND: llama, llama_tied, ernie, moe of fixtures/make/paddle_tiny.py
 
 REPORT (JSON): {"parameters": n, "wrong": [names], "logits": the source model's or null, "difference": the largest to
 those of the loaded one}. The

@@ -1,11 +1,13 @@
-"""PaddleFormers opens weights that `ckpt` made of a Hugging Face model: its parameters, and its logits where CPU can run it.
+"""PaddleFormers opens weights that `ckpt` made of a Hugging Face model: its parameters, and its logits where CPU can
+run it.
 
     python load_paddle_pretrained.py FOLDER CLASS CONVERT OUT     # CONVERT: 1 its default, 0 files in Paddle's layout
 
-OUT (npz): `p/NAME` every parameter of the live model; `tokens`, `logits`. CPU lacks two kinds of kernels, which are replaced by
-their formulas: the fused RMSNorm (`fixtures/make/paddle_tiny.py`) and the dispatch of tokens to experts (`plain_moe`, after
-`nn/moe/moe_allgather_layer.py` of PaddleFormers 1.2.0). Gate, bias, experts and shared experts are the real modules. ERNIE 4.5 VL
-is loaded alone, its logits are empty: its forward is GPU kernels throughout, and its module wants paddlefleet (stood in for).
+OUT (npz): `p/NAME` every parameter of the live model; `tokens`, `logits`. CPU lacks two kinds of kernels, which are
+replaced by their formulas: the fused RMSNorm (`fixtures/make/paddle_tiny.py`) and the dispatch of tokens to experts
+(`plain_moe`, after `nn/moe/moe_allgather_layer.py` of PaddleFormers 1.2.0). Gate, bias, experts and shared experts are
+the real modules. ERNIE 4.5 VL is loaded alone, its logits are empty: its forward is GPU kernels throughout, and its
+module wants paddlefleet (stood in for).
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""A PaddleFormers job of one process resumes from a unified checkpoint and says what it holds: run by a Python with Paddle.
+"""A PaddleFormers job of one process resumes from a unified checkpoint and says what it holds: run by a Python with
+Paddle.
 
-    python load_paddle_unified.py CHECKPOINT MODEL DTYPE TRUTH CONVERT      # CONVERT: 1 as by default, 0 for Paddle's layout
+    python load_paddle_unified.py CHECKPOINT MODEL DTYPE TRUTH CONVERT
+          # CONVERT: 1 as by default, 0 for Paddle's layout
 
-The last line printed: `N compared, M differ`. The truth has STATE/NAME; what the job keeps no state for is not compared.
+The last line printed: `N compared, M differ`. The truth has STATE/NAME; what the job keeps no state for is not
+compared.
 """
 
 from __future__ import annotations
@@ -29,8 +32,14 @@ def main(folder: str, kind: str, dtype: str, truth: str, convert: str) -> None:
     kinds = {state: kind for kind, state in STATES.items()}
     compared, wrong = 0, []
     with tempfile.TemporaryDirectory() as scratch:
-        job = trainer(model, Path(scratch), dtype, save_checkpoint_format=UNIFIED, load_checkpoint_format=UNIFIED,
-                      convert_from_hf=convert == "1")  # fmt: skip
+        job = trainer(
+            model,
+            Path(scratch),
+            dtype,
+            save_checkpoint_format=UNIFIED,
+            load_checkpoint_format=UNIFIED,
+            convert_from_hf=convert == "1",
+        )
         handler = job.unified_checkpoint_handler
         handler.load_unified_checkpoint(job.model, folder, convert_from_hf=job.args.convert_from_hf)
         loaded = handler.load_unified_optimizer(job.model, job.optimizer, folder)

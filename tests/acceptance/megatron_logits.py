@@ -2,11 +2,12 @@
 
     python megatron_logits.py CHECKPOINT CONFIG.json TOKENS.safetensors OUT.safetensors TP EP
 
-A GPTModel of the local layer spec is built from transformers' config.json, by a reading of it that is this program's own;
-`megatron.core.dist_checkpointing.load` fills it (strict: every key that the model asks for and none other), and the
-logits of TOKENS (`input_ids`, batch x sequence) go to OUT. Rank folders (`mp_rank_TT`) are loaded by torch.
-Of a model with layers of multi-token prediction OUT has what those hold instead. Only two things are not Megatron's: CUDA (`cuda_on_cpu`), and the
-attention core of latent attention, which its local spec has none of (torch's scaled dot product).
+A GPTModel of the local layer spec is built from transformers' config.json, by a reading of it that is this program's
+own; `megatron.core.dist_checkpointing.load` fills it (strict: every key that the model asks for and none other), and
+the logits of TOKENS (`input_ids`, batch x sequence) go to OUT. Rank folders (`mp_rank_TT`) are loaded by torch. Of a
+model with layers of multi-token prediction OUT has what those hold instead. Only two things are not Megatron's: CUDA
+(`cuda_on_cpu`), and the attention core of latent attention, which its local spec has none of (torch's scaled dot
+product).
 """
 
 from __future__ import annotations
@@ -55,28 +56,51 @@ def sizes(c: dict[str, Any], tp: int, ep: int) -> dict[str, Any]:
     """TransformerConfig's arguments."""
     kind, heads = c["model_type"], c["num_attention_heads"]
     out: dict[str, Any] = {
-        "num_layers": c["num_hidden_layers"], "hidden_size": c["hidden_size"], "num_attention_heads": heads,
-        "ffn_hidden_size": c["intermediate_size"], "num_query_groups": c["num_key_value_heads"],
-        "kv_channels": c.get("head_dim") or c["hidden_size"] // heads, "normalization": "RMSNorm",
-        "layernorm_epsilon": c["rms_norm_eps"], "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False, "add_qkv_bias": kind in ("qwen2", "qwen2_moe") or bool(c.get("attention_bias")),
+        "num_layers": c["num_hidden_layers"],
+        "hidden_size": c["hidden_size"],
+        "num_attention_heads": heads,
+        "ffn_hidden_size": c["intermediate_size"],
+        "num_query_groups": c["num_key_value_heads"],
+        "kv_channels": c.get("head_dim") or c["hidden_size"] // heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": c["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": kind in ("qwen2", "qwen2_moe") or bool(c.get("attention_bias")),
         "qk_layernorm": kind in ("qwen3", "qwen3_moe", *LATENT) or bool(c.get("use_qk_norm")),
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False, "persist_layer_norm": False,
-        "bias_activation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False, "use_cpu_initialization": True, "params_dtype": torch.float32,
-        "tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float32,
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
         "rotary_interleaved": kind in PAIRS,
-        "pipeline_dtype": torch.float32, "mtp_num_layers": c.get("num_nextn_predict_layers") or None,
-    }  # fmt: skip
+        "pipeline_dtype": torch.float32,
+        "mtp_num_layers": c.get("num_nextn_predict_layers") or None,
+    }
     if experts_of(c) is not None:
         out |= routed(c)
     if kind in LATENT:
         out |= {
-            "multi_latent_attention": True, "q_lora_rank": c["q_lora_rank"], "kv_lora_rank": c["kv_lora_rank"],
-            "qk_head_dim": c["qk_nope_head_dim"], "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
-            "v_head_dim": c["v_head_dim"], "rope_type": "rope", "rotary_base": rope(c)["rope_theta"],
-            "rotary_percent": 1.0, "num_query_groups": heads,
-        }  # fmt: skip
+            "multi_latent_attention": True,
+            "q_lora_rank": c["q_lora_rank"],
+            "kv_lora_rank": c["kv_lora_rank"],
+            "qk_head_dim": c["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
+            "v_head_dim": c["v_head_dim"],
+            "rope_type": "rope",
+            "rotary_base": rope(c)["rope_theta"],
+            "rotary_percent": 1.0,
+            "num_query_groups": heads,
+        }
     return out
 
 
@@ -95,16 +119,22 @@ def routed(c: dict[str, Any]) -> dict[str, Any]:
     shared = c.get("n_shared_experts") or c.get("moe_num_shared_experts")
     m = c.get("moe_intermediate_size") or c["intermediate_size"]
     out = {
-        "num_moe_experts": experts_of(c), "moe_router_topk": c.get("moe_k") or c["num_experts_per_tok"], "moe_ffn_hidden_size": m,
-        "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather",
+        "num_moe_experts": experts_of(c),
+        "moe_router_topk": c.get("moe_k") or c["num_experts_per_tok"],
+        "moe_ffn_hidden_size": m,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
         "moe_layer_freq": [int(i not in dense) for i in range(layers)] if dense else 1,
-        "moe_router_pre_softmax": not sigmoid and kind not in ("mixtral", "ernie4_5_moe") and not c.get("norm_topk_prob"),
-        "moe_router_score_function": "sigmoid" if sigmoid else "softmax", "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_pre_softmax": not sigmoid
+        and kind not in ("mixtral", "ernie4_5_moe")
+        and not c.get("norm_topk_prob"),
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_enable_expert_bias": sigmoid,
         "moe_router_topk_scaling_factor": c.get("routed_scaling_factor") if sigmoid or kind in LATENT else None,
         "moe_shared_expert_intermediate_size": c.get("shared_expert_intermediate_size")
         or (m * shared if shared else None),
         "moe_shared_expert_gate": kind == "qwen2_moe",
-    }  # fmt: skip
+    }
     return out
 
 
@@ -125,12 +155,17 @@ def model_of(c: dict[str, Any], tp: int, ep: int, rows: int) -> GPTModel:
         inner = spec.layer_specs[-1]
         ahead["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False)
     return GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=rows, max_sequence_length=64,
-        parallel_output=False, share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings")),
-        position_embedding_type="rope", rotary_base=rope(c)["rope_theta"],
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=rows,
+        max_sequence_length=64,
+        parallel_output=False,
+        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings")),
+        position_embedding_type="rope",
+        rotary_base=rope(c)["rope_theta"],
         rotary_percent=float(rope(c).get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0),
         **ahead,
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 def with_mtp(checkpoint: Path) -> bool:

@@ -1,5 +1,5 @@
-"""The same as megatron_logits.py for GPT-2, gpt-oss, Phi-3, GLM-4 (`glm`) and DeepSeek-V2: learned positions, biases, sinks, a
-clamped GLU, latent attention with a softmax router.
+"""The same as megatron_logits.py for GPT-2, gpt-oss, Phi-3, GLM-4 (`glm`) and DeepSeek-V2: learned positions, biases,
+sinks, a clamped GLU, latent attention with a softmax router.
 
 python megatron_logits_more.py CHECKPOINT CONFIG.json TOKENS.safetensors OUT.safetensors TP EP
 """
@@ -24,9 +24,14 @@ def of_gpt2(c: Config) -> Config:
     """GPT-2's config under the names of the others'."""
     heads = c["n_head"]
     return c | {
-        "num_hidden_layers": c["n_layer"], "hidden_size": c["n_embd"], "num_attention_heads": heads, "num_key_value_heads": heads,
-        "intermediate_size": c["n_inner"], "rms_norm_eps": c["layer_norm_epsilon"], "max_position_embeddings": c["n_positions"],
-    }  # fmt: skip
+        "num_hidden_layers": c["n_layer"],
+        "hidden_size": c["n_embd"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": c["n_inner"],
+        "rms_norm_eps": c["layer_norm_epsilon"],
+        "max_position_embeddings": c["n_positions"],
+    }
 
 
 sizes_of, model_of = plain.sizes, plain.model_of
@@ -37,21 +42,29 @@ def sizes(c: Config, tp: int, ep: int) -> Config:
     out = sizes_of({**c, "model_type": "deepseek_v3"} if kind == "deepseek_v2" else c, tp, ep)
     if kind == "deepseek_v2":
         out |= {
-            "moe_router_score_function": "softmax", "moe_router_pre_softmax": True, "moe_router_enable_expert_bias": False,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_enable_expert_bias": False,
             "moe_router_topk_scaling_factor": c["routed_scaling_factor"],
-        }  # fmt: skip
+        }
     if kind == "glm":
         out |= {"rotary_interleaved": True}
     if kind == "gpt2":
         out |= {
-            "normalization": "LayerNorm", "gated_linear_unit": False, "add_bias_linear": True,
+            "normalization": "LayerNorm",
+            "gated_linear_unit": False,
+            "add_bias_linear": True,
             "activation_func": partial(torch.nn.functional.gelu, approximate="tanh"),
-        }  # fmt: skip
+        }
     if kind == "gpt_oss":
         out |= {
-            "add_bias_linear": True, "activation_func": quick_gelu, "glu_linear_offset": 1.0,
-            "activation_func_clamp_value": c["swiglu_limit"], "softmax_type": "learnable", "moe_router_pre_softmax": False,
-        }  # fmt: skip
+            "add_bias_linear": True,
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": c["swiglu_limit"],
+            "softmax_type": "learnable",
+            "moe_router_pre_softmax": False,
+        }
     return out
 
 
@@ -64,10 +77,14 @@ def any_model_of(c: Config, tp: int, ep: int, rows: int) -> GPTModel:
         TransformerConfig(**told), use_transformer_engine=False, normalization="LayerNorm"
     )
     return GPTModel(
-        config=TransformerConfig(**told), transformer_layer_spec=spec, vocab_size=rows, parallel_output=False,
-        max_sequence_length=c["max_position_embeddings"], position_embedding_type="learned_absolute",
+        config=TransformerConfig(**told),
+        transformer_layer_spec=spec,
+        vocab_size=rows,
+        parallel_output=False,
+        max_sequence_length=c["max_position_embeddings"],
+        position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings")),
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 if __name__ == "__main__":

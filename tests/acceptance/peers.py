@@ -96,7 +96,7 @@ class Runner:
         self._warm.stdout.close()
 
 
-# -- reading outputs with the real libraries ----------------------------------------------------------------------------
+# -- reading outputs with the real libraries ---------------------------------------------------------------------------
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

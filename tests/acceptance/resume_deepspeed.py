@@ -5,9 +5,9 @@
 CASE names the model, precision and groups (fixtures/make/deepspeed_zero.py); STAGE is the job's ZeRO stage. CHECKPOINT
 is the folder that holds `latest`, or `-` for a run that was never interrupted, or `universal:FOLDER` for one that
 DeepSpeed loads by `checkpoint.load_universal`. A resumed job starts with parameters that are all 7 and a wrong learning
-rate, so nothing but the checkpoint can give the result. OUT holds what DeepSpeed's own functions say of the live engine:
-`loaded/STATE/NAME` after loading (or after the steps of the case) and `stepped/STATE/NAME` after one more step, and
-`counters` = [global steps, global samples].
+rate, so nothing but the checkpoint can give the result. OUT holds what DeepSpeed's own functions say of the live
+engine: `loaded/STATE/NAME` after loading (or after the steps of the case) and `stepped/STATE/NAME` after one more step,
+and `counters` = [global steps, global samples].
 """
 
 from __future__ import annotations

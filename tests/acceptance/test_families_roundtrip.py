@@ -1,7 +1,8 @@
-"""Every family: transformers saves a model, `convert` makes a Megatron checkpoint of many ranks of it and brings it back.
+"""Every family: transformers saves a model, `convert` makes a Megatron checkpoint of many ranks of it and brings it
+back.
 
-What comes back is the source, bit for bit and name for name, and transformers loads it and computes the same logits. The
-judges are safetensors and transformers; the model's values are random, so that a wrong permutation can't pass.
+What comes back is the source, bit for bit and name for name, and transformers loads it and computes the same logits.
+The judges are safetensors and transformers; the model's values are random, so that a wrong permutation can't pass.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from ckpt_tool.families.models import FAMILIES
 pytest.importorskip("transformers", minversion="5")
 NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
 ROUTES: list[tuple[str, str | None]] = [
-    ("megatron-dist", None), ("megatron", None), ("megatron-dist", "te"), ("megatron", "te")
-]  # fmt: skip
+    ("megatron-dist", None),
+    ("megatron", None),
+    ("megatron-dist", "te"),
+    ("megatron", "te"),
+]
 NO_ARGUMENTS = ("falcon",)  # none of Megatron-LM's say all of it
 CHAINS = [
-    (family, chain) for family in ("llama", "qwen2", "ernie4_5_moe", "glm4_moe")
+    (family, chain)
+    for family in ("llama", "qwen2", "ernie4_5_moe", "glm4_moe")
     for chain in (("paddle-flex", "megatron-dist"), ("megatron", "paddle-unified"))
-] + [("llama", ("megatron-dist", "meta"))]  # fmt: skip
+] + [("llama", ("megatron-dist", "meta"))]
 Saved = Callable[[str], tuple[Any, Path]]
 
 

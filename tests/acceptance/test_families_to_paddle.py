@@ -1,7 +1,8 @@
-"""Every family that Paddle has: transformers saves a model, `convert` makes each of Paddle's formats of it and brings it back.
+"""Every family that Paddle has: transformers saves a model, `convert` makes each of Paddle's formats of it and brings
+it back.
 
-What comes back is the source, bit for bit and name for name. What tensor ranks hold of Phi-3 and gpt-oss is told by NumPy, as
-the forward passes of PaddleFormers 1.2.0 take it.
+What comes back is the source, bit for bit and name for name. What tensor ranks hold of Phi-3 and gpt-oss is told by
+NumPy, as the forward passes of PaddleFormers 1.2.0 take it.
 """
 
 from __future__ import annotations

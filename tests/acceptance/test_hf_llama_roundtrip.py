@@ -20,9 +20,14 @@ def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=71, hidden_size=32, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=request.param == "bf16-tied",
-    )  # fmt: skip
+        vocab_size=71,
+        hidden_size=32,
+        intermediate_size=52,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=request.param == "bf16-tied",
+    )
     folder = tmp_path_factory.mktemp("llama") / "hf"
     model = LlamaForCausalLM(config)
     (model.bfloat16() if request.param == "bf16-tied" else model).save_pretrained(folder, max_shard_size="20KB")
@@ -77,7 +82,8 @@ def test_there_and_back(llama: Path, ckpt: Runner, tmp_path: Path) -> None:
 
 
 def test_the_shards_tile_the_model(llama: Path, ckpt: Runner, tmp_path: Path) -> None:
-    """The files of `sharded --tp 4` are plain safetensors: each box, by its header's offset, is a slice of the whole."""
+    """The files of `sharded --tp 4` are plain safetensors: each box, by its header's offset, is a slice of the
+    whole."""
     ckpt("convert", llama, tmp_path / "out", "--to", "sharded", "--tp", "4")
     whole, seen = stored(llama), {name: torch.zeros_like(t, dtype=torch.bool) for name, t in stored(llama).items()}
     for file in sorted((tmp_path / "out").glob("*.safetensors")):

@@ -1,5 +1,5 @@
-"""A GPT-2 that Megatron-LM itself trained and saved (fixtures/megatron), as transformers' GPT2LMHeadModel: told from its arguments
-alone, loaded without a key missing, each tensor the truth's by NumPy."""
+"""A GPT-2 that Megatron-LM itself trained and saved (fixtures/megatron), as transformers' GPT2LMHeadModel: told from
+its arguments alone, loaded without a key missing, each tensor the truth's by NumPy."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def test_transformers_takes_a_gpt2_of_megatron(tmp_path: Path) -> None:
             split = whole.reshape(HEADS, 3, -1, *whole.shape[1:])
             q, k, v = (split[:, n].reshape(-1, *whole.shape[1:]).T for n in range(3))
             np.testing.assert_array_equal(found[f"{here}.attn.c_attn.{leaf}"], np.concatenate([q, k, v], axis=-1))
-            for name, other in (("attn.c_proj", "self_attention.linear_proj"), ("mlp.c_fc", "mlp.linear_fc1"),
-                                ("mlp.c_proj", "mlp.linear_fc2"), ("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):  # fmt: skip
+            for name, other in (
+                ("attn.c_proj", "self_attention.linear_proj"),
+                ("mlp.c_fc", "mlp.linear_fc1"),
+                ("mlp.c_proj", "mlp.linear_fc2"),
+                ("ln_1", "input_layernorm"),
+                ("ln_2", "pre_mlp_layernorm"),
+            ):
                 np.testing.assert_array_equal(found[f"{here}.{name}.{leaf}"], want[f"{there}.{other}.{leaf}"].T)

@@ -5,7 +5,8 @@ the new degrees loads it with `megatron.training.load_checkpoint` on top of `meg
 every parameter, master and moment of every rank is compared with what the name and the place say it must be
 (load_megatron.py). Needs a Python with megatron-core 0.16.1 and a checkout of Megatron-LM at that tag:
 
-    CKPT_MEGATRON_PYTHON=/venv/bin/python MEGATRON_LM=/src/Megatron-LM pytest tests/acceptance/test_megatron_loads.py -m peers
+    CKPT_MEGATRON_PYTHON=/venv/bin/python MEGATRON_LM=/src/Megatron-LM pytest tests/acceptance/test_megatron_loads.py -m
+    peers
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def test_torch_reads_the_legacy_files(made: Made, ckpt: Runner, tmp_path: Path, 
 
 
 def test_the_truth_is_what_torch_reads(made: Made) -> None:
-    """The maker's own claim, checked by DCP alone: no assumption of ours stands between Megatron's file and the truth."""
+    """The maker's own claim, checked by DCP alone: no assumption of ours stands between Megatron's file and the
+    truth."""
     import torch.distributed.checkpoint as dcp
 
     source = made("dist_fp32_dpresh")

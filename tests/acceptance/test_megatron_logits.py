@@ -1,9 +1,10 @@
-"""Megatron-Core itself loads what `convert` made of a Hugging Face model, and computes transformers' logits (marker `peers`).
+"""Megatron-Core itself loads what `convert` made of a Hugging Face model, and computes transformers' logits (marker
+`peers`).
 
 The model is random, tiny and fp32; `convert --to megatron-dist --tp 2 --pp 2` cuts it, `dist_checkpointing.load` of
-megatron-core 0.16.1 takes it strictly (no key missing, none left over) into a GPTModel of the local layer spec on the CPU, of
-one rank, of two tensor ranks, or of two tensor and expert ranks (megatron_logits.py). Seen with transformers 5.23.0 and
-torch 2.13.0: the logits, of size 2, differ by 1.2e-6 at most. Needs a Python with megatron-core 0.16.1:
+megatron-core 0.16.1 takes it strictly (no key missing, none left over) into a GPTModel of the local layer spec on the
+CPU, of one rank, of two tensor ranks, or of two tensor and expert ranks (megatron_logits.py). Seen with transformers
+5.23.0 and torch 2.13.0: the logits, of size 2, differ by 1.2e-6 at most. Needs a Python with megatron-core 0.16.1:
 
     CKPT_MEGATRON_PYTHON=/venv/bin/python pytest tests/acceptance/test_megatron_logits.py -m peers
 """
@@ -39,8 +40,11 @@ def computed(hub: Path, tp: int, ep: int, ckpt: Runner, tmp_path: Path, *options
     command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits.py", *where]
     ran = subprocess.run(
         [*map(str, command), str(tmp_path / "out.safetensors"), str(tp), str(ep)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
     return load_file(tmp_path / "out.safetensors")
 
@@ -72,8 +76,8 @@ def test_deepseek_v2_with_and_without_a_rank_of_queries(rank: int | None, ckpt: 
 
 
 def test_ernie_s_experts_where_nothing_shifts_the_choice(ckpt: Runner, tmp_path: Path) -> None:
-    """Megatron 0.16.1 shifts the choice of experts for sigmoid scores alone; ERNIE takes softmax: its shift is zero here, and
-    stays behind."""
+    """Megatron 0.16.1 shifts the choice of experts for sigmoid scores alone; ERNIE takes softmax: its shift is zero
+    here, and stays behind."""
     model = tiny_model("ernie4_5_moe")
     for name, buffer in model.state_dict().items():
         if name.endswith("e_score_correction_bias"):
@@ -111,13 +115,16 @@ def test_layers_of_multi_token_prediction_are_taken(ckpt: Runner, tmp_path: Path
     found = computed(hub, 1, 1, ckpt, tmp_path)
     at, inner = "model.layers.4.", "mtp.layers.0.transformer_layer."
     same = {
-        "mtp.layers.0.enorm.weight": "enorm.weight", "mtp.layers.0.hnorm.weight": "hnorm.weight",
-        "mtp.layers.0.eh_proj.weight": "eh_proj.weight", "mtp.layers.0.final_layernorm.weight": "shared_head.norm.weight",
-        f"{inner}input_layernorm.weight": "input_layernorm.weight", f"{inner}mlp.router.weight": "mlp.gate.weight",
+        "mtp.layers.0.enorm.weight": "enorm.weight",
+        "mtp.layers.0.hnorm.weight": "hnorm.weight",
+        "mtp.layers.0.eh_proj.weight": "eh_proj.weight",
+        "mtp.layers.0.final_layernorm.weight": "shared_head.norm.weight",
+        f"{inner}input_layernorm.weight": "input_layernorm.weight",
+        f"{inner}mlp.router.weight": "mlp.gate.weight",
         f"{inner}mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
         f"{inner}self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
         f"{inner}mlp.experts.local_experts.3.linear_fc2.weight": "mlp.experts.3.down_proj.weight",
-    }  # fmt: skip
+    }
     for name, source in same.items():
         assert torch.equal(found[name], more[at + source]), name
     back = tmp_path / "back"

@@ -1,7 +1,9 @@
-"""Megatron-Core's logits of GPT-2, gpt-oss, Phi-3, GLM-4 and DeepSeek-V2 are transformers' (marker `peers`): see test_megatron_logits.py.
+"""Megatron-Core's logits of GPT-2, gpt-oss, Phi-3, GLM-4 and DeepSeek-V2 are transformers' (marker `peers`): see
+test_megatron_logits.py.
 
-Not here: Gemma 2 and 3, GLM-4-0414 and Falcon, whose layers are Megatron-Bridge's, slime's and NeMo's own; plain Megatron-Core
-has no norm after a module and no parallel attention. gpt-oss without its YaRN and within one window of its attention.
+Not here: Gemma 2 and 3, GLM-4-0414 and Falcon, whose layers are Megatron-Bridge's, slime's and NeMo's own; plain
+Megatron-Core has no norm after a module and no parallel attention. gpt-oss without its YaRN and within one window of
+its attention.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ pytestmark = [
 ]
 TOLERANCE = 4e-6  # absolute, on logits of size 1
 CHANGES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_positions": 64}, "phi3": {},
+    "gpt2": {"n_positions": 64},
+    "phi3": {},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-}  # fmt: skip
+}
 
 
 OTHERS = {"glm": ("glm4", "Glm"), "deepseek_v2": ("deepseek_v3", "DeepseekV2")}  # classes beside the families' own
@@ -72,8 +75,11 @@ def test_its_logits_are_transformers(kind: str, tp: int, ep: int, ckpt: Runner, 
     command = [PYTHON, "-W", "ignore", ROOT / "tests" / "acceptance" / "megatron_logits_more.py", *where]
     ran = subprocess.run(
         [*map(str, command), str(tmp_path / "out.safetensors"), str(tp), str(ep)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
     found, want = load_file(tmp_path / "out.safetensors")["logits"], logits(model)
     assert found.shape == want.shape and want.std() > 0.1

@@ -1,10 +1,11 @@
 """Optimizer states of real Megatron jobs under the hub's names and back: the same bits in every state.
 
-The truth beside each checkpoint was taken from the live job. What pads its vocabulary stays behind (the arguments say how
-much), everything else comes back; on the way a moment of q, k and v lies where NumPy's regrouping of the truth puts it.
-The fixtures run always; with `peers` real jobs of other layouts are made anew (fixtures/make/megatron_lm.py):
+The truth beside each checkpoint was taken from the live job. What pads its vocabulary stays behind (the arguments say
+how much), everything else comes back; on the way a moment of q, k and v lies where NumPy's regrouping of the truth puts
+it. The fixtures run always; with `peers` real jobs of other layouts are made anew (fixtures/make/megatron_lm.py):
 
-    CKPT_MEGATRON_PYTHON=/venv/bin/python MEGATRON_LM=/src/Megatron-LM pytest tests/acceptance/test_megatron_states_follow.py -m peers
+    CKPT_MEGATRON_PYTHON=/venv/bin/python MEGATRON_LM=/src/Megatron-LM pytest
+    tests/acceptance/test_megatron_states_follow.py -m peers
 """
 
 from __future__ import annotations
@@ -92,9 +93,14 @@ def test_states_of_a_legacy_job_with_biases(tmp_path: Path) -> None:
 
 
 JOBS: list[Any] = [
-    ("dense_pp2vpp2", "qwen3", 4), ("dense_adamw", "qwen3", 4), ("moe_grouped_tp2", "qwen3_moe", 4), ("mtp_pp2", "glm4_moe", 4),
-    ("mla_tp2", "deepseek_v3", 4), ("dist_mixtral_ep4_dpresh", "qwen3_moe", 4), ("dist_tp2pp2_dpresh", "qwen3", 4),
-]  # fmt: skip
+    ("dense_pp2vpp2", "qwen3", 4),
+    ("dense_adamw", "qwen3", 4),
+    ("moe_grouped_tp2", "qwen3_moe", 4),
+    ("mtp_pp2", "glm4_moe", 4),
+    ("mla_tp2", "deepseek_v3", 4),
+    ("dist_mixtral_ep4_dpresh", "qwen3_moe", 4),
+    ("dist_tp2pp2_dpresh", "qwen3", 4),
+]
 
 
 @pytest.mark.peers

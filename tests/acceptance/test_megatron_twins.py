@@ -1,8 +1,8 @@
 """One model in both worlds, made by the real systems: transformers' files, Megatron-Core's tensors and its checkpoints.
 
-`fixtures/convert/NAME`: `hf/` (transformers), `megatron.safetensors` (the same weights in a GPTModel of megatron-core, local
-spec, whose logits equal transformers'), `torch_dist*/` (that model saved by `dist_checkpointing`). Every arrow between them
-must lead to the other's own tensors.
+`fixtures/convert/NAME`: `hf/` (transformers), `megatron.safetensors` (the same weights in a GPTModel of megatron-core,
+local spec, whose logits equal transformers'), `torch_dist*/` (that model saved by `dist_checkpointing`). Every arrow
+between them must lead to the other's own tensors.
 """
 
 from __future__ import annotations

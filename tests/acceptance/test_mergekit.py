@@ -1,8 +1,8 @@
 """mergekit and `ckpt merge` on the same configs and the same tiny models, fp32, bf16, tied, and of experts.
 
-CKPT_MERGEKIT_PYTHON names a Python with mergekit (tested: 0.1.5 with torch 2.15 and transformers 5.23, on a processor with
-FMA). What leaves nothing to chance is equal bit for bit where no sum over a whole tensor goes into it; the others are within
-the distance stated. mergekit's masks by chance are other masks of the same law.
+CKPT_MERGEKIT_PYTHON names a Python with mergekit (tested: 0.1.5 with torch 2.15 and transformers 5.23, on a processor
+with FMA). What leaves nothing to chance is equal bit for bit where no sum over a whole tensor goes into it; the others
+are within the distance stated. mergekit's masks by chance are other masks of the same law.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ pytestmark = [
 ]
 Tensors = dict[str, torch.Tensor]
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 
 
 def build(folder: Path) -> None:
@@ -112,12 +116,30 @@ def vectors(method: str, models: Any = PLAIN, **parameters: Any) -> dict[str, An
 
 EXACT = [
     Case("linear", {"merge_method": "linear"}, base=False),
-    Case("linear-plain", {"merge_method": "linear", "parameters": {"normalize": False}}, ({"weight": 0.5}, {"weight": 0.9}, {"weight": -0.1}), False),
-    Case("linear-gradient", {"merge_method": "linear"}, ({"weight": GRADIENT["weight"]}, {"weight": [{"filter": "mlp", "value": 0.25}, {"value": 1}]}), False),
-    Case("task-arithmetic", {"merge_method": "task_arithmetic", "parameters": {"lambda": 0.7}}, ({"weight": 0.3}, {"weight": 0.9}, {"weight": -0.5})),
+    Case(
+        "linear-plain",
+        {"merge_method": "linear", "parameters": {"normalize": False}},
+        ({"weight": 0.5}, {"weight": 0.9}, {"weight": -0.1}),
+        False,
+    ),
+    Case(
+        "linear-gradient",
+        {"merge_method": "linear"},
+        ({"weight": GRADIENT["weight"]}, {"weight": [{"filter": "mlp", "value": 0.25}, {"value": 1}]}),
+        False,
+    ),
+    Case(
+        "task-arithmetic",
+        {"merge_method": "task_arithmetic", "parameters": {"lambda": 0.7}},
+        ({"weight": 0.3}, {"weight": 0.9}, {"weight": -0.5}),
+    ),
     Case("task-arithmetic-normalize", {"merge_method": "task_arithmetic", "parameters": {"normalize": True}}),
     Case("ties", {"merge_method": "ties"}, THREE),
-    Case("ties-plain", {"merge_method": "ties", "parameters": {"normalize": False, "lambda": 1.5, "int8_mask": True}}, PLAIN),
+    Case(
+        "ties-plain",
+        {"merge_method": "ties", "parameters": {"normalize": False, "lambda": 1.5, "int8_mask": True}},
+        PLAIN,
+    ),
     Case("ties-gradient", {"merge_method": "ties"}, (GRADIENT, {"weight": 0.5, "density": 1.0})),
     Case("breadcrumbs", {"merge_method": "breadcrumbs", "parameters": {"gamma": 0.05}}, PLAIN),
     Case("breadcrumbs-ties", {"merge_method": "breadcrumbs_ties"}, THREE),
@@ -125,22 +147,39 @@ EXACT = [
     Case("dare-ties-whole", {"merge_method": "dare_ties", "parameters": {"density": 1.0}}),
     Case("della-whole", {"merge_method": "della"}),
     Case("passthrough", {"merge_method": "passthrough"}, base=False, slices=[("1", 0, 2), ("2", 1, 3), ("1", 2, 3)]),
-    Case("passthrough-scale", {"merge_method": "passthrough", "parameters": {"scale": [{"filter": "down_proj", "value": 0.5}, {"value": 1.0}]}}, base=False, slices=[("1", 0, 3), ("2", 1, 2)]),
-]  # fmt: skip
+    Case(
+        "passthrough-scale",
+        {
+            "merge_method": "passthrough",
+            "parameters": {"scale": [{"filter": "down_proj", "value": 0.5}, {"value": 1.0}]},
+        },
+        base=False,
+        slices=[("1", 0, 3), ("2", 1, 2)],
+    ),
+]
 NEAR = [
     Case("slerp", {"merge_method": "slerp", "parameters": {"t": [0, 0.3, 1]}}, ({},), far=SUMS),
     Case("nuslerp", {"merge_method": "nuslerp"}, base=False, far=SUMS),
     Case("nuslerp-base", {"merge_method": "nuslerp"}, far=SUMS),
     Case("nuslerp-rows", {"merge_method": "nuslerp", "parameters": {"nuslerp_flatten": False}}, base=False, far=SUMS),
-    Case("nuslerp-columns", {"merge_method": "nuslerp", "parameters": {"nuslerp_flatten": False, "nuslerp_row_wise": True}}, base=False, far=SUMS),
+    Case(
+        "nuslerp-columns",
+        {"merge_method": "nuslerp", "parameters": {"nuslerp_flatten": False, "nuslerp_row_wise": True}},
+        base=False,
+        far=SUMS,
+    ),
     Case("model-stock", {"merge_method": "model_stock"}, ({}, {}, {}), far=SUMS),
     Case("model-stock-rows", {"merge_method": "model_stock", "parameters": {"filter_wise": True}}, ({}, {}), far=SUMS),
     Case("ties-rescale", {"merge_method": "ties", "parameters": {"rescale": True}}, PLAIN, far=SUMS),
-]  # fmt: skip
+]
 CHANCE = [
     Case("dare-linear", {"merge_method": "dare_linear"}, ({"weight": 1.0, "density": 0.4},)),
-    Case("della-linear", {"merge_method": "della_linear", "parameters": {"epsilon": 0.3}}, ({"weight": 1.0, "density": 0.5},)),
-]  # fmt: skip
+    Case(
+        "della-linear",
+        {"merge_method": "della_linear", "parameters": {"epsilon": 0.3}},
+        ({"weight": 1.0, "density": 0.5},),
+    ),
+]
 KINDS = {"llama": {}, "bf16": {"dtype": "float32", "out_dtype": "bfloat16"}, "tied": {}, "moe": {}}
 ALL = [(kind, case) for kind in KINDS for case in (*EXACT, *NEAR, *CHANCE)]
 
@@ -178,9 +217,12 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "jobs.json").write_text(json.dumps(jobs))
     runner = Path(__file__).with_name("load_mergekit.py")
     done = subprocess.run(
-        [str(PYTHON), str(runner), str(root / "jobs.json")], capture_output=True, text=True, timeout=800,
+        [str(PYTHON), str(runner), str(root / "jobs.json")],
+        capture_output=True,
+        text=True,
+        timeout=800,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     (root / "said.json").write_text(json.dumps(said))
@@ -212,8 +254,8 @@ def both(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path) -> t
 
 
 def at_thresholds(merged: Path, kind: str, case: Case, name: str) -> torch.Tensor:
-    """Elements whose magnitude is that of the threshold in one of the task vectors, where there are several of it: which of
-    them are kept mergekit leaves to an unstable sort. Only models of bf16 have such."""
+    """Elements whose magnitude is that of the threshold in one of the task vectors, where there are several of it:
+    which of them are kept mergekit leaves to an unstable sort. Only models of bf16 have such."""
     models = [tensors_of(merged / "models" / f"{kind}{k}").get(name) for k in range(len(case.models) + 1)]
     none = torch.zeros((), dtype=torch.bool)
     if kind != "bf16" or not case.name.startswith(("ties", "breadcrumbs")):
@@ -261,9 +303,10 @@ def test_experts_one_by_one_give_the_same(ckpt: Runner, merged: Path, name: str,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", NEAR, ids=lambda case: case.name)
 def test_near(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path) -> None:
-    """fp32 values within `far` of each other. Where they are written as bf16, an exact value between two neighbours may fall to
-    either, so a few elements are a unit in the last place apart, 2^-7 of a value just above a power of two. (`nuslerp-rows`
-    has two such: in fp64 they lie 2e-8 and 7e-7 off the middle, and both times on the side to which this tool rounds.)
+    """fp32 values within `far` of each other. Where they are written as bf16, an exact value between two neighbours may
+    fall to either, so a few elements are a unit in the last place apart, 2^-7 of a value just above a power of two.
+    (`nuslerp-rows` has two such: in fp64 they lie 2e-8 and 7e-7 off the middle, and both times on the side to which
+    this tool rounds.)
     """
     want, got = both(ckpt, merged, kind, case, tmp_path)
     worst, differ, total = 0.0, 0, 0
@@ -282,7 +325,8 @@ def test_near(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["llama", "moe"])
 @pytest.mark.parametrize("case", CHANCE, ids=lambda case: case.name)
 def test_the_same_law(ckpt: Runner, merged: Path, kind: str, case: Case, tmp_path: Path) -> None:
-    """What is kept: as many, spread alike over magnitudes, and scaled so that the sums of magnitudes are those of before."""
+    """What is kept: as many, spread alike over magnitudes, and scaled so that the sums of magnitudes are those of
+    before."""
     want, got = both(ckpt, merged, kind, case, tmp_path)
     base, end = (tensors_of(merged / "models" / f"{kind.replace('moe', 'fused')}{k}") for k in (0, 1))
     share = {"theirs": [0, 0, 0], "ours": [0, 0, 0]}

@@ -2,8 +2,8 @@
 
     CKPT_LLAMA=/path/llama CKPT_LLAMA_MODELS=/path/llama-models pytest tests/acceptance/test_meta_loads.py -m peers
 
-Checkouts of meta-llama/llama (July 2023) and meta-llama/llama-models (July 2025). In fp32 the logits differ by less than 2e-5
-where they reach 5. The shards went through `--tp 2` first, so what is loaded was cut and joined.
+Checkouts of meta-llama/llama (July 2023) and meta-llama/llama-models (July 2025). In fp32 the logits differ by less
+than 2e-5 where they reach 5. The shards went through `--tp 2` first, so what is loaded was cut and joined.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ import pytest
 import torch
 from peers import ROOT, Runner
 
-SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("CKPT_LLAMA", {}),
     ("CKPT_LLAMA_MODELS", {"num_key_value_heads": 2, "rope_parameters": SCALED, "max_position_embeddings": 16384}),

@@ -1,8 +1,9 @@
-"""PaddleFormers reads the config.json that `ckpt` writes for Paddle, and holds what transformers holds (marker `peers`).
+"""PaddleFormers reads the config.json that `ckpt` writes for Paddle, and holds what transformers holds (marker
+`peers`).
 
-Every class that both have: a config of transformers' own, its defaults left unsaid, in Paddle's words; what PaddleFormers'
-`AutoConfig` makes of it is compared value by value, so that no default of Paddle's own slips in. Needs a Python with
-paddleformers 1.2.0:
+Every class that both have: a config of transformers' own, its defaults left unsaid, in Paddle's words; what
+PaddleFormers' `AutoConfig` makes of it is compared value by value, so that no default of Paddle's own slips in. Needs a
+Python with paddleformers 1.2.0:
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_configs.py -m peers
 """
@@ -21,8 +22,14 @@ from ckpt_tool.families.config.words import OTHER_WORDS
 from ckpt_tool.families.models import CLASSES
 
 __all__ = ["pytestmark"]
-SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
-         "vocab_size": 60}  # fmt: skip
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 60,
+}
 THERE = (
     "llama",
     "qwen2",

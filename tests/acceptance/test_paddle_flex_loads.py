@@ -1,8 +1,9 @@
-"""Paddle itself loads the flex checkpoints that `ckpt` wrote, and holds the values that the first job saved (marker `peers`).
+"""Paddle itself loads the flex checkpoints that `ckpt` wrote, and holds the values that the first job saved (marker
+`peers`).
 
-A real Trainer saves (fixtures/make/paddle_single.py), `ckpt` lays the checkpoint out anew or brings it over from another of
-Paddle's formats, and PaddleFormers' `_load_flex_checkpoint`, or PaddlePaddle's `load_merged_state_dict` for several ranks, loads
-it (load_paddle_flex.py). Needs a Python with paddlepaddle 3.3.1 and paddleformers 1.2.0:
+A real Trainer saves (fixtures/make/paddle_single.py), `ckpt` lays the checkpoint out anew or brings it over from
+another of Paddle's formats, and PaddleFormers' `_load_flex_checkpoint`, or PaddlePaddle's `load_merged_state_dict` for
+several ranks, loads it (load_paddle_flex.py). Needs a Python with paddlepaddle 3.3.1 and paddleformers 1.2.0:
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_flex_loads.py -m peers
 """

@@ -1,7 +1,8 @@
-"""Sharded Paddle checkpoints to the files that Paddle itself writes for Hugging Face, by Paddle's own statements, and back.
+"""Sharded Paddle checkpoints to the files that Paddle itself writes for Hugging Face, by Paddle's own statements, and
+back.
 
-`fixtures/paddle-aoa/ernie_hf` is what `save_pretrained` of PaddleFormers 1.2.0 wrote of the model whose training states lie
-in the two checkpoints: TP 2 with fused `[gate_0 | up_0 | gate_1 | up_1]`, flat shards, files by rank.
+`fixtures/paddle-aoa/ernie_hf` is what `save_pretrained` of PaddleFormers 1.2.0 wrote of the model whose training states
+lie in the two checkpoints: TP 2 with fused `[gate_0 | up_0 | gate_1 | up_1]`, flat shards, files by rank.
 """
 
 from __future__ import annotations
@@ -44,5 +45,7 @@ def test_and_back_to_the_values_of_the_job(tmp_path: Path, source: str) -> None:
     writing = Writing(to="safetensors", fsync=False, aoa=str(SAVED / "forward.json"))
     convert(str(SAVED), str(tmp_path / "paddle"), Reading(), writing, Silent())
     truth = load_file(FIXTURES / f"{source}.truth.safetensors")
-    assert_same(weights(tmp_path / "paddle"),
-                {name.removeprefix("model/"): t for name, t in truth.items() if name.startswith("model/")})  # fmt: skip
+    assert_same(
+        weights(tmp_path / "paddle"),
+        {name.removeprefix("model/"): t for name, t in truth.items() if name.startswith("model/")},
+    )

@@ -1,9 +1,9 @@
 """Paddle and PaddleFormers load what `ckpt` wrote, and hold the values that their own job saved (marker `peers`).
 
-The sources are fixtures that the real Trainer saved; `ckpt` lays them out for other degrees, another of Paddle's formats,
-or for Hugging Face. A real job of those degrees (gloo ranks, the Trainer's own loaders; load_paddle.py) resumes from the
-output, and every parameter, master and moment of every rank must be the planned value of its name and place. Needs a
-Python with paddlepaddle 3.3.1 and paddleformers 1.2.0 (CPU), NumPy 1.26 and pyarrow < 26:
+The sources are fixtures that the real Trainer saved; `ckpt` lays them out for other degrees, another of Paddle's
+formats, or for Hugging Face. A real job of those degrees (gloo ranks, the Trainer's own loaders; load_paddle.py)
+resumes from the output, and every parameter, master and moment of every rank must be the planned value of its name and
+place. Needs a Python with paddlepaddle 3.3.1 and paddleformers 1.2.0 (CPU), NumPy 1.26 and pyarrow < 26:
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_loads.py -m peers
 """
@@ -97,7 +97,7 @@ HOPS = [
     Hop("moe_bf16_legacy_single", "paddle", "--ep 2 --dp 2 --sharding v2", "moe_bf16_io_ep2sd2v2"),
     Hop("ernie_bf16_io_tp2sd2v2", "paddle", "--tp 2 --dp 2 --sharding v1", "ernie_bf16_io_tp2sd2v1"),
     Hop("moe_bf16_flex_ep2sd2v2", "paddle", "--ep 1 --dp 1", "moe_bf16_legacy_single"),
-]  # fmt: skip
+]
 
 
 def check(found: dict[str, Any], least: int) -> None:

@@ -1,8 +1,9 @@
-"""Weights that transformers made, by `ckpt convert` in one hop, opened by PaddleFormers: transformers' logits (marker `peers`).
+"""Weights that transformers made, by `ckpt convert` in one hop, opened by PaddleFormers: transformers' logits (marker
+`peers`).
 
-Three ways in: a unified checkpoint (PaddleFormers' default road), safetensors in Paddle's layout, `.pdparams`. In fp32 the two
-systems' logits differ by less than 5e-6 where they reach 3. PaddleFormers can't run experts on CPU: the dispatch kernel is replaced
-by its formula, with the real gate and expert modules (`load_paddle_pretrained.py`).
+Three ways in: a unified checkpoint (PaddleFormers' default road), safetensors in Paddle's layout, `.pdparams`. In fp32
+the two systems' logits differ by less than 5e-6 where they reach 3. PaddleFormers can't run experts on CPU: the
+dispatch kernel is replaced by its formula, with the real gate and expert modules (`load_paddle_pretrained.py`).
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_pretrained.py -m peers
 """
@@ -27,17 +28,35 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="set CKPT_PADDLE_PYTHON (a Python with paddlepaddle and paddleformers)"),
 ]
 EYES = FIXTURES / "families" / "ernie4_5_vl_moe"
-SIZES = {"vocab_size": 54, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "tie_word_embeddings": False}  # fmt: skip
-EXPERTS = {"moe_num_experts": 4, "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_k": 2,
-           "moe_intermediate_size": 12}  # fmt: skip
+SIZES = {
+    "vocab_size": 54,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 1,
+    "moe_k": 2,
+    "moe_intermediate_size": 12,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {}),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", EXPERTS),
 }
-TARGETS = {"unified": ("--to", "paddle-unified"), "layout": ("--to", "safetensors", "--dialect", "paddle"),
-           "pdparams": ("--to", "paddle")}  # fmt: skip
+TARGETS = {
+    "unified": ("--to", "paddle-unified"),
+    "layout": ("--to", "safetensors", "--dialect", "paddle"),
+    "pdparams": ("--to", "paddle"),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -74,7 +93,8 @@ def test_the_logits_are_transformers(model: tuple[str, Path], target: str, ckpt:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_sees_is_loaded_whole(target: str, ckpt: Runner, tmp_path: Path) -> None:
-    """ERNIE 4.5 VL, tower and resampler too: every parameter is that of the model that PaddleFormers saved for Hugging Face."""
+    """ERNIE 4.5 VL, tower and resampler too: every parameter is that of the model that PaddleFormers saved for Hugging
+    Face."""
     source = tmp_path / "hf"
     source.mkdir()
     shutil.copy(EYES / "config.json", source)
@@ -92,8 +112,15 @@ def test_what_transformers_saved_of_what_sees_has_paddle_s_config(ckpt: Runner, 
     """One nested config becomes Paddle's flat one: PaddleFormers builds the model by it, and finds every parameter."""
     transformers = pytest.importorskip("transformers", minversion="5")
     rope = {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [1, 1, 1]}
-    text = {**SIZES, "moe_num_experts": 3, "moe_intermediate_size": [8, 4], "moe_num_shared_experts": 2, "moe_k": 2,
-            "mlp_layer_types": ["dense", "sparse"], "rope_parameters": rope}  # fmt: skip
+    text = {
+        **SIZES,
+        "moe_num_experts": 3,
+        "moe_intermediate_size": [8, 4],
+        "moe_num_shared_experts": 2,
+        "moe_k": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_parameters": rope,
+    }
     seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 2}
     torch.manual_seed(0)
     config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=seen, tie_word_embeddings=False)
@@ -111,8 +138,16 @@ def test_what_transformers_saved_of_what_sees_has_paddle_s_config(ckpt: Runner, 
 
 def loaded(tmp_path: Path, name: str, target: str) -> Any:
     """What PaddleFormers' class `name` holds of `tmp_path/paddle`."""
-    command = [PYTHON, "-W", "ignore", str(ROOT / "tests/acceptance/load_paddle_pretrained.py"), str(tmp_path / "paddle"), name,
-               "1" if target == "unified" else "0", str(tmp_path / "found.npz")]  # fmt: skip
+    command = [
+        PYTHON,
+        "-W",
+        "ignore",
+        str(ROOT / "tests/acceptance/load_paddle_pretrained.py"),
+        str(tmp_path / "paddle"),
+        name,
+        "1" if target == "unified" else "0",
+        str(tmp_path / "found.npz"),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
     return np.load(tmp_path / "found.npz")

@@ -1,7 +1,8 @@
 """Phi-3, Gemma 3 and gpt-oss by `ckpt convert`, opened by PaddleFormers: transformers' logits (marker `peers`).
 
-As test_paddle_pretrained.py. Two things are PaddleFormers 1.2.0's own: its Gemma 3 has one rope for all layers, so the model here
-has one too, and gpt-oss runs as in training (load_paddle_pretrained_more.py says why). Largest difference seen: 2e-6 of 3.
+As test_paddle_pretrained.py. Two things are PaddleFormers 1.2.0's own: its Gemma 3 has one rope for all layers, so the
+model here has one too, and gpt-oss runs as in training (load_paddle_pretrained_more.py says why). Largest difference
+seen: 2e-6 of 3.
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_pretrained_more.py -m peers
 """
@@ -23,19 +24,37 @@ pytestmark = [
     pytest.mark.peers,
     pytest.mark.skipif(not PYTHON, reason="set CKPT_PADDLE_PYTHON (a Python with paddlepaddle and paddleformers)"),
 ]
-SIZES = {"vocab_size": 54, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64}  # fmt: skip
+SIZES = {
+    "vocab_size": 54,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}),
-    "gemma3_text": ("Gemma3ForCausalLM", {
-        "sliding_window": 64, "query_pre_attn_scalar": 6,
-        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
-    }),
-    "gpt_oss": ("GptOssForCausalLM", {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "rope_parameters": ROPE,
-    }),
-}  # fmt: skip
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 6,
+            "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "rope_parameters": ROPE,
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("target", ["paddle-unified", "paddle"])
@@ -54,8 +73,11 @@ def test_the_logits_are_transformers(kind: str, target: str, ckpt: Runner, tmp_p
     convert = "1" if target == "paddle-unified" else "0"
     ran = subprocess.run(
         [PYTHON, "-W", "ignore", str(program), str(tmp_path / "paddle"), name, convert, str(tmp_path / "out.npz")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert ran.returncode == 0, "\n".join((ran.stdout + ran.stderr).splitlines()[-25:])
     found = np.load(tmp_path / "out.npz")
     with torch.no_grad():

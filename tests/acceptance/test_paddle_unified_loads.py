@@ -1,9 +1,10 @@
 """PaddleFormers itself resumes from the unified checkpoints that `ckpt` wrote, bit for bit (marker `peers`).
 
-The sources are fixtures, saved by real Trainers: ranks' own files, legacy ranks, fp32 masters alone. `ckpt` brings them into one
-unified checkpoint, which jobs of one process and of several load with the Trainer's own loaders at their default arguments,
-that is with the model file in the Hugging Face layout; one in Paddle's layout with `convert_from_hf` off. (PaddleFormers 1.2.0
-has no mapping for tensor ranks of a unified checkpoint: load_paddle.py gives it that of 0.4.0.)
+The sources are fixtures, saved by real Trainers: ranks' own files, legacy ranks, fp32 masters alone. `ckpt` brings them
+into one unified checkpoint, which jobs of one process and of several load with the Trainer's own loaders at their
+default arguments, that is with the model file in the Hugging Face layout; one in Paddle's layout with `convert_from_hf`
+off. (PaddleFormers 1.2.0 has no mapping for tensor ranks of a unified checkpoint: load_paddle.py gives it that of
+0.4.0.)
 
     CKPT_PADDLE_PYTHON=/venv/bin/python pytest tests/acceptance/test_paddle_unified_loads.py -m peers
 """
@@ -44,8 +45,14 @@ def program(path: str, *args: object) -> str:
 def test_one_process_resumes(source: Path, model: str, convert: str, least: int, ckpt: Runner, tmp_path: Path) -> None:
     ckpt("convert", source, tmp_path / "out", "--to", "paddle-unified", "--dialect", "keep")
     truth = {"llama": LLAMA_RANKS, "ernie": ERNIE_RANKS}[model]
-    said = program("tests/acceptance/load_paddle_unified.py", tmp_path / "out", model, "bfloat16",
-                   f"{truth}.truth.safetensors", convert)  # fmt: skip
+    said = program(
+        "tests/acceptance/load_paddle_unified.py",
+        tmp_path / "out",
+        model,
+        "bfloat16",
+        f"{truth}.truth.safetensors",
+        convert,
+    )
     compared, differ = (int(word) for word in said.strip().splitlines()[-1].split() if word.isdigit())
     assert differ == 0 and compared >= least, said[-2000:]
 

@@ -1,4 +1,5 @@
-"""`ckpt merge SRC OUT --remove-keys PATTERN` in every format: the key, its twins and its bytes are gone, the rest stays.
+"""`ckpt merge SRC OUT --remove-keys PATTERN` in every format: the key, its twins and its bytes are gone, the rest
+stays.
 
 The report must name each removed tensor with its state and bytes, and add up.
 """

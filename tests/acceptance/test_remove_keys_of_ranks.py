@@ -1,5 +1,5 @@
-"""`ckpt merge SRC OUT --remove-keys PATTERN` on the files of ranks: flat buffers are laid anew, the report is exact, and
-what is left is bit for bit the truth without the keys. The truth beside each fixture comes from the real systems.
+"""`ckpt merge SRC OUT --remove-keys PATTERN` on the files of ranks: flat buffers are laid anew, the report is exact,
+and what is left is bit for bit the truth without the keys. The truth beside each fixture comes from the real systems.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The matrix that Paddle's community asks for: {single, TP, PP, sharding v1, sharding v2, EP, TP+PP+sharding, all} x the same.
+"""The matrix that Paddle's community asks for: {single, TP, PP, sharding v1, sharding v2, EP, TP+PP+sharding, all} x
+the same.
 
-Every pair goes A -> X -> A, and every state of what comes back is held, bit for bit, against the live values of the job that
-wrote the source (`fixtures/paddle`, real files of PaddleFormers 1.2.0) or, for the ERNIE MoE shape, against the arrays that the
-source was made of. Both are read by safetensors from a layout-free copy. Llama and ERNIE have no experts, so no EP.
+Every pair goes A -> X -> A, and every state of what comes back is held, bit for bit, against the live values of the job
+that wrote the source (`fixtures/paddle`, real files of PaddleFormers 1.2.0) or, for the ERNIE MoE shape, against the
+arrays that the source was made of. Both are read by safetensors from a layout-free copy. Llama and ERNIE have no
+experts, so no EP.
 """
 
 from __future__ import annotations
@@ -36,8 +38,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 REAL = {"llama": "llama_bf16_legacy_tp2", "ernie": "ernie_bf16_io_tp2sd2v2"}
 QUICK = {
-    ("single", "all"), ("all", "single"), ("tp", "sharding-v2"), ("sharding-v1", "pp"), ("pp", "ep"), ("ep", "tp-pp-sharding"),
-}  # fmt: skip
+    ("single", "all"),
+    ("all", "single"),
+    ("tp", "sharding-v2"),
+    ("sharding-v1", "pp"),
+    ("pp", "ep"),
+    ("ep", "tp-pp-sharding"),
+}
 
 
 def pairs() -> list[Any]:

@@ -1,8 +1,8 @@
 """E16 for the formats of ranks: a random training state, A -> B -> A at random degrees, every value bit for bit.
 
-The state is written with `torch.save`: weights in bf16 with their masters or in fp32, frozen weights, buffers, moments and
-one step; NaN payloads, denormals, infinities, 0-d and empty tensors among them (E12, E15). What comes back is laid open as
-`sharded` and read by safetensors. Where ZeRO keeps a master that the source had not, it is the weight itself.
+The state is written with `torch.save`: weights in bf16 with their masters or in fp32, frozen weights, buffers, moments
+and one step; NaN payloads, denormals, infinities, 0-d and empty tensors among them (E12, E15). What comes back is laid
+open as `sharded` and read by safetensors. Where ZeRO keeps a master that the source had not, it is the weight itself.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def there_and_back(first: str, second: str, drawn: Drawn, one: Mapping[str, Any]
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda pair: pair)
 @settings(
     max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
-)  # fmt: skip
+)
 @given(data=st.data())
 def test_there_and_back(first: str, second: str, data: st.DataObject) -> None:
     drawn = data.draw(training_states())

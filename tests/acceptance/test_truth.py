@@ -29,11 +29,24 @@ from peers import (
 NO_DCP_LOAD = {"dcp/no_collectives": "no global .metadata", "dcp/accelerate_fsdp2": "two DCP folders"}
 ALL = cases("dcp", "torch", "safetensors")
 SAFETENSORS_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "bool": "BOOL", "int8": "I8", "int16": "I16",
-    "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
     "complex64": "C64",
-}  # fmt: skip
+}
 
 
 def plain(name: str) -> str:

@@ -1,4 +1,5 @@
-"""A tiny random model of every family, saved by transformers: even sizes, so that two ranks can share each part of it."""
+"""A tiny random model of every family, saved by transformers: even sizes, so that two ranks can share each part of
+it."""
 
 from __future__ import annotations
 
@@ -17,13 +18,26 @@ from ckpt_tool.families.registry import by_name
 
 __all__ = ["EXPERTS", "hub_shapes", "logits", "tiny_config", "tiny_model", "tokens"]
 EVEN = {
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32, "head_dim": 8,
-    "intermediate_size": 24, "vocab_size": 128,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 32,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "vocab_size": 128,
+}
 EXPERT_SIZES = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "moe_k": 2, "kv_lora_rank": 10, "q_lora_rank": 14,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+}
 QUIET = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_position_embeddings": 64}
 
 

@@ -2,9 +2,9 @@
 
     MEGATRON_LM=SOURCE python use_checkpoint_args.py CHECKPOINT "FLAGS" REPORT.json
 
-The job is initialized by `megatron.training.initialize`, which takes the arguments from the checkpoint; the model is built by
-Megatron-LM's own `gpt_builders.py`, loaded by `load_checkpoint`, and asked for logits. Not Megatron's: CUDA (`cuda_on_cpu`) and the attention core
-of latent attention. REPORT: {"logits": [...], "args": {...}}.
+The job is initialized by `megatron.training.initialize`, which takes the arguments from the checkpoint; the model is
+built by Megatron-LM's own `gpt_builders.py`, loaded by `load_checkpoint`, and asked for logits. Not Megatron's: CUDA
+(`cuda_on_cpu`) and the attention core of latent attention. REPORT: {"logits": [...], "args": {...}}.
 """
 
 from __future__ import annotations

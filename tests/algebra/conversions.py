@@ -74,66 +74,86 @@ def padded(x: Arrays, s: Sizes) -> Arrays:
 
 CONVERSIONS = {
     "megatron qkv": Conversion(
-        "qkv : (g (r + 1 + 1) d) h = <q|k|v> : (g r d) h, (g d) h, (g d) h", "g r d h",
-        lambda s: {"q": (s["g"] * s["r"] * s["d"], s["h"]), "k": (s["g"] * s["d"], s["h"]), "v": (s["g"] * s["d"], s["h"])},
+        "qkv : (g (r + 1 + 1) d) h = <q|k|v> : (g r d) h, (g d) h, (g d) h",
+        "g r d h",
+        lambda s: {
+            "q": (s["g"] * s["r"] * s["d"], s["h"]),
+            "k": (s["g"] * s["d"], s["h"]),
+            "v": (s["g"] * s["d"], s["h"]),
+        },
         qkv,
     ),
     "paddle qkv": Conversion(
-        "w : h (g (r + 1 + 1) d) = <q|k|v> : (g r d) h, (g d) h, (g d) h", "g r d h",
-        lambda s: {"q": (s["g"] * s["r"] * s["d"], s["h"]), "k": (s["g"] * s["d"], s["h"]), "v": (s["g"] * s["d"], s["h"])},
+        "w : h (g (r + 1 + 1) d) = <q|k|v> : (g r d) h, (g d) h, (g d) h",
+        "g r d h",
+        lambda s: {
+            "q": (s["g"] * s["r"] * s["d"], s["h"]),
+            "k": (s["g"] * s["d"], s["h"]),
+            "v": (s["g"] * s["d"], s["h"]),
+        },
         qkv_columns,
     ),
     "qkv by rank": Conversion(
-        "w : (t (m + n + n) d) h = <q|k|v> : (t m d) h, (t n d) h, (t n d) h", "t m n d h",
+        "w : (t (m + n + n) d) h = <q|k|v> : (t m d) h, (t n d) h, (t n d) h",
+        "t m n d h",
         lambda s: {"q": (s["t"] * s["m"] * s["d"], s["h"]), **dict.fromkeys("kv", (s["t"] * s["n"] * s["d"], s["h"]))},
         qkv_by_rank,
     ),
     "swiglu fc1": Conversion(
-        "fc1 : ((1 + 1) f) h = <gate|up> : f h", "f h",
+        "fc1 : ((1 + 1) f) h = <gate|up> : f h",
+        "f h",
         lambda s: {"gate": (s["f"], s["h"]), "up": (s["f"], s["h"])},
         lambda x, s: {"fc1": np.concatenate([x["gate"], x["up"]])},
     ),
     "striped fc1": Conversion(
-        "fc1 : (t (1 + 1) u) h = <gate|up> : (t u) h", "t u h",
+        "fc1 : (t (1 + 1) u) h = <gate|up> : (t u) h",
+        "t u h",
         lambda s: {"gate": (s["t"] * s["u"], s["h"]), "up": (s["t"] * s["u"], s["h"])},
         striped,
     ),
     "stacked experts, transposed": Conversion(
-        "W : e h f = experts.{e}.w : f h", "e f h",
+        "W : e h f = experts.{e}.w : f h",
+        "e f h",
         lambda s: {f"experts.{e}.w": (s["f"], s["h"]) for e in range(s["e"])},
         lambda x, s: {"W": np.stack([x[f"experts.{e}.w"].T for e in range(s["e"])])},
     ),
     "experts in the middle": Conversion(
-        "W : h (e f) = experts.{e}.w : f h", "e f h",
+        "W : h (e f) = experts.{e}.w : f h",
+        "e f h",
         lambda s: {f"experts.{e}.w": (s["f"], s["h"]) for e in range(s["e"])},
         lambda x, s: {"W": np.concatenate([x[f"experts.{e}.w"].T for e in range(s["e"])], axis=1)},
     ),
     "gate and up in alternate columns": Conversion(
-        "gate_up : e h (f (1 + 1)) = experts.{e}.fc1 : ((1 + 1) f) h", "e f h",
+        "gate_up : e h (f (1 + 1)) = experts.{e}.fc1 : ((1 + 1) f) h",
+        "e f h",
         lambda s: {f"experts.{e}.fc1": (2 * s["f"], s["h"]) for e in range(s["e"])},
         interleaved_experts,
     ),
     "padded vocabulary": Conversion(
-        "emb : (v + p) h = embed : v h ; _ : p h", "v p h",
+        "emb : (v + p) h = embed : v h ; _ : p h",
+        "v p h",
         lambda s: {"embed": (s["v"], s["h"])},
         padded,
     ),
     "rotary pairs": Conversion(
-        "wq : (n j 2) h = q : (n 2 j) h", "n j h",
+        "wq : (n j 2) h = q : (n 2 j) h",
+        "n j h",
         lambda s: {"q": (s["n"] * 2 * s["j"], s["h"])},
         lambda x, s: {"wq": x["q"].reshape(s["n"], 2, s["j"], s["h"]).transpose(0, 2, 1, 3).reshape(-1, s["h"])},
     ),
     "a stack of layers": Conversion(
-        "w : i h = layers.{i}.w : h", "i h",
+        "w : i h = layers.{i}.w : h",
+        "i h",
         lambda s: {f"layers.{i}.w": (s["h"],) for i in range(s["i"])},
         lambda x, s: {"w": np.stack([x[f"layers.{i}.w"] for i in range(s["i"])])},
     ),
     "scalars": Conversion(
-        "scales : e = experts.{e}.scale :", "e",
+        "scales : e = experts.{e}.scale :",
+        "e",
         lambda s: {f"experts.{e}.scale": () for e in range(s["e"])},
         lambda x, s: {"scales": np.array([x[f"experts.{e}.scale"] for e in range(s["e"])])},
     ),
-}  # fmt: skip
+}
 
 
 def random_boxes(shape: tuple[int, ...], rng: random.Random, cuts: int) -> list[Box]:

@@ -20,11 +20,15 @@ from ckpt_tool.errors import UsageError
 
 Arrays = dict[str, np.ndarray]
 MODEL = {
-    "embed": (10, 4), "head": (10, 4), "norm": (4,), "scale": (), "none": (0, 4),
+    "embed": (10, 4),
+    "head": (10, 4),
+    "norm": (4,),
+    "scale": (),
+    "none": (0, 4),
     **{f"layers.{i}.{x}": (4, 8 if x == "q" else 4) for i in range(3) for x in "qkv"},
     **{f"layers.{i}.mlp.{x}": (4, 6) for i in range(3) for x in ("gate", "up")},
     **{f"layers.{i}.experts.{e}.w": (4, 6) for i in (1, 2) for e in range(3)},
-}  # fmt: skip
+}
 
 
 def numbered(shapes: dict[str, tuple[int, ...]]) -> Arrays:
@@ -46,7 +50,7 @@ def names(mapped: Mapped) -> list[str]:
     return [made.name for made in mapped.made]
 
 
-# -- random programs ----------------------------------------------------------------------------------------------------
+# -- random programs ---------------------------------------------------------------------------------------------------
 
 
 class Program:
@@ -103,9 +107,13 @@ class Program:
         name, array = self.take()
         axis = self.rng.randrange(array.ndim)
         rest = [n for dim, n in enumerate(array.shape) if dim != axis]
-        others = [n for n, a in self.now.items() if a.ndim == array.ndim
-                  and [k for dim, k in enumerate(a.shape) if dim != axis] == rest
-                  and (a.shape == array.shape or not self.undoes)]  # fmt: skip
+        others = [
+            n
+            for n, a in self.now.items()
+            if a.ndim == array.ndim
+            and [k for dim, k in enumerate(a.shape) if dim != axis] == rest
+            and (a.shape == array.shape or not self.undoes)
+        ]
         chosen = self.rng.sample(others, self.rng.randint(0, min(3, len(others))))
         if not chosen:
             self.put(array, name)
@@ -147,8 +155,14 @@ class Program:
         whole = np.concatenate(
             [q.reshape(groups, each * dim, other), k.reshape(groups, dim, other), v.reshape(groups, dim, other)], axis=1
         ).reshape(-1, other)
-        self.say(", ".join(new), self.put(np.moveaxis(whole, 0, axis)), "fused_qkv", f"num_heads={groups * each}",
-                 f"axis={axis}", f"num_key_value_groups={groups}")  # fmt: skip
+        self.say(
+            ", ".join(new),
+            self.put(np.moveaxis(whole, 0, axis)),
+            "fused_qkv",
+            f"num_heads={groups * each}",
+            f"axis={axis}",
+            f"num_key_value_groups={groups}",
+        )
 
     def part(self) -> None:
         """And back apart."""
@@ -192,7 +206,8 @@ def test_forth_and_back_is_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_fusions_by_shards_equal_the_order_of_ranks(seed: int) -> None:
-    """`fused_ffn` and `fused_qkv_old`: NumPy concatenates what each rank holds. Forth, back, and from one cut to another."""
+    """`fused_ffn` and `fused_qkv_old`: NumPy concatenates what each rank holds. Forth, back, and from one cut to
+    another."""
     rng = random.Random(seed)
     a, b = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 4])
     lowest = int(np.lcm(a, b))
@@ -232,8 +247,11 @@ def test_fusions_by_shards_equal_the_order_of_ranks(seed: int) -> None:
 def test_shards_are_told_through_names_on_the_way() -> None:
     """The engine asks the tensor behind a name: one that it was renamed or transposed from, or will be."""
     striped = np.array([[0, 1, 4, 5, 2, 3, 6, 7]])
-    for first, second in (("f -> x", "x -> g, u, fused_ffn"), ("f^T -> x", "x^T -> g, u, fused_ffn"),
-                          ("f -> x", "x^T -> g, u, fused_ffn, axis=0")):  # fmt: skip
+    for first, second in (
+        ("f -> x", "x -> g, u, fused_ffn"),
+        ("f^T -> x", "x^T -> g, u, fused_ffn"),
+        ("f -> x", "x^T -> g, u, fused_ffn, axis=0"),
+    ):
         mapped = compile_aoa([first, second], {"f": (1, 8)}, shards=Shards({"f": 2}))
         got = carried_out(mapped, {"f": striped})
         assert [got[x].ravel().tolist() for x in "gu"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -244,12 +262,18 @@ def test_shards_are_told_through_names_on_the_way() -> None:
     np.testing.assert_array_equal(got["f"], striped)
 
 
-# -- what it comes to ---------------------------------------------------------------------------------------------------
+# -- what it comes to --------------------------------------------------------------------------------------------------
 
 
 def test_what_no_statement_names_passes_in_the_order_of_the_source() -> None:
-    mapped = compile_aoa(["layers.$LAYER_ID.mlp.gate^T, layers.$LAYER_ID.mlp.up^T -> l.$LAYER_ID.gu, fused_ffn",
-                          "head -> _", "embed -> e"], MODEL)  # fmt: skip
+    mapped = compile_aoa(
+        [
+            "layers.$LAYER_ID.mlp.gate^T, layers.$LAYER_ID.mlp.up^T -> l.$LAYER_ID.gu, fused_ffn",
+            "head -> _",
+            "embed -> e",
+        ],
+        MODEL,
+    )
     rest = [name for name in MODEL if "mlp" not in name and name not in ("embed", "head")]
     at = rest.index("layers.2.v") + 1
     assert names(mapped) == ["e", *rest[:at], "l.0.gu", "l.1.gu", "l.2.gu", *rest[at:]]
@@ -280,8 +304,9 @@ def test_regular_rows_are_one_piece() -> None:
 def test_scalars_and_empty_tensors_pass() -> None:
     mapped = compile_aoa(["scale -> s", "none^T -> n"], {"scale": (), "none": (0, 4)})
     assert [(made.name, made.shape, made.pieces[0].src.name) for made in mapped.made] == [
-        ("s", (), "scale"), ("n", (4, 0), "none"),
-    ]  # fmt: skip
+        ("s", (), "scale"),
+        ("n", (4, 0), "none"),
+    ]
 
 
 def test_tied_weights_may_be_read_twice() -> None:
@@ -296,8 +321,10 @@ def test_tied_weights_may_be_read_twice() -> None:
 
 
 def test_casts_are_told() -> None:
-    mapped = compile_aoa(["a -> b, dtype='float32'", "b -> c, dtype='bfloat16'", "d -> e, src_dtype='float32', dst_dtype='float16'"],
-                         {"a": (2,), "d": (2,)})  # fmt: skip
+    mapped = compile_aoa(
+        ["a -> b, dtype='float32'", "b -> c, dtype='bfloat16'", "d -> e, src_dtype='float32', dst_dtype='float16'"],
+        {"a": (2,), "d": (2,)},
+    )
     assert {made.name: made.dtype.name for made in mapped.made if made.dtype} == {"c": "BF16", "e": "F16"}
     back = compile_aoa(["d -> e, src_dtype='float32', dst_dtype='float16'"], {"e": (2,)}, reverse=True)
     assert back.made[0].dtype is not None and back.made[0].dtype.name == "F32"
@@ -343,16 +370,19 @@ def test_thousands_of_experts_cost_seconds_at_most() -> None:
         f"layers.{i}.experts.{e}.{x}.w": (4, 6) for i in range(20) for e in range(128) for x in ("gate", "up", "down")
     }
     start = time.process_time()
-    mapped = compile_aoa([
-        "layers.$LAYER_ID.experts.$EXPERT_ID.gate.w^T, layers.$LAYER_ID.experts.$EXPERT_ID.up.w^T"
-        " -> l.$LAYER_ID.e.$EXPERT_ID.gu, fused_ffn",
-        "layers.$LAYER_ID.experts.$EXPERT_ID.down.w^T -> l.$LAYER_ID.e.$EXPERT_ID.down",
-    ], shapes)  # fmt: skip
+    mapped = compile_aoa(
+        [
+            "layers.$LAYER_ID.experts.$EXPERT_ID.gate.w^T, layers.$LAYER_ID.experts.$EXPERT_ID.up.w^T"
+            " -> l.$LAYER_ID.e.$EXPERT_ID.gu, fused_ffn",
+            "layers.$LAYER_ID.experts.$EXPERT_ID.down.w^T -> l.$LAYER_ID.e.$EXPERT_ID.down",
+        ],
+        shapes,
+    )
     assert len(mapped.made) == 2 * 20 * 128
     assert time.process_time() - start < 10
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 QKV = "fused_qkv, num_heads=2, num_key_value_groups=1"
 REFUSED = {
@@ -395,10 +425,17 @@ REFUSED = {
     f"embed -> a, b, {QKV}": ("E1211", "fused_qkv of 1 -> 2 names", "q, k, v -> fused"),
     f"embed, head, embed -> a, {QKV}": ("E1211", "q, k and v are one name", ""),
     "layers.0.q, layers.0.k, layers.0.v -> a, fused_qkv, num_heads=2": ("E1212", "wants num_key_value_groups", ""),
-    "layers.0.q, layers.0.k, layers.0.v -> a, fused_qkv, num_heads=3, num_key_value_groups=2": ("E1212", "no multiple", "key-value"),
+    "layers.0.q, layers.0.k, layers.0.v -> a, fused_qkv, num_heads=3, num_key_value_groups=2": (
+        "E1212",
+        "no multiple",
+        "key-value",
+    ),
     "embed -> a, b, c, axis=0": ("E1215", "`embed` is 10 long along axis 0, which 3 parts don't divide", "[10, 4]"),
-    "layers.0.q, layers.0.k, layers.0.v -> a, fused_qkv, num_heads=3, num_key_value_groups=1":
-        ("E1215", "3 parts don't divide (3 heads)", ""),
+    "layers.0.q, layers.0.k, layers.0.v -> a, fused_qkv, num_heads=3, num_key_value_groups=1": (
+        "E1215",
+        "3 parts don't divide (3 heads)",
+        "",
+    ),
     "norm -> a, b, axis=1": ("E1216", "no axis 1", ""),
     "embed, norm -> a, axis=0": ("E1216", "can't be joined", "other dims"),
     "layers.0.q, layers.0.k -> a, fused_ffn": ("E1216", "can't be joined", "parts of one size"),
@@ -407,7 +444,7 @@ REFUSED = {
     "embedd -> a": ("E1218", "`embedd` is read, but nothing has made it", "embed"),
     "embed -> head": ("E1219", "`head` is overwritten before anything reads it", "head -> _"),
     "_ -> head": ("E1221", "the source has it", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("statement", REFUSED)
@@ -426,22 +463,51 @@ PROGRAMS = [
     ("E1217", ["embed -> a, dtype='float16'", "a, head -> b, axis=0"], {}, "`a` is cast to F16 and `head` to nothing"),
     ("E1218", ["embed -> _", "embed -> a"], {}, "`embed` is read, but nothing has made it"),
     ("E1219", ["embed -> a", "head -> a"], {}, "`a` is made anew, and nothing has read what statement 1 made"),
-    ("E1219", ["embed -> _"], {"wanted": [n for n in MODEL if n not in ("embed", "norm")]}, "`norm` is read by no statement"),
+    (
+        "E1219",
+        ["embed -> _"],
+        {"wanted": [n for n in MODEL if n not in ("embed", "norm")]},
+        "`norm` is read by no statement",
+    ),
     ("E1220", [], {"wanted": [*MODEL, "heat"]}, "`heat` is made of nothing"),
     ("E1221", ["embed -> a", "embed -> _"], {}, "`embed` is dropped, but statement 1 reads it"),
     ("E1221", ["_ -> a", "embed -> a"], {}, "statement 1 says that `a` has no source, but statement 2 makes it"),
     ("E1222", ["embed -> emb"], {"wanted": list(MODEL)}, "`emb` is made, but nothing reads it"),
     ("E1222", ["_ -> heat"], {"wanted": list(MODEL)}, "the destination has none of that name"),
     ("E1223", ["embed -> a, b, axis=0", "embed -> c"], {}, "elements of the source's `embed` are read twice"),
-    ("E1223", ["embed -> a, b, axis=0", "embed, head -> c, axis=0"], {}, "elements of the source's `embed` are read twice"),
-    ("E1224", ["head -> head"], {"wanted": {**MODEL, "head": (4, 10)}}, "`head` comes out as [10, 4], the destination has [4, 10]"),
+    (
+        "E1223",
+        ["embed -> a, b, axis=0", "embed, head -> c, axis=0"],
+        {},
+        "elements of the source's `embed` are read twice",
+    ),
+    (
+        "E1224",
+        ["head -> head"],
+        {"wanted": {**MODEL, "head": (4, 10)}},
+        "`head` comes out as [10, 4], the destination has [4, 10]",
+    ),
     ("E1214", ["embed -> a, dtype='float16'"], {"reverse": True}, "dtype= can't be run in reverse"),
-    ("E1213", ["embed, head -> a, axis=1", "a -> g, u, fused_ffn"], {"shards": Shards({"embed": 2})}, "tensors of 1, 2 shards"),
-    ("E1212", ["layers.0.k -> x, fused_qkv_old, num_heads=2, num_key_value_groups=1"], {"shards": Shards({"layers.0.k": 2})},
-     "2 and 1 heads don't divide into 2 shards"),
+    (
+        "E1213",
+        ["embed, head -> a, axis=1", "a -> g, u, fused_ffn"],
+        {"shards": Shards({"embed": 2})},
+        "tensors of 1, 2 shards",
+    ),
+    (
+        "E1212",
+        ["layers.0.k -> x, fused_qkv_old, num_heads=2, num_key_value_groups=1"],
+        {"shards": Shards({"layers.0.k": 2})},
+        "2 and 1 heads don't divide into 2 shards",
+    ),
     ("E1210", ["_ -> a.$LAYER_ID.x"], {}, "not known"),
-    ("E1219", ["embed -> a", "head -> b"], {"reverse": True, "shapes": {"a": (2,), "b": (2,), "embed": (2,)}}, "overwritten"),
-]  # fmt: skip
+    (
+        "E1219",
+        ["embed -> a", "head -> b"],
+        {"reverse": True, "shapes": {"a": (2,), "b": (2,), "embed": (2,)}},
+        "overwritten",
+    ),
+]
 
 
 @pytest.mark.parametrize(("code", "statements", "options", "message"), PROGRAMS)
@@ -457,10 +523,18 @@ def test_programs_that_lose_or_double(
 
 def test_all_faults_come_at_once_with_their_statements() -> None:
     with pytest.raises(UsageError) as e:
-        compile_aoa([
-            "embed -> a, b, c, axis=0", "hed -> z", "head -> x, axs=1", "layers.$LAYER_ID.zz -> y.$LAYER_ID",
-            "layers.$LAYER_ID.q -> l.$LAYER_ID.a, l.$LAYER_ID.b, l.$LAYER_ID.c, axis=1", "norm -> n^T", "a, b -> ab, axis=0",
-        ], MODEL)  # fmt: skip
+        compile_aoa(
+            [
+                "embed -> a, b, c, axis=0",
+                "hed -> z",
+                "head -> x, axs=1",
+                "layers.$LAYER_ID.zz -> y.$LAYER_ID",
+                "layers.$LAYER_ID.q -> l.$LAYER_ID.a, l.$LAYER_ID.b, l.$LAYER_ID.c, axis=1",
+                "norm -> n^T",
+                "a, b -> ab, axis=0",
+            ],
+            MODEL,
+        )
     assert e.value.place == "statement 1 `embed -> a, b, c, axis=0`"
     told = "\n".join(e.value.faults)
     for number, code in ((3, "E1203"), (4, "E1208"), (5, "E1215"), (6, "E1207")):
@@ -482,7 +556,7 @@ def test_a_partner_that_lacks_in_one_layer_shows() -> None:
     assert e.value.code == "E1218" and "layers.1.mlp.gate" in e.value.message
 
 
-# -- files --------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_reads_json_and_plain_text() -> None:

@@ -94,8 +94,10 @@ def test_expansions_of_paddles_engine(case: dict[str, Any]) -> None:
     source, wanted, shards = tables(case)
     if any("," in s.split("->")[0] and ("fused_ffn" in s or "fused_qkv_old" in s) for s in case["statements"]):
         return
-    ours = [(",".join(step.left), ",".join(step.right))
-            for step in steps_for(case["statements"], source, shards=shards, wanted=wanted)]  # fmt: skip
+    ours = [
+        (",".join(step.left), ",".join(step.right))
+        for step in steps_for(case["statements"], source, shards=shards, wanted=wanted)
+    ]
     assert sorted((a.replace("~", ""), b.replace("~", "")) for a, b in ours) == sorted(map(spelled, case["steps"]))
 
 
@@ -112,8 +114,18 @@ def test_golden_cases(name: str) -> None:
     """Of an older run of the engine, states among them: they follow their parameter, so one of them is looked at."""
     case = GOLDEN[name]
     rows = [row for row in case["mappings"] if not row["target"].endswith(("_pow_acc_0", ".moment1_0", ".moment2_0"))]
-    maps = [[row["target"].removesuffix(".w_0"), row["t_off"], row["t_shape"], row["source"].removesuffix(".w_0"),
-             row["s_off"], row["s_shape"], row["post"] or []] for row in rows]  # fmt: skip
+    maps = [
+        [
+            row["target"].removesuffix(".w_0"),
+            row["t_off"],
+            row["t_shape"],
+            row["source"].removesuffix(".w_0"),
+            row["s_off"],
+            row["s_shape"],
+            row["post"] or [],
+        ]
+        for row in rows
+    ]
     shapes: dict[str, tuple[int, ...]] = {}
     for _, _, _, source, start, extent, _ in maps:
         ends = [a + n for a, n in zip(start, extent, strict=True)]

@@ -20,15 +20,20 @@ from ckpt_tool.errors import InconsistentCheckpoint, UnmappedTensor
 ROUTES = {
     "megatron -> paddle qkv": ("megatron qkv", "paddle qkv", lambda s, rng: s),
     "megatron -> qkv by rank": (
-        "megatron qkv", "qkv by rank",
+        "megatron qkv",
+        "qkv by rank",
         lambda s, rng: {"t": s["g"], "m": s["r"], "n": 1, "d": s["d"], "h": s["h"]},
     ),
     "fc1 of one split to another": ("striped fc1", "striped fc1", "restripe"),
     "fc1 -> striped": ("swiglu fc1", "striped fc1", "stripe"),
     "stacked -> in the middle": ("stacked experts, transposed", "experts in the middle", lambda s, rng: s),
-    "padded -> padded otherwise": ("padded vocabulary", "padded vocabulary", lambda s, rng: {**s, "p": rng.randint(0, 5)}),
+    "padded -> padded otherwise": (
+        "padded vocabulary",
+        "padded vocabulary",
+        lambda s, rng: {**s, "p": rng.randint(0, 5)},
+    ),
     "rotary -> rotary": ("rotary pairs", "rotary pairs", lambda s, rng: s),
-}  # fmt: skip
+}
 
 
 def both_sizes(route: str, rng: random.Random) -> tuple[dict[str, int], dict[str, int]]:

@@ -157,8 +157,12 @@ def test_a_table_of_rules() -> None:
     assert [type(rule) for rule in table] == [Equation] * 5 + [Alias] * 2
     sizes = {"v": 6, "h": 2, "f": 3, "e": 4, "i": 4, "k": 2}
     config = {"first_dense": 1, "plain": [2], "tied": True, "layers": 4}
-    names = [(set(left), set(right)) for rule in table if isinstance(rule, Equation)
-             for left, right in [rule.shapes(sizes, config)]]  # fmt: skip
+    names = [
+        (set(left), set(right))
+        for rule in table
+        if isinstance(rule, Equation)
+        for left, right in [rule.shapes(sizes, config)]
+    ]
     assert names == [
         ({"embed"}, {"model.embed"}),
         ({"dense.0.fc1"}, {"model.0.gate", "model.0.up"}),
@@ -195,8 +199,7 @@ def test_ranges_and_lists_number_tensors_by_value_and_stacks_by_position() -> No
     rule = equation("w : i h = layers.{i}.w : h")
     for indices in (range(3, 9, 2), (3, 5, 7)):
         pieces = rule.pieces({"i": indices, "h": 4})
-        assert [(p.dst.name, p.src.offset) for p in pieces] == [
-            ("layers.3.w", 0), ("layers.5.w", 4), ("layers.7.w", 8)]  # fmt: skip
+        assert [(p.dst.name, p.src.offset) for p in pieces] == [("layers.3.w", 0), ("layers.5.w", 4), ("layers.7.w", 8)]
         assert rule.shapes({"i": indices, "h": 4})[0] == {"w": (3, 4)}
 
 

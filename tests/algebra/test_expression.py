@@ -10,9 +10,15 @@ from ckpt_tool.algebra.expression import expression, extent, extents
 from ckpt_tool.errors import UsageError
 
 CONFIG = {
-    "a": 7, "b": 3, "zero": 0, "flag": True, "none_key": None, "kinds": ["full", "sliding", "full"], "only": [0, 2],
+    "a": 7,
+    "b": 3,
+    "zero": 0,
+    "flag": True,
+    "none_key": None,
+    "kinds": ["full", "sliding", "full"],
+    "only": [0, 2],
     "text_config": {"hidden_size": 64, "vision": {"depth": 5}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +146,18 @@ def test_unknown_name_tells_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("a", 7), ("0:b", range(3)), ("b:a", range(3, 7)), ("1:a:2", range(1, 7, 2)), ("only", (0, 2)),
-     ("[5, 3]", (5, 3)), ("a - b", 4), ("zero", 0), ("b:b", range(3, 3))],
-)  # fmt: skip
+    [
+        ("a", 7),
+        ("0:b", range(3)),
+        ("b:a", range(3, 7)),
+        ("1:a:2", range(1, 7, 2)),
+        ("only", (0, 2)),
+        ("[5, 3]", (5, 3)),
+        ("a - b", 4),
+        ("zero", 0),
+        ("b:b", range(3, 3)),
+    ],
+)
 def test_extent(text: str, want: object) -> None:
     assert extent(text, CONFIG) == want
 

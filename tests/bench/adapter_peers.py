@@ -1,8 +1,8 @@
 """The peer and the judge of folding a LoRA: PEFT's own merge, and plain torch to check with.
 
-    build-adapter HF OUT R          a LoRA of rank R on every Linear of the layers, fp32, random; by hand, as PEFT saves it
-    fold-by-peft HF ADAPTER OUT     from_pretrained, PeftModel, merge_and_unload, save_pretrained
-    same-folded HF ADAPTER OUT      OUT is bf16(W + (B @ A) * s), bit for bit
+    build-adapter HF OUT R       a LoRA of rank R on every Linear of the layers, fp32, random; by hand, as PEFT saves it
+    fold-by-peft HF ADAPTER OUT  from_pretrained, PeftModel, merge_and_unload, save_pretrained
+    same-folded HF ADAPTER OUT   OUT is bf16(W + (B @ A) * s), bit for bit
 
 Commands of `peers.py`. Nothing here imports ckpt_tool.
 """
@@ -35,8 +35,15 @@ def build_adapter(hf: str, out: str, rank: str) -> None:
     Path(out).mkdir()
     save_file(tensors, Path(out) / "adapter_model.safetensors", {"format": "pt"})
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": int(rank),
-              "lora_alpha": ALPHA * int(rank), "target_modules": names, "bias": "none"}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": int(rank),
+        "lora_alpha": ALPHA * int(rank),
+        "target_modules": names,
+        "bias": "none",
+    }
     (Path(out) / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 

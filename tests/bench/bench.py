@@ -3,10 +3,11 @@
     python tests/bench/bench.py --size 2GB                     all jobs, 5 rounds, one table
     python tests/bench/bench.py --size 200MB --rounds 1 --only 'tp8'
 
-The sources are built once below `--work` (random finite bytes, Llama's names and proportions; `synthetic.py`) and are in
-the page cache when they are read. In each round `cp -r`, this tool (without and with fsync) and the peers run one after
-the other as whole processes; every output is compared with a reference and removed before the next. The reference is
-this tool's first output, which the real library judges against the source before anything is timed (`peers.py same-*`).
+The sources are built once below `--work` (random finite bytes, Llama's names and proportions; `synthetic.py`) and are
+in the page cache when they are read. In each round `cp -r`, this tool (without and with fsync) and the peers run one
+after the other as whole processes; every output is compared with a reference and removed before the next. The reference
+is this tool's first output, which the real library judges against the source before anything is timed (`peers.py
+same-*`).
 
 Columns: wall and CPU in seconds (medians); `x cp`: the median of the rounds' ratios to `cp -r` (with fsync: to `cp -r`
 and an fsync of every file); `start`: peak memory above that of the same command on a checkpoint of 3 MB; `faster`,
@@ -79,76 +80,147 @@ class Job:
 
 JOBS = (
     Job(
-        "reshard tp8 -> tp2", "tp8", ("reshard", "{src}", "{out}", "--tp", "2"), ("same-tp", "{hf}", "{out}", "2"),
+        "reshard tp8 -> tp2",
+        "tp8",
+        ("reshard", "{src}", "{out}", "--tp", "2"),
+        ("same-tp", "{hf}", "{out}", "2"),
         (Peer("torch.cat script", ("cat", "{src}", "{out}", "2"), ("same-tp", "{hf}", "{out}", "2")),),
     ),
     Job(
-        "reshard tp2 -> tp8", "tp2", ("reshard", "{src}", "{out}", "--tp", "8"), ("same-tp", "{hf}", "{out}", "8"),
+        "reshard tp2 -> tp8",
+        "tp2",
+        ("reshard", "{src}", "{out}", "--tp", "8"),
+        ("same-tp", "{hf}", "{out}", "8"),
         (Peer("torch.cat script", ("cat", "{src}", "{out}", "8"), ("same-tp", "{hf}", "{out}", "8")),),
     ),
     Job(
-        "dcp 4 -> 3 ranks, AdamW", "dcp4", ("reshard", "{src}", "{out}", "--dp", "3"),
+        "dcp 4 -> 3 ranks, AdamW",
+        "dcp4",
+        ("reshard", "{src}", "{out}", "--dp", "3"),
         ("same-dcp", "{training}", "{out}"),
-        (Peer("dcp_to_torch_save, torch_save_to_dcp", ("dcp-to-dcp", "{src}", "{out}"), ("same-dcp", "{training}", "{out}")),),
+        (
+            Peer(
+                "dcp_to_torch_save, torch_save_to_dcp",
+                ("dcp-to-dcp", "{src}", "{out}"),
+                ("same-dcp", "{training}", "{out}"),
+            ),
+        ),
     ),
     Job(
-        "dcp -> torch", "dcp4", ("convert", "{src}", "{out}", "--to", "torch"), ("same-torch", "{training}", "{out}"),
-        (Peer("dcp_to_torch_save", ("dcp-to-torch", "{src}", "{out}"), ("same-torch", "{training}", "{out}"), file=True),),
+        "dcp -> torch",
+        "dcp4",
+        ("convert", "{src}", "{out}", "--to", "torch"),
+        ("same-torch", "{training}", "{out}"),
+        (
+            Peer(
+                "dcp_to_torch_save",
+                ("dcp-to-torch", "{src}", "{out}"),
+                ("same-torch", "{training}", "{out}"),
+                file=True,
+            ),
+        ),
         file=True,
     ),
     Job(
-        "dcp -> safetensors", "dcp_model", ("convert", "{src}", "{out}", "--to", "safetensors"),
+        "dcp -> safetensors",
+        "dcp_model",
+        ("convert", "{src}", "{out}", "--to", "safetensors"),
         ("same-hf", "{hf}", "{out}"),
         (Peer("dcp_to_torch_save, save_file", ("dcp-to-safetensors", "{src}", "{out}"), ("same-hf", "{hf}", "{out}")),),
     ),
     Job(
-        "dcp HF shards -> safetensors", "hf_shards",
-        ("convert", "{src}", "{out}", "--to", "safetensors", "--max-shard-size", "1TB"), ("same-hf", "{hf}", "{out}"),
+        "dcp HF shards -> safetensors",
+        "hf_shards",
+        ("convert", "{src}", "{out}", "--to", "safetensors", "--max-shard-size", "1TB"),
+        ("same-hf", "{hf}", "{out}"),
         (Peer("consolidate_safetensors_files", ("consolidate", "{src}", "{out}"), ("same-hf", "{hf}", "{out}")),),
     ),
     Job(
-        "safetensors -> smaller files", "hf",
+        "safetensors -> smaller files",
+        "hf",
         ("convert", "{src}", "{out}", "--to", "safetensors", "--max-shard-size", "{shard}"),
         ("same-hf", "{hf}", "{out}"),
-        (Peer("from_pretrained, save_pretrained", ("transformers", "{src}", "{out}", "{shard}"), ("same-hf", "{hf}", "{out}")),),
+        (
+            Peer(
+                "from_pretrained, save_pretrained",
+                ("transformers", "{src}", "{out}", "{shard}"),
+                ("same-hf", "{hf}", "{out}"),
+            ),
+        ),
     ),
     Job(
-        "transposed Linear weights", "transposed",
+        "transposed Linear weights",
+        "transposed",
         ("convert", "{src}", "{out}", "--to", "safetensors", "--max-shard-size", "{shard}"),
         ("same-hf", "{hf}", "{out}"),
         (Peer("torch.load, contiguous, save_file", ("contiguous", "{src}", "{out}"), ("same-hf", "{hf}", "{out}")),),
     ),
     Job(  # the line is Paddle's, both files Hugging Face's: transposed on both sides
-        "safetensors -> paddle-unified", "hf", ("convert", "{src}", "{out}", "--to", "paddle-unified"),
+        "safetensors -> paddle-unified",
+        "hf",
+        ("convert", "{src}", "{out}", "--to", "paddle-unified"),
         ("same-hf", "{hf}", "{out}"),
     ),
     Job(  # Hugging Face's names to Megatron's: QKV by group, gate and up in one, four tensor ranks
-        "hf -> megatron tp4", "hf", ("convert", "{src}", "{out}", "--to", "megatron", "--tp", "4"),
+        "hf -> megatron tp4",
+        "hf",
+        ("convert", "{src}", "{out}", "--to", "megatron", "--tp", "4"),
         ("same-megatron", "{hf}", "{out}", "4"),
-        (Peer("safetensors, torch.cat, torch.save", ("to-megatron", "{src}", "{out}", "4"), ("same-megatron", "{hf}", "{out}", "4")),),
+        (
+            Peer(
+                "safetensors, torch.cat, torch.save",
+                ("to-megatron", "{src}", "{out}", "4"),
+                ("same-megatron", "{hf}", "{out}", "4"),
+            ),
+        ),
     ),
     Job(  # every Linear transposed once
-        "hf -> paddle", "hf", ("convert", "{src}", "{out}", "--to", "paddle"), ("same-paddle", "{hf}", "{out}"),
+        "hf -> paddle",
+        "hf",
+        ("convert", "{src}", "{out}", "--to", "paddle"),
+        ("same-paddle", "{hf}", "{out}"),
         (Peer("safetensors, NumPy, pickle", ("to-paddle", "{src}", "{out}"), ("same-paddle", "{hf}", "{out}")),),
     ),
     Job(  # rank 16 on every Linear
-        "merge a LoRA", "hf", ("merge", "{src}", "{adapter}", "{out}", "--method", "lora"),
+        "merge a LoRA",
+        "hf",
+        ("merge", "{src}", "{adapter}", "{out}", "--method", "lora"),
         ("same-folded", "{hf}", "{adapter}", "{out}"),
-        (Peer("PEFT, merge_and_unload", ("fold-by-peft", "{src}", "{adapter}", "{out}"), ("same-folded", "{hf}", "{adapter}", "{out}")),),
+        (
+            Peer(
+                "PEFT, merge_and_unload",
+                ("fold-by-peft", "{src}", "{adapter}", "{out}"),
+                ("same-folded", "{hf}", "{adapter}", "{out}"),
+            ),
+        ),
     ),
     Job(  # 0.3 and 0.7 of two models
-        "linear merge of two", "hf",
+        "linear merge of two",
+        "hf",
         ("merge", "{src}", "{grown1}", "{out}", "--method", "linear", "--weight", "0.3", "--weight", "0.7"),
         ("same-merged", "linear", "{out}", "{hf}", "{grown1}"),
-        (Peer("mergekit", ("mergekit", "linear", "{out}", "{hf}", "{grown1}"), ("same-merged", "linear", "{out}", "{hf}", "{grown1}")),),
+        (
+            Peer(
+                "mergekit",
+                ("mergekit", "linear", "{out}", "{hf}", "{grown1}"),
+                ("same-merged", "linear", "{out}", "{hf}", "{grown1}"),
+            ),
+        ),
     ),
     Job(  # thresholds of whole tensors: every input is read three times
-        "ties of a base and two", "hf",
+        "ties of a base and two",
+        "hf",
         ("merge", "{grown1}", "{grown2}", "{out}", "--method", "ties", "--base", "{src}", "--density", "0.5"),
         ("same-merged", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"),
-        (Peer("mergekit", ("mergekit", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"), ("same-merged", "ties", "{out}", "{hf}", "{grown1}", "{grown2}")),),
+        (
+            Peer(
+                "mergekit",
+                ("mergekit", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"),
+                ("same-merged", "ties", "{out}", "{hf}", "{grown1}", "{grown2}"),
+            ),
+        ),
     ),
-)  # fmt: skip
+)
 
 
 class Sources:
@@ -199,11 +271,15 @@ class Sources:
     def fill(self, arguments: tuple[str, ...], job: Job, out: Path) -> list[str]:
         """The arguments with {src}, {out}, {hf}, {training} and {shard} filled in."""
         known: dict[str, Callable[[], str]] = {
-            "{src}": lambda: str(self.path(job.source)), "{out}": lambda: str(out), "{hf}": lambda: str(self.path("hf")),
-            "{training}": lambda: str(self.path("training")), "{adapter}": lambda: str(self.path("adapter")),
-            "{grown1}": lambda: str(self.path("grown1")), "{grown2}": lambda: str(self.path("grown2")),
+            "{src}": lambda: str(self.path(job.source)),
+            "{out}": lambda: str(out),
+            "{hf}": lambda: str(self.path("hf")),
+            "{training}": lambda: str(self.path("training")),
+            "{adapter}": lambda: str(self.path("adapter")),
+            "{grown1}": lambda: str(self.path("grown1")),
+            "{grown2}": lambda: str(self.path("grown2")),
             "{shard}": lambda: "500MB" if self.size != TINY else "1MB",
-        }  # fmt: skip
+        }
         return [known[each]() if each in known else each for each in arguments]
 
 
@@ -260,7 +336,8 @@ def start_up(job: Job, options: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A job's samples by contestant. verified: bytes that the judge compared. start: bytes of peak memory at start-up."""
+    """A job's samples by contestant. verified: bytes that the judge compared. start: bytes of peak memory at
+    start-up."""
 
     job: Job
     samples: dict[str, list[Sample]]
@@ -307,9 +384,21 @@ def measured(job: Job, options: Options) -> Measured:
 
 
 COLUMNS = (
-    "job", "fsync", "wall s", "x cp", "CPU s", "CPU x cp", "peak MiB", "above start", "peer", "peer wall s",
-    "peer MiB", "faster", "leaner", "verified",
-)  # fmt: skip
+    "job",
+    "fsync",
+    "wall s",
+    "x cp",
+    "CPU s",
+    "CPU x cp",
+    "peak MiB",
+    "above start",
+    "peer",
+    "peer wall s",
+    "peer MiB",
+    "faster",
+    "leaner",
+    "verified",
+)
 
 
 def rows(result: Measured) -> list[list[str]]:
@@ -358,9 +447,14 @@ def main() -> int:
     given.work.mkdir(parents=True, exist_ok=True)
     measure.as_installed(ROOT, given.work)
     options = Options(
-        given.work, given.size, given.rounds, given.peer_rounds, not given.no_peers,
-        (False, True) if given.fsync is None else (given.fsync,), _knows_no_fsync(),
-    )  # fmt: skip
+        given.work,
+        given.size,
+        given.rounds,
+        given.peer_rounds,
+        not given.no_peers,
+        (False, True) if given.fsync is None else (given.fsync,),
+        _knows_no_fsync(),
+    )
     chosen = [job for job in JOBS if given.only in job.name or fnmatch.fnmatch(job.name, given.only)]
     if not chosen:
         raise SystemExit(f"no job is called {given.only!r}; there are: {', '.join(job.name for job in JOBS)}")
@@ -373,8 +467,14 @@ def main() -> int:
             failed.append(job.name)
             continue
         found += rows(result)
-        results.append({"job": job.name, "verified": result.verified, "start": result.start,
-                        "samples": {name: [s._asdict() for s in every] for name, every in result.samples.items()}})  # fmt: skip
+        results.append(
+            {
+                "job": job.name,
+                "verified": result.verified,
+                "start": result.start,
+                "samples": {name: [s._asdict() for s in every] for name, every in result.samples.items()},
+            }
+        )
         say(measure.table(COLUMNS, rows(result)))
     print(f"{options.size}, {options.rounds} rounds, warm cache; {measure.machine(options.work)}\n")
     print(measure.table(COLUMNS, found))

@@ -1,10 +1,12 @@
-"""Casts of 4 MiB blocks, the size that the executor casts: ways to do each, side by side, and whether their bits are equal.
+"""Casts of 4 MiB blocks, the size that the executor casts: ways to do each, side by side, and whether their bits are
+equal.
 
     python tests/bench/casts.py [--rounds 15] [--block 4]       # needs torch for its rows; without it they are left out
 
-Every round times each way once, in turn, so that a machine that slows down slows all of them; what is shown is the median in
-nanoseconds an element, and the ratio to a copy of the source's bytes. Values are those of weights (normal, sigma 0.02); bits are
-compared with torch's over such values with NaN, infinities, subnormals and numbers out of range among them, payloads of NaN aside.
+Every round times each way once, in turn, so that a machine that slows down slows all of them; what is shown is the
+median in nanoseconds an element, and the ratio to a copy of the source's bytes. Values are those of weights (normal,
+sigma 0.02); bits are compared with torch's over such values with NaN, infinities, subnormals and numbers out of range
+among them, payloads of NaN aside.
 """
 
 from __future__ import annotations
@@ -22,10 +24,26 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.run import compute
 
 Array = np.ndarray[Any, Any]
-NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-         "F8_E5M2": ml_dtypes.float8_e5m2}  # fmt: skip
-PAIRS = (("F32", "BF16"), ("BF16", "F32"), ("F32", "F16"), ("F16", "F32"), ("BF16", "F16"), ("F16", "BF16"),
-         ("F32", "F8_E4M3"), ("F8_E4M3", "F32"), ("BF16", "F8_E4M3"), ("F8_E4M3", "BF16"), ("F32", "F8_E5M2"))  # fmt: skip
+NUMPY = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+PAIRS = (
+    ("F32", "BF16"),
+    ("BF16", "F32"),
+    ("F32", "F16"),
+    ("F16", "F32"),
+    ("BF16", "F16"),
+    ("F16", "BF16"),
+    ("F32", "F8_E4M3"),
+    ("F8_E4M3", "F32"),
+    ("BF16", "F8_E4M3"),
+    ("F8_E4M3", "BF16"),
+    ("F32", "F8_E5M2"),
+)
 
 
 def by_types(values: Array, source: str, target: str) -> Array:
@@ -61,7 +79,8 @@ def by_table(values: Array, source: str, target: str) -> Array:
 
 
 def by_odd(values: Array, source: str, target: str) -> Array:
-    """fp32 cut to 16 bits, the last one set where anything was lost, then a table: rounding to odd leaves later rounding right."""
+    """fp32 cut to 16 bits, the last one set where anything was lost, then a table: rounding to odd leaves later
+    rounding right."""
     bits = values.view(np.uint32)
     upper = (bits >> 16).astype(np.uint16)
     upper |= (bits & 0xFFFF) != 0
@@ -73,8 +92,13 @@ def by_torch() -> tuple[Callable[..., Array], Any] | None:
         import torch
     except ImportError:
         return None
-    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-             "F8_E5M2": torch.float8_e5m2}  # fmt: skip
+    kinds = {
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+    }
     torch.set_num_threads(1)
 
     def cast(values: Array, source: str, target: str) -> Array:

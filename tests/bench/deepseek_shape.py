@@ -153,8 +153,9 @@ def time_it(folder: Path, rounds: int = 5) -> None:
     for _ in range(rounds):
         subprocess.run(
             [sys.executable, "-c", CHILD.format(folder=str(folder))],
-            check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
 
 
 if __name__ == "__main__":

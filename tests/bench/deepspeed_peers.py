@@ -1,4 +1,5 @@
-"""DeepSpeed's own converters against `ckpt convert` on the same ZeRO-2 checkpoint: wall, CPU, memory, and what they lose.
+"""DeepSpeed's own converters against `ckpt convert` on the same ZeRO-2 checkpoint: wall, CPU, memory, and what they
+lose.
 
     CKPT_DEEPSPEED_PYTHON=/venv/bin/python python tests/bench/deepspeed_peers.py --parameters 175 --rounds 3
 

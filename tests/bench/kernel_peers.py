@@ -1,13 +1,15 @@
-"""The whole table of the kernels in one run: every work, its peers, and the plain copy of the device, as JSON and Markdown.
+"""The whole table of the kernels in one run: every work, its peers, and the plain copy of the device, as JSON and
+Markdown.
 
-    python tests/bench/kernel_peers.py --out FOLDER                     the GPU at hand, less than 10 minutes
-    python tests/bench/kernel_peers.py --out FOLDER --sweep             tiles, threads, blocks, spans and loads of box_copy
-    CKPT_KERNELS=host python tests/bench/kernel_peers.py --out FOLDER --mib 1 --repeats 2       in miniature, without a GPU
+    python tests/bench/kernel_peers.py --out FOLDER                  the GPU at hand, less than 10 minutes
+    python tests/bench/kernel_peers.py --out FOLDER --sweep          tiles, threads, blocks, spans and loads of box_copy
+    CKPT_KERNELS=host python tests/bench/kernel_peers.py --out FOLDER --mib 1 --repeats 2    in miniature, without a GPU
 
-How it is measured, `ckpt_tool/device/trial/bench.py` says. Peers work on the same buffers, between the same events, in the same pass
-as the kernel; what a peer leaves in the target is compared with what the kernel left there, byte for byte, over a poisoned target,
-and exit is 1 where they differ. A peer that needs long is repeated less. After `--seconds` no further peer is begun, and the
-report says which are missing. Needs torch; cub is measured where nvcc is, built here and nowhere else.
+How it is measured, `ckpt_tool/device/trial/bench.py` says. Peers work on the same buffers, between the same events, in
+the same pass as the kernel; what a peer leaves in the target is compared with what the kernel left there, byte for
+byte, over a poisoned target, and exit is 1 where they differ. A peer that needs long is repeated less. After
+`--seconds` no further peer is begun, and the report says which are missing. Needs torch; cub is measured where nvcc is,
+built here and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,16 +34,23 @@ import torch
 from torch_peers import Buffers, peers
 
 from ckpt_tool.device import build, choose
-from ckpt_tool.device.library import Library
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device, Library
 from ckpt_tool.device.trial import bench, workloads
 from ckpt_tool.device.trial.bench import Measured, Row, Timer
 from ckpt_tool.device.trial.workloads import WORKS, Knobs, Work
 
 POISON = 0xA5
 PEER_SECONDS = 1.5  # of one peer in one pass
-SWEPT = ("one run", "pieces of 64 KiB", "columns 64 B", "columns 512 B", "columns 4096 B", "pieces of 8 MiB, 1 off", "columns 130 B",
-         "columns 512 B, 8 off")  # fmt: skip
+SWEPT = (
+    "one run",
+    "pieces of 64 KiB",
+    "columns 64 B",
+    "columns 512 B",
+    "columns 4096 B",
+    "pieces of 8 MiB, 1 off",
+    "columns 130 B",
+    "columns 512 B, 8 off",
+)
 
 
 def cub_library(device: Device, folder: Path) -> Path | None:
@@ -51,15 +60,29 @@ def cub_library(device: Device, folder: Path) -> Path | None:
         return None
     target, (major, minor) = folder / "cub_peer.so", device.info.capability
     subprocess.run(
-        [nvcc, "-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-cudart",
-         "static", str(Path(__file__).with_name("cub_peer.cu")), "-o", str(target)],
-        check=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            f"-arch=sm_{major}{minor}",
+            "-shared",
+            "-Xcompiler",
+            "-fPIC,-fvisibility=hidden",
+            "-cudart",
+            "static",
+            str(Path(__file__).with_name("cub_peer.cu")),
+            "-o",
+            str(target),
+        ],
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
     return target
 
 
 class Contest:
-    """Kernels and peers over the same buffers. faults: peers that left other bytes. missing: peers for which no time was left."""
+    """Kernels and peers over the same buffers. faults: peers that left other bytes. missing: peers for which no time
+    was left."""
 
     def __init__(self, device: Device, payload: int, repeats: int, until: float, cub: Path | None) -> None:
         self.device, self.repeats, self.until = device, repeats, until
@@ -81,8 +104,14 @@ class Contest:
             measure.say(f"{work.kernel}: {work.name}")
             bench.lay_out(self.device, arena, work.values)
             made = work.prepare(self.device, arena, Knobs())
-            self.found.add(work.kernel, work.name, "ckpt", (made.boxes, made.moved),
-                           self.timer.milliseconds(made.call, self.repeats), plain)  # fmt: skip
+            self.found.add(
+                work.kernel,
+                work.name,
+                "ckpt",
+                (made.boxes, made.moved),
+                self.timer.milliseconds(made.call, self.repeats),
+                plain,
+            )
             for name, same, how in self.peers.get((work.kernel, work.name), ()):
                 if time.monotonic() > self.until:
                     self.missing.add(f"{work.kernel}, {work.name}: {name}")
@@ -119,7 +148,8 @@ class Contest:
 
 
 def sweep(device: Device, payload: int, repeats: int, until: float, folder: Path) -> Iterator[dict[str, Any]]:
-    """box_copy with other knobs, one at a time and tile with threads; `loads`: libraries built with other CK_COPY_LOADS."""
+    """box_copy with other knobs, one at a time and tile with threads; `loads`: libraries built with other
+    CK_COPY_LOADS."""
     plans = [
         Knobs(tile=tile, threads=threads) for tile, threads in product((8192, 16384, 32768, 65536), (32, 64, 128, 256))
     ]
@@ -162,8 +192,17 @@ def markdown(rows: Iterable[Row], about: dict[str, Any]) -> str:
     for (kernel, work), group in by_work.items():
         ours, *others = group
         times = ", ".join(f"{row.who} {row.milliseconds / ours.milliseconds:.2f}" for row in others)
-        lines.append([f"{kernel}: {work}", f"{ours.boxes:,}", f"{ours.milliseconds:.3f}", f"{ours.gbs:,.0f}", f"{ours.share:.3f}",
-                      f"{100 * ours.spread:.1f} %", times])  # fmt: skip
+        lines.append(
+            [
+                f"{kernel}: {work}",
+                f"{ours.boxes:,}",
+                f"{ours.milliseconds:.3f}",
+                f"{ours.gbs:,.0f}",
+                f"{ours.share:.3f}",
+                f"{100 * ours.spread:.1f} %",
+                times,
+            ]
+        )
     columns = ("work", "boxes", "ms", "GB/s", "of the plain copy", "spread", "time of a peer, ours is 1")
     head = f"{about['device']}, driver for CUDA {about['driver']}, torch {about['torch']}, {about['date']}; "
     return f"{head}{about['mib']} MiB a side, median of {about['repeats']}\n\n{measure.table(columns, lines)}\n"
@@ -173,10 +212,16 @@ def report(device: Device, arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     until, info = began + arguments.seconds, device.info
     about = {
-        "device": info.name, "uuid": info.uuid, "driver": info.driver, "runtime": info.runtime, "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "mib": arguments.mib, "repeats": arguments.repeats,
+        "device": info.name,
+        "uuid": info.uuid,
+        "driver": info.driver,
+        "runtime": info.runtime,
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "mib": arguments.mib,
+        "repeats": arguments.repeats,
         "host_shim": info.host,
-    }  # fmt: skip
+    }
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -193,8 +238,13 @@ def report(device: Device, arguments: argparse.Namespace) -> int:
             contest.run_pass(works)
     rows = contest.found.rows()
     seconds = round(time.monotonic() - began, 1)
-    document = {**about, "seconds": seconds, "faults": contest.faults, "missing": sorted(contest.missing),
-                "rows": [row._asdict() for row in rows]}  # fmt: skip
+    document = {
+        **about,
+        "seconds": seconds,
+        "faults": contest.faults,
+        "missing": sorted(contest.missing),
+        "rows": [row._asdict() for row in rows],
+    }
     (out / "kernels.json").write_text(json.dumps(document, indent=1) + "\n")
     text = markdown(rows, about)
     (out / "kernels.md").write_text(text)

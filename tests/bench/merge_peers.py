@@ -4,8 +4,8 @@
     mergekit METHOD OUT HF GROWN..  mergekit-yaml by the Python that CKPT_MERGEKIT_PYTHON names, arithmetic in fp32
     same-merged METHOD OUT HF GROWN..   OUT is the merge, bit for bit (ties: but for equal magnitudes at a threshold)
 
-METHOD: `linear` (weights 0.3 and 0.7) or `ties` (HF is the base, density 0.5). Commands of `peers.py`. Nothing here imports
-ckpt_tool.
+METHOD: `linear` (weights 0.3 and 0.7) or `ties` (HF is the base, density 0.5). Commands of `peers.py`. Nothing here
+imports ckpt_tool.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ def mergekit(method: str, out: str, hf: str, *grown: str) -> None:
         [{"weight": w} for w in WEIGHTS] if method == "linear" else [{"weight": 1.0, "density": DENSITY}] * len(models)
     )
     config = {
-        "merge_method": method, "dtype": "float32", "out_dtype": "bfloat16",
+        "merge_method": method,
+        "dtype": "float32",
+        "out_dtype": "bfloat16",
         "models": [{"model": model, "parameters": each} for model, each in zip(models, own, strict=True)],
         **({"base_model": hf} if method == "ties" else {}),
-    }  # fmt: skip
+    }
     file = Path(f"{out}.yaml")
     file.write_text(json.dumps(config))
     python = os.environ.get("CKPT_MERGEKIT_PYTHON", sys.executable)
@@ -58,8 +60,10 @@ def mergekit(method: str, out: str, hf: str, *grown: str) -> None:
 def same_merged(method: str, out: str, hf: str, *grown: str) -> None:
     """Prints the bytes compared; ends with 1 where a tensor differs."""
     folders = [Path(each) for each in (out, hf, *grown)]
-    places = [{name: file for file in sorted(folder.glob("*.safetensors")) for name in safe_open(file, "pt").keys()}
-              for folder in folders]  # fmt: skip
+    places = [
+        {name: file for file in sorted(folder.glob("*.safetensors")) for name in safe_open(file, "pt").keys()}
+        for folder in folders
+    ]
     compared, wrong = 0, []
     for name in places[1]:
         have, base, *rest = (safe_open(place[name], "pt").get_tensor(name) for place in places)

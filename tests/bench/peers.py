@@ -10,16 +10,16 @@
 
 and what the benchmark needs from the real libraries: a source that only they write, and judges that are not ours:
 
-    python tests/bench/peers.py build-hf-shards SRC OUT    4 gloo ranks, HuggingFaceStorageWriter, FSDP2's cut
-    python tests/bench/peers.py build-transposed SRC OUT   a torch file whose matrices are stored as (inputs, outputs)
-    python tests/bench/peers.py same-hf A B                two safetensors folders hold the same bytes
-    python tests/bench/peers.py same-tp HF OUT N           N rank files are the torch.chunk of the whole tensors
-    python tests/bench/peers.py same-dcp TRAINING OUT      torch.distributed.checkpoint loads OUT: the values are TRAINING's
-    python tests/bench/peers.py same-torch TRAINING FILE   torch.load of FILE: the values are TRAINING's
+    python tests/bench/peers.py build-hf-shards SRC OUT   4 gloo ranks, HuggingFaceStorageWriter, FSDP2's cut
+    python tests/bench/peers.py build-transposed SRC OUT  a torch file whose matrices are stored as (inputs, outputs)
+    python tests/bench/peers.py same-hf A B               two safetensors folders hold the same bytes
+    python tests/bench/peers.py same-tp HF OUT N          N rank files are the torch.chunk of the whole tensors
+    python tests/bench/peers.py same-dcp TRAINING OUT  torch.distributed.checkpoint loads OUT: the values are TRAINING's
+    python tests/bench/peers.py same-torch TRAINING FILE  torch.load of FILE: the values are TRAINING's
 
 `pretrained_peers.py` has those of the jobs that change names, `adapter_peers.py` those of folding, `merge_peers.py`
-those of merging models. A judge prints the bytes that it compared and ends with 1 where one differs. Nothing here imports
-ckpt_tool.
+those of merging models. A judge prints the bytes that it compared and ends with 1 where one differs. Nothing here
+imports ckpt_tool.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def contiguous(src: str, out: str) -> None:
 
 
 def build_transposed(src: str, out: str) -> None:
-    """Linear weights as Paddle, TensorFlow and GPT-2's Conv1D lay them out, seen through `t()`. Of the old kind of torch
-    file, which has no checksums of its arrays, as the files of those systems have none."""
+    """Linear weights as Paddle, TensorFlow and GPT-2's Conv1D lay them out, seen through `t()`. Of the old kind of
+    torch file, which has no checksums of its arrays, as the files of those systems have none."""
     state = {}
     for name, tensor in _read(src):
         turned = tensor.dim() == 2 and "embed_tokens" not in name
@@ -285,11 +285,23 @@ def _model(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 COMMANDS = {
-    "cat": cat, "dcp-to-torch": dcp_to_torch, "dcp-to-dcp": dcp_to_dcp, "dcp-to-safetensors": dcp_to_safetensors,
-    "consolidate": consolidate, "transformers": transformers, "build-hf-shards": build_hf_shards, "build-transposed": build_transposed, "contiguous": contiguous, "same-hf": same_hf,
-    "same-tp": same_tp, "same-dcp": same_dcp, "same-torch": same_torch, **pretrained_peers.COMMANDS,
-    **adapter_peers.COMMANDS, **merge_peers.COMMANDS,
-}  # fmt: skip
+    "cat": cat,
+    "dcp-to-torch": dcp_to_torch,
+    "dcp-to-dcp": dcp_to_dcp,
+    "dcp-to-safetensors": dcp_to_safetensors,
+    "consolidate": consolidate,
+    "transformers": transformers,
+    "build-hf-shards": build_hf_shards,
+    "build-transposed": build_transposed,
+    "contiguous": contiguous,
+    "same-hf": same_hf,
+    "same-tp": same_tp,
+    "same-dcp": same_dcp,
+    "same-torch": same_torch,
+    **pretrained_peers.COMMANDS,
+    **adapter_peers.COMMANDS,
+    **merge_peers.COMMANDS,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:

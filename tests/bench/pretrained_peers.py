@@ -27,7 +27,9 @@ _LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$")
 
 
 def load(folder: str) -> Tensors:
-    return {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}  # fmt: skip
+    return {
+        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
 
 
 def megatron(hf: Tensors, config: dict[str, Any]) -> Tensors:
@@ -35,8 +37,9 @@ def megatron(hf: Tensors, config: dict[str, Any]) -> Tensors:
     groups, size = config["num_key_value_heads"], config["head_dim"]
     out = {
         "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": hf["model.norm.weight"], "output_layer.weight": hf["lm_head.weight"],
-    }  # fmt: skip
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+        "output_layer.weight": hf["lm_head.weight"],
+    }
     for i in range(config["num_hidden_layers"]):
         at, to = f"model.layers.{i}", f"decoder.layers.{i}"
         q, k, v = (hf[f"{at}.self_attn.{name}_proj.weight"].unflatten(0, (groups, -1)) for name in "qkv")
@@ -72,8 +75,10 @@ def to_megatron(src: str, out: str, ranks: str) -> None:
 
 def to_paddle(src: str, out: str) -> None:
     os.makedirs(out)
-    state = {name: np.ascontiguousarray(_bits(tensor).T) if _LINEAR.search(name) else _bits(tensor)
-             for name, tensor in load(src).items()}  # fmt: skip
+    state = {
+        name: np.ascontiguousarray(_bits(tensor).T) if _LINEAR.search(name) else _bits(tensor)
+        for name, tensor in load(src).items()
+    }
     with open(f"{out}/model_state.pdparams", "wb") as file:
         pickle.dump(state, file, protocol=4)
 
@@ -131,5 +136,8 @@ def _verdict(compared: int, wrong: list[str]) -> None:
 
 
 COMMANDS = {
-    "to-megatron": to_megatron, "to-paddle": to_paddle, "same-megatron": same_megatron, "same-paddle": same_paddle,
-}  # fmt: skip
+    "to-megatron": to_megatron,
+    "to-paddle": to_paddle,
+    "same-megatron": same_megatron,
+    "same-paddle": same_paddle,
+}

@@ -5,8 +5,8 @@
 Three measurements, each of whole processes: the start of `ckpt` above that of the bare interpreter; `ckpt inspect` of a
 DeepSeek-V3-shaped model (163 files, 91,991 tensors, `deepseek_shape.py`); the plan of a training checkpoint of that
 shape (model bf16, master and both moments fp32: 184,732 tensors, 9.6 TB) onto 2,048 ranks, tp 8, pp 16, ep 16 of dp 16,
-as `ckpt reshard --dry-run` does it. The plan's process is taken apart once more from inside: reading the source's heads,
-choosing what travels, planning; the goal is for the last two.
+as `ckpt reshard --dry-run` does it. The plan's process is taken apart once more from inside: reading the source's
+heads, choosing what travels, planning; the goal is for the last two.
 
 Headers and index are real, tensor bytes are holes: 60 MB of disk. No tensor byte is read by any of this.
 """
@@ -45,10 +45,11 @@ import gc, json, resource, sys, time
 gc.disable()
 began = time.process_time()
 from pathlib import Path
-from ckpt_tool.commands.convert import choose
 from ckpt_tool.commands.options import Reading, writing_from
-from ckpt_tool.commands.source import open_source
-from ckpt_tool.commands.write import make_plan
+from ckpt_tool.sources.opening import open_source
+from ckpt_tool.conversion.passes import selected
+from ckpt_tool.conversion.planning import make_plan
+from ckpt_tool.sources.chosen import Conversion
 source, *degrees = sys.argv[1:]
 given = dict(zip((name[2:].replace("-", "_") for name in degrees[::2]), degrees[1::2]))
 times = {"imports": time.process_time() - began}
@@ -59,7 +60,7 @@ def clock(name, call):
     return value
 writing = writing_from({**given, "dry_run": True})
 opened = clock("read", lambda: open_source(source, Reading(from_format="sharded")))
-chosen = clock("choose", lambda: choose(opened, Reading(), writing))
+chosen = clock("choose", lambda: selected(opened, Conversion.of(opened, Reading(), writing)))
 plan, _ = clock("plan", lambda: make_plan(chosen, Path("/nonexistent/out"), opened.format, writing))
 times["ranks"] = plan.report["target"]["mesh"]
 print(json.dumps({**times, **plan.report["plan"]}))
@@ -76,8 +77,11 @@ def write_training(out: str) -> None:
     from ckpt_tool.formats.sharded.format import FORMAT
 
     shapes = {name: shape for name, _, shape in deepseek_shape.tensors() if not name.endswith("_scale_inv")}
-    wanted = [WantedTensor(TensorKey(name, state), shape, DTYPES[dtype])
-              for state, dtype in STATES for name, shape in shapes.items()]  # fmt: skip
+    wanted = [
+        WantedTensor(TensorKey(name, state), shape, DTYPES[dtype])
+        for state, dtype in STATES
+        for name, shape in shapes.items()
+    ]
     target = FORMAT.target(Wanted(tuple(wanted)), Layout(Mesh(), (Placement(),) * len(wanted)))
     os.makedirs(out)
     for file in target.files:
@@ -133,21 +137,35 @@ def main() -> int:
             "ckpt --help": [*CKPT, "--help"],
             "ckpt inspect, 91,991 tensors": [*CKPT, "inspect", str(model)],
             "ckpt reshard --dry-run, 671B to 2,048 ranks": [
-                *CKPT, "reshard", str(training), str(given.work / "out"), *DEGREES, "--dry-run", "-q",
+                *CKPT,
+                "reshard",
+                str(training),
+                str(given.work / "out"),
+                *DEGREES,
+                "--dry-run",
+                "-q",
             ],
         },
         given.rounds,
-    )  # fmt: skip
+    )
     goals = {
-        "ckpt --version": "30 ms above", "ckpt --help": "0.15 s", "ckpt inspect, 91,991 tensors": "0.3 s, 30 MiB",
+        "ckpt --version": "30 ms above",
+        "ckpt --help": "0.15 s",
+        "ckpt inspect, 91,991 tensors": "0.3 s, 30 MiB",
         "ckpt reshard --dry-run, 671B to 2,048 ranks": "0.5 s CPU for choose + plan",
-    }  # fmt: skip
+    }
     floor = median(samples[bare], "wall")
     table = [
-        [name, *(f"{median(found, what):.3f}" for what in ("wall", "cpu")), f"{median(found, 'wall') - floor:.3f}",
-         f"{min(s.cpu for s in found):.3f}", f"{median(found, 'peak') / 2**20:.1f}", goals.get(name, "-")]
+        [
+            name,
+            *(f"{median(found, what):.3f}" for what in ("wall", "cpu")),
+            f"{median(found, 'wall') - floor:.3f}",
+            f"{min(s.cpu for s in found):.3f}",
+            f"{median(found, 'peak') / 2**20:.1f}",
+            goals.get(name, "-"),
+        ]
         for name, found in samples.items()
-    ]  # fmt: skip
+    ]
     print(f"{given.rounds} rounds, warm cache; {measure.machine(given.work)}\n")
     print(measure.table(("command", "wall s", "CPU s", "above bare", "least CPU s", "peak MiB", "goal"), table))
     inside = [_inside(training) for _ in range(given.rounds)]

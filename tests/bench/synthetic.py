@@ -69,18 +69,29 @@ class Shape(NamedTuple):
     def config(self) -> dict[str, object]:
         """config.json of transformers."""
         return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
-            "intermediate_size": self.inner, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "head_dim": HEAD_DIM, "vocab_size": self.vocab,
-            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5,
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": HEAD_DIM,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "rms_norm_eps": 1e-5,
+        }
 
 
 # (hidden, inner, heads, kv heads, vocab): TinyLlama's proportions, and smaller and larger ones
 _WIDTHS = (
-    (256, 704, 4, 4, 1024), (512, 1408, 8, 4, 4096), (1024, 2816, 16, 4, 16384), (2048, 5632, 32, 4, 32000),
+    (256, 704, 4, 4, 1024),
+    (512, 1408, 8, 4, 4096),
+    (1024, 2816, 16, 4, 16384),
+    (2048, 5632, 32, 4, 32000),
     (4096, 11008, 64, 8, 32000),
-)  # fmt: skip
+)
 
 
 def shape_of(nbytes: int, *, bytes_per_parameter: int = 2) -> Shape:
@@ -155,8 +166,11 @@ def write_training(out: Path, shape: Shape) -> None:
     from ckpt_tool.formats.sharded.format import FORMAT
 
     states = (("model", "BF16"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
-    wanted = [WantedTensor(TensorKey(name, state), dims, DTYPES[dtype])
-              for state, dtype in states for name, dims in shape.tensors()]  # fmt: skip
+    wanted = [
+        WantedTensor(TensorKey(name, state), dims, DTYPES[dtype])
+        for state, dtype in states
+        for name, dims in shape.tensors()
+    ]
     wanted += [WantedTensor(TensorKey(name, "step"), (), DTYPES["F32"]) for name, _ in shape.tensors()]
     layout = Layout(Mesh(), (Placement(),) * len(wanted), "one rank")
     target = FORMAT.target(Wanted(tuple(wanted)), layout)

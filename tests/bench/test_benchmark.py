@@ -29,10 +29,15 @@ def test_contestants_take_turns_and_leave_nothing(tmp_path: Path) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
     seen: list[bool] = []
     runs = [
-        Contestant(name, ["sh", "-c", f"echo {name} >> {log}; echo {name} > {out}"], out,
-                   lambda path: seen.append(path.exists()), times)
+        Contestant(
+            name,
+            ["sh", "-c", f"echo {name} >> {log}; echo {name} > {out}"],
+            out,
+            lambda path: seen.append(path.exists()),
+            times,
+        )
         for name, times in (("a", None), ("b", 1))
-    ]  # fmt: skip
+    ]
     samples = measure.in_turns(runs, 2)
     assert log.read_text().split() == ["a", "b", "a"] and seen == [True] * 3 and not out.exists()
     assert {name: len(found) for name, found in samples.items()} == {"a": 2, "b": 1}

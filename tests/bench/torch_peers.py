@@ -1,8 +1,9 @@
 """What others use for the works of the kernels: PyTorch, and cub for lists of contiguous ranges.
 
-Each peer is a function of the buffers that gives a call for a slot, as `workloads.Prepared.call` is; it leaves in the target what
-the kernel leaves there, so that the two can be compared byte for byte. Views are made beforehand: a program that does this often
-would keep them. PEERS names them by work; a name ends in " (approx.)" where the result is another by nature.
+Each peer is a function of the buffers that gives a call for a slot, as `workloads.Prepared.call` is; it leaves in the
+target what the kernel leaves there, so that the two can be compared byte for byte. Views are made beforehand: a program
+that does this often would keep them. PEERS names them by work; a name ends in " (approx.)" where the result is another
+by nature.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial import workloads
 from ckpt_tool.device.trial.workloads import Arena, Lists
 
@@ -58,7 +59,8 @@ def _windows(box: workloads.Strided, source: T, target: T, words: torch.dtype) -
 
 
 def _pairs(lists: Lists, payload: int, source: T, target: T) -> list[tuple[T, T]]:
-    """(to, from) of every box of a work, in the widest words that its strides allow: what a user's dtype would be at best."""
+    """(to, from) of every box of a work, in the widest words that its strides allow: what a user's dtype would be at
+    best."""
     out = []
     for box in lists(source.data_ptr(), target.data_ptr(), payload):
         numbers = (box.source, box.target, box.run, *box.source_strides, *box.target_strides)
@@ -276,8 +278,10 @@ def adamw(buffers: Buffers) -> Call:
         master.grad = has["gradient"]
         stepper = torch.optim.AdamW([master], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         stepper.state[master] = {
-            "step": torch.tensor(6.0, device=source.device), "exp_avg": has["exp_avg"], "exp_avg_sq": has["exp_avg_sq"],
-        }  # fmt: skip
+            "step": torch.tensor(6.0, device=source.device),
+            "exp_avg": has["exp_avg"],
+            "exp_avg_sq": has["exp_avg_sq"],
+        }
 
         def call(_: int) -> None:
             with torch.no_grad():

@@ -10,9 +10,15 @@ import torch
 from safetensors import safe_open
 
 SIZES = {
-    "vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 6, "max_position_embeddings": 32, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
 
 
 def model(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -22,10 +28,16 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     if kind == "gpt2":
         made = hf.GPT2LMHeadModel(
             hf.GPT2Config(
-                vocab_size=53, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+                vocab_size=53,
+                n_positions=16,
+                n_embd=24,
+                n_layer=2,
+                n_head=2,
+                bos_token_id=0,
+                eos_token_id=0,
                 tie_word_embeddings=True,
             )
-        )  # fmt: skip
+        )
     elif kind == "moe":
         made = hf.Qwen3MoeForCausalLM(
             hf.Qwen3MoeConfig(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.commands.folding.settings import _KNOWN, paddle_settings_of, settings_of
+from ckpt_tool.adapters.adapter import _KNOWN, paddle_settings_of, settings_of
 from ckpt_tool.errors import CkptError
 
 JSON = st.recursive(

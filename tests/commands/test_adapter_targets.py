@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.commands.folding.names import ROOTS, Part, part_of
-from ckpt_tool.commands.folding.settings import settings_of
-from ckpt_tool.commands.folding.targets import Bias, Low, Tokens, Whole, match
+from ckpt_tool.adapters.adapter import settings_of
+from ckpt_tool.adapters.targets import ROOTS, Bias, Low, Part, Tokens, Whole, match, part_of
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 
@@ -89,8 +88,12 @@ def test_orientation_of_square_weights_follows_their_namesakes():
 
 def test_convolutions_and_embeddings():
     base = {"conv.weight": (6, 4, 3, 3), "e.weight": (50, 8)}
-    adapter = {f"{P}conv.lora_A.weight": (2, 4, 3, 3), f"{P}conv.lora_B.weight": (6, 2, 1, 1),
-               f"{P}e.lora_embedding_A": (2, 50), f"{P}e.lora_embedding_B": (8, 2)}  # fmt: skip
+    adapter = {
+        f"{P}conv.lora_A.weight": (2, 4, 3, 3),
+        f"{P}conv.lora_B.weight": (6, 2, 1, 1),
+        f"{P}e.lora_embedding_A": (2, 50),
+        f"{P}e.lora_embedding_B": (8, 2),
+    }
     found = matched(adapter, base)
     assert not found.faults and [c[0].turned for c in found.changes.values()] == [False, True]
 
@@ -99,14 +102,19 @@ def test_stacked_experts_of_gpt_oss():
     """down_proj is square, gate_up_proj tells which way the module's experts lie."""
     base = {"m.experts.gate_up_proj": (3, 8, 16), "m.experts.down_proj": (3, 8, 8), "m.experts.down_proj_bias": (3, 8)}
     inner, outer = (f"{P}m.experts.base_layer", f"{P}m.experts")
-    adapter = {f"{inner}.lora_A.weight": (6, 8), f"{inner}.lora_B.weight": (16, 6),
-               f"{outer}.lora_A.weight": (6, 8), f"{outer}.lora_B.weight": (8, 6)}  # fmt: skip
+    adapter = {
+        f"{inner}.lora_A.weight": (6, 8),
+        f"{inner}.lora_B.weight": (16, 6),
+        f"{outer}.lora_A.weight": (6, 8),
+        f"{outer}.lora_B.weight": (8, 6),
+    }
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     found = matched(adapter, base, target_parameters=targets)
     assert not found.faults, found.faults
     assert {name: [(c.turned, c.experts, c.rank) for c in changes] for name, changes in found.changes.items()} == {
-        "m.experts.gate_up_proj": [(True, 3, 2)], "m.experts.down_proj": [(True, 3, 2)],
-    }  # fmt: skip
+        "m.experts.gate_up_proj": [(True, 3, 2)],
+        "m.experts.down_proj": [(True, 3, 2)],
+    }
     alone = {key: shape for key, shape in adapter.items() if "base_layer" not in key}
     for kind, turned in (("gpt_oss", True), ("qwen3_moe", False)):
         (changes,) = matched(alone, base, {"model_type": kind}, target_parameters=targets[1:]).changes.values()
@@ -115,8 +123,13 @@ def test_stacked_experts_of_gpt_oss():
 
 def test_kinds_of_changes():
     base = {"e.weight": (9, 4), "q.weight": (6, 4), "q.bias": (6,), "norm.weight": (4,)}
-    adapter = {**pair("q", 4, 6), f"{P}q.lora_B.bias": (6,), f"{P}q.base_layer.bias": (6,), f"{P}norm.weight": (4,),
-               f"{P}e.token_adapter.trainable_tokens_delta": (2, 4)}  # fmt: skip
+    adapter = {
+        **pair("q", 4, 6),
+        f"{P}q.lora_B.bias": (6,),
+        f"{P}q.base_layer.bias": (6,),
+        f"{P}norm.weight": (4,),
+        f"{P}e.token_adapter.trainable_tokens_delta": (2, 4),
+    }
     found = matched(adapter, base, trainable_token_indices=[8, 1])
     assert not found.faults, found.faults
     kinds = {name: [type(change) for change in changes] for name, changes in found.changes.items()}
@@ -136,13 +149,21 @@ def test_kinds_of_changes():
         ({**pair("q", 4, 6), f"{P}q.lora_magnitude_vector": (5,)}, {"use_dora": True}, "5 magnitudes for 6 outputs"),
         ({**pair("q", 4, 6), f"{P}q.lora_B.bias": (6,)}, {}, "the base has no q.bias"),
         ({**pair("q", 4, 6), f"{P}q.lora_A.other.weight": (2, 4)}, {}, "stands twice"),
-        ({f"{P}e.token_adapter.trainable_tokens_delta": (2, 4)}, {"trainable_token_indices": [1, 9]}, "does not fit 2 rows"),
+        (
+            {f"{P}e.token_adapter.trainable_tokens_delta": (2, 4)},
+            {"trainable_token_indices": [1, 9]},
+            "does not fit 2 rows",
+        ),
         ({f"{P}e.weight": (10, 4)}, {}, "its shape [10, 4] is not the base's [9, 4]"),
         ({f"{P}q.lora_magnitude_vector": (6,)}, {"use_dora": True}, "without its lora_A and lora_B"),
-        ({f"{P}x.base_layer.lora_A.weight": (6, 8), f"{P}x.base_layer.lora_B.weight": (8, 6)}, {}, "levels of wrappers"),
+        (
+            {f"{P}x.base_layer.lora_A.weight": (6, 8), f"{P}x.base_layer.lora_B.weight": (8, 6)},
+            {},
+            "levels of wrappers",
+        ),
         ({f"{P}x.lora_A.weight": (6, 9), f"{P}x.lora_B.weight": (8, 6)}, {}, "don't fit x.w"),
     ],
-)  # fmt: skip
+)
 def test_faults(adapter, settings, part):
     found = matched(adapter, {"e.weight": (9, 4), "q.weight": (6, 4), "x.w": (3, 8, 8)}, **settings)
     assert any(part in fault for fault in found.faults), found.faults
@@ -150,8 +171,12 @@ def test_faults(adapter, settings, part):
 
 def test_the_first_registered_parameter_is_the_innermost():
     base = {"m.down_proj": (3, 8, 8), "m.gate_up_proj": (3, 8, 8)}
-    adapter = {f"{P}m.base_layer.lora_A.weight": (6, 8), f"{P}m.base_layer.lora_B.weight": (8, 6),
-               f"{P}m.lora_A.weight": (6, 8), f"{P}m.lora_B.weight": (8, 6)}  # fmt: skip
+    adapter = {
+        f"{P}m.base_layer.lora_A.weight": (6, 8),
+        f"{P}m.base_layer.lora_B.weight": (8, 6),
+        f"{P}m.lora_A.weight": (6, 8),
+        f"{P}m.lora_B.weight": (8, 6),
+    }
     found = matched(adapter, base)
     assert not found.faults, found.faults
     assert "base_layer" in found.changes["m.gate_up_proj"][0].a.key.name

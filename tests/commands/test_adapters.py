@@ -1,7 +1,7 @@
 """`merge --method lora` against PEFT's own `merge_and_unload`, and what it refuses.
 
-PEFT 0.21.2, torch 2.13.0 CPU: everything comes out bit for bit in fp32 and bf16, DoRA too; two DoRA adapters within 8 ulps (4 seen), for
-PEFT takes the first one out of the weight again before it measures the second's norm.
+PEFT 0.21.2, torch 2.13.0 CPU: everything comes out bit for bit in fp32 and bf16, DoRA too; two DoRA adapters within 8
+ulps (4 seen), for PEFT takes the first one out of the weight again before it measures the second's norm.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from adapter_models import load, merged, save_adapter, save_base, saved, ulps
 from safetensors.torch import load_file, save_file
 
-from ckpt_tool.commands.adapters import fold
+from ckpt_tool.adapters.chain import written_out
+from ckpt_tool.adapters.fold import fold
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
-from ckpt_tool.run.chain import written_out
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None or find_spec("transformers") is None, reason="without PEFT")
 
@@ -32,24 +32,61 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES = {
     "lora": ("llama", {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj", "down_proj"]}, 0),
     "rank_1": ("llama", {"r": 1, "lora_alpha": 3, "target_modules": ["k_proj"]}, 0),
-    "patterns": ("llama", {
-        "r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear",
-        "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp\..*": 2}, "alpha_pattern": {"^model.layers.0.self_attn.k_proj": 11},
-    }, 0),
-    "saved": ("llama", {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj"], "modules_to_save": ["lm_head", "norm"], "bias": "all"}, 0),
+    "patterns": (
+        "llama",
+        {
+            "r": 3,
+            "lora_alpha": 5,
+            "use_rslora": True,
+            "target_modules": "all-linear",
+            "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp\..*": 2},
+            "alpha_pattern": {"^model.layers.0.self_attn.k_proj": 11},
+        },
+        0,
+    ),
+    "saved": (
+        "llama",
+        {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj"], "modules_to_save": ["lm_head", "norm"], "bias": "all"},
+        0,
+    ),
     "bias_lora_only": ("llama", {"r": 2, "target_modules": ["q_proj"], "bias": "lora_only", "lora_bias": True}, 0),
     "embedding": ("llama", {"r": 3, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head"]}, 0),
-    "tokens": ("llama", {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [50, 3, 7]}}, 0),
-    "dora": ("llama", {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "k_proj", "up_proj", "down_proj"]}, 0),
+    "tokens": (
+        "llama",
+        {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [50, 3, 7]}},
+        0,
+    ),
+    "dora": (
+        "llama",
+        {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "k_proj", "up_proj", "down_proj"]},
+        0,
+    ),
     "dora_embedding": ("llama", {"r": 4, "use_dora": True, "target_modules": ["embed_tokens"]}, 0),
-    "gpt2": ("gpt2", {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"], "lora_bias": True}, 0),
-    "gpt2_dora": ("gpt2", {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"], "use_dora": True}, 0),
+    "gpt2": (
+        "gpt2",
+        {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"], "lora_bias": True},
+        0,
+    ),
+    "gpt2_dora": (
+        "gpt2",
+        {"r": 4, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"], "use_dora": True},
+        0,
+    ),
     "experts": ("moe", {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": EXPERTS}, 0),
-    "one_of_the_experts": ("moe", {"r": 2, "lora_alpha": 6, "target_modules": [], "target_parameters": EXPERTS[1:],
-                                   "rank_pattern": {"experts.down_proj": 3}}, 0),
+    "one_of_the_experts": (
+        "moe",
+        {
+            "r": 2,
+            "lora_alpha": 6,
+            "target_modules": [],
+            "target_parameters": EXPERTS[1:],
+            "rank_pattern": {"experts.down_proj": 3},
+        },
+        0,
+    ),
     "mixtral": ("mixtral", {"r": 2, "target_modules": ["v_proj"], "target_parameters": EXPERTS}, 0),
     "gpt_oss": ("gpt_oss", {"r": 2, "target_modules": ["v_proj"], "target_parameters": EXPERTS}, 0),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +104,13 @@ def bases(tmp_path_factory):
 
 def run(base, *adapters, out, weights=(), reading=None, **writing):
     return fold(
-        [str(base), *map(str, adapters)], str(out), reading or Reading(), Writing(verify="full", **writing), Silent(),
+        [str(base), *map(str, adapters)],
+        str(out),
+        reading or Reading(),
+        Writing(verify="full", **writing),
+        Silent(),
         weights=weights,
-    )  # fmt: skip
+    )
 
 
 def distances(ours, theirs):
@@ -94,8 +135,8 @@ def test_equals_pefts_own_merge(case, bases, tmp_path):
 
 @pytest.mark.parametrize("case", ["embedding", "experts"])
 def test_bf16_where_peft_rounds_twice(case, bases, tmp_path):
-    """Of embeddings and stacked experts PEFT rounds the product to bf16 before it is added: 1 ulp apart at most, of the sum's
-    or, where the sum cancels, of the product's size. We round once."""
+    """Of embeddings and stacked experts PEFT rounds the product to bf16 before it is added: 1 ulp apart at most, of the
+    sum's or, where the sum cancels, of the product's size. We round once."""
     kind, settings, _ = CASES[case]
     base, adapter = bases(kind, torch.bfloat16), save_adapter(kind, tmp_path / "adapter", **settings)
     run(base, adapter, out=tmp_path / "out")
@@ -132,7 +173,8 @@ def test_the_adapter_that_came_with_the_task(tmp_path, capsys):
 
 @pytest.mark.parametrize("case", ["lora", "patterns", "saved", "dora"])
 def test_bf16_bases_are_rounded_once(case, bases, tmp_path):
-    """PEFT keeps the adapter in fp32 beside a bf16 base, adds in fp32 and rounds once: so do we, bit for bit (DoRA: 1 ulp)."""
+    """PEFT keeps the adapter in fp32 beside a bf16 base, adds in fp32 and rounds once: so do we, bit for bit (DoRA: 1
+    ulp)."""
     kind, settings, bound = CASES[case]
     base, adapter = bases(kind, torch.bfloat16), save_adapter(kind, tmp_path / "adapter", **settings)
     run(base, adapter, out=tmp_path / "out")
@@ -259,7 +301,7 @@ def test_a_quantised_base_is_dequantised_first(bases, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
-# -- the base in other formats and dialects -----------------------------------------------------------------------------------
+# -- the base in other formats and dialects ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -359,7 +401,7 @@ def test_what_training_left_stays_behind_by_name(tmp_path):
     fixture = Path(__file__).parents[2] / "fixtures/dcp/fsdp2_dp4"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    from ckpt_tool.commands.source import open_source
+    from ckpt_tool.sources.opening import open_source
 
     name, shape = next(
         (key.name, tensor.shape)
@@ -367,15 +409,20 @@ def test_what_training_left_stays_behind_by_name(tmp_path):
         if key.state == "model" and len(tensor.shape) == 2
     )
     module = name.removesuffix(".weight")
-    save_file({f"base_model.model.{module}.lora_A.weight": torch.ones(2, shape[1]),
-               f"base_model.model.{module}.lora_B.weight": torch.ones(shape[0], 2)}, adapter / "adapter_model.safetensors")  # fmt: skip
+    save_file(
+        {
+            f"base_model.model.{module}.lora_A.weight": torch.ones(2, shape[1]),
+            f"base_model.model.{module}.lora_B.weight": torch.ones(shape[0], 2),
+        },
+        adapter / "adapter_model.safetensors",
+    )
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
     said = run(fixture, adapter, out=tmp_path / "out")
     assert {"exp_avg", "exp_avg_sq"} <= {entry["state"] for entry in said["dropped"]}
     assert all("before the adapter" in entry["reason"] for entry in said["dropped"] if entry["state"] == "exp_avg")
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def edited(adapter, out, **config):
@@ -413,24 +460,44 @@ def test_an_adapter_of_another_base_is_told_whole(bases, plain, tmp_path):
     save_file(tensors, other / "adapter_model.safetensors")
     told = refused("E1424", 3, bases("llama"), other, tmp_path=tmp_path)
     every = " ".join([told.message, *told.faults])
-    for part in ("dwon_proj", "did you mean model.layers.1.mlp.down_proj.weight", "layers.7", "[4, 41]", "rank 5, and the config says 4",
-                 "lora_C", "nothing of DoRA"):  # fmt: skip
+    for part in (
+        "dwon_proj",
+        "did you mean model.layers.1.mlp.down_proj.weight",
+        "layers.7",
+        "[4, 41]",
+        "rank 5, and the config says 4",
+        "lora_C",
+        "nothing of DoRA",
+    ):
         assert part in every, part
     assert "somebody/llama" in told.hint
 
 
 def test_an_adapter_of_another_size(bases, plain, tmp_path):
-    assert "don't fit" in refused("E1424", 3, bases("moe"), save_adapter("llama", tmp_path / "b", r=2, target_modules=["up_proj"]),
-                                  tmp_path=tmp_path).message or True  # fmt: skip
+    assert (
+        "don't fit"
+        in refused(
+            "E1424",
+            3,
+            bases("moe"),
+            save_adapter("llama", tmp_path / "b", r=2, target_modules=["up_proj"]),
+            tmp_path=tmp_path,
+        ).message
+        or True
+    )
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"peft_type": "IA3"}, {"layer_replication": [[0, 2], [0, 2]]}, {"alora_invocation_tokens": [1]},
-        {"init_lora_weights": "pissa_niter_4"}, {"megatron_config": {"a": 1}}, {"use_something_new": True},
+        {"peft_type": "IA3"},
+        {"layer_replication": [[0, 2], [0, 2]]},
+        {"alora_invocation_tokens": [1]},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"megatron_config": {"a": 1}},
+        {"use_something_new": True},
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sum_is_refused_by_name(config, bases, plain, tmp_path):
     told = refused("E1422", 2, bases("llama"), edited(plain, tmp_path / "x", **config), tmp_path=tmp_path)
     assert next(iter(config)) in told.message
@@ -439,10 +506,17 @@ def test_what_is_no_sum_is_refused_by_name(config, bases, plain, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        {"r": "8"}, {"lora_alpha": None}, {"rank_pattern": ["q"]}, {"trainable_token_indices": 7}, {"lora_alpha": 10**400},
-        {"lora_alpha": 1e39}, {"use_rslora": "true"}, {"use_dora": 1}, {"fan_in_fan_out": "no"},
+        {"r": "8"},
+        {"lora_alpha": None},
+        {"rank_pattern": ["q"]},
+        {"trainable_token_indices": 7},
+        {"lora_alpha": 10**400},
+        {"lora_alpha": 1e39},
+        {"use_rslora": "true"},
+        {"use_dora": 1},
+        {"fan_in_fan_out": "no"},
     ],
-)  # fmt: skip
+)
 def test_a_config_that_makes_no_sense(config, bases, plain, tmp_path):
     refused("E1423", 3, bases("llama"), edited(plain, tmp_path / "x", **config), tmp_path=tmp_path)
 

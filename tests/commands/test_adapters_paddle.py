@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ckpt_tool.commands.adapters import fold
+from ckpt_tool.adapters.fold import fold
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 
 ROOT = Path(__file__).parents[2] / "fixtures/paddle-lora"
 
@@ -74,6 +74,11 @@ def test_what_is_no_sum_is_refused(config, tmp_path):
 
 def test_two_worlds_are_folded_one_by_one(tmp_path):
     with pytest.raises(CkptError) as e:
-        fold([str(ROOT / "base"), str(ROOT / "adapter"), str(ROOT.parent / "peft/lora_bf16")], str(tmp_path / "out"), Reading(),
-             Writing(), Silent())  # fmt: skip
+        fold(
+            [str(ROOT / "base"), str(ROOT / "adapter"), str(ROOT.parent / "peft/lora_bf16")],
+            str(tmp_path / "out"),
+            Reading(),
+            Writing(),
+            Silent(),
+        )
     assert e.value.code == "E2402"

@@ -1,5 +1,5 @@
-"""What a person or a script passes in is bounded as what files say: degrees, layouts, merges and statements of any size end at
-once, as exit 2 with something to try."""
+"""What a person or a script passes in is bounded as what files say: degrees, layouts, merges and statements of any size
+end at once, as exit 2 with something to try."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.cli import run
-from ckpt_tool.commands.layout_file import parse_layout
+from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core.bounds import bounded, numeral
 from ckpt_tool.core.mesh import divisors, divisors_near
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
@@ -84,7 +84,8 @@ def test_a_layout_states_what_it_states() -> None:
 
 MERGES = {
     "range": "merge_method: passthrough\nslices:\n- sources: [{{model: {model}, layer_range: [0, 1000000000]}}]\n",
-    "later": "merge_method: passthrough\nslices:\n- sources: [{{model: {model}, layer_range: [999999998, 1000000000]}}]\n",
+    "later": "merge_method: passthrough\nslices:\n- sources: [{{model: {model}, layer_range: [999999998, "
+    "1000000000]}}]\n",
     "deep": "merge_method: " + "[" * 100_000,
     "aliases": "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)),
     "digits": "merge_method: linear\nmodels: [{{model: {model}, parameters: {{weight: " + "9" * 5000 + "}}}}]\n",

@@ -1,4 +1,5 @@
-"""Norms that a Megatron job with --apply-layernorm-1p stores one lower: plain on the hub, and Gemma's the other way round."""
+"""Norms that a Megatron job with --apply-layernorm-1p stores one lower: plain on the hub, and Gemma's the other way
+round."""
 
 from __future__ import annotations
 
@@ -12,8 +13,15 @@ import torch
 
 import ckpt_tool as ckpt
 
-BASE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+BASE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
 
 
 def real(folder: Path, name: str) -> None:

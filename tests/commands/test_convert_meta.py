@@ -16,8 +16,14 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 
 transformers = pytest.importorskip("transformers", minversion="5")
-SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama2": {"num_attention_heads": 6},
     "llama3": {"num_key_value_heads": 2, "rope_parameters": SCALED, "max_position_embeddings": 16384},
@@ -28,10 +34,16 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{
-        "vocab_size": 72, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-        **MODELS[request.param],
-    })  # fmt: skip
+    config = transformers.LlamaConfig(
+        **{
+            "vocab_size": 72,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            **MODELS[request.param],
+        }
+    )
     folder = tmp_path_factory.mktemp(request.param) / "hf"
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -1,6 +1,8 @@
-"""`ckpt convert` is the external weights tool of Paddle: both ways equal what PaddleFormers' own saves hold, name for name.
+"""`ckpt convert` is the external weights tool of Paddle: both ways equal what PaddleFormers' own saves hold, name for
+name.
 
-`fixtures/families/NAME`: `paddle.safetensors` is a live model's state dict, `hf.safetensors` what its `save_pretrained` wrote.
+`fixtures/families/NAME`: `paddle.safetensors` is a live model's state dict, `hf.safetensors` what its `save_pretrained`
+wrote.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ def test_paddle_from_the_hub(name: str, tmp_path: Path) -> None:
 
 
 def released(hub: dict[str, torch.Tensor], *, sees: bool) -> dict[str, torch.Tensor]:
-    """What ERNIE's tools/paddle2torch makes the hub of: [Q | K | V], [gate | up], matrices turned, the root `ernie.`; the tower
-    outside; of what sees, routers lie as they are."""
+    """What ERNIE's tools/paddle2torch makes the hub of: [Q | K | V], [gate | up], matrices turned, the root `ernie.`;
+    the tower outside; of what sees, routers lie as they are."""
     out = {}
     for key, value in hub.items():
         place, _, leaf = key.rpartition(".")

@@ -1,4 +1,5 @@
-"""`--dequantize`: what the real trainer's functions quantised, as the floats that they give back (`fixtures/paddle-quant`)."""
+"""`--dequantize`: what the real trainer's functions quantised, as the floats that they give back
+(`fixtures/paddle-quant`)."""
 
 from __future__ import annotations
 

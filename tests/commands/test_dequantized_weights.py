@@ -1,4 +1,5 @@
-"""`--dequantize` of weights: what the real libraries wrote, as the floats that they make of it (`fixtures/quantized`)."""
+"""`--dequantize` of weights: what the real libraries wrote, as the floats that they make of it
+(`fixtures/quantized`)."""
 
 from __future__ import annotations
 
@@ -120,19 +121,34 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
         ("fp8_block", lambda t: t.pop(Q), Incomplete, "E1460"),
         ("fp8_block", lambda t: t.update({f"{Q}_scale_inv": torch.ones(7, 2)}), InconsistentCheckpoint, "E1461"),
         ("mxfp4_gpt_oss", lambda t: t.pop(f"{DOWN}_scales"), Incomplete, "E1460"),
-        ("mxfp4_gpt_oss", lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"][:, :5].contiguous()}), InconsistentCheckpoint, "E1461"),
+        (
+            "mxfp4_gpt_oss",
+            lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"][:, :5].contiguous()}),
+            InconsistentCheckpoint,
+            "E1461",
+        ),
         ("mxfp4_gpt_oss", lambda t: t[f"{DOWN}_scales"].fill_(255), InconsistentCheckpoint, "E1463"),
         ("fp8_ue8m0", lambda t: t[f"{Q}_scale_inv"].view(torch.uint8).fill_(255), InconsistentCheckpoint, "E1463"),
         ("int4_group", lambda t: t.pop(f"{Q}_shape"), Incomplete, "E1460"),
         ("int4_group", lambda t: t.pop(f"{Q}_scale"), Incomplete, "E1460"),
         ("int4_group", lambda t: t[f"{Q}_shape"].fill_(1000), InconsistentCheckpoint, "E1462"),
-        ("int4_group", lambda t: t.update({f"{Q}_g_idx": torch.zeros(64, dtype=torch.int32)}), InconsistentCheckpoint, "E1462"),
-        ("int4_group_asym", lambda t: t.update({f"{Q}_zero_point": torch.zeros(5, 2, dtype=torch.int32)}), InconsistentCheckpoint, "E1462"),
+        (
+            "int4_group",
+            lambda t: t.update({f"{Q}_g_idx": torch.zeros(64, dtype=torch.int32)}),
+            InconsistentCheckpoint,
+            "E1462",
+        ),
+        (
+            "int4_group_asym",
+            lambda t: t.update({f"{Q}_zero_point": torch.zeros(5, 2, dtype=torch.int32)}),
+            InconsistentCheckpoint,
+            "E1462",
+        ),
         ("int4_group", lambda t: t.update({Q: torch.ones(64, 64)}), InconsistentCheckpoint, "E1461"),
         ("mxfp4_gpt_oss", lambda t: t.update({DOWN: torch.ones(4, 96, 64)}), InconsistentCheckpoint, "E1461"),
         ("nvfp4", lambda t: t.update({f"{Q}_global_scale": torch.ones(3)}), InconsistentCheckpoint, "E1462"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_said(case: str, change: Any, kind: type[CkptError], code: str, tmp_path: Path) -> None:
     source = broken(case, tmp_path / "src", change)
     with pytest.raises(kind) as found:
@@ -146,14 +162,26 @@ def test_what_does_not_fit_is_said(case: str, change: Any, kind: type[CkptError]
     [
         ({"quant_method": "gptq", "bits": 4}, ["qweight", "qzeros", "scales", "g_idx"], "gptq"),
         ({"quant_method": "awq", "bits": 4}, ["qweight", "qzeros", "scales"], "awq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["weight", "weight.absmax", "weight.quant_map"], "bitsandbytes"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            ["weight", "weight.absmax", "weight.quant_map"],
+            "bitsandbytes",
+        ),
         (None, ["weight", "weight.absmax", "weight.quant_map"], "bitsandbytes"),
         (None, ["qweight", "qzeros", "scales"], "GPTQ or AWQ"),
         ({"quant_method": "gguf"}, ["weight"], "gguf"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, ["weight_packed"], "marlin-24"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"R1": {}}}, ["w"], "transform"),
+        (
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
+            ["weight_packed"],
+            "marlin-24",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"R1": {}}},
+            ["w"],
+            "transform",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_schemes_pass_through_and_are_named_when_floats_are_asked_for(
     told: Any, names: list[str], scheme: str, tmp_path: Path
 ) -> None:
@@ -179,8 +207,13 @@ def test_experts_fused_as_transformers_holds_them(tmp_path: Path) -> None:
     """`gate_up_proj` and `gate_up_proj_scale_inv` of all experts (transformers 5, `save_original_format=False`)."""
     tensors = load_file(FIXTURES / "fp8_experts" / "model.safetensors")
     base = "model.layers.1.mlp.experts"
-    each = [{end: tensors.pop(f"{base}.{e}.{end}") for end in
-             (f"{kind}_proj.weight{scale}" for kind in ("gate", "up", "down") for scale in ("", "_scale_inv"))} for e in range(4)]  # fmt: skip
+    each = [
+        {
+            end: tensors.pop(f"{base}.{e}.{end}")
+            for end in (f"{kind}_proj.weight{scale}" for kind in ("gate", "up", "down") for scale in ("", "_scale_inv"))
+        }
+        for e in range(4)
+    ]
     for scale in ("", "_scale_inv"):
         joined = [
             torch.cat([one[f"{kind}_proj.weight{scale}"].view(torch.uint8) for kind in ("gate", "up")]) for one in each

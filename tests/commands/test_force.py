@@ -1,4 +1,5 @@
-"""`--force` deletes what it replaces: a checkpoint, something empty, or what an interrupted run of ours had begun to replace."""
+"""`--force` deletes what it replaces: a checkpoint, something empty, or what an interrupted run of ours had begun to
+replace."""
 
 from __future__ import annotations
 

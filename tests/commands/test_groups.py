@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.commands.groups import renamed_groups, without_removed
+from ckpt_tool.conversion.groups import renamed_groups, without_removed
 from ckpt_tool.errors import InconsistentCheckpoint
 
 NAMES = {"gate": ("fc",), "up": ("fc",), "qkv": ("q", "k", "v")}
@@ -28,8 +28,12 @@ def test_names_beside_numbers() -> None:
 def test_the_flat_spelling() -> None:
     flat = {"param_groups.gate.lr": 1.0, "param_groups.up.lr": 1.0, "param_groups.qkv.lr": 3.0, "step": 7}
     assert renamed_groups(flat, NAMES) == {
-        "param_groups.fc.lr": 1.0, "param_groups.q.lr": 3.0, "param_groups.k.lr": 3.0, "param_groups.v.lr": 3.0, "step": 7,
-    }  # fmt: skip
+        "param_groups.fc.lr": 1.0,
+        "param_groups.q.lr": 3.0,
+        "param_groups.k.lr": 3.0,
+        "param_groups.v.lr": 3.0,
+        "step": 7,
+    }
 
 
 def test_parts_of_two_groups_are_an_error() -> None:

@@ -9,8 +9,15 @@ import pytest
 
 import ckpt_tool as ckpt
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Llama"])

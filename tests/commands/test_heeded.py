@@ -1,6 +1,7 @@
 """An option changes what is written, or it is an error that names it and the format: for every target and every option.
 
-What a format heeds is what its `Holds.heeds` says; here each row is tried on a checkpoint of the format itself, both ways.
+What a format heeds is what its `Holds.heeds` says; here each row is tried on a checkpoint of the format itself, both
+ways.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def test_what_holds_anyway_may_be_said(name: str, tmp_path: Path) -> None:
         assert plan_of(name, tmp_path, zero=0)["plan"]["files"]
 
 
-# -- one file, and --max-shard-size ----------------------------------------------------------------------------------------
+# -- one file, and --max-shard-size ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", WEIGHT_SUFFIXES)

@@ -9,18 +9,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.commands.folding.pattern import first_match, matches
+from ckpt_tool.adapters.pattern import first_match, matches
 from ckpt_tool.errors import UsageError
 
 NAMES = [
-    "q_proj", "model.layers.1.self_attn.q_proj", "model.layers.11.self_attn.k_proj", "layers.1.q_proj", "qq_proj",
-    "model.layers.0.mlp.experts.gate_up_proj", "a.b", "a-b", "",
-]  # fmt: skip
+    "q_proj",
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.11.self_attn.k_proj",
+    "layers.1.q_proj",
+    "qq_proj",
+    "model.layers.0.mlp.experts.gate_up_proj",
+    "a.b",
+    "a-b",
+    "",
+]
 PATTERNS = [
-    "q_proj", "layers.1.self_attn.q_proj", ".*q_proj", "^model.layers.1", "^model.*q_proj", r"layers\.\d+\.self_attn\.(q|k)_proj",
-    r"layers\.[01]\..*", "layers.[^0-9].*", "(?:q|k)_proj", "(self_attn|mlp).+", r"\w+", "q{1,2}_proj", "q{2}_proj", "q*?q_proj$",
-    "layers.{1,3}self_attn.q_proj", "", "a[-.]b", r"a[\w.]b", "q_proj|k_proj", "(a|)(.b)?",
-]  # fmt: skip
+    "q_proj",
+    "layers.1.self_attn.q_proj",
+    ".*q_proj",
+    "^model.layers.1",
+    "^model.*q_proj",
+    r"layers\.\d+\.self_attn\.(q|k)_proj",
+    r"layers\.[01]\..*",
+    "layers.[^0-9].*",
+    "(?:q|k)_proj",
+    "(self_attn|mlp).+",
+    r"\w+",
+    "q{1,2}_proj",
+    "q{2}_proj",
+    "q*?q_proj$",
+    "layers.{1,3}self_attn.q_proj",
+    "",
+    "a[-.]b",
+    r"a[\w.]b",
+    "q_proj|k_proj",
+    "(a|)(.b)?",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -20,11 +20,28 @@ from ckpt_tool.errors import InputError, UsageError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 UNIFIED = FIXTURES / "paddle-unified" / "llama_tied_hf"
-LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
-         "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 10, "tie_word_embeddings": False}  # fmt: skip
-SHAPES = {"self_attn.q_proj.weight": (8, 8), "self_attn.k_proj.weight": (4, 8), "self_attn.v_proj.weight": (4, 8),
-          "self_attn.o_proj.weight": (8, 8), "mlp.gate_proj.weight": (6, 8), "mlp.up_proj.weight": (6, 8),
-          "mlp.down_proj.weight": (8, 6), "input_layernorm.weight": (8,), "post_attention_layernorm.weight": (8,)}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "self_attn.q_proj.weight": (8, 8),
+    "self_attn.k_proj.weight": (4, 8),
+    "self_attn.v_proj.weight": (4, 8),
+    "self_attn.o_proj.weight": (8, 8),
+    "mlp.gate_proj.weight": (6, 8),
+    "mlp.up_proj.weight": (6, 8),
+    "mlp.down_proj.weight": (8, 6),
+    "input_layernorm.weight": (8,),
+    "post_attention_layernorm.weight": (8,),
+}
 STATEMENTS = """
 # hub to Paddle
 model.layers.$LAYER_ID.self_attn.q_proj.weight^T, model.layers.$LAYER_ID.self_attn.k_proj.weight^T,\
@@ -161,8 +178,11 @@ def test_paddles_way_round_is_noticed_where_nobody_says_it(tmp_path: Path) -> No
 
 def test_a_tensor_beside_the_rules_is_named(tmp_path: Path) -> None:
     hub_model(tmp_path / "hub", LLAMA)
-    save_file({"extra.thing": np.ones(3, np.float32), **load_file(tmp_path / "hub" / "model.safetensors")},
-              tmp_path / "hub" / "model.safetensors", {"format": "pt"})  # fmt: skip
+    save_file(
+        {"extra.thing": np.ones(3, np.float32), **load_file(tmp_path / "hub" / "model.safetensors")},
+        tmp_path / "hub" / "model.safetensors",
+        {"format": "pt"},
+    )
     report = run(tmp_path / "hub", tmp_path / "out", dialect="paddle")
     assert any("extra.thing" in note and "kept as they are" in note for note in report["notes"])
     assert "extra.thing" in load_file(tmp_path / "out" / "model.safetensors")
@@ -189,8 +209,10 @@ def test_a_whole_model_has_no_degrees(tmp_path: Path) -> None:
     hub_model(tmp_path / "hub", {**LLAMA, "tensor_model_parallel_size": 2, "use_cache": True})
     report = run(tmp_path / "hub", tmp_path / "out", to="safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
-        **LLAMA, "tensor_model_parallel_size": 1, "use_cache": True,
-    }  # fmt: skip
+        **LLAMA,
+        "tensor_model_parallel_size": 1,
+        "use_cache": True,
+    }
     assert any("tensor_model_parallel_size" in note for note in report["notes"])
 
 

@@ -29,22 +29,70 @@ def test_nothing_asked_for_is_the_default() -> None:
 
 
 def test_every_option_arrives() -> None:
-    writing = writing_from({
-        "to": "Megatron_Dist", "dialect": "megatron", "aoa": "m.aoa", "sharding": "v2", "tp": "8", "pp": 2, "ep": "4",
-        "layout": "l.toml", "pp_split": "8,9, 9,6", "zero": "3", "on_indivisible": "pad", "state": ["model,master", "ema"],
-        "drop": "extras", "as_model": "ema", "dtype": ["bf16", "optimizer=float32"], "dequantize": True,
-        "vocab_size": "100", "allow_lossy": True, "remove_keys": ["*.bias", "re:^a"], "keep_keys": "w*", "model_only": True,
-        "max_shard_size": "2GB", "force": True, "resume": False, "memory": "64MiB", "threads": "7", "verify": "full",
-        "dry_run": True, "plan": "p.json", "ray": "auto",
-    })  # fmt: skip
+    writing = writing_from(
+        {
+            "to": "Megatron_Dist",
+            "dialect": "megatron",
+            "aoa": "m.aoa",
+            "sharding": "v2",
+            "tp": "8",
+            "pp": 2,
+            "ep": "4",
+            "layout": "l.toml",
+            "pp_split": "8,9, 9,6",
+            "zero": "3",
+            "on_indivisible": "pad",
+            "state": ["model,master", "ema"],
+            "drop": "extras",
+            "as_model": "ema",
+            "dtype": ["bf16", "optimizer=float32"],
+            "dequantize": True,
+            "vocab_size": "100",
+            "allow_lossy": True,
+            "remove_keys": ["*.bias", "re:^a"],
+            "keep_keys": "w*",
+            "model_only": True,
+            "max_shard_size": "2GB",
+            "force": True,
+            "resume": False,
+            "memory": "64MiB",
+            "threads": "7",
+            "verify": "full",
+            "dry_run": True,
+            "plan": "p.json",
+            "ray": "auto",
+        }
+    )
     assert writing == Writing(
-        to="megatron-dist", dialect="megatron", aoa="m.aoa", sharding="v2", degrees={"tp": 8, "pp": 2, "ep": 4},
-        layout="l.toml", pp_split=(8, 9, 9, 6), zero=3, on_indivisible="pad", states=("model", "master", "ema"),
-        drop=("extras",), as_model="ema", dtypes={"": "BF16", "optimizer": "F32"}, dequantize=True, allow_lossy=True,
+        to="megatron-dist",
+        dialect="megatron",
+        aoa="m.aoa",
+        sharding="v2",
+        degrees={"tp": 8, "pp": 2, "ep": 4},
+        layout="l.toml",
+        pp_split=(8, 9, 9, 6),
+        zero=3,
+        on_indivisible="pad",
+        states=("model", "master", "ema"),
+        drop=("extras",),
+        as_model="ema",
+        dtypes={"": "BF16", "optimizer": "F32"},
+        dequantize=True,
+        allow_lossy=True,
         vocab_size=100,
-        remove_keys=("*.bias", "re:^a"), keep_keys=("w*",), model_only=True, max_shard_size=2_000_000_000, force=True,
-        resume=False, memory=64 << 20, threads=7, verify="full", dry_run=True, plan_file="p.json", ray="auto",
-    )  # fmt: skip
+        remove_keys=("*.bias", "re:^a"),
+        keep_keys=("w*",),
+        model_only=True,
+        max_shard_size=2_000_000_000,
+        force=True,
+        resume=False,
+        memory=64 << 20,
+        threads=7,
+        verify="full",
+        dry_run=True,
+        plan_file="p.json",
+        ray="auto",
+    )
 
 
 def test_strict_shard_is_a_policy() -> None:
@@ -72,9 +120,18 @@ def test_reading_knows_no_writing() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("5GB", 5 * 10**9), ("1GiB", 1 << 30), ("64MiB", 64 << 20), ("1.5 kB", 1500), ("1048576", 1 << 20), ("7b", 7),
-     ("2tb", 2 * 10**12), (4096, 4096), ("0.5GiB", 1 << 29)],
-)  # fmt: skip
+    [
+        ("5GB", 5 * 10**9),
+        ("1GiB", 1 << 30),
+        ("64MiB", 64 << 20),
+        ("1.5 kB", 1500),
+        ("1048576", 1 << 20),
+        ("7b", 7),
+        ("2tb", 2 * 10**12),
+        (4096, 4096),
+        ("0.5GiB", 1 << 29),
+    ],
+)
 def test_sizes(text: Any, nbytes: int) -> None:
     assert values.size(text) == nbytes
 

@@ -15,8 +15,17 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint
 
 SOURCE = Path(__file__).parents[2] / "fixtures" / "megatron-dist" / "moe_ep2_flat"  # 40 rows for 37 words, multiple 4
-CONFIG = {"model_type": "mixtral", "hidden_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 5,
-          "intermediate_size": 10, "num_hidden_layers": 2, "num_local_experts": 2, "vocab_size": 37}  # fmt: skip
+CONFIG = {
+    "model_type": "mixtral",
+    "hidden_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 5,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_local_experts": 2,
+    "vocab_size": 37,
+}
 
 
 def run(out: Path, reading: Reading, **writing: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Thousands of patterns against tens of thousands of names: the same names as one test after the other, in linear time."""
+"""Thousands of patterns against tens of thousands of names: the same names as one test after the other, in linear
+time."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.commands.patterns import Names, matcher
-from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.values import BadValue, patterns
+from ckpt_tool.core.patterns import Names, matcher
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.sources.select import split_keys
 
 LETTERS = "ab.\n[]*?!-é\U0010ffff"
 MANY = [
     f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-    for layer in range(25) for expert in range(267) for part in ("up", "gate", "down")
-][:20_000]  # fmt: skip
+    for layer in range(25)
+    for expert in range(267)
+    for part in ("up", "gate", "down")
+][:20_000]
 KINDS = {
     "names": lambda name: name,
     "prefixes": lambda name: name[:-6] + "*",
@@ -36,9 +39,7 @@ def test_names_match_as_one_by_one(names: list[str], globs: list[str]) -> None:
     globs = [glob for glob in globs if not glob.startswith("re:")]
     found, misses = Names(names).matched(globs)
     assert found == {name for name in names if any(fnmatchcase(name, glob) for glob in globs)}
-    assert misses == [
-        glob for glob in dict.fromkeys(globs) if not any(fnmatchcase(name, glob) for name in names)
-    ]  # fmt: skip
+    assert misses == [glob for glob in dict.fromkeys(globs) if not any(fnmatchcase(name, glob) for name in names)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -80,7 +80,7 @@ def test_nor_from_python(verb: Callable[..., Any], place: Path) -> None:
     assert files(place) == sorted(["src", *(f"src/{name}" for name in files(MODEL))])
 
 
-# -- files beside the output -----------------------------------------------------------------------------------------------
+# -- files beside the output -------------------------------------------------------------------------------------------
 
 # every option whose file is made besides; a bad place must be refused by all of them in the same way
 OPTIONS = ("--plan", "--report")

@@ -13,8 +13,16 @@ from ckpt_tool.cli_plain import FLAGS, REPEATED, VALUED
 from ckpt_tool.commands import convert
 from ckpt_tool.core.progress import SILENT
 
-TAKES = (cli_options.TO, cli_options.LAYOUT, cli_options.TRAVEL, cli_options.KEYS, cli_options.READING,
-         cli_options.RUN, cli_options.PLAN, cli_options.REPORTING)  # fmt: skip
+TAKES = (
+    cli_options.TO,
+    cli_options.LAYOUT,
+    cli_options.TRAVEL,
+    cli_options.KEYS,
+    cli_options.READING,
+    cli_options.RUN,
+    cli_options.PLAN,
+    cli_options.REPORTING,
+)
 
 PLAIN = [
     "reshard in out",
@@ -27,11 +35,25 @@ PLAIN = [
     "convert in out --from dcp --to sharded --lenient --follow-symlinks --replica-policy first --prefer dcp --fsync",
 ]
 NOT_PLAIN = [
-    "reshard", "reshard in", "reshard in out more", "reshard in out --help", "reshard in out --to dcp", "convert in out",
-    "reshard in out --tp", "reshard in out --tp two", "reshard in out --tp -1", "reshard in out --tq 2",
-    "reshard in out -v", "reshard in out -qv", "reshard in out --force=1", "convert in out --to nothing",
-    "reshard -- in out", "reshard in out --verify often", "reshard in out --on-indivisible pad", "merge in out",
-]  # fmt: skip
+    "reshard",
+    "reshard in",
+    "reshard in out more",
+    "reshard in out --help",
+    "reshard in out --to dcp",
+    "convert in out",
+    "reshard in out --tp",
+    "reshard in out --tp two",
+    "reshard in out --tp -1",
+    "reshard in out --tq 2",
+    "reshard in out -v",
+    "reshard in out -qv",
+    "reshard in out --force=1",
+    "convert in out --to nothing",
+    "reshard -- in out",
+    "reshard in out --verify often",
+    "reshard in out --on-indivisible pad",
+    "merge in out",
+]
 
 
 @pytest.fixture

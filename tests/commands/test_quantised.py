@@ -16,12 +16,12 @@ from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.commands.merge import merge
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.quantised import refuse_codes
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
+from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.report.inspection import inspection
 from ckpt_tool.report.plain import Look, render
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "quantized"
 CASES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
@@ -34,7 +34,8 @@ def page(document: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("columns", [False, True])
 def test_parameters_are_those_of_the_model_and_bytes_those_of_the_file(case: str, columns: bool) -> None:
-    """As many as the floats have, scales not counted; of packed integers where the config or whole groups tell the width."""
+    """As many as the floats have, scales not counted; of packed integers where the config or whole groups tell the
+    width."""
     found = inspect(str(FIXTURES / case), Reading(), columns=columns)
     with safe_open(FIXTURES / f"{case}.truth.safetensors", "pt") as truth:
         assert found["total"]["parameters"] == sum(prod(truth.get_slice(key).get_shape()) for key in truth.keys())
@@ -44,9 +45,18 @@ def test_parameters_are_those_of_the_model_and_bytes_those_of_the_file(case: str
     quantised = found["quantization"]
     assert quantised["scheme"].startswith(told["quant_method"]) and quantised["dequantizes"]
     assert "faults" not in quantised and "more_parameters" not in quantised
-    assert quantised["weights"] == len([name for name in tensors if "_proj" in name and not name.endswith("bias")
-                                        and tensors[name].element_size() != 2 and "scale" not in name
-                                        and "shape" not in name and "zero" not in name])  # fmt: skip
+    assert quantised["weights"] == len(
+        [
+            name
+            for name in tensors
+            if "_proj" in name
+            and not name.endswith("bias")
+            and tensors[name].element_size() != 2
+            and "scale" not in name
+            and "shape" not in name
+            and "zero" not in name
+        ]
+    )
 
 
 def test_a_line_tells_the_scheme() -> None:

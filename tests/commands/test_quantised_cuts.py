@@ -1,6 +1,7 @@
 """Tensor parallel cuts of quantised weights fall between blocks, and scales go with their codes.
 
-The oracle makes floats of each rank's file alone, in torch, and compares them with the same slice of the whole weight's.
+The oracle makes floats of each rank's file alone, in torch, and compares them with the same slice of the whole
+weight's.
 """
 
 from __future__ import annotations
@@ -101,8 +102,14 @@ def test_what_would_part_a_block_falls_back_and_is_said(tmp_path: Path) -> None:
 
 def test_ragged_blocks_are_never_parted(tmp_path: Path) -> None:
     """300 rows are three blocks of 128, the last one short: no even cut falls between them, not even in three."""
-    tensors = {"m.up_proj.weight": torch.arange(300 * 256).remainder(120).to(torch.uint8).reshape(300, 256).view(torch.float8_e4m3fn),
-               "m.up_proj.weight_scale_inv": torch.ones(3, 2)}  # fmt: skip
+    tensors = {
+        "m.up_proj.weight": torch.arange(300 * 256)
+        .remainder(120)
+        .to(torch.uint8)
+        .reshape(300, 256)
+        .view(torch.float8_e4m3fn),
+        "m.up_proj.weight_scale_inv": torch.ones(3, 2),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     cut(tmp_path / "model.safetensors", tmp_path / "out", degrees={"tp": 3})
     here = ranks(tmp_path / "out")[0]
@@ -126,7 +133,8 @@ def test_a_format_with_its_own_ranks_refuses(tmp_path: Path) -> None:
 
 
 def test_boxes_that_do_not_fit_their_scales_are_refused(tmp_path: Path) -> None:
-    """192 columns are two blocks, 128 and 64 of them: a format that parts every tensor evenly would part them after 96."""
+    """192 columns are two blocks, 128 and 64 of them: a format that parts every tensor evenly would part them after
+    96."""
     codes = torch.zeros(128, 192, dtype=torch.uint8).view(torch.float8_e4m3fn)
     source = tmp_path / "model.safetensors"
     save_file({"m.q_proj.weight": codes, "m.q_proj.weight_scale_inv": torch.ones(1, 2)}, source)
@@ -137,8 +145,12 @@ def test_boxes_that_do_not_fit_their_scales_are_refused(tmp_path: Path) -> None:
 
 
 def test_codes_of_unknown_order_are_cut_nowhere(tmp_path: Path) -> None:
-    kinds = {"qweight": torch.arange(64, dtype=torch.int32).reshape(8, 8), "qzeros": torch.ones(2, 8, dtype=torch.int32),
-             "scales": torch.ones(2, 64, dtype=torch.float16), "g_idx": torch.arange(64, dtype=torch.int32)}  # fmt: skip
+    kinds = {
+        "qweight": torch.arange(64, dtype=torch.int32).reshape(8, 8),
+        "qzeros": torch.ones(2, 8, dtype=torch.int32),
+        "scales": torch.ones(2, 64, dtype=torch.float16),
+        "g_idx": torch.arange(64, dtype=torch.int32),
+    }
     tensors = {f"model.layers.0.mlp.up_proj.{name}": tensor for name, tensor in kinds.items()}
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(64, 64)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -14,18 +14,19 @@ import torch
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import Piece, Side
-from ckpt_tool.commands.chosen import Chosen
-from ckpt_tool.commands.convert import choose
 from ckpt_tool.commands.options import reading_from, writing_from
-from ckpt_tool.commands.ready import ready
-from ckpt_tool.commands.source import open_source
-from ckpt_tool.commands.vocabulary import grown_vocabulary
-from ckpt_tool.commands.write import write
+from ckpt_tool.conversion.naming import ready
+from ckpt_tool.conversion.passes import selected
+from ckpt_tool.conversion.vocabulary import grown_vocabulary
+from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats import registry
 from ckpt_tool.plan.mapping import apply_mapping
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.opening import open_source
 
 WRITING = {"to": "sharded"}
 NORM = torch.linspace(0.5, 1.5, 6)
@@ -33,18 +34,21 @@ NORM = torch.linspace(0.5, 1.5, 6)
 
 def opened(folder: Path, writing: dict[str, Any] = WRITING) -> Chosen:
     model = {
-        "norm": NORM.bfloat16(), "embed_tokens.weight": torch.arange(8.0).reshape(2, 4).bfloat16(),
+        "norm": NORM.bfloat16(),
+        "embed_tokens.weight": torch.arange(8.0).reshape(2, 4).bfloat16(),
         "k": torch.arange(4.0).reshape(1, 4).bfloat16(),
-    }  # fmt: skip
+    }
     state = {0: {"exp_avg": NORM * 3, "step": torch.tensor(1.0)}}
     saved = {"model": model, "optimizer": {"state": state, "param_groups": [{"params": [0, 1, 2], "lr": 0.1}]}}
     torch.save(saved, folder / "in.pt")
     reading = reading_from({})
-    return choose(open_source(str(folder / "in.pt"), reading), reading, writing_from(writing))
+    source = open_source(str(folder / "in.pt"), reading)
+    return selected(source, Conversion.of(source, reading, writing_from(writing)))
 
 
 def written(chosen: Chosen, out: Path) -> OpenCatalog:
-    write(chosen, str(out), writing_from(WRITING), Silent(), to="sharded")
+    job = Conversion(reading_from({}), writing_from(WRITING), registry.by_name("sharded"))
+    write(chosen, str(out), job, Silent())
     source = open_source(str(out), reading_from({}))
     return OpenCatalog(source.tree, source.catalog)
 

@@ -1,4 +1,5 @@
-"""Sources behind URLs, through the verbs: the same bytes as from a local folder, and nothing read twice or for nothing."""
+"""Sources behind URLs, through the verbs: the same bytes as from a local folder, and nothing read twice or for
+nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import OutputExists, SourceChanged, UnsafeInput
+from ckpt_tool.sources.opening import open_source
 
 fsspec = pytest.importorskip("fsspec")
 FIXTURES = Path(__file__).parents[2] / "fixtures"

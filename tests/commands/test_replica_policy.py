@@ -11,12 +11,12 @@ import pytest
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.run import executor, replicas
 from ckpt_tool.run.blocks import Reader
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.staging import Staging
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -55,7 +55,7 @@ def test_the_first_may_be_taken(drifted: Path, tmp_path: Path) -> None:
     assert diff(str(RANKS), str(tmp_path / "out"), Reading(), progress=Silent())["equal"]
 
 
-# -- all of them, and how far ---------------------------------------------------------------------------------------------------
+# -- all of them, and how far ------------------------------------------------------------------------------------------
 
 SOURCES = {  # of each format that keeps replicas without checksums, which would tell before they are compared
     "sharded": "llama_tp4_pp2",

@@ -1,4 +1,5 @@
-"""What a writer shows: the same page in the same order on stdout, whether it is run, tried or saved; stderr has progress alone.
+"""What a writer shows: the same page in the same order on stdout, whether it is run, tried or saved; stderr has
+progress alone.
 
 Seen where it is read: in a pipe and in a pseudo-terminal, wide and narrow, from the real process.
 """

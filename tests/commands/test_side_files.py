@@ -1,4 +1,5 @@
-"""What lies beside the weights arrives, byte for byte, and config.json and Megatron's arguments are those of the output.
+"""What lies beside the weights arrives, byte for byte, and config.json and Megatron's arguments are those of the
+output.
 
 The oracles: the bytes of the files, `torch.load` for Megatron's `args`, and transformers' config classes.
 """
@@ -20,25 +21,54 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InputError, UsageError
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 6, "vocab_size": 10, "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "max_position_embeddings": 64,
-    "dtype": "float32", "bos_token_id": 3,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 6,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+    "bos_token_id": 3,
+}
 BESIDE = {
-    "tokenizer.json": b'{"a": 1}', "tokenizer_config.json": b"{}", "special_tokens_map.json": b"{ }", "vocab.json": b"{}",
-    "merges.txt": b"a b", "tokenizer.model": bytes(range(256)), "chat_template.jinja": b"{{ x }}", "generation_config.json": b"{}",
-    "preprocessor_config.json": b"{}", "README.md": b"# hi", "LICENSE": b"free", "modeling_own.py": b"raise SystemExit(1)",
-}  # fmt: skip
+    "tokenizer.json": b'{"a": 1}',
+    "tokenizer_config.json": b"{}",
+    "special_tokens_map.json": b"{ }",
+    "vocab.json": b"{}",
+    "merges.txt": b"a b",
+    "tokenizer.model": bytes(range(256)),
+    "chat_template.jinja": b"{{ x }}",
+    "generation_config.json": b"{}",
+    "preprocessor_config.json": b"{}",
+    "README.md": b"# hi",
+    "LICENSE": b"free",
+    "modeling_own.py": b"raise SystemExit(1)",
+}
 STALE = {"trainer_state.json": b"{}", "training_args.bin": b"\x80\x04N.", "scheduler.pt.bak": b"x", "notes.txt": b"x"}
 FORMATS = ("torch", "dcp", "sharded", "megatron", "megatron-dist", "paddle-unified", "paddle-flex", "paddle")
 
 
 def model(folder: Path, config: dict[str, Any] | None = CONFIG) -> dict[str, np.ndarray]:
-    layer = {"self_attn.q_proj.weight": (16, 8), "self_attn.k_proj.weight": (8, 8), "self_attn.v_proj.weight": (8, 8),
-             "self_attn.o_proj.weight": (8, 16), "self_attn.q_norm.weight": (4,), "self_attn.k_norm.weight": (4,),
-             "mlp.gate_proj.weight": (6, 8), "mlp.up_proj.weight": (6, 8), "mlp.down_proj.weight": (8, 6),
-             "input_layernorm.weight": (8,), "post_attention_layernorm.weight": (8,)}  # fmt: skip
+    layer = {
+        "self_attn.q_proj.weight": (16, 8),
+        "self_attn.k_proj.weight": (8, 8),
+        "self_attn.v_proj.weight": (8, 8),
+        "self_attn.o_proj.weight": (8, 16),
+        "self_attn.q_norm.weight": (4,),
+        "self_attn.k_norm.weight": (4,),
+        "mlp.gate_proj.weight": (6, 8),
+        "mlp.up_proj.weight": (6, 8),
+        "mlp.down_proj.weight": (8, 6),
+        "input_layernorm.weight": (8,),
+        "post_attention_layernorm.weight": (8,),
+    }
     names = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,), "lm_head.weight": (10, 8)}
     names |= {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
     arrays, start = dict[str, np.ndarray](), 0
@@ -101,10 +131,25 @@ def test_arguments_of_megatron_and_the_way_back_from_them_alone(to: str, tmp_pat
     notes = run(tmp_path / "hub", tmp_path / "there", to=to, degrees={"tp": 2, "pp": 2}, dtypes={"": "BF16"})
     assert "--norm-epsilon 1e-06 --qk-layernorm --make-vocab-size-divisible-by 1" in notes
     args = args_in(tmp_path / "there")
-    want = {"num_layers": 2, "hidden_size": 8, "num_query_groups": 2, "kv_channels": 4, "qk_layernorm": True, "rotary_base": 1000000,
-            "params_dtype": torch.bfloat16, "bf16": True, "vocab_size": 10, "padded_vocab_size": 10, "layernorm_epsilon": 1e-6,
-            "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
-            "hidden_dropout": 0.0, "max_position_embeddings": 64, "seq_length": 64}  # fmt: skip
+    want = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_query_groups": 2,
+        "kv_channels": 4,
+        "qk_layernorm": True,
+        "rotary_base": 1000000,
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "vocab_size": 10,
+        "padded_vocab_size": 10,
+        "layernorm_epsilon": 1e-6,
+        "untie_embeddings_and_output_weights": True,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "hidden_dropout": 0.0,
+        "max_position_embeddings": 64,
+        "seq_length": 64,
+    }
     assert args.items() >= want.items()
     (tmp_path / "there" / "config.json").unlink()
     notes = run(tmp_path / "there", tmp_path / "back")

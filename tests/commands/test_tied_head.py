@@ -55,8 +55,13 @@ def test_tie_refuses_a_head_that_differs_by_one_bit(tmp_path: Path) -> None:
 
 def test_states_go_along_and_names_that_are_not_known_are_told(tmp_path: Path) -> None:
     weight = torch.arange(24.0).reshape(6, 4)
-    state = {"model": {EMBED: weight}, "optimizer": {
-        "state": {0: {"exp_avg": weight * 2, "step": torch.tensor(3.0)}}, "param_groups": [{"params": [0], "lr": 0.1}]}}  # fmt: skip
+    state = {
+        "model": {EMBED: weight},
+        "optimizer": {
+            "state": {0: {"exp_avg": weight * 2, "step": torch.tensor(3.0)}},
+            "param_groups": [{"params": [0], "lr": 0.1}],
+        },
+    }
     torch.save(state, tmp_path / "in.pt")
     ckpt.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="sharded", tied_head="untie")
     have = ckpt.open(str(tmp_path / "out"))
@@ -70,8 +75,16 @@ def qwen(folder: Path, *, differs: bool) -> str:
     """A tied model that holds its output layer all the same, as some trainers save it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     tensors[HEAD] = tensors[EMBED] + np.float32(differs)

@@ -22,16 +22,19 @@ def run(*arguments: str) -> int:
 PAIR = ("--from-layout", "tp2", "--to-layout", "dp2", "--steps", "1", "--no-controls")
 
 
-@pytest.mark.parametrize(("options", "code", "said"), [
-    (["--from-layout", "tp3", "--to-layout", "dp2"], "E1501", "the nearest layout that it can take is tp4"),
-    (["--from-layout", "tp2", "--to-layout", "pp2,dp3"], "E1501", "nearest"),
-    (["--from-layout", "tp2", "--to-layout", "dp2", "--format", "deepspeed"], "E1535", "nearest"),
-    (["--from-layout", "tp2", "--to-layout", "dp2", "--format", "sharedd"], "E1534", "sharded"),
-    (["--from-layout", "two", "--to-layout", "dp2"], "E1500", "tpN"),
-    (["--from-layout", "tp2", "--to-layout", "dp2", "--backend", "nccl"], "E1543", "--backend gloo"),
-    (["--from-layout", "tp2"], "E1541", "both"),
-    (["--from-layout", "tp2", "--to-layout", "dp2", "--matrix", "quick"], "E1541", "leave the layouts out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--from-layout", "tp3", "--to-layout", "dp2"], "E1501", "the nearest layout that it can take is tp4"),
+        (["--from-layout", "tp2", "--to-layout", "pp2,dp3"], "E1501", "nearest"),
+        (["--from-layout", "tp2", "--to-layout", "dp2", "--format", "deepspeed"], "E1535", "nearest"),
+        (["--from-layout", "tp2", "--to-layout", "dp2", "--format", "sharedd"], "E1534", "sharded"),
+        (["--from-layout", "two", "--to-layout", "dp2"], "E1500", "tpN"),
+        (["--from-layout", "tp2", "--to-layout", "dp2", "--backend", "nccl"], "E1543", "--backend gloo"),
+        (["--from-layout", "tp2"], "E1541", "both"),
+        (["--from-layout", "tp2", "--to-layout", "dp2", "--matrix", "quick"], "E1541", "leave the layouts out"),
+    ],
+)
 def test_what_cannot_be_had_exits_2(
     options: list[str], code: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

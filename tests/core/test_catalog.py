@@ -134,9 +134,11 @@ def test_an_index_that_leaves_elements_out_is_named() -> None:
 
 def test_empty_and_scalar_tensors() -> None:
     catalog(
-        tensor("empty", (0, 3), []), tensor("empty2", (0, 3), [whole((0, 3))]), tensor("scalar", (), [whole(())]),
+        tensor("empty", (0, 3), []),
+        tensor("empty2", (0, 3), [whole((0, 3))]),
+        tensor("scalar", (), [whole(())]),
         tensor("empty shards", (4,), [Box((0,), (4,)), Box((4,), (0,)), Box((4,), (0,))]),
-    ).check()  # fmt: skip
+    ).check()
     with pytest.raises(Incomplete):
         catalog(tensor("no chunk", (), [])).check()
 
@@ -154,7 +156,9 @@ def test_rows_and_states_in_source_order() -> None:
     both = [simple_tensor(TensorKey("w", state), array) for state in ("exp_avg", "model", "exp_avg")]
     cat = Catalog("test", {each.key: each for each in both})
     assert list(cat.rows()) == [
-        Row("w", "exp_avg", DTYPES["BF16"], (2, 3), 12), Row("w", "model", DTYPES["BF16"], (2, 3), 12)]  # fmt: skip
+        Row("w", "exp_avg", DTYPES["BF16"], (2, 3), 12),
+        Row("w", "model", DTYPES["BF16"], (2, 3), 12),
+    ]
     assert cat.states() == ("exp_avg", "model")
 
 

@@ -55,10 +55,18 @@ def test_display_is_json(value: Any) -> None:
 
 def test_values_that_plain_json_loses() -> None:
     value = {
-        "betas": (0.9, 0.999), "big": 1 << 60, "less": -(1 << 53), "inf": math.inf, "minus": -math.inf, "raw": b"\x00\xff",
-        "dtype": Symbol("torch.float32"), 3: "int key", "set": frozenset({1, 2}), "zero": -0.0,
+        "betas": (0.9, 0.999),
+        "big": 1 << 60,
+        "less": -(1 << 53),
+        "inf": math.inf,
+        "minus": -math.inf,
+        "raw": b"\x00\xff",
+        "dtype": Symbol("torch.float32"),
+        3: "int key",
+        "set": frozenset({1, 2}),
+        "zero": -0.0,
         "args": Opaque("argparse.Namespace", (), {"lr": 0.1}),
-    }  # fmt: skip
+    }
     again = from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))
     assert again == value
     assert math.copysign(1, again["zero"]) == -1

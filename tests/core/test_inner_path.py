@@ -14,10 +14,37 @@ from ckpt_tool.core.inner_path import inner_path, output_faults, unfit
 from ckpt_tool.errors import UnsafeInput
 
 OUTSIDE = [
-    "/etc/passwd", "../x", "a/../../x", "a/..", "..", ".", "", "a//b", "a/", "./a", "C:\\x", "C:x", "\\\\host\\x", "a\\..\\x",
-    "x\0y", "a\nb", "\x1b[31m", "file:x", "s3://b/x", "a.", "a /b", "\ud800", "n" * 256, "é" * 128, "a/" * 7 + "b",
-    ".ckpt-journal", ".CKPT-journal", ".ckpt-journal-1-of-2", "zero/.ckpt-journal/fp32.pt", ".out.ckpt-partial/x",
-]  # fmt: skip
+    "/etc/passwd",
+    "../x",
+    "a/../../x",
+    "a/..",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "a/",
+    "./a",
+    "C:\\x",
+    "C:x",
+    "\\\\host\\x",
+    "a\\..\\x",
+    "x\0y",
+    "a\nb",
+    "\x1b[31m",
+    "file:x",
+    "s3://b/x",
+    "a.",
+    "a /b",
+    "\ud800",
+    "n" * 256,
+    "é" * 128,
+    "a/" * 7 + "b",
+    ".ckpt-journal",
+    ".CKPT-journal",
+    ".ckpt-journal-1-of-2",
+    "zero/.ckpt-journal/fp32.pt",
+    ".out.ckpt-partial/x",
+]
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=ascii)

@@ -81,8 +81,11 @@ def test_ties_go_to_the_first_listed_and_order_is_kept() -> None:
     assert choose(8, dims_of("dp4 tp4")).used == ("dp",)
     assert choose(64, dims_of("tp4 dp2")).used == ("tp", "dp")
     sizes = Mesh.of(tp=2, dp=2)
-    minor = {h.coords["dp"]: h.box.offset[0] for h in held((4,), place((4,), [(0, ["tp", "dp"])], sizes), sizes)
-             if h.coords["tp"] == 0}  # fmt: skip
+    minor = {
+        h.coords["dp"]: h.box.offset[0]
+        for h in held((4,), place((4,), [(0, ["tp", "dp"])], sizes), sizes)
+        if h.coords["tp"] == 0
+    }
     assert minor == {0: 0, 1: 1}, "the first listed dim is the major one"
 
 
@@ -228,8 +231,11 @@ def test_choices_ask_for_no_names_and_ignore_dims_of_size_1(n: int, sizes: list[
         assert a == b
         return
     back = dict(zip((name for name, _ in renamed), (name for name, _ in plain), strict=True))
-    assert a == Choice(*(tuple(back[name] for name in names) for names in (b.requested, b.used)), b.reason,
-                       tuple(back[name] for name in b.better))  # fmt: skip
+    assert a == Choice(
+        *(tuple(back[name] for name in names) for names in (b.requested, b.used)),
+        b.reason,
+        tuple(back[name] for name in b.better),
+    )
     padded = [("x", 1), *plain, ("y", 1)]
     c = choose(n, padded, policy=policy)
     assert (c.used, c.reason, c.better) == (a.used, a.reason, a.better)

@@ -1,4 +1,5 @@
-"""What belongs together, told from headers alone: nothing that a header can say stops it, and only codes are taken for codes."""
+"""What belongs together, told from headers alone: nothing that a header can say stops it, and only codes are taken for
+codes."""
 
 from __future__ import annotations
 
@@ -9,20 +10,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.quantisation import KEYS, quantisation, section, without
-from ckpt_tool.core.quantised import Kind, block_of, find, part_of, units
+from ckpt_tool.quantised.scheme import KEYS, quantisation, section, without
+from ckpt_tool.quantised.weights import Kind, block_of, find, part_of, units
 
-NAMES = [f"{stem}{end}" for stem in ("m.weight", "m") for end in
-         ("", "_scale_inv", "_scale", "_packed", "_shape", "_zero_point", "_global_scale", "_scale_2", "_blocks", "_scales",
-          "_g_idx", ".scale", ".qscale_weight", ".input_scale")]  # fmt: skip
+NAMES = [
+    f"{stem}{end}"
+    for stem in ("m.weight", "m")
+    for end in (
+        "",
+        "_scale_inv",
+        "_scale",
+        "_packed",
+        "_shape",
+        "_zero_point",
+        "_global_scale",
+        "_scale_2",
+        "_blocks",
+        "_scales",
+        "_g_idx",
+        ".scale",
+        ".qscale_weight",
+        ".input_scale",
+    )
+]
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 16, 64, 300]), max_size=4).map(tuple)
-KINDS = st.builds(Kind, st.sampled_from([DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32", "I64",
-                                                                  "F4", "F32", "BF16")]), SHAPES)  # fmt: skip
+KINDS = st.builds(
+    Kind,
+    st.sampled_from(
+        [DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32", "I64", "F4", "F32", "BF16")]
+    ),
+    SHAPES,
+)
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.dictionaries(st.sampled_from(NAMES), KINDS, max_size=8), st.sampled_from([(), (128, 128), (1, 32), (7, 5)]),
-       st.sampled_from([(), (4,), (4, 8), (3,)]))  # fmt: skip
+@given(
+    st.dictionaries(st.sampled_from(NAMES), KINDS, max_size=8),
+    st.sampled_from([(), (128, 128), (1, 32), (7, 5)]),
+    st.sampled_from([(), (4,), (4, 8), (3,)]),
+)
 def test_no_header_stops_it(tensors: dict[str, Kind], block: tuple[int, ...], bits: tuple[int, ...]) -> None:
     found = find(tensors, block=block, bits=bits)
     for lead, weight in found.weights.items():
@@ -39,11 +65,36 @@ def test_no_header_stops_it(tensors: dict[str, Kind], block: tuple[int, ...], bi
 
 
 CONFIGS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(["fp8", "compressed-tensors", "gptq"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from([*KEYS, "quant_method", "weight_block_size", "config_groups", "format", "weights", "num_bits", "g0",
-                         "block_structure", "sparsity_config", "transform_config", "text_config", "type"]), inner, max_size=4),
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=8)
+    | st.sampled_from(["fp8", "compressed-tensors", "gptq"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    *KEYS,
+                    "quant_method",
+                    "weight_block_size",
+                    "config_groups",
+                    "format",
+                    "weights",
+                    "num_bits",
+                    "g0",
+                    "block_structure",
+                    "sparsity_config",
+                    "transform_config",
+                    "text_config",
+                    "type",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -73,8 +124,12 @@ def test_packed_codes_of_nothing(scale: tuple[int, int], packed: tuple[int, int]
 
 
 def test_plain_tensors_are_nothing() -> None:
-    plain = {"m.weight": Kind(DTYPES["BF16"], (4, 4)), "m.weight_mask": Kind(DTYPES["U8"], (4, 4)),
-             "m.ids": Kind(DTYPES["I8"], (9,)), "color_scale": Kind(DTYPES["F32"], ())}  # fmt: skip
+    plain = {
+        "m.weight": Kind(DTYPES["BF16"], (4, 4)),
+        "m.weight_mask": Kind(DTYPES["U8"], (4, 4)),
+        "m.ids": Kind(DTYPES["I8"], (9,)),
+        "color_scale": Kind(DTYPES["F32"], ()),
+    }
     found = find(plain)
     assert not found.weights and not found.faults and not found.beside
 

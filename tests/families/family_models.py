@@ -1,7 +1,8 @@
-"""Small models of every family: a config each, odd sizes on purpose, and the tensors that the real class has, on no device.
+"""Small models of every family: a config each, odd sizes on purpose, and the tensors that the real class has, on no
+device.
 
-A family brings `tiny`, what its config has beside the sizes below; what else differs (names of keys, heads as wide as the
-model) follows from its class and its axes, so that a new family needs no line here.
+A family brings `tiny`, what its config has beside the sizes below; what else differs (names of keys, heads as wide as
+the model) follows from its class and its axes, so that a new family needs no line here.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ NAMES = [family.name for family in FAMILIES]
 EXPERTS = [family.name for family in FAMILIES if any("experts" in key for key in family.tiny)]
 AHEAD = [family.name for family in FAMILIES if "ahead" in family.classes[0].forms]  # layers of multi-token prediction
 SIZES = {
-    "num_hidden_layers": 2, "vocab_size": 22, "hidden_size": 18, "intermediate_size": 10, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 4,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "vocab_size": 22,
+    "hidden_size": 18,
+    "intermediate_size": 10,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
 
 
 def config_of(family: str, **change: Any) -> dict[str, Any]:
-    """A config.json: 2 layers (the first dense), 6 heads in 2 groups of 4, hidden 18. change: by the keys of `SIZES`."""
+    """A config.json: 2 layers (the first dense), 6 heads in 2 groups of 4, hidden 18. change: by the keys of
+    `SIZES`."""
     known = by_name(family)
     first, read = known.classes[0], set(re.findall(r"[a-z_]+", " ".join(known.axes.values())))
     given = {**SIZES, "tie_word_embeddings": False, **known.tiny, **change}
@@ -50,10 +57,14 @@ def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:
     rng = random.Random(seed)
     groups, repeats = rng.randint(1, 3), rng.randint(1, 3)
     sizes = {
-        "hidden_size": groups * repeats * rng.randint(1, 3), "intermediate_size": rng.randint(1, 9),
-        "vocab_size": rng.randint(1, 9), "num_attention_heads": groups * repeats, "num_key_value_heads": groups,
-        "head_dim": 2 * rng.randint(1, 3), "num_hidden_layers": rng.randint(1, 6),
-    }  # fmt: skip
+        "hidden_size": groups * repeats * rng.randint(1, 3),
+        "intermediate_size": rng.randint(1, 9),
+        "vocab_size": rng.randint(1, 9),
+        "num_attention_heads": groups * repeats,
+        "num_key_value_heads": groups,
+        "head_dim": 2 * rng.randint(1, 3),
+        "num_hidden_layers": rng.randint(1, 6),
+    }
     return config_of(family, **{**sizes, **change})
 
 
@@ -69,8 +80,8 @@ def class_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> Shapes:
-    """{name: shape} as the real class saves them; with `mtp`, one layer of multi-token prediction as published files have it
-    (transformers builds none: it is a layer like the others, and what joins it to them)."""
+    """{name: shape} as the real class saves them; with `mtp`, one layer of multi-token prediction as published files
+    have it (transformers builds none: it is a layer like the others, and what joins it to them)."""
     shapes = dict(_saved(json.dumps(config)))
     if not mtp:
         return shapes

@@ -9,8 +9,15 @@ from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.registry import by_name
 from ckpt_tool.families.rewrite import mapping
 
-CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-          "intermediate_size": 96, "vocab_size": 48}  # fmt: skip
+CONFIG = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 48,
+}
 OLD, NEW = "model.layers.1.self_attn.o_proj", "decoder.layers.1.self_attention.linear_proj"
 
 
@@ -35,11 +42,18 @@ def test_scales_of_a_module_stay_beside_it(scale: str) -> None:
     ("target", "shapes"),
     [
         ("paddle", {f"{OLD}.weight": (64, 64), f"{OLD}.weight_scale": (64, 1)}),  # turned
-        ("megatron", {f"model.layers.0.mlp.{kind}_proj.weight{scale}": (96, 64) if not scale else (3, 2)
-                      for kind in ("gate", "up") for scale in ("", "_scale_inv")}),  # joined
-        ("megatron", {f"{OLD}.weight_packed": (64, 8), f"{OLD}.weight_scale": (64, 2), f"{OLD}.weight_shape": (2,)}),  # no weight
+        (
+            "megatron",
+            {
+                f"model.layers.0.mlp.{kind}_proj.weight{scale}": (96, 64) if not scale else (3, 2)
+                for kind in ("gate", "up")
+                for scale in ("", "_scale_inv")
+            },
+        ),  # joined
+        # no weight
+        ("megatron", {f"{OLD}.weight_packed": (64, 8), f"{OLD}.weight_scale": (64, 2), f"{OLD}.weight_shape": (2,)}),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_follow_is_a_fault(target: str, shapes: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(InconsistentCheckpoint) as found:
         mapping(by_name("llama"), "hf", target, shapes, CONFIG)

@@ -1,4 +1,5 @@
-"""Configs of GPT-2, gpt-oss, Phi-3, GLM-4 and Gemma told as Megatron's arguments and back; transformers' classes are the judge."""
+"""Configs of GPT-2, gpt-oss, Phi-3, GLM-4 and Gemma told as Megatron's arguments and back; transformers' classes are
+the judge."""
 
 from __future__ import annotations
 
@@ -9,36 +10,108 @@ import pytest
 from ckpt_tool.families.config.translation import from_megatron, megatron_args
 
 transformers = pytest.importorskip("transformers", minversion="5")
-BASE = {"num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 10,
-        "vocab_size": 22, "head_dim": 8}  # fmt: skip
+BASE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 10,
+    "vocab_size": 22,
+    "head_dim": 8,
+}
 TURNS = ["sliding_attention", "full_attention"] * 2
 GPT2 = {"n_layer": 4, "n_embd": 24, "n_head": 6, "n_positions": 32, "vocab_size": 22}
-FALCON = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "vocab_size": 22, "rope_theta": 10000.0,
-          "ffn_hidden_size": 96}  # fmt: skip
-LATENT = {"num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 10,
-          "vocab_size": 22, "q_lora_rank": None, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
-          "n_routed_experts": 8, "moe_intermediate_size": 5, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
-          "rope_theta": 10000.0}  # fmt: skip
+FALCON = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "vocab_size": 22,
+    "rope_theta": 10000.0,
+    "ffn_hidden_size": 96,
+}
+LATENT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "intermediate_size": 10,
+    "vocab_size": 22,
+    "q_lora_rank": None,
+    "kv_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 5,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "rope_theta": 10000.0,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {**BASE, "sliding_window": 16, "rope_theta": 10000.0, "partial_rotary_factor": 0.75}),
-    ("glm", {**BASE, "rope_theta": 10000.0}), ("glm4", {**BASE, "rope_theta": 10000.0, "attention_bias": False}),
-    ("gpt2", {**GPT2, "n_inner": 44}), ("gpt2", {**GPT2, "n_inner": 96, "activation_function": "gelu", "tie_word_embeddings": False}),
-    ("gpt_oss", {**BASE, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": TURNS,
-                 "rope_theta": 150000.0, "rope_scaling": {"rope_type": "default"}, "swiglu_limit": 6.0}),
-    ("falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}), ("falcon", FALCON),
+    ("glm", {**BASE, "rope_theta": 10000.0}),
+    ("glm4", {**BASE, "rope_theta": 10000.0, "attention_bias": False}),
+    ("gpt2", {**GPT2, "n_inner": 44}),
+    ("gpt2", {**GPT2, "n_inner": 96, "activation_function": "gelu", "tie_word_embeddings": False}),
+    (
+        "gpt_oss",
+        {
+            **BASE,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "layer_types": TURNS,
+            "rope_theta": 150000.0,
+            "rope_scaling": {"rope_type": "default"},
+            "swiglu_limit": 6.0,
+        },
+    ),
+    ("falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    ("falcon", FALCON),
     ("falcon", {**FALCON, "num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 44}),
     ("deepseek_v2", {**LATENT, "n_group": 1, "topk_group": 1}),
-    ("deepseek_v2", {**LATENT, "q_lora_rank": 7, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
-                     "routed_scaling_factor": 16.0}),
+    (
+        "deepseek_v2",
+        {
+            **LATENT,
+            "q_lora_rank": 7,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+        },
+    ),
     ("gemma", {**BASE, "rope_theta": 10000.0}),
     ("gemma2", {**BASE, "sliding_window": 8, "layer_types": TURNS, "query_pre_attn_scalar": 8, "rope_theta": 10000.0}),
-    ("gemma3_text", {**BASE, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 4,
-                     "rope_theta": 1e6}),
-]  # fmt: skip
-SILENT = {"architectures", "transformers_version", "dtype", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
-          "query_pre_attn_scalar", "output_router_logits", "_name_or_path", "num_key_value_heads", "attn_pdrop", "rope_parameters",
-          "attention_dropout", "original_max_position_embeddings"}  # fmt: skip
+    (
+        "gemma3_text",
+        {
+            **BASE,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention"] * 4,
+            "rope_theta": 1e6,
+        },
+    ),
+]
+SILENT = {
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "query_pre_attn_scalar",
+    "output_router_logits",
+    "_name_or_path",
+    "num_key_value_heads",
+    "attn_pdrop",
+    "rope_parameters",
+    "attention_dropout",
+    "original_max_position_embeddings",
+}
 
 
 def held(kind: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Configs to Megatron's arguments and back: nothing that decides what a model computes is lost, and no class is guessed.
+"""Configs to Megatron's arguments and back: nothing that decides what a model computes is lost, and no class is
+guessed.
 
-The oracles: what transformers' own config classes hold (defaults, both spellings of rope), and facts of Megatron-LM spelled out.
+The oracles: what transformers' own config classes hold (defaults, both spellings of rope), and facts of Megatron-LM
+spelled out.
 """
 
 from __future__ import annotations
@@ -24,39 +26,102 @@ from ckpt_tool.families.models import CLASSES, family_of
 transformers = pytest.importorskip("transformers")
 # what says nothing about what a model computes, or is said in another spelling
 SILENT = {
-    "architectures", "transformers_version", "dtype", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp",
-    "router_jitter_noise", "output_router_logits", "_name_or_path", "max_window_layers",
-}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
-YARN = {"rope_type": "yarn", "type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
-        "original_max_position_embeddings": 4096}  # fmt: skip
-LATENT = {"q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 8,
-          "moe_intermediate_size": 5, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # fmt: skip
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "pretraining_tp",
+    "router_jitter_noise",
+    "output_router_logits",
+    "_name_or_path",
+    "max_window_layers",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+LATENT = {
+    "q_lora_rank": 7,
+    "kv_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 5,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "rope_theta": 500000.0}),
     ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "tie_word_embeddings": True}),
     ("llama", {"num_key_value_heads": 6, "head_dim": 8, "rms_norm_eps": 1e-5}),
-    ("mistral", {"sliding_window": 16}), 
-    ("qwen2", {"tie_word_embeddings": True}), ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("mistral", {"sliding_window": 16}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     ("qwen3", {"head_dim": 8}),
-    ("qwen2_moe", {"num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": [0], "norm_topk_prob": False, "qkv_bias": True}),
-    ("qwen2_moe", {"num_experts": 3, "decoder_sparse_step": 2, "norm_topk_prob": True, "shared_expert_intermediate_size": 9,
-                   "num_experts_per_tok": 3}),
+    (
+        "qwen2_moe",
+        {"num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": [0], "norm_topk_prob": False, "qkv_bias": True},
+    ),
+    (
+        "qwen2_moe",
+        {
+            "num_experts": 3,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 9,
+            "num_experts_per_tok": 3,
+        },
+    ),
     ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     ("mixtral", {"num_local_experts": 3, "sliding_window": 64}),
     ("deepseek_v3", {**LATENT, "rope_scaling": YARN, "num_nextn_predict_layers": 1}),
     ("deepseek_v3", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}),
-    ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True, "attention_bias": True,
-                  "n_shared_experts": 2, "moe_intermediate_size": 5}),
-    ("ernie4_5", {"use_bias": True, "head_dim": 4}), ("ernie4_5", {"tie_word_embeddings": False}),
+    (
+        "glm4_moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 5,
+        },
+    ),
+    ("ernie4_5", {"use_bias": True, "head_dim": 4}),
+    ("ernie4_5", {"tie_word_embeddings": False}),
     ("ernie4_5_moe", {"moe_num_experts": 3, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 5}),
-]  # fmt: skip
+]
 
 
 def config_of(kind: str, change: dict[str, Any]) -> dict[str, Any]:
-    base: dict[str, Any] = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 24, "num_attention_heads": 6,
-                            "num_key_value_heads": 2, "intermediate_size": 10, "vocab_size": 22}  # fmt: skip
+    base: dict[str, Any] = {
+        "model_type": kind,
+        "num_hidden_layers": 4,
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 10,
+        "vocab_size": 22,
+    }
     if "kv_lora_rank" in change:
         base["num_key_value_heads"] = 6
     return {**base, **change}
@@ -117,12 +182,29 @@ def test_args_as_megatron_names_them() -> None:
         config_of("qwen3_moe", {"num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8})
     )
     want = {
-        "num_layers": 4, "hidden_size": 24, "ffn_hidden_size": 10, "num_attention_heads": 6, "group_query_attention": True,
-        "num_query_groups": 2, "kv_channels": 8, "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-        "qk_layernorm": True, "position_embedding_type": "rope", "rotary_base": 10000, "untie_embeddings_and_output_weights": True,
-        "num_experts": 4, "moe_layer_freq": [0, 1, 1, 1], "moe_router_topk": 8, "moe_router_pre_softmax": False,
-        "moe_ffn_hidden_size": 768, "layernorm_epsilon": 1e-6, "hidden_dropout": 0.0, "max_position_embeddings": 32768,
-    }  # fmt: skip
+        "num_layers": 4,
+        "hidden_size": 24,
+        "ffn_hidden_size": 10,
+        "num_attention_heads": 6,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "rotary_base": 10000,
+        "untie_embeddings_and_output_weights": True,
+        "num_experts": 4,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_topk": 8,
+        "moe_router_pre_softmax": False,
+        "moe_ffn_hidden_size": 768,
+        "layernorm_epsilon": 1e-6,
+        "hidden_dropout": 0.0,
+        "max_position_embeddings": 32768,
+    }
     assert args.items() >= want.items()
 
 
@@ -224,7 +306,8 @@ JUNK: list[Any] = [
     "kind", ["llama", "mistral", "qwen2_moe", "deepseek_v3", "ernie4_5_moe", "gpt2", "gpt_oss", "gemma2"]
 )
 def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
-    """Values of any type: told, left out or called a contradiction, never a crash. (Wrong sizes are found by the shapes.)"""
+    """Values of any type: told, left out or called a contradiction, never a crash. (Wrong sizes are found by the
+    shapes.)"""
     config = config_of(kind, {"num_nextn_predict_layers": 1})
     keys = {*config, *(CLASSES[kind].keys.get(key, key) for key in CLASSES[kind].defaults)}
     for key in (*keys, "rope_parameters", "rope_scaling", "layer_types", "partial_rotary_factor", "mlp_only_layers"):
@@ -262,9 +345,12 @@ def test_paddle_is_told_what_is_not_the_class_s_own(kind: str, key: str, value: 
 
 
 def test_a_rope_for_each_kind_of_layers() -> None:
-    """Gemma 3 as transformers 5 saves it: the base and the scaling of the layers that see all are Megatron's and Paddle's."""
-    ropes = {"full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
-             "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"}}  # fmt: skip
+    """Gemma 3 as transformers 5 saves it: the base and the scaling of the layers that see all are Megatron's and
+    Paddle's."""
+    ropes = {
+        "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"},
+    }
     config = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": ropes}
     args = megatron_args(config).config
     assert (args["rotary_base"], args["rotary_seq_len_interpolation_factor"]) == (500000, 8.0)

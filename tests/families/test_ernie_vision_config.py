@@ -1,4 +1,5 @@
-"""ERNIE 4.5 VL's config: transformers builds from ours what PaddleFormers saved; there and back; odd patterns are told."""
+"""ERNIE 4.5 VL's config: transformers builds from ours what PaddleFormers saved; there and back; odd patterns are
+told."""
 
 from __future__ import annotations
 
@@ -13,15 +14,40 @@ from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 SAVED = Path(__file__).parents[2] / "fixtures" / "families" / "ernie4_5_vl_moe"
 # What baidu's ERNIE-4.5-VL-28B-A3B config.json states, as far as sizes go
 PUBLISHED = {
-    "model_type": "ernie4_5_moe_vl", "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
-    "num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 103424, "rms_norm_eps": 1e-5, "rope_theta": 500000,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "moe_num_experts": [64, 64], "moe_k": 6,
-    "moe_intermediate_size": [1536, 512], "moe_num_shared_experts": 2, "moe_layer_interval": 1, "freq_allocation": 20,
-    "moe_layer_start_index": [1, 1], "moe_layer_end_index": [28, 28], "im_patch_id": 100295, "spatial_conv_size": 2,
+    "model_type": "ernie4_5_moe_vl",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "vocab_size": 103424,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "moe_num_experts": [64, 64],
+    "moe_k": 6,
+    "moe_intermediate_size": [1536, 512],
+    "moe_num_shared_experts": 2,
+    "moe_layer_interval": 1,
+    "freq_allocation": 20,
+    "moe_layer_start_index": [1, 1],
+    "moe_layer_end_index": [28, 28],
+    "im_patch_id": 100295,
+    "spatial_conv_size": 2,
     "temporal_conv_size": 2,
-    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4,
-                      "num_heads": 16, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2},
-}  # fmt: skip
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 1280,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+    },
+}
 
 
 def test_the_published_model_is_the_default_of_transformers() -> None:

@@ -1,7 +1,7 @@
 """Two roads to one mapping: the families' equations, and the statements that PaddleFormers itself gives for the model.
 
-Statements, names and shapes are a fixture (`fixtures/make/paddle_aoa_families.py`); both are carried out on arrays whose
-every element is another number. Casts are left aside: families change no value.
+Statements, names and shapes are a fixture (`fixtures/make/paddle_aoa_families.py`); both are carried out on arrays
+whose every element is another number. Casts are left aside: families change no value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def carried_out(mapped: Mapped, arrays: Arrays) -> Arrays:
 
 
 def by_statements(name: str, arrays: Arrays, which: str, *, reverse: bool = False) -> Arrays:
-    """The statements name what a model may lack (biases, MTP): those that fit nothing are skipped, as Paddle skips them."""
+    """The statements name what a model may lack (biases, MTP): those that fit nothing are skipped, as Paddle skips
+    them."""
     mapped = compile_aoa(CASES[name][which], shapes_of(arrays), reverse=reverse, skip_unmatched=True)
     return carried_out(mapped, arrays)
 
@@ -82,8 +83,14 @@ def test_paddle_to_hugging_face(name: str) -> None:
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in TIED and not any(
-    "dtype" in line or line.startswith("_ ") for line in CASES[name]["forward"])])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in CASES
+        if name not in TIED and not any("dtype" in line or line.startswith("_ ") for line in CASES[name]["forward"])
+    ],
+)
 def test_statements_in_reverse(name: str) -> None:
     """What Paddle derives where a model has no statements for the way back."""
     paddle = by_family(name, source_of(name), "hf", "paddle")

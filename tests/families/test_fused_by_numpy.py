@@ -1,7 +1,9 @@
-"""Fused tensors of the new families against NumPy: Megatron's tensors made by reshapes, as each system's own code words them.
+"""Fused tensors of the new families against NumPy: Megatron's tensors made by reshapes, as each system's own code words
+them.
 
-Falcon's oracle is how transformers takes query_key_value apart before attention (`FalconAttention._split_heads`), GPT-2's the
-three thirds of a Conv1D, gpt-oss's the strides of two (`gate_up[..., ::2]`), Phi-3's the slices of its forward pass.
+Falcon's oracle is how transformers takes query_key_value apart before attention (`FalconAttention._split_heads`),
+GPT-2's the three thirds of a Conv1D, gpt-oss's the strides of two (`gate_up[..., ::2]`), Phi-3's the slices of its
+forward pass.
 """
 
 from __future__ import annotations
@@ -121,8 +123,12 @@ def of_gpt2(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
 def of_falcon(hub: Arrays, at: str, config: dict[str, Any]) -> Arrays:
     heads, h, new = config["num_attention_heads"], config["hidden_size"], config["new_decoder_architecture"]
     d = h // heads
-    norms = {"ln_attn": "input_layernorm", "ln_mlp": "pre_mlp_layernorm", "input_layernorm": "input_layernorm",
-             "post_attention_layernorm": "post_self_attn_layernorm"}  # fmt: skip
+    norms = {
+        "ln_attn": "input_layernorm",
+        "ln_mlp": "pre_mlp_layernorm",
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "post_self_attn_layernorm",
+    }
     out = {}
     for leaf in ("weight", "bias"):
         for name, there in norms.items():
@@ -164,10 +170,14 @@ CASES: dict[str, tuple[str, Callable[[Arrays, str, dict[str, Any]], Arrays], dic
     "falcon RW": ("falcon", of_falcon, {**OLD, "multi_query": False, "parallel_attn": False, "bias": True}),
 }
 OUTSIDE = {
-    "model.embed_tokens": "embedding.word_embeddings", "transformer.wte": "embedding.word_embeddings",
-    "transformer.word_embeddings": "embedding.word_embeddings", "transformer.wpe": "embedding.position_embeddings",
-    "lm_head": "output_layer", "model.norm": "decoder.final_layernorm", "transformer.ln_f": "decoder.final_layernorm",
-}  # fmt: skip
+    "model.embed_tokens": "embedding.word_embeddings",
+    "transformer.wte": "embedding.word_embeddings",
+    "transformer.word_embeddings": "embedding.word_embeddings",
+    "transformer.wpe": "embedding.position_embeddings",
+    "lm_head": "output_layer",
+    "model.norm": "decoder.final_layernorm",
+    "transformer.ln_f": "decoder.final_layernorm",
+}
 
 
 @pytest.mark.parametrize("seed", range(4))

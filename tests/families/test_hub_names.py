@@ -1,4 +1,5 @@
-"""The hub table of every family names what the real model has: names and shapes of transformers' classes, on no device."""
+"""The hub table of every family names what the real model has: names and shapes of transformers' classes, on no
+device."""
 
 from __future__ import annotations
 

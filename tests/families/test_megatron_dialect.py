@@ -1,4 +1,5 @@
-"""Dialect `megatron`: equal to what NumPy makes of the hub by the prose of Megatron's modules, name by name; MTP layers."""
+"""Dialect `megatron`: equal to what NumPy makes of the hub by the prose of Megatron's modules, name by name; MTP
+layers."""
 
 from __future__ import annotations
 
@@ -31,19 +32,29 @@ NAMES = [
 MTP = ("deepseek_v3", "glm4_moe")
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 PLAIN = {
-    "input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm",
-    "self_attn.o_proj": "self_attention.linear_proj", "self_attn.q_proj": "self_attention.linear_q_proj",
-    "self_attn.q_a_proj": "self_attention.linear_q_down_proj", "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
-    "self_attn.q_a_layernorm": "self_attention.q_layernorm", "self_attn.kv_a_layernorm": "self_attention.kv_layernorm",
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_proj": "self_attention.linear_q_proj",
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.q_a_layernorm": "self_attention.q_layernorm",
+    "self_attn.kv_a_layernorm": "self_attention.kv_layernorm",
     "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
     "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
-    "self_attn.q_norm": "self_attention.q_layernorm", "self_attn.k_norm": "self_attention.k_layernorm",
-    "mlp.down_proj": "mlp.linear_fc2", "mlp.gate": "mlp.router", "block_sparse_moe.gate": "mlp.router",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.gate": "mlp.router",
+    "block_sparse_moe.gate": "mlp.router",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
     "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
-}  # fmt: skip
-ROOT = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight",
-        "model.norm.weight": "decoder.final_layernorm.weight"}  # fmt: skip
+}
+ROOT = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "lm_head.weight": "output_layer.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+}
 
 
 def by_hand(config: dict[str, Any], hub: Arrays) -> Arrays:
@@ -155,14 +166,19 @@ def test_a_query_without_a_latent_projection_is_one_matrix() -> None:
 
 def test_mtp_layers_come_back_under_the_hub_s_numbers() -> None:
     config = config_of("deepseek_v3", num_hidden_layers=3, num_nextn_predict_layers=2)
-    shapes = {"mtp.layers.0.enorm.weight": (18,), "mtp.layers.1.transformer_layer.mlp.router.weight": (4, 18),
-              "mtp.layers.1.transformer_layer.mlp.experts.local_experts.2.linear_fc2.weight": (18, 5),
-              "decoder.layers.2.mlp.router.weight": (4, 18)}  # fmt: skip
+    shapes = {
+        "mtp.layers.0.enorm.weight": (18,),
+        "mtp.layers.1.transformer_layer.mlp.router.weight": (4, 18),
+        "mtp.layers.1.transformer_layer.mlp.experts.local_experts.2.linear_fc2.weight": (18, 5),
+        "decoder.layers.2.mlp.router.weight": (4, 18),
+    }
     made = mapping(by_name("deepseek_v3"), "megatron", "hf", shapes, config).made
     assert [m.name for m in made] == [
-        "model.layers.3.enorm.weight", "model.layers.4.mlp.gate.weight", "model.layers.4.mlp.experts.2.down_proj.weight",
+        "model.layers.3.enorm.weight",
+        "model.layers.4.mlp.gate.weight",
+        "model.layers.4.mlp.experts.2.down_proj.weight",
         "model.layers.2.mlp.gate.weight",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Dialect `meta`: Meta's own forward pass, written anew here, gives the logits that transformers gives on our mapping."""
+"""Dialect `meta`: Meta's own forward pass, written anew here, gives the logits that transformers gives on our
+mapping."""
 
 from __future__ import annotations
 
@@ -27,8 +28,17 @@ LLAMA3 = {
     "rope_theta": 500000.0,
     "use_scaled_rope": True,
 }
-MISTRAL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "hidden_dim": 80, "norm_eps": 1e-5,
-           "vocab_size": 51, "rope_theta": 1e6}  # fmt: skip
+MISTRAL = {
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 6,
+    "n_kv_heads": 3,
+    "head_dim": 10,
+    "hidden_dim": 80,
+    "norm_eps": 1e-5,
+    "vocab_size": 51,
+    "rope_theta": 1e6,
+}
 
 
 MIXTRAL = {**MISTRAL, "hidden_dim": 32, "moe": {"num_experts": 4, "num_experts_per_tok": 2}}  # grouped_mm: no float64
@@ -43,9 +53,13 @@ def weights(params: dict[str, Any], vocabulary: int = 51) -> dict[str, np.ndarra
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
     for i in range(params["n_layers"]):
         own = {
-            "attention.wq": (heads * head, dim), "attention.wk": (kv * head, dim), "attention.wv": (kv * head, dim),
-            "attention.wo": (dim, heads * head), "attention_norm": (dim,), "ffn_norm": (dim,),
-        }  # fmt: skip
+            "attention.wq": (heads * head, dim),
+            "attention.wk": (kv * head, dim),
+            "attention.wv": (kv * head, dim),
+            "attention.wo": (dim, heads * head),
+            "attention_norm": (dim,),
+            "ffn_norm": (dim,),
+        }
         experts = params.get("moe", {}).get("num_experts", 0)
         for at in [f"experts.{e}." for e in range(experts)] or [""]:
             own |= {
@@ -149,8 +163,10 @@ def test_the_same_logits_as_transformers(params: dict[str, Any]) -> None:
 def test_rows_lie_as_the_script_of_transformers_lays_them(g: int, r: int, d: int) -> None:
     """`permute` of convert_llama_weights_to_hf.py: view(heads, d / 2, 2, dim).transpose(1, 2)."""
     heads, dim = g * r, g * r * d
-    w = {"layers.3.attention.wq.weight": np.arange(dim * dim).reshape(dim, dim),
-         "layers.3.attention.wk.weight": np.arange(g * d * dim).reshape(g * d, dim)}  # fmt: skip
+    w = {
+        "layers.3.attention.wq.weight": np.arange(dim * dim).reshape(dim, dim),
+        "layers.3.attention.wk.weight": np.arange(g * d * dim).reshape(g * d, dim),
+    }
     config = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": g, "num_hidden_layers": 4}
     hub = turned(mapping(by_name("llama"), "meta", "hf", {n: a.shape for n, a in w.items()}, config), w)
     for name, n in (("q", heads), ("k", g)):
@@ -178,12 +194,16 @@ def test_biases_have_no_place() -> None:
     assert e.value.code == "E1374"
 
 
-RELEASES = {  # dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier as published, and the width that transformers has
-    "llama-7b": (4096, 32, 32, 256, None, 11008), "llama-65b": (8192, 64, 64, 256, None, 22016),
-    "llama2-70b": (8192, 64, 8, 4096, 1.3, 28672), "llama3-8b": (4096, 32, 8, 1024, 1.3, 14336),
-    "llama3.1-405b": (16384, 128, 8, 4096, 1.2, 53248), "llama3.2-1b": (2048, 32, 8, 256, 1.5, 8192),
+# dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier as published, and the width that transformers has
+RELEASES = {
+    "llama-7b": (4096, 32, 32, 256, None, 11008),
+    "llama-65b": (8192, 64, 64, 256, None, 22016),
+    "llama2-70b": (8192, 64, 8, 4096, 1.3, 28672),
+    "llama3-8b": (4096, 32, 8, 1024, 1.3, 14336),
+    "llama3.1-405b": (16384, 128, 8, 4096, 1.2, 53248),
+    "llama3.2-1b": (2048, 32, 8, 256, 1.5, 8192),
     "llama3.2-3b": (3072, 24, 8, 256, 1.0, 8192),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -234,8 +254,14 @@ def test_a_rope_that_is_not_stated(params: dict[str, Any], theta: float) -> None
 
 def test_what_meta_s_code_can_t_build_is_said() -> None:
     plain = config_of("llama", hidden_size=24, num_attention_heads=6, head_dim=4)
-    scaled = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+    scaled = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    }
     params, notes = params_of({**plain, "rope_parameters": scaled})
     assert params["use_scaled_rope"] is True and params["rope_theta"] == 500000.0 and "factor 32.0" in notes[0]
     for change in (

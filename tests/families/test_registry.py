@@ -111,7 +111,7 @@ FAULTS = {
     "no such names": (lambda: find(config_of("llama"), ["x.y"]), InputError, "E1373", "right family"),
     "names of nobody": (lambda: find(None, ["x.y"]), InputError, "E1372", "--dialect keep"),
     "no names": (lambda: find(None, []), InputError, "E1372", "--dialect keep"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -57,8 +57,11 @@ def test_what_no_rule_knows_is_not_in_the_result() -> None:
 
 
 def test_a_half_tensor_names_what_is_missing() -> None:
-    part = {name: shape for name, shape in HUB.items()
-            if name not in ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight")}  # fmt: skip
+    part = {
+        name: shape
+        for name, shape in HUB.items()
+        if name not in ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    }
     with pytest.raises(InconsistentCheckpoint, match="layers.0.self_attn.v_proj.weight is missing") as error:
         ernie("hf", "paddle", part, CONFIG)
     assert error.value.code == "E1371"
@@ -120,13 +123,16 @@ def test_a_fused_spelling_is_read_and_the_first_one_written() -> None:
     shapes = {"llama.layers.0.mlp.gate_up_fused_proj.weight": (18, 20), "lm_head.weight": (18, 22)}
     family = by_name("llama")
     assert names(mapping(family, "paddle-nlp", "hf", shapes, config)) == [
-        "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight",
-    ]  # fmt: skip
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+    ]
     made = mapping(family, "paddle-nlp", "paddle", shapes, config).made
     assert [(each.name, each.shape) for each in made] == [
-        ("model.layers.0.mlp.gate_proj.weight", (18, 10)), ("model.layers.0.mlp.up_proj.weight", (18, 10)),
+        ("model.layers.0.mlp.gate_proj.weight", (18, 10)),
+        ("model.layers.0.mlp.up_proj.weight", (18, 10)),
         ("lm_head.weight", (22, 18)),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("tied", "shape"), [(True, (22, 18)), (False, (18, 22))])

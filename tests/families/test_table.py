@@ -62,7 +62,7 @@ FAULTS = {
     "replaced in part": (lambda: table_of("a.w : h").over(table_of("<a|b>.w : h")), "replaced in part: b.w"),
     "no pattern": (lambda: table_of("a.w = b.w"), "NAME : pattern"),
     "other axes": (lambda: table_of("a.w : h = b.w : f"), "other axes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,5 @@
-"""The tables of the families: they parse, agree with the hub, tile, and lead there and back; a family file is a table."""
+"""The tables of the families: they parse, agree with the hub, tile, and lead there and back; a family file is a
+table."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from ckpt_tool.families.table import form_of, instances
 
 FOLDER = Path(ckpt_tool.families.models.__file__).parent
 PAIRS = [(family.name, dialect) for family in FAMILIES for dialect in family.dialects]
-# Megatron's MTP layers have a last norm of their own, ERNIE's none; they share the embedding and the head with the model
+# Megatron's MTP layers have a last norm of their own, ERNIE's none; they share the embedding and the head with the
+# model
 NOT_MEGATRON = re.compile(r"model\.mtp_|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.")
 
 

@@ -68,8 +68,12 @@ class FaultServer:
         self._work = work
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("fault_server.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         assert self._reply() == "ready"
 
     def _reply(self) -> str:

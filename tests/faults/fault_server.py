@@ -2,7 +2,8 @@
 
 Started by `conftest.py` as a process of its own (fork needs one without threads). One JSON object a line on stdin:
 
-    {"args": ["convert", ...], "under": "/tmp/x", "fault": {"at": 7, "do": "kill"}, "out": PATH, "err": PATH, "ops": PATH}
+    {"args": ["convert", ...], "under": "/tmp/x", "fault": {"at": 7, "do": "kill"}, "out": PATH, "err": PATH, "ops":
+    PATH}
 
 and one on stdout: {"status": 0..255 or -signal}. Operations are counted in one sequence over all threads; only those
 on paths or descriptors below `under` count. What can be done at operation `at` (of kind `op`, or of any kind):
@@ -16,8 +17,8 @@ on paths or descriptors below `under` count. What can be done at operation `at` 
 
 With `on` the fault strikes at every operation from `at` on. `uid`: the child gives up root first.
 
-`ops` gets one line an operation: kind, path; a `close_ro` is a close of what was open for reading alone. It wraps the functions of `os` that the tool calls, and the one libc call
-that it makes; what happens below them is the kernel's.
+`ops` gets one line an operation: kind, path; a `close_ro` is a close of what was open for reading alone. It wraps the
+functions of `os` that the tool calls, and the one libc call that it makes; what happens below them is the kernel's.
 """
 
 from __future__ import annotations

@@ -52,8 +52,12 @@ def ckpt(*args: str | Path, cwd: Path = ROOT, umask: int = 0o022, **env: str) ->
     """One real process."""
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_tool", *map(str, args), "-q"],
-        cwd=cwd, umask=umask, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=cwd,
+        umask=umask,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -82,10 +86,25 @@ def test_threads_hash_seed_locale_zone_and_folder(made: Made, tmp_path: Path) ->
     first, source, name, options = made
     out = tmp_path / name
     ckpt(
-        "convert", source, out, *options, "--threads", "64", "--memory", "256MiB", cwd=tmp_path, umask=0o077,
-        PYTHONHASHSEED="4242", LC_ALL="C", LANG="C", PYTHONUTF8="0", TZ="Asia/Kathmandu", HOME=str(tmp_path),
-        COLUMNS="40", TERM="dumb",
-    )  # fmt: skip
+        "convert",
+        source,
+        out,
+        *options,
+        "--threads",
+        "64",
+        "--memory",
+        "256MiB",
+        cwd=tmp_path,
+        umask=0o077,
+        PYTHONHASHSEED="4242",
+        LC_ALL="C",
+        LANG="C",
+        PYTHONUTF8="0",
+        TZ="Asia/Kathmandu",
+        HOME=str(tmp_path),
+        COLUMNS="40",
+        TERM="dumb",
+    )
     assert content(out) == content(first)
     if out.is_dir():
         assert modes(out).keys() == modes(first).keys()
@@ -151,11 +170,13 @@ def test_parts_at_the_same_time(made: Made, tmp_path: Path) -> None:
     ckpt("convert", source, out, *options, "--plan", plan, PYTHONHASHSEED="7")
     runs = [
         subprocess.Popen(
-            [sys.executable, "-m", "ckpt_tool", "apply", str(plan), "--part", f"{number}/3", "-q"], cwd=ROOT, text=True,
+            [sys.executable, "-m", "ckpt_tool", "apply", str(plan), "--part", f"{number}/3", "-q"],
+            cwd=ROOT,
+            text=True,
             stderr=subprocess.PIPE,
         )
         for number in range(1, 4)
-    ]  # fmt: skip
+    ]
     for run in runs:
         _, err = run.communicate(timeout=120)
         assert run.returncode == 0, err
@@ -173,15 +194,18 @@ def test_another_host_another_time(made: Made, tmp_path: Path) -> None:
         pytest.skip(f"no UTS namespace here: {probe.stderr.strip()}")
     line = f'hostname elsewhere && exec "{sys.executable}" -m ckpt_tool "$@" -q'
     done = subprocess.run(
-        ["unshare", "-r", "-u", "sh", "-c", line, "sh", "convert", str(source), str(out), *options], cwd=ROOT,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["unshare", "-r", "-u", "sh", "-c", line, "sh", "convert", str(source), str(out), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert content(out) == content(first)
 
 
 def test_there_and_back_is_canonical(quick: Callable[..., None], tmp_path: Path) -> None:
-    """E16 for our own format: other degrees and back give the first bytes, through a plan that knows nothing of them."""
+    """E16 for our own format: other degrees and back give the first bytes, through a plan that knows nothing of
+    them."""
     a, b, back = (tmp_path / name for name in ("a", "b", "back"))
     quick("convert", SOURCE, a, "--to", "sharded", "--tp", "2")
     quick("reshard", a, b, "--tp", "1", "--dp", "3", "--zero", "3")

@@ -1,8 +1,9 @@
-"""Plan files that somebody edited: with the old seal they are refused as edited; with a new one they are refused for what is
-wrong with them, or do something that a plan may do, inside their output. Never a crash, never a byte beside it.
+"""Plan files that somebody edited: with the old seal they are refused as edited; with a new one they are refused for
+what is wrong with them, or do something that a plan may do, inside their output. Never a crash, never a byte beside it.
 
-The seal is no secret. What an edit with a new seal may do is read other bytes of the sources and write other heads: that is another
-plan, and a good one as far as anybody can tell. Everything else is found (`tests/plan/test_checking.py` says what, kind by kind).
+The seal is no secret. What an edit with a new seal may do is read other bytes of the sources and write other heads:
+that is another plan, and a good one as far as anybody can tell. Everything else is found (`tests/plan/test_checking.py`
+says what, kind by kind).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PLANS = {
     "checksums": ("torch/training.pt", ["--to", "dcp", "--dp", "2"]),
     "side files": ("convert/llama/hf", ["--to", "paddle-unified"]),
     "replicas": ("dcp/hsdp_2x2", ["--to", "torch"]),
-}  # fmt: skip
+}
 EDITS = 100  # a plan
 SHARES = 5
 Places = list[tuple[Any, Any]]

@@ -1,8 +1,8 @@
 """One flipped bit, over the registry and the fixtures: in every kind of place of every kind of file.
 
-`verify` finds it, or says that no checksum covers the file there. What a zip's own CRC covers is told by Python's `zipfile`,
-never by our reader: there it is found always, named by file, byte and member; and no conversion gives other values for it. Every
-other verb that reads the values sees it too.
+`verify` finds it, or says that no checksum covers the file there. What a zip's own CRC covers is told by Python's
+`zipfile`, never by our reader: there it is found always, named by file, byte and member; and no conversion gives other
+values for it. Every other verb that reads the values sees it too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 FILES = 5  # of each fixture
@@ -250,7 +250,7 @@ def test_required_checksums_are_there_or_the_source_is_refused(path: Path) -> No
     assert raised.value.code == "E0397"
 
 
-# -- whoever reads the bytes ----------------------------------------------------------------------------------------------
+# -- whoever reads the bytes -------------------------------------------------------------------------------------------
 
 NAMES = ("block.q_proj.weight", "block.up_proj.weight", "norm.weight")
 

@@ -1,8 +1,8 @@
 """Failing disks, full disks, short reads, sources that change, destinations that are not ours.
 
 Each fault must end with its exit code and an error that names the file, invariant I must hold, and the same command,
-given again, must end with the bytes of an undisturbed run. Most faults are made in the process at the Nth operation (see
-`fault_server.py`); a few are the kernel's own: strace, a tmpfs of 1 MiB, resource limits.
+given again, must end with the bytes of an undisturbed run. Most faults are made in the process at the Nth operation
+(see `fault_server.py`); a few are the kernel's own: strace, a tmpfs of 1 MiB, resource limits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ERRORS = {
     "chmod": ["EPERM"],
     "close": ["EIO", "ENOSPC"],
     "close_ro": ["EIO"],
-}  # fmt: skip
+}
 
 
 def places(ground: Any, op: str, *, most: int) -> list[int]:
@@ -162,9 +162,26 @@ def test_a_failed_fsync_as_the_kernel_sees_it(folder_ground: Any, tmp_path: Path
     ground, log = folder_ground, tmp_path / "trace"
     ground.reset()
     done = subprocess.run(
-        ["strace", "-f", "-y", "-o", str(log), "-e", "trace=fsync,fdatasync", "-e", "inject=fsync:error=EIO:when=1",
-         sys.executable, "-m", "ckpt_tool", *ground.args], cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [
+            "strace",
+            "-f",
+            "-y",
+            "-o",
+            str(log),
+            "-e",
+            "trace=fsync,fdatasync",
+            "-e",
+            "inject=fsync:error=EIO:when=1",
+            sys.executable,
+            "-m",
+            "ckpt_tool",
+            *ground.args,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if "ptrace" in done.stderr:
         pytest.skip(f"strace can't trace here: {done.stderr.strip()}")
     assert done.returncode == 7, done.stderr
@@ -284,8 +301,11 @@ def test_interrupted_calls_as_the_kernel_gives_them(folder_ground: Any) -> None:
     options += [part for kind in kinds for part in ("-e", f"inject={kind}:error=EINTR:when=2+2")]
     done = subprocess.run(
         ["strace", "-f", "-o", os.devnull, *options, sys.executable, "-m", "ckpt_tool", *ground.args],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if "ptrace" in done.stderr:
         pytest.skip(f"strace can't trace here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
@@ -478,11 +498,17 @@ def test_runs_to_different_outputs_do_not_meet(folder_ground: Any, tmp_path: Pat
     others = [ground.place / f"out{i}" for i in range(3)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "ckpt_tool", *(str(out) if arg == str(ground.final) else arg for arg in ground.args)],
-            cwd=ROOT, stdout=subprocess.DEVNULL,
+            [
+                sys.executable,
+                "-m",
+                "ckpt_tool",
+                *(str(out) if arg == str(ground.final) else arg for arg in ground.args),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
         )
         for out in others
-    ]  # fmt: skip
+    ]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
     assert sorted(os.listdir(ground.place)) == ["out0", "out1", "out2"]
 
@@ -521,9 +547,12 @@ def test_an_output_that_touches_the_source_is_refused(server: Any, tmp_path: Pat
     source = holder / "source"
     shutil.copytree(ROOT / "fixtures" / "dcp" / "tp2_dp2", source)
     out = {
-        "the source": source, "inside the source": source / "out", "around the source": holder,
-        "a link to the source": tmp_path / "link", "bind mount": tmp_path / "bound" / "out",
-    }[what]  # fmt: skip
+        "the source": source,
+        "inside the source": source / "out",
+        "around the source": holder,
+        "a link to the source": tmp_path / "link",
+        "bind mount": tmp_path / "bound" / "out",
+    }[what]
     if what == "a link to the source":
         out.symlink_to(source)
     if what == "bind mount":
@@ -682,10 +711,16 @@ def test_a_tensor_larger_than_the_memory_is_streamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "status"),
     [
-        ("LC_ALL=C PYTHONUTF8=0 {}", 0), ("{} >&-", 0), ("{} 2>&-", 0), ("{} <&-", 0), ("{} >&- 2>&- <&-", 0),
-        ("{} > /dev/full", 7), ("{} 2> /dev/full", 0), ("env -u TERM -u HOME -u LANG {}", 0),
+        ("LC_ALL=C PYTHONUTF8=0 {}", 0),
+        ("{} >&-", 0),
+        ("{} 2>&-", 0),
+        ("{} <&-", 0),
+        ("{} >&- 2>&- <&-", 0),
+        ("{} > /dev/full", 7),
+        ("{} 2> /dev/full", 0),
+        ("env -u TERM -u HOME -u LANG {}", 0),
     ],
-)  # fmt: skip
+)
 def test_streams_that_are_gone_and_a_bare_environment(folder_ground: Any, how: str, status: int) -> None:
     """F10: closed or full streams and a bare locale change nothing about the output."""
     ground = folder_ground

@@ -1,8 +1,8 @@
 """SIGKILL at every file operation, by two roads: in the process (every operation of every thread) and by strace.
 
 After each kill invariant I must hold, and the same command must end with the bytes of an undisturbed run. The default
-run kills at every operation of a small run in forked processes (tens of milliseconds each); `-m crash` adds the kernel's
-own view by strace on real `python -m ckpt_tool` processes, and 200 kills at random moments of a larger run.
+run kills at every operation of a small run in forked processes (tens of milliseconds each); `-m crash` adds the
+kernel's own view by strace on real `python -m ckpt_tool` processes, and 200 kills at random moments of a larger run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def test_a_kill_at_every_operation_leaves_old_or_new(ground: Any, how: str) -> N
 
 @pytest.mark.share(2)
 def test_kills_leave_nothing_of_a_training_state_of_ranks(ranked_ground: Any) -> None:
-    """The same for the formats of Megatron, DeepSpeed and Paddle: at the beginning, in the data, before and after the commit."""
+    """The same for the formats of Megatron, DeepSpeed and Paddle: at the beginning, in the data, before and after the
+    commit."""
     total = len(ranked_ground.operations)
     seen = kill_everywhere(ranked_ground, "kill", sorted({2, total // 2, 3 * total // 4}))
     assert seen == {"absent": 3}
@@ -183,13 +184,26 @@ JOURNALS = {
     "another plan": lambda lines: [lines[0].replace(b'"plan":"', b'"plan":"0'), *lines[1:]],
     "units twice": lambda lines: [*lines, *lines[1:]],
     "units of no plan": lambda lines: [*lines, b'{"unit":999999,"hashes":[],"leaves":[],"overflows":{}}'],
-    "wrong types": lambda lines: [lines[0], b'{"unit":"0","hashes":5,"leaves":null}', b'{"unit":[],"hashes":{}}', b"[]", b"5"],
-    "other leaves": lambda lines: [lines[0], *(re.sub(rb'"leaves":.*,"over', b'"leaves":[],"over', x) for x in lines[1:])],
-    "leaves of no tensor": lambda lines: [
-        lines[0], *(re.sub(rb'"leaves":.*,"over', b'"leaves":[[99,0,"AA==",0,"AA=="]],"over', x) for x in lines[1:])
+    "wrong types": lambda lines: [
+        lines[0],
+        b'{"unit":"0","hashes":5,"leaves":null}',
+        b'{"unit":[],"hashes":{}}',
+        b"[]",
+        b"5",
     ],
-    "no base64": lambda lines: [lines[0], *(re.sub(rb'"leaves":.*,"over', b'"leaves":[[0,0,"*",0,5]],"over', x) for x in lines[1:])],
-}  # fmt: skip
+    "other leaves": lambda lines: [
+        lines[0],
+        *(re.sub(rb'"leaves":.*,"over', b'"leaves":[],"over', x) for x in lines[1:]),
+    ],
+    "leaves of no tensor": lambda lines: [
+        lines[0],
+        *(re.sub(rb'"leaves":.*,"over', b'"leaves":[[99,0,"AA==",0,"AA=="]],"over', x) for x in lines[1:]),
+    ],
+    "no base64": lambda lines: [
+        lines[0],
+        *(re.sub(rb'"leaves":.*,"over', b'"leaves":[[0,0,"*",0,5]],"over', x) for x in lines[1:]),
+    ],
+}
 
 
 @pytest.mark.parametrize("how", list(JOURNALS))
@@ -274,9 +288,21 @@ def kill_by_strace(ground: Any, syscall: str, at: int) -> bool:
     """Kill a real run at its `at`-th `syscall` on the output's paths. False when there are no more."""
     ground.reset()
     done = subprocess.run(
-        [strace(), "-f", "-o", os.devnull, *paths_of(ground), "-e", f"inject={syscall}:signal=SIGKILL:when={at}",
-         *command(ground)], cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            strace(),
+            "-f",
+            "-o",
+            os.devnull,
+            *paths_of(ground),
+            "-e",
+            f"inject={syscall}:signal=SIGKILL:when={at}",
+            *command(ground),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if done.returncode == 0:
         return False
     assert done.returncode in (KILLED, 137), done.stderr

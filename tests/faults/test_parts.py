@@ -1,4 +1,5 @@
-"""Parts of plans: mixed, altered between, begun and given up. What is committed is the plan's output, byte for byte, or nothing."""
+"""Parts of plans: mixed, altered between, begun and given up. What is committed is the plan's output, byte for byte, or
+nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OPTIONS = {
     "padded": ["--to", "sharded", "--dp", "3", "--on-indivisible", "pad", "--dtype", "bf16"],
     "zip": ["--to", "deepspeed-universal"],
     "records": ["--to", "dcp", "--dp", "2"],
-}  # fmt: skip
+}
 
 
 class Ground:
@@ -155,7 +156,7 @@ ALTER: dict[str, Callable[[bytearray, random.Random], None]] = {
     "all of it": lambda data, rng: data.__setitem__(slice(None), rng.randbytes(len(data))),
     "longer": lambda data, rng: data.extend(rng.randbytes(100)),
     "empty": lambda data, rng: data.clear(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", list(ALTER))
@@ -203,7 +204,8 @@ def test_what_somebody_added_is_not_committed(ground: Ground, capfd: Any, tmp_pa
 
 
 def test_parts_without_hashes_and_parts_with(ground: Ground, capfd: Any) -> None:
-    """A part that was run with --verify off has no hashes to be held against: the one that commits does its work again."""
+    """A part that was run with --verify off has no hashes to be held against: the one that commits does its work
+    again."""
     assert ground.part("1/2", capfd, "a", "--verify", "off") == ground.part("2/2", capfd) == (0, "")
     assert ground.bytes() == ground.good
 

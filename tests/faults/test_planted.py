@@ -1,4 +1,5 @@
-"""What somebody put where a run wants its own: journals and staged files that are FIFOs, links, hard links, folders, sockets.
+"""What somebody put where a run wants its own: journals and staged files that are FIFOs, links, hard links, folders,
+sockets.
 
 Nothing hangs, nothing that they lead to is opened, cut or written, every lock is let go.
 """
@@ -132,7 +133,7 @@ def test_a_planted_file_is_never_opened(ground: Ground, capfd: Any, kind: str, w
 
 
 def _identifier(ground: Ground) -> str:
-    from ckpt_tool.commands.plan_file import load_plan
+    from ckpt_tool.conversion.plan_file import load_plan
 
     return load_plan(str(ground.plan)).identifier()
 

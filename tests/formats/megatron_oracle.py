@@ -1,7 +1,7 @@
 """Legacy Megatron checkpoints made with torch and NumPy alone: the oracle that our reader and writer are held to.
 
-A job is a dict of whole tensors, cut by slicing, named and ordered by hand as Megatron-Core 0.16.1 does. `save` writes rank
-folders; `load` reads them with `torch.load`.
+A job is a dict of whole tensors, cut by slicing, named and ordered by hand as Megatron-Core 0.16.1 does. `save` writes
+rank folders; `load` reads them with `torch.load`.
 """
 
 from __future__ import annotations
@@ -63,13 +63,28 @@ def arguments(
     layers: int, experts: int = 0, *, tied: bool = False, tp: int = 1, pp: int = 1, ep: int = 1, **more
 ) -> Namespace:
     return Namespace(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=more.pop("etp", tp), virtual_pipeline_model_parallel_size=more.pop("vpp", None),
-        data_parallel_size=more.pop("dp", ep), context_parallel_size=1, num_layers=layers, num_experts=experts or None,
-        num_attention_heads=HEADS, num_query_groups=GROUPS, group_query_attention=True, swiglu=True, hidden_size=HIDDEN,
-        untie_embeddings_and_output_weights=not tied, make_vocab_size_divisible_by=4, vocab_size=VOCAB - 1,
-        padded_vocab_size=VOCAB, transformer_impl="local", params_dtype=torch.bfloat16, **more,
-    )  # fmt: skip
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=more.pop("etp", tp),
+        virtual_pipeline_model_parallel_size=more.pop("vpp", None),
+        data_parallel_size=more.pop("dp", ep),
+        context_parallel_size=1,
+        num_layers=layers,
+        num_experts=experts or None,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        group_query_attention=True,
+        swiglu=True,
+        hidden_size=HIDDEN,
+        untie_embeddings_and_output_weights=not tied,
+        make_vocab_size_divisible_by=4,
+        vocab_size=VOCAB - 1,
+        padded_vocab_size=VOCAB,
+        transformer_impl="local",
+        params_dtype=torch.bfloat16,
+        **more,
+    )
 
 
 def save(root: Path, states: dict[str, dict], args: Namespace, *, iteration: int = 7) -> Path:

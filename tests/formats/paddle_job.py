@@ -1,4 +1,5 @@
-"""A Paddle job's files made without our code: NumPy cuts, `pickle` writes. What the tests of reading ranks compare with.
+"""A Paddle job's files made without our code: NumPy cuts, `pickle` writes. What the tests of reading ranks compare
+with.
 
 `Job` lays a tiny Llama-like model (with experts where asked) over tensor, pipeline, sharding and expert ranks, as
 PaddleFormers 1.2.0 does, and `save` writes plain or sharding_io files.
@@ -18,9 +19,13 @@ import numpy as np
 TABLE = "StructuredToParameterName@@"
 HIDDEN, FFN, VOCAB, KV = 8, 12, 20, 4
 CONFIG = {
-    "model_type": "qwen2_moe", "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "model_type": "qwen2_moe",
+    "hidden_size": HIDDEN,
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 
 
 def columns(w, tp):
@@ -105,9 +110,10 @@ class Job:
 
     def held(self, tp: int, pp: int, ep: int) -> list[str]:
         return [
-            name for name, (_, _, stage) in self.parameters.items()
+            name
+            for name, (_, _, stage) in self.parameters.items()
             if stage == pp and self.expert_rank(name) in (None, ep)
-        ]  # fmt: skip
+        ]
 
     def static(self, tp: int, pp: int, ep: int) -> dict[str, str]:
         """Structured -> static, counted per stage: the same counters mean other parameters on another stage."""
@@ -219,19 +225,24 @@ class Job:
                         "structure_name_mapping": {self.spelt(n): static[n] for n in names},
                         "param_meta": {
                             self.spelt(n): [
-                                list(self.part(self.parameters[n][0], n, tp).shape), 16 if self.bf16 else 10,
+                                list(self.part(self.parameters[n][0], n, tp).shape),
+                                16 if self.bf16 else 10,
                                 self.parameters[n][1] is not copies or self.expert_rank(n) is not None,
                                 self.expert_rank(n) is not None,
                             ]
                             for n in names
                         },
                         "param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"],
-                        "sharding_strategy": "ShardingV2" if self.v2 else "ShardingV1", "enable_overlap": False,
-                    }  # fmt: skip
+                        "sharding_strategy": "ShardingV2" if self.v2 else "ShardingV1",
+                        "enable_overlap": False,
+                    }
         config = {
-            "pp_degree": self.pp, "mp_degree": self.tp, "sharding_degree": self.sharding, "ep_degree": self.ep,
+            "pp_degree": self.pp,
+            "mp_degree": self.tp,
+            "sharding_degree": self.sharding,
+            "ep_degree": self.ep,
             "moe_sharding_degree": self.tp * self.sharding // self.ep if self.ep > 1 else 0,
-        }  # fmt: skip
+        }
         return {"parallel_config": config, "sharding_metas": metas}
 
     def truth(self, *, io: bool = False, ema: bool = False) -> dict[tuple[str, str], np.ndarray]:

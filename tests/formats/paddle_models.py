@@ -1,4 +1,5 @@
-"""Tiny Paddle training states as NumPy arrays, and how a Paddle job would cut them, by NumPy alone: the oracle of the writer.
+"""Tiny Paddle training states as NumPy arrays, and how a Paddle job would cut them, by NumPy alone: the oracle of the
+writer.
 
 `parts` says what a rank holds by slicing whole arrays (np.split, a padded buffer, a list of owners), knowing nothing of
 `ckpt_tool`.
@@ -40,7 +41,8 @@ class Job(NamedTuple):
 
 
 def model_of(kind: str, layers: int, experts: int, half: bool, ffn: int = 4, hidden: int = 8) -> Model:
-    """A llama, a fused `ernie` or a `moe` model; every element of every tensor is another number (mod 2^16 for bits)."""
+    """A llama, a fused `ernie` or a `moe` model; every element of every tensor is another number (mod 2^16 for
+    bits)."""
     names, shapes = ["model.embed_tokens.weight"], [(12, hidden)]
 
     def add(name: str, *shape: int) -> None:
@@ -189,7 +191,8 @@ def whole_states(model: Model, job: Job, at: Place, names: Sequence[str]) -> dic
 def slices(
     model: Model, job: Job, at: Place, names: Sequence[str], ranks: int, own: int
 ) -> dict[tuple[str, str], np.ndarray]:
-    """The rank's part of every fused buffer, by laying the buffer out: one a dtype, each parameter padded with zeros."""
+    """The rank's part of every fused buffer, by laying the buffer out: one a dtype, each parameter padded with
+    zeros."""
     out = {}
     for bits in (True, False):
         own_kind = [name for name in names if (model.arrays["model", name].dtype == np.uint16) is bits]

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.tensor import EXTRAS, STEP
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.pickle_writer import dumps
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import TorchZip
 
-_KEYS = b"iteration|global_steps|global_samples|last_epoch|_step_count|step|num_steps|consumed_samples|consumed_train_samples|epoch"
+_KEYS = b"iteration|global_steps|global_samples|last_epoch|_step_count|step|num_steps|consumed_samples|consumed_train_samples|epoch"  # noqa: E501
 _COUNTER = re.compile(rb"(?s)(" + _KEYS + rb")(q.|r....|\x94)?K(.)")  # a key, its memo, a small number
 _SIZES = {"F32": "<f", "I64": "<q"}
 
@@ -51,7 +51,8 @@ def put(root: Path, one: str, other: str) -> bool:
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change the value of a torch file in place, records as they were. change: gets the value, may change or replace it."""
+    """Change the value of a torch file in place, records as they were. change: gets the value, may change or replace
+    it."""
     opened = TorchZip.open(Tree(path), path.name)
     value = opened.pickled().value
     changed = change(value)
@@ -89,7 +90,8 @@ def scalars_of(root: Path) -> dict[str, int]:
 
 
 def of_another_step(root: Path, file: str) -> Stale:
-    """Rewrite `file` as an earlier save would have left it: all values changed in their last bits, all counters raised."""
+    """Rewrite `file` as an earlier save would have left it: all values changed in their last bits, all counters
+    raised."""
     catalog = open_source(str(root), Reading()).catalog
     path, spans, crcs = root / file, dict[int, tuple[int, str]](), set[tuple[int, int, int]]()
     assert not any(chunk.array.path == file + INLINE for t in catalog.tensors.values() for chunk in t.chunks)

@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
@@ -26,6 +25,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Fitting
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.run.scan import digests_of
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -150,8 +150,9 @@ def test_there_and_back_through_every_format(name, path, other, tmp_path):
             {d["state"] for d in again["differences"]}
         )
         assert again["equal"] or fits and made <= {entry["state"] for entry in returned["dropped"]}, (
-            other, again["differences"][:3],
-        )  # fmt: skip
+            other,
+            again["differences"][:3],
+        )
     assert "model" not in left or holds_all is False or isinstance(registry.by_name(other), Fitting)
 
 

@@ -50,8 +50,12 @@ def _overwrite(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "delete": os.unlink, "cut": _cut, "shorten": _shorten, "empty": _empty, "overwrite": _overwrite,
-}  # fmt: skip
+    "delete": os.unlink,
+    "cut": _cut,
+    "shorten": _shorten,
+    "empty": _empty,
+    "overwrite": _overwrite,
+}
 
 
 def some(files: list[Path]) -> list[Path]:

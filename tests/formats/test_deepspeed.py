@@ -1,8 +1,8 @@
-"""DeepSpeed both ways: what we write is compared with DeepSpeed's own files through torch.load, key by key, and with flat
-lines made by torch of the live run's truth; broken saves are refused by name.
+"""DeepSpeed both ways: what we write is compared with DeepSpeed's own files through torch.load, key by key, and with
+flat lines made by torch of the live run's truth; broken saves are refused by name.
 
-DeepSpeed's classes are stood in for by empty ones (`fixtures/make/deepspeed_truth.py`), so no test needs DeepSpeed; that its
-engine resumes is in tests/acceptance.
+DeepSpeed's classes are stood in for by empty ones (`fixtures/make/deepspeed_truth.py`), so no test needs DeepSpeed;
+that its engine resumes is in tests/acceptance.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from targets import FIXTURES
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.sources.opening import open_source
 
 HERE = FIXTURES / "deepspeed"
 CASES = sorted(path.name for path in HERE.iterdir() if path.is_dir())
@@ -64,7 +64,7 @@ def equal(a: Path, b: Path) -> bool:
     return bool(diff(str(a), str(b), Reading(), progress=Silent())["equal"])
 
 
-# -- what DeepSpeed itself wrote ----------------------------------------------------------------------------------------
+# -- what DeepSpeed itself wrote ---------------------------------------------------------------------------------------
 
 
 def differences(a: Any, b: Any, at: str, *, values: bool) -> list[str]:
@@ -100,7 +100,7 @@ def test_writing_it_again_gives_deepspeeds_own_files(case: str, tmp_path: Path) 
         assert not found, (path.name, found[:5])
 
 
-# -- other degrees, against lines made by torch ---------------------------------------------------------------------------
+# -- other degrees, against lines made by torch ------------------------------------------------------------------------
 
 
 def truth_of(case: str) -> dict[str, torch.Tensor]:
@@ -228,7 +228,7 @@ def test_one_stage_holds_the_tied_module_once(tmp_path: Path) -> None:
     assert [int(name.split(".")[0]) for name in names[1:]] == sorted(int(name.split(".")[0]) for name in names[1:])
 
 
-# -- stages and foreign sources -------------------------------------------------------------------------------------------
+# -- stages and foreign sources ----------------------------------------------------------------------------------------
 
 
 def test_stage_1_of_a_stage_3_has_the_rounded_master_as_its_module(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_moments_without_an_exact_master_stay_as_they_are_or_are_refused(tmp_pat
         write(case, tmp_path / "other", to="deepspeed", zero=1)
 
 
-# -- refused by name ------------------------------------------------------------------------------------------------------
+# -- refused by name ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

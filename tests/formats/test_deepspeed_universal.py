@@ -24,12 +24,12 @@ from targets import FIXTURES, ramp
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 
 CASES = FIXTURES / "deepspeed-universal"
 Z1 = CASES / "z1_bf16_dp2"
@@ -68,10 +68,19 @@ def made(folder: Path, *, flat: bool = False, facts: Any = None, steps: Any = No
     torch.save(state, folder / "zero/optimizer_state.pt")
     shapes = OrderedDict({name: torch.Size(shape) for name, shape in SHAPES.items()})
     module = {
-        "module": OrderedDict({name: ramp(shape).bfloat16() for name, shape in SHAPES.items()}), "param_shapes": [shapes],
-        "buffer_names": [], "shared_params": {}, "global_steps": 3, "skipped_steps": 0, "lr_scheduler": {"last_epoch": 3},
-        "dp_world_size": 2, "mp_world_size": 1, "ds_version": "0.19.8", "note": "mine", **top,
-    }  # fmt: skip
+        "module": OrderedDict({name: ramp(shape).bfloat16() for name, shape in SHAPES.items()}),
+        "param_shapes": [shapes],
+        "buffer_names": [],
+        "shared_params": {},
+        "global_steps": 3,
+        "skipped_steps": 0,
+        "lr_scheduler": {"last_epoch": 3},
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+        "note": "mine",
+        **top,
+    }
     torch.save(module, folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if flat else "mp_rank_00_model_states.pt"))
     return folder
 
@@ -83,7 +92,7 @@ def refusal(folder: Path) -> CkptError:
     return raised.value
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def test_extras_are_those_of_the_run() -> None:
@@ -121,9 +130,10 @@ def test_a_number_for_a_step_is_a_step(tmp_path: Path) -> None:
 def test_cuts_of_tensor_parallel_ranks_come_back(tmp_path: Path) -> None:
     """cat_dim, sub-parameters, vocabulary and experts are data: they travel in the extras, by way of sharded too."""
     facts = {
-        "a.weight": {"cat_dim": 1}, "b.weight": {"param_n_sub_params": 2, "cat_dim": 0},
+        "a.weight": {"cat_dim": 1},
+        "b.weight": {"param_n_sub_params": 2, "cat_dim": 0},
         "vocab.weight": {"cat_dim": 0, "vocab_tensor": True, "is_expert_param": True, "ep_num_experts": 7},
-    }  # fmt: skip
+    }
     source = made(tmp_path / "a", facts=facts)
     to(source, tmp_path / "s", "sharded", degrees={"tp": 2})
     to(tmp_path / "s", tmp_path / "b")
@@ -135,7 +145,8 @@ def test_cuts_of_tensor_parallel_ranks_come_back(tmp_path: Path) -> None:
 
 
 def test_sub_parameters_of_uneven_shapes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`SubparamShape`, a class of DeepSpeed's: read as data, written by name; a stand-in shows what an unpickler gets."""
+    """`SubparamShape`, a class of DeepSpeed's: read as data, written by name; a stand-in shows what an unpickler
+    gets."""
 
     class SubparamShape:
         def __init__(self, patterns: Any, shape: Any, partition_dim: int) -> None:
@@ -213,7 +224,7 @@ def test_a_file_that_our_own_output_lost_is_named(tmp_path: Path) -> None:
     assert "mp_rank_00_model_states.pt" in refusal(tmp_path / "two").message
 
 
-# -- pointers -----------------------------------------------------------------------------------------------------------
+# -- pointers ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_root_with_both_pointers_gives_the_native_one_unless_asked(tmp_path: Path) -> None:
@@ -239,7 +250,7 @@ def test_a_trainers_folder_with_deepspeeds_inside_is_followed(tmp_path: Path) ->
     assert "checkpoint-500" in opened.resolved and "global_step500_universal" in opened.resolved
 
 
-# -- writing ------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in CASES.iterdir() if path.is_dir()))
@@ -291,7 +302,8 @@ def test_a_foreign_source_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_groups_of_chained_optimizers_are_all_kept(tmp_path: Path) -> None:
-    """Megatron's optimizer of a model with experts is a list of optimizers, each with its groups; the step is theirs."""
+    """Megatron's optimizer of a model with experts is a list of optimizers, each with its groups; the step is
+    theirs."""
     weights = {"w": ramp((4, 2)), "e": ramp((3,))}
     chain = [{"optimizer": {"param_groups": [{"lr": lr, "step": 7}]}} for lr in (0.1, 0.2)]
     state = {"model": weights, "optimizer": chain, "optim": {"state": {n: {"exp_avg": v} for n, v in weights.items()}}}
@@ -326,7 +338,7 @@ def test_moments_without_weights_are_refused(tmp_path: Path) -> None:
     assert raised.value.exit_code == 2 and raised.value.code == "E0291"
 
 
-# -- DeepSpeed itself ---------------------------------------------------------------------------------------------------
+# -- DeepSpeed itself --------------------------------------------------------------------------------------------------
 
 PEER = os.environ.get("CKPT_DEEPSPEED_PYTHON", "")
 needs_deepspeed = pytest.mark.skipif(not PEER, reason="CKPT_DEEPSPEED_PYTHON names no Python with DeepSpeed")

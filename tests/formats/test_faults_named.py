@@ -1,4 +1,5 @@
-"""A fault names the file that has it, in every format: of several broken files each, of a gap the one that lacks the part."""
+"""A fault names the file that has it, in every format: of several broken files each, of a gap the one that lacks the
+part."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.catalog import Catalog, mark_replicas
 from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
 from ckpt_tool.formats import registry
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ONE_FILE = {"peft"}  # formats of one data file
@@ -112,7 +113,7 @@ def breaks(source: Path, path: Path, name: str, how: str) -> bool:
     return False
 
 
-# -- gaps ----------------------------------------------------------------------------------------------------------------------
+# -- gaps --------------------------------------------------------------------------------------------------------------
 
 
 def parted() -> Iterator[Any]:
@@ -160,7 +161,7 @@ def test_a_gap_is_never_laid_to_a_file_that_is_whole(name: str, folder: Path) ->
         assert named, "no gap at all was laid to its file"
 
 
-# -- the collectors ------------------------------------------------------------------------------------------------------------
+# -- the collectors ----------------------------------------------------------------------------------------------------
 
 
 def fails(name: str) -> str:

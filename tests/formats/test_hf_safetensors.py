@@ -275,8 +275,10 @@ FILES = st.sampled_from(["a.safetensors", "b.safetensors", "sub/c.safetensors", 
     st.dictionaries(NAMES, FILES, min_size=1, max_size=30),
     st.sampled_from([None, {}, {"total_size": 7}, {"x": {"y": [1]}, "s": "}{"}]),
     st.sampled_from([(2, None), (None, (",", ":")), (None, None), (1, (" ,", "  : "))]),
-    st.booleans(), st.booleans(), st.integers(8, 200),
-)  # fmt: skip
+    st.booleans(),
+    st.booleans(),
+    st.integers(8, 200),
+)
 def test_both_roads_read_one_index_alike(tmp_path_factory, weight_map, metadata, spelling, first, ascii_only, piece):
     index = {"weight_map": weight_map} if metadata is None else {"metadata": metadata, "weight_map": weight_map}
     index = index if first else dict(reversed(index.items()))
@@ -361,9 +363,14 @@ def test_the_files_are_those_of_save_pretrained(limit, tied, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=71, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=71,
+        hidden_size=24,
+        intermediate_size=52,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
     model = LlamaForCausalLM(config).bfloat16()
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     ours.mkdir()
@@ -387,9 +394,11 @@ def test_one_file_where_one_is_asked_for():
     assert target.single == "out.safetensors" and [file.path for file in target.files] == ["out.safetensors"]
     many = FORMAT.target(wanted_of(state, "F32", shard_size=10, sidefiles=(("config.json", 9),)), NO_LAYOUT)
     assert [(file.path, file.copy_of) for file in many.files] == [
-        (TWO_FILES[0], None), (TWO_FILES[1], None), ("model.safetensors.index.json", None),
+        (TWO_FILES[0], None),
+        (TWO_FILES[1], None),
+        ("model.safetensors.index.json", None),
         ("config.json", "config.json"),
-    ]  # fmt: skip
+    ]
     assert many.files[3].size == 9 and FORMAT.target(Wanted(()), NO_LAYOUT).files[0].path == "model.safetensors"
 
 

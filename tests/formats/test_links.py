@@ -1,5 +1,6 @@
-"""Checkpoints whose files and folders are links, in every format: followed inside what the user gave and in a Hugging Face
-cache, and named as links that leave the folder everywhere else. The trees are made of the fixtures, a folder of each format."""
+"""Checkpoints whose files and folders are links, in every format: followed inside what the user gave and in a Hugging
+Face cache, and named as links that leave the folder everywhere else. The trees are made of the fixtures, a folder of
+each format."""
 
 from __future__ import annotations
 
@@ -10,21 +11,30 @@ import pytest
 
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import SILENT
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.run.scan import digests_of
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLLOW = Reading(follow_symlinks=True)
 # the folder of each format that has the most ranks and folders
 FOLDERS = {
-    "safetensors": "hf_llama_sharded", "torch": "ranks_tp2_dp2", "dcp": "titan", "sharded": "llama_tp4_pp2",
-    "megatron": "moe_tp2ep2etp1", "megatron-dist": "llama_tp2", "deepspeed": "z1_bf16_dp4",
-    "deepspeed-universal": "z1_bf16_dp2", "paddle": "llama_bf16_legacy_tp2", "paddle-unified": "ernie_nm_tp2",
-    "paddle-flex": "llama_tied_pp2", "meta": "llama2_tp2", "peft": "given",
-}  # fmt: skip
+    "safetensors": "hf_llama_sharded",
+    "torch": "ranks_tp2_dp2",
+    "dcp": "titan",
+    "sharded": "llama_tp4_pp2",
+    "megatron": "moe_tp2ep2etp1",
+    "megatron-dist": "llama_tp2",
+    "deepspeed": "z1_bf16_dp4",
+    "deepspeed-universal": "z1_bf16_dp2",
+    "paddle": "llama_bf16_legacy_tp2",
+    "paddle-unified": "ernie_nm_tp2",
+    "paddle-flex": "llama_tied_pp2",
+    "meta": "llama2_tp2",
+    "peft": "given",
+}
 each_format = pytest.mark.parametrize("name", FOLDERS)
 
 
@@ -120,7 +130,7 @@ def test_one_rank_or_shard_that_is_such_a_link_is_no_missing_one(name: str, tmp_
         (tmp_path / "elsewhere").rename(file)
 
 
-# -- side files ------------------------------------------------------------------------------------------------------------
+# -- side files --------------------------------------------------------------------------------------------------------
 
 SIDES = {"tokenizer.json": "{}", "config.json": '{"model_type": "llama"}', "README.md": "# a model"}
 

@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.errors import CkptError
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 KNOWN = FIXTURES / "lookalikes"
@@ -47,8 +47,10 @@ def pipeline(folder: Path) -> None:
 
 
 def modules(folder: Path) -> None:
-    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-              {"idx": 1, "name": "1", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}]  # fmt: skip
+    listed = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+    ]
     (folder / "modules.json").write_text(json.dumps(listed))
     weights(folder)
     weights(folder / "2_Dense", key="linear.weight")
@@ -102,8 +104,13 @@ CASES: dict[str, tuple[Maker, str, str, str]] = {
     "onnx": (holding("model.onnx", b"\x08\x07\x12\x07pytorch" + bytes(64)), "E0390", "ONNX", "inference format"),
     "keras": (holding("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(64)), "E0390", "HDF5", "safetensors"),
     "tflite": (holding("m.tflite", b"\x1c\0\0\0TFL3" + bytes(64)), "E0390", "TensorFlow Lite", "inference"),
-    "lfs": (holding("pytorch_model.gguf", b"version https://git-lfs.github.com/spec/v1\n"), "E0390", "Git LFS", "lfs pull"),
-}  # fmt: skip
+    "lfs": (
+        holding("pytorch_model.gguf", b"version https://git-lfs.github.com/spec/v1\n"),
+        "E0390",
+        "Git LFS",
+        "lfs pull",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,8 +119,14 @@ def test_it_is_named_and_refused_by_every_verb(name: str, tmp_path: Path, capfd)
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     make(source)
-    for verb in (["inspect", source], ["verify", source], ["reshard", source, out], ["convert", source, out, "--to", "dcp"],
-                 ["merge", source, out], ["diff", source, source]):  # fmt: skip
+    for verb in (
+        ["inspect", source],
+        ["verify", source],
+        ["reshard", source, out],
+        ["convert", source, out, "--to", "dcp"],
+        ["merge", source, out],
+        ["diff", source, source],
+    ):
         assert run([*map(str, verb), "--json"]) == 3, verb
         error = json.loads(capfd.readouterr().err.strip().splitlines()[-1])["error"]
         assert error["code"] == code and message in error["message"] and hint in error["hint"], error
@@ -171,7 +184,7 @@ def test_a_pipeline_beside_a_whole_file_is_two_checkpoints(tmp_path: Path) -> No
     assert e.value.hint == "say which with --from safetensors"
 
 
-# -- a Hugging Face cache ------------------------------------------------------------------------------------------------
+# -- a Hugging Face cache ----------------------------------------------------------------------------------------------
 
 
 def cache(root: Path, *snapshots: str, **refs: str) -> Path:
@@ -187,10 +200,13 @@ def cache(root: Path, *snapshots: str, **refs: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("snapshots", "refs", "said"), [
-    (("aa11", "bb22"), {"main": "bb22", "pr": "aa11"}, "refs/main names the snapshot bb22"),
-    (("aa11",), {}, "aa11 is the only snapshot in the cache"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("snapshots", "refs", "said"),
+    [
+        (("aa11", "bb22"), {"main": "bb22", "pr": "aa11"}, "refs/main names the snapshot bb22"),
+        (("aa11",), {}, "aa11 is the only snapshot in the cache"),
+    ],
+)
 def test_a_cache_is_followed_to_its_snapshot(
     snapshots: tuple[str, ...], refs: dict[str, str], said: str, tmp_path: Path
 ) -> None:
@@ -199,11 +215,14 @@ def test_a_cache_is_followed_to_its_snapshot(
     assert [key.name for key in opened.catalog.tensors] == ["w"]
 
 
-@pytest.mark.parametrize(("refs", "words"), [
-    ({"main": "cc33"}, "cc33, which is not there"),
-    ({}, "2 snapshots and no refs/main"),
-    ({"v1": "aa11", "v2": "bb22"}, "2 snapshots and no refs/main"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("refs", "words"),
+    [
+        ({"main": "cc33"}, "cc33, which is not there"),
+        ({}, "2 snapshots and no refs/main"),
+        ({"v1": "aa11", "v2": "bb22"}, "2 snapshots and no refs/main"),
+    ],
+)
 def test_a_cache_without_its_snapshot_names_those_there(refs: dict[str, str], words: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError) as e:
         open_source(str(cache(tmp_path, "aa11", "bb22", **refs)), Reading())
@@ -218,7 +237,7 @@ def test_a_ref_out_of_the_cache_is_refused(text: str, tmp_path: Path) -> None:
     assert (e.value.code, e.value.exit_code) == ("E0410", 4)
 
 
-# -- pointer files ------------------------------------------------------------------------------------------------------
+# -- pointer files -----------------------------------------------------------------------------------------------------
 
 
 def trainer(folder: Path) -> Path:
@@ -254,7 +273,7 @@ def test_a_number_in_verls_pointer_is_its_own_folder(tmp_path: Path) -> None:
     assert open_source(str(tmp_path), Reading()).path.endswith("global_step_7")
 
 
-# -- an optimizer beside the model ----------------------------------------------------------------------------------------
+# -- an optimizer beside the model -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_1.bin", "optimizer.pt", "optimizer.pdopt"])

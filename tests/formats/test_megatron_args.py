@@ -14,11 +14,17 @@ MOE = {"num_layers": 4, "transformer_impl": "local", "num_experts": 8, "moe_grou
 @pytest.mark.parametrize(
     ("args", "spec", "te", "container"),
     [
-        (DENSE, None, False, SEQUENTIAL), (DENSE, "te", True, SEQUENTIAL), (DENSE, "local", False, SEQUENTIAL),
-        (MOE, None, False, GROUPED), (MOE, "te", True, TE_GROUPED), (MOE, "local", False, SEQUENTIAL),
-        ({}, "te", True, TE_GROUPED), ({}, "local", False, SEQUENTIAL), ({}, None, False, SEQUENTIAL),
+        (DENSE, None, False, SEQUENTIAL),
+        (DENSE, "te", True, SEQUENTIAL),
+        (DENSE, "local", False, SEQUENTIAL),
+        (MOE, None, False, GROUPED),
+        (MOE, "te", True, TE_GROUPED),
+        (MOE, "local", False, SEQUENTIAL),
+        ({}, "te", True, TE_GROUPED),
+        ({}, "local", False, SEQUENTIAL),
+        ({}, None, False, SEQUENTIAL),
     ],
-)  # fmt: skip
+)
 def test_a_spec_that_is_asked_for_comes_before_the_arguments(
     args: dict[str, object], spec: str | None, te: bool, container: str
 ) -> None:

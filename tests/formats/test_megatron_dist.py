@@ -74,27 +74,67 @@ def llama(tmp_path: Path) -> Path:
     return Path(shutil.copytree(iteration(HOME / "llama_tp2"), tmp_path / "iter_0000001"))
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------------
+# -- keys --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fqn", "at", "state", "name"),
     [
         ("embedding.word_embeddings.weight", (), "model", "embedding.word_embeddings.weight"),
-        ("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (2,), "model", "decoder.layers.2.input_layernorm.weight"),
+        (
+            "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+            (2,),
+            "model",
+            "decoder.layers.2.input_layernorm.weight",
+        ),
         ("decoder.layers.7.mlp.linear_fc1.layer_norm_bias", (), "model", "decoder.layers.7.pre_mlp_layernorm.bias"),
         ("decoder.layers.7.pre_mlp_layernorm.weight", (), "model", "decoder.layers.7.pre_mlp_layernorm.weight"),
-        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (1, 5), "model", "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight"),
-        ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,), "model", "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"),
-        ("decoder.layers.3.mlp.experts.experts.6.linear_fc1.weight_v", (), "model", "decoder.layers.3.mlp.experts.local_experts.6.linear_fc1.weight"),
-        ("optimizer.state.fp32_param.decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight", (), "master", "decoder.layers.0.self_attention.kv_layernorm.weight"),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+            (1, 5),
+            "model",
+            "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.experts.linear_fc1.weight",
+            (5,),
+            "model",
+            "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.experts.6.linear_fc1.weight_v",
+            (),
+            "model",
+            "decoder.layers.3.mlp.experts.local_experts.6.linear_fc1.weight",
+        ),
+        (
+            "optimizer.state.fp32_param.decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",
+            (),
+            "master",
+            "decoder.layers.0.self_attention.kv_layernorm.weight",
+        ),
         ("optimizer.state.param.output_layer.weight", (), "master", "output_layer.weight"),
-        ("chained_1.optimizer.state.exp_avg_sq.decoder.layers.mlp.experts.experts.linear_fc1.weight", (0, 0), "exp_avg_sq", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"),
-        ("mtp.layers.0.transformer_layer.self_attention.linear_proj.weight", (), "model", "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"),
+        (
+            "chained_1.optimizer.state.exp_avg_sq.decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            (0, 0),
+            "exp_avg_sq",
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
+        ),
+        (
+            "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight",
+            (),
+            "model",
+            "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight",
+        ),
         ("module.decoder.final_layernorm.weight", (), "model", "decoder.final_layernorm.weight"),
-        ("decoder.layers.mlp.shared_experts.linear_fc1.weight", (1,), "model", "decoder.layers.1.mlp.shared_experts.linear_fc1.weight"),
+        (
+            "decoder.layers.mlp.shared_experts.linear_fc1.weight",
+            (1,),
+            "model",
+            "decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_key_and_a_position_give_the_name(fqn: str, at: tuple[int, ...], state: str, name: str) -> None:
     key = parse(fqn)
     assert (key.state, key.leads, name_of(key, at)) == (state, len(at), name)
@@ -105,7 +145,7 @@ def test_keys_of_objects() -> None:
     assert parse_object("rng_state") is None and parse_object("a/shard_0.1_2") is None
 
 
-# -- the flattened form -------------------------------------------------------------------------------------------------
+# -- the flattened form ------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -150,7 +190,7 @@ def test_rows_of_a_stacked_piece() -> None:
     assert {chunk.box for _, chunk in found} == {Box((0, 0), (3, 4))}
 
 
-# -- whole checkpoints --------------------------------------------------------------------------------------------------
+# -- whole checkpoints -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in HOME.glob("*") if path.is_dir()))
@@ -181,14 +221,18 @@ def test_dcp_leaves_it_alone_and_a_bare_dcp_is_not_ours() -> None:
     assert registry.detect(Tree(FIXTURES / "dcp" / "fsdp2_dp4"))[0].name == "dcp"
 
 
-# -- broken ones --------------------------------------------------------------------------------------------------------
+# -- broken ones -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "code", "word"),
-    [("metadata.json", "E0385", "metadata.json"), (".metadata", "E0385", ".metadata"), ("common.pt", "E0301", "common.pt"),
-     ("__1_0.distcp", "E0301", "__1_0.distcp")],
-)  # fmt: skip
+    [
+        ("metadata.json", "E0385", "metadata.json"),
+        (".metadata", "E0385", ".metadata"),
+        ("common.pt", "E0301", "common.pt"),
+        ("__1_0.distcp", "E0301", "__1_0.distcp"),
+    ],
+)
 def test_a_lost_file_is_named(llama: Path, name: str, code: str, word: str) -> None:
     (llama / name).unlink()
     with pytest.raises(CkptError) as e:
@@ -235,7 +279,7 @@ def test_integrity_that_does_not(llama: Path, how: str) -> None:
     )
 
 
-# -- flat buckets: the rule against NumPy -------------------------------------------------------------------------------
+# -- flat buckets: the rule against NumPy ------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -246,9 +290,14 @@ def test_a_grouped_line_is_transposed_back(
     """GroupedMLP's weight1: (h, [gate; up]) of one expert in a line, cut at any elements."""
     ranks, rows = rank + 1, f * (2 if gated else 1)
     want = np.arange(ranks * rows * h).reshape(ranks * rows, h)
-    parts = [want[r * f : (r + 1) * f] for r in range(ranks)] if not gated else [
-        np.concatenate((want[r * f : (r + 1) * f], want[(ranks + r) * f : (ranks + r + 1) * f])) for r in range(ranks)
-    ]  # fmt: skip
+    parts = (
+        [want[r * f : (r + 1) * f] for r in range(ranks)]
+        if not gated
+        else [
+            np.concatenate((want[r * f : (r + 1) * f], want[(ranks + r) * f : (ranks + r + 1) * f]))
+            for r in range(ranks)
+        ]
+    )
     line = parts[rank].T.ravel()
     jump = (ranks - 1) * f if gated else 0
     segment = Segment("w", 0, line.size, (h, rows), (rank * f, 0), True, f if gated else 0, jump)
@@ -281,7 +330,7 @@ def test_a_large_file_is_hashed_by_verify(llama: Path, monkeypatch: pytest.Monke
     assert [line["code"] for line in report["findings"]] == ["E2005"]
 
 
-# -- written ------------------------------------------------------------------------------------------------------------
+# -- written -----------------------------------------------------------------------------------------------------------
 
 
 def reshaped(source: Path, target: Path, **degrees: int) -> Path:
@@ -329,9 +378,14 @@ def test_the_arguments_say_the_new_degrees(tmp_path: Path) -> None:
     assert catalog.hints["degrees"] | {"etp": 2} == {"tp": 2, "pp": 2, "vpp": 1, "ep": 2, "etp": 2, "dp": 2, "cp": 1}
 
 
-@pytest.mark.parametrize(("degrees", "code", "hint"), [
-    ({"tp": 3}, "E0273", "2"), ({"pp": 5}, "E0272", "1, 2"), ({"ep": 3, "dp": 3}, "E0237", "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("degrees", "code", "hint"),
+    [
+        ({"tp": 3}, "E0273", "2"),
+        ({"pp": 5}, "E0272", "1, 2"),
+        ({"ep": 3, "dp": 3}, "E0237", "2"),
+    ],
+)
 def test_a_degree_that_the_model_can_not_take(degrees: dict[str, int], code: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as e:
         reshaped(HOME / "moe_ep2_flat", tmp_path / "out", **degrees)
@@ -347,7 +401,7 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
 
 
-# -- edited metadata ----------------------------------------------------------------------------------------------------
+# -- edited metadata ---------------------------------------------------------------------------------------------------
 
 
 def edited(folder: Path, change: Any) -> CkptError:
@@ -415,7 +469,7 @@ def test_flat_buckets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert fault.code == "E2004" and fault.exit_code == 3 and "fully-reshardable" in (fault.hint or "")
 
 
-# -- the optimizers' hyperparameters between degrees ---------------------------------------------------------------------
+# -- the optimizers' hyperparameters between degrees -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("degrees", "count"), [({"ep": 2, "dp": 2}, 2), ({"ep": 1, "dp": 2}, 1)])
@@ -444,9 +498,12 @@ def test_singleton_shards_there_and_back(tmp_path: Path) -> None:
         for s, state in enumerate(("model", "exp_avg"))
     }
     wanted = wanted_of(
-        tensors, extras={"iteration": 3}, hints={"dist": {"styles": ["singletons", "halves"]}},
-        source_format="megatron-dist", options={"degrees": {"tp": 2, "ep": 2, "dp": 2}},
-    )  # fmt: skip
+        tensors,
+        extras={"iteration": 3},
+        hints={"dist": {"styles": ["singletons", "halves"]}},
+        source_format="megatron-dist",
+        options={"degrees": {"tp": 2, "ep": 2, "dp": 2}},
+    )
     write(FORMAT.target(wanted, Layout(Mesh(), ())), tmp_path, [bits(tensor) for tensor in tensors.values()])
     raw = loaded(iteration(tmp_path))
     for (name, state), want in tensors.items():
@@ -462,9 +519,7 @@ def test_singleton_shards_there_and_back(tmp_path: Path) -> None:
 
 def test_half_of_a_singleton_is_incomplete(tmp_path: Path) -> None:
     tensors = {TensorKey("decoder.layers.0.mlp.linear_fc1.weight"): ramp((8, 3))}
-    wanted = wanted_of(
-        tensors, hints={"dist": {"styles": ["singletons", "halves"]}}, source_format="megatron-dist"
-    )  # fmt: skip
+    wanted = wanted_of(tensors, hints={"dist": {"styles": ["singletons", "halves"]}}, source_format="megatron-dist")
     write(FORMAT.target(wanted, Layout(Mesh(), ())), tmp_path, [bits(tensor) for tensor in tensors.values()])
 
     def drop(metadata: Any) -> None:
@@ -475,7 +530,8 @@ def test_half_of_a_singleton_is_incomplete(tmp_path: Path) -> None:
 
 
 def test_a_tensor_rank_holds_its_rows_of_both_halves() -> None:
-    """The model's boxes gate 0, gate 1, up 0, up 1 (in any order): rank 1 of 2 had gate 1 and up 1, one behind the other."""
+    """The model's boxes gate 0, gate 1, up 0, up 1 (in any order): rank 1 of 2 had gate 1 and up 1, one behind the
+    other."""
     boxes = [Box((row, 0), (2, 3)) for row in (4, 2, 0, 6)]
     chunks = tuple(Chunk(box, StoredArray("f", 0, DTYPES["F32"], box.shape), Box((0, 0), box.shape)) for box in boxes)
     key = TensorKey("decoder.layers.0.mlp.linear_fc1.weight")

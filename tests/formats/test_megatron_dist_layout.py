@@ -1,7 +1,8 @@
-"""How keys are spelled and boxes cut for a checkpoint that was none of Megatron's: by its arguments, as its layer specs do.
+"""How keys are spelled and boxes cut for a checkpoint that was none of Megatron's: by its arguments, as its layer specs
+do.
 
-The expected keys are those of megatron-core 0.16.1's `gpt_layer_specs.py` and `transformer_block.py`, read there and put
-down by hand; ranks by the order tp-cp-ep-dp-pp of its `RankGenerator`.
+The expected keys are those of megatron-core 0.16.1's `gpt_layer_specs.py` and `transformer_block.py`, read there and
+put down by hand; ranks by the order tp-cp-ep-dp-pp of its `RankGenerator`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ EXPERTS = NAMES | {
     f"decoder.layers.{i}.mlp.{name}.weight": shape
     for i in range(2)
     for name, shape in (
-        ("router", (2, 4)), ("experts.local_experts.0.linear_fc1", (8, 4)), ("experts.local_experts.1.linear_fc1", (8, 4)),
+        ("router", (2, 4)),
+        ("experts.local_experts.0.linear_fc1", (8, 4)),
+        ("experts.local_experts.1.linear_fc1", (8, 4)),
     )
-}  # fmt: skip
+}
 
 
 def layout(
@@ -65,10 +68,22 @@ STACK = "decoder.layers."
         (DENSE | QKV, TE, {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}),
         (EXPERTS | QKV, {}, {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}),
         (EXPERTS | QKV, TE, {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"}),
-        (DENSE | LATENT, {}, {"input_layernorm.weight", "pre_mlp_layernorm.weight", "self_attention.kv_layernorm.weight"}),
-        (DENSE | LATENT, TE, {"input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "self_attention.linear_kv_up_proj.layer_norm_weight"}),
+        (
+            DENSE | LATENT,
+            {},
+            {"input_layernorm.weight", "pre_mlp_layernorm.weight", "self_attention.kv_layernorm.weight"},
+        ),
+        (
+            DENSE | LATENT,
+            TE,
+            {
+                "input_layernorm.weight",
+                "mlp.linear_fc1.layer_norm_weight",
+                "self_attention.linear_kv_up_proj.layer_norm_weight",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_norms_are_stored_where_the_layer_spec_puts_them(names: Any, args: Any, expected: set[str]) -> None:
     norms = {key for key in keys(layout(names, args)) if "norm" in key and key.startswith(STACK)}
     assert norms == {STACK + key for key in expected}
@@ -87,7 +102,8 @@ def test_stacked_layers_need_one_shape() -> None:
 
 
 def test_boxes_and_the_ranks_that_write_them() -> None:
-    """tp 2, ep 2, dp 2, pp 2: 8 ranks; experts' tensor ranks are the dense ones (etp 2), expert 1 lies with ranks 2, 3."""
+    """tp 2, ep 2, dp 2, pp 2: 8 ranks; experts' tensor ranks are the dense ones (etp 2), expert 1 lies with ranks 2,
+    3."""
     made = layout(EXPERTS | QKV, {"swiglu": True, "num_attention_heads": 2}, tp=2, ep=2, dp=2, pp=2)
     entry = next(e for e in made.entries() if e.fqn == "decoder.layers.mlp.experts.experts.linear_fc1.weight")
     assert entry.shape == (2, 2, 8, 4)

@@ -1,4 +1,5 @@
-"""Legacy Megatron folders made by torch and slicing (`megatron_oracle`): read, resharded, and read back by `torch.load`."""
+"""Legacy Megatron folders made by torch and slicing (`megatron_oracle`): read, resharded, and read back by
+`torch.load`."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ import torch
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 
 _spec = importlib.util.spec_from_file_location("megatron_oracle", Path(__file__).with_name("megatron_oracle.py"))
 oracle = importlib.util.module_from_spec(_spec)
@@ -55,7 +56,7 @@ def rank_model(folder, name):
     return oracle.load(folder / name / "model_optim_rng.pt")["model"]
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def dense_job(root, layers=3, tp=2, pp=1, *, te=False, tied=False):
@@ -132,7 +133,8 @@ def test_writes_what_slicing_cuts(tmp_path):
 
 
 def test_containers_of_experts_are_one_model(tmp_path):
-    """SequentialMLP, TEGroupedMLP and GroupedMLP of the same experts read alike, and GroupedMLP is written back as it was."""
+    """SequentialMLP, TEGroupedMLP and GroupedMLP of the same experts read alike, and GroupedMLP is written back as it
+    was."""
     whole = oracle.model(2, experts=4)
     for kind in ("sequential", "te", "grouped"):
         states = {}
@@ -176,21 +178,33 @@ def test_containers_of_experts_are_one_model(tmp_path):
             assert a.keys() == own.keys() and all(torch.equal(a[k], own[k]) for k in a), kind
 
 
-# -- there and back, every degree alone and all at once --------------------------------------------------------------------
+# -- there and back, every degree alone and all at once ----------------------------------------------------------------
 
 
 LAYOUTS = [
-    {"tp": 1, "ep": 1, "dp": 1}, {"tp": 2, "ep": 1, "dp": 1}, {"tp": 1, "pp": 2, "ep": 2, "dp": 2}, {"tp": 1, "ep": 4, "dp": 4},
-    {"tp": 1, "pp": 2, "vpp": 2, "ep": 1}, {"tp": 2, "ep": 2, "etp": 2, "dp": 2}, {"tp": 4, "etp": 2, "ep": 2, "dp": 3},
-    {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 1, "dp": 4}, {"tp": 1, "pp": 3, "split": (1, 2, 1)},
-]  # fmt: skip
+    {"tp": 1, "ep": 1, "dp": 1},
+    {"tp": 2, "ep": 1, "dp": 1},
+    {"tp": 1, "pp": 2, "ep": 2, "dp": 2},
+    {"tp": 1, "ep": 4, "dp": 4},
+    {"tp": 1, "pp": 2, "vpp": 2, "ep": 1},
+    {"tp": 2, "ep": 2, "etp": 2, "dp": 2},
+    {"tp": 4, "etp": 2, "ep": 2, "dp": 3},
+    {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 1, "dp": 4},
+    {"tp": 1, "pp": 3, "split": (1, 2, 1)},
+]
 WHERE = {"moe": (MOE, {"tp": 2, "ep": 2, "etp": 1, "dp": 2}), "adamw": (ADAMW, {"pp": 2, "dp": 1})}
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize(("which", "layout"), [
-    (which, layout) for which in WHERE for layout in LAYOUTS if which == "moe" or layout.get("ep", 1) == 1 and "etp" not in layout
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("which", "layout"),
+    [
+        (which, layout)
+        for which in WHERE
+        for layout in LAYOUTS
+        if which == "moe" or layout.get("ep", 1) == 1 and "etp" not in layout
+    ],
+)
 def test_there_and_back_is_the_same_bit_for_bit(tmp_path, which, layout):
     source, home = WHERE[which]
     degrees = {k: v for k, v in layout.items() if k != "split"}
@@ -280,7 +294,7 @@ def test_experts_optimizer_splits_and_merges(tmp_path):
     assert flat[0] is None and list(flat[1]) == ["buckets_coalesced", 0]
 
 
-# -- vocabulary ------------------------------------------------------------------------------------------------------------
+# -- vocabulary --------------------------------------------------------------------------------------------------------
 
 
 def test_vocabulary_is_padded_and_cut_as_megatron_does_and_comes_back(tmp_path):
@@ -329,13 +343,20 @@ def _unknown_vocabulary(state):
     state["args"].vocab_size, state["args"].make_vocab_size_divisible_by = None, 2
 
 
-# -- what can't be, and what is broken ---------------------------------------------------------------------------------------
+# -- what can't be, and what is broken ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("degrees", "code", "hint"), [
-    ({"tp": 3}, "E0273", "2, 4"), ({"pp": 3}, "E0272", "2, 4"), ({"ep": 3, "dp": 3}, "E0274", "2, 4"),
-    ({"tp": 1, "etp": 2}, "E0274", "megatron-dist"), ({"vpp": 2}, "E0272", "--pp"), ({"tp": 8, "ep": 1}, "E0273", "2, 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("degrees", "code", "hint"),
+    [
+        ({"tp": 3}, "E0273", "2, 4"),
+        ({"pp": 3}, "E0272", "2, 4"),
+        ({"ep": 3, "dp": 3}, "E0274", "2, 4"),
+        ({"tp": 1, "etp": 2}, "E0274", "megatron-dist"),
+        ({"vpp": 2}, "E0272", "--pp"),
+        ({"tp": 8, "ep": 1}, "E0273", "2, 4"),
+    ],
+)
 def test_a_degree_that_the_model_cant_take(tmp_path, degrees, code, hint):
     with pytest.raises(CkptError) as e:
         write(MOE, tmp_path / "x", **degrees)
@@ -377,12 +398,15 @@ def edited(file, change):
     torch.save(state, file)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda s: s.__setitem__("iteration", 8), "iteration"),
-    (lambda s: s["model"].__setitem__("decoder.layers.0.mlp.linear_fc2.weight", torch.zeros(8, 5)), "rank tells"),
-    (lambda s: [s["model"].pop(k) for k in list(s["model"]) if ".layers.2." in k], "elements are in no file"),
-    (lambda s: s["model"].__setitem__("decoder.layers.0.mixer.in_proj.weight", torch.zeros(8, 5)), "no rule"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.__setitem__("iteration", 8), "iteration"),
+        (lambda s: s["model"].__setitem__("decoder.layers.0.mlp.linear_fc2.weight", torch.zeros(8, 5)), "rank tells"),
+        (lambda s: [s["model"].pop(k) for k in list(s["model"]) if ".layers.2." in k], "elements are in no file"),
+        (lambda s: s["model"].__setitem__("decoder.layers.0.mixer.in_proj.weight", torch.zeros(8, 5)), "no rule"),
+    ],
+)
 def test_ranks_that_contradict_each_other(tmp_path, change, words):
     dense_job(tmp_path / "a", tp=2)
     edited(tmp_path / "a/iter_0000007/mp_rank_01/model_optim_rng.pt", change)
@@ -391,15 +415,19 @@ def test_ranks_that_contradict_each_other(tmp_path, change, words):
 
 def test_layers_that_are_not_there(tmp_path):
     dense_job(tmp_path / "a", tp=1)
-    edited(tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt",
-           lambda s: [s["model"].pop(k) for k in list(s["model"]) if ".layers.2." in k])  # fmt: skip
+    edited(
+        tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt",
+        lambda s: [s["model"].pop(k) for k in list(s["model"]) if ".layers.2." in k],
+    )
     refused(tmp_path / "a", "2 layers, the arguments say 3")
 
 
 def test_replicas_that_differ(tmp_path):
     dense_job(tmp_path / "a", tp=2)
-    edited(tmp_path / "a/iter_0000007/mp_rank_01/model_optim_rng.pt",
-           lambda s: s["model"]["decoder.final_layernorm.weight"].add_(1))  # fmt: skip
+    edited(
+        tmp_path / "a/iter_0000007/mp_rank_01/model_optim_rng.pt",
+        lambda s: s["model"]["decoder.final_layernorm.weight"].add_(1),
+    )
     refused(tmp_path / "a", "differ")
 
 
@@ -420,8 +448,10 @@ def numbered(chunk, step=2.0, **wrong):
         i: {"step": torch.tensor(step), "exp_avg": chunk[k].float() + 1, "exp_avg_sq": chunk[k].float() + 2}
         for i, k in enumerate(names)
     }
-    groups = [{"wd_mult": 1.0, "params": list(range(len(decay))), "step": 2},
-              {"wd_mult": 0.0, "params": list(range(len(decay), len(names))), "step": wrong.get("step", 2)}]  # fmt: skip
+    groups = [
+        {"wd_mult": 1.0, "params": list(range(len(decay))), "step": 2},
+        {"wd_mult": 0.0, "params": list(range(len(decay), len(names))), "step": wrong.get("step", 2)},
+    ]
     masters = [[chunk[k].float() for k in names[: len(decay)]], [chunk[k].float() for k in names[len(decay) :]]]
     return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
 
@@ -445,12 +475,15 @@ def test_numbered_arrays_get_their_names(tmp_path):
     assert {state for state, _ in read} == {"model", "master", "exp_avg", "exp_avg_sq", "step"}
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda o: o["optimizer"]["state"][3].__setitem__("exp_avg", torch.zeros(3, 3)), "exp_avg of shape"),
-    (lambda o: o["optimizer"]["param_groups"][0]["params"].pop(), "groups hold"),
-    (lambda o: o["optimizer"]["state"].__setitem__(99, {"exp_avg": torch.zeros(2)}), "has no parameter"),
-    (lambda o: o["optimizer"]["param_groups"][1].__setitem__("step", 3), "step counters disagree"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda o: o["optimizer"]["state"][3].__setitem__("exp_avg", torch.zeros(3, 3)), "exp_avg of shape"),
+        (lambda o: o["optimizer"]["param_groups"][0]["params"].pop(), "groups hold"),
+        (lambda o: o["optimizer"]["state"].__setitem__(99, {"exp_avg": torch.zeros(2)}), "has no parameter"),
+        (lambda o: o["optimizer"]["param_groups"][1].__setitem__("step", 3), "step counters disagree"),
+    ],
+)
 def test_an_optimizer_that_does_not_fit(tmp_path, change, words):
     job_with_optimizer(tmp_path / "a", change)
     refused(tmp_path / "a", words)
@@ -474,7 +507,7 @@ def test_the_form_before_february_2024_is_named(tmp_path):
     refused(tmp_path / "a", "another form", hint="2024-02-13")
 
 
-# -- what Megatron has no place for ------------------------------------------------------------------------------------------
+# -- what Megatron has no place for ------------------------------------------------------------------------------------
 
 
 def test_an_ema_is_cut_like_its_parameter(tmp_path):
@@ -483,8 +516,11 @@ def test_an_ema_is_cut_like_its_parameter(tmp_path):
     torch.save(state, tmp_path / "plain.pt")
     write(tmp_path / "plain.pt", tmp_path / "a", tp=2, pp=2)
     assert not equal(tmp_path / "plain.pt", tmp_path / "a")
-    own = oracle.load(tmp_path / "a/iter_0000000/mp_rank_01_001/model_optim_rng.pt" if (tmp_path / "a/iter_0000000").exists()
-                      else tmp_path / "a/release/mp_rank_01_001/model_optim_rng.pt")  # fmt: skip
+    own = oracle.load(
+        tmp_path / "a/iter_0000000/mp_rank_01_001/model_optim_rng.pt"
+        if (tmp_path / "a/iter_0000000").exists()
+        else tmp_path / "a/release/mp_rank_01_001/model_optim_rng.pt"
+    )
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     assert torch.equal(
         own["ckpt"]["states"][0]["ema"][name.replace(".1.", ".0.")], oracle.share(name, whole[name], 1, 2) + 0.5
@@ -531,9 +567,11 @@ def test_megatron_objects_among_the_arguments(tmp_path, monkeypatch):
     made = {}
     for parent in ("megatron", "megatron.core", "megatron.core.transformer", "megatron.training"):
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    for module, names in (("megatron.core.transformer.enums", ("CudaGraphScope",)),
-                          ("megatron.core.transformer.pipeline_parallel_layer_layout", ("PipelineParallelLayerLayout",)),
-                          ("megatron.training.odd", ("Odd",))):  # fmt: skip
+    for module, names in (
+        ("megatron.core.transformer.enums", ("CudaGraphScope",)),
+        ("megatron.core.transformer.pipeline_parallel_layer_layout", ("PipelineParallelLayerLayout",)),
+        ("megatron.training.odd", ("Odd",)),
+    ):
         stand = types.ModuleType(module)
         for name in names:
             if name == "CudaGraphScope":

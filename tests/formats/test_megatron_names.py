@@ -81,14 +81,32 @@ def test_grouped_linears_order_their_weights_by_number():
 
 
 FUSED = [  # logical, Transformer Engine's, in a layer with latent attention, with experts
-    ("decoder.layers.2.input_layernorm.weight", "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight", False, False),
-    ("decoder.layers.2.input_layernorm.bias", "decoder.layers.2.self_attention.linear_qkv.layer_norm_bias", False, True),
+    (
+        "decoder.layers.2.input_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+        False,
+        False,
+    ),
+    (
+        "decoder.layers.2.input_layernorm.bias",
+        "decoder.layers.2.self_attention.linear_qkv.layer_norm_bias",
+        False,
+        True,
+    ),
     ("decoder.layers.2.pre_mlp_layernorm.weight", "decoder.layers.2.mlp.linear_fc1.layer_norm_weight", True, False),
-    ("decoder.layers.2.self_attention.q_layernorm.weight",
-     "decoder.layers.2.self_attention.linear_q_up_proj.layer_norm_weight", True, True),
-    ("decoder.layers.2.self_attention.kv_layernorm.weight",
-     "decoder.layers.2.self_attention.linear_kv_up_proj.layer_norm_weight", True, False),
-]  # fmt: skip
+    (
+        "decoder.layers.2.self_attention.q_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_q_up_proj.layer_norm_weight",
+        True,
+        True,
+    ),
+    (
+        "decoder.layers.2.self_attention.kv_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_kv_up_proj.layer_norm_weight",
+        True,
+        False,
+    ),
+]
 KEPT = [
     ("decoder.layers.2.input_layernorm.weight", True, False),
     ("decoder.layers.2.pre_mlp_layernorm.weight", False, True),

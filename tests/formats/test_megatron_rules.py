@@ -18,16 +18,22 @@ CUTS = [  # name, shape, how NumPy cuts it for rank r of n
     ("decoder.layers.0.self_attention.linear_proj.weight", (5, 12), lambda a, r, n: np.split(a, n, axis=1)[r]),
     ("decoder.layers.0.self_attention.linear_proj.bias", (5,), lambda a, r, n: a),
     ("decoder.layers.0.mlp.linear_fc2.weight", (5, 12), lambda a, r, n: np.split(a, n, axis=1)[r]),
-    ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", (24, 3),
-     lambda a, r, n: np.concatenate([np.split(half, n)[r] for half in np.split(a, 2)])),
-    ("decoder.layers.0.mlp.linear_fc1.bias", (24,),
-     lambda a, r, n: np.concatenate([np.split(half, n)[r] for half in np.split(a, 2)])),
+    (
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+        (24, 3),
+        lambda a, r, n: np.concatenate([np.split(half, n)[r] for half in np.split(a, 2)]),
+    ),
+    (
+        "decoder.layers.0.mlp.linear_fc1.bias",
+        (24,),
+        lambda a, r, n: np.concatenate([np.split(half, n)[r] for half in np.split(a, 2)]),
+    ),
     ("decoder.layers.0.mlp.router.weight", (4, 6), lambda a, r, n: a),
     ("decoder.layers.0.mlp.router.expert_bias", (4,), lambda a, r, n: a),
     ("decoder.layers.0.self_attention.q_layernorm.weight", (4,), lambda a, r, n: a),
     ("decoder.layers.0.self_attention.core_attention.softmax_offset", (12,), lambda a, r, n: np.split(a, n)[r]),
     ("mtp.layers.0.eh_proj.weight", (12, 4), lambda a, r, n: np.split(a, n)[r]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "shape", "cut"), CUTS)
@@ -80,11 +86,16 @@ def test_more_ranks_than_query_groups_share_them_since_megatron_0_16():
 DEGREES = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "dp": 1, "cp": 1}
 
 
-@pytest.mark.parametrize(("degrees", "want"), [
-    ({"tp": 2, "ep": 2, "dp": 2}, {(0, 0), (1, 1)}), ({"tp": 4, "ep": 2, "dp": 1}, {(0, 0), (1, 1), (2, 0), (3, 1)}),
-    ({"tp": 2, "ep": 2, "etp": 2, "dp": 2}, {(0, 0), (1, 0), (0, 1), (1, 1)}), ({"ep": 4, "dp": 4}, {(0, 0), (0, 1), (0, 2), (0, 3)}),
-    ({"tp": 2, "cp": 2, "dp": 2}, {(0, 0), (1, 0)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("degrees", "want"),
+    [
+        ({"tp": 2, "ep": 2, "dp": 2}, {(0, 0), (1, 1)}),
+        ({"tp": 4, "ep": 2, "dp": 1}, {(0, 0), (1, 1), (2, 0), (3, 1)}),
+        ({"tp": 2, "ep": 2, "etp": 2, "dp": 2}, {(0, 0), (1, 0), (0, 1), (1, 1)}),
+        ({"ep": 4, "dp": 4}, {(0, 0), (0, 1), (0, 2), (0, 3)}),
+        ({"tp": 2, "cp": 2, "dp": 2}, {(0, 0), (1, 0)}),
+    ],
+)
 def test_pairs_of_tensor_and_expert_rank(degrees, want):
     assert set(pairs(DEGREES | degrees)) == want
 

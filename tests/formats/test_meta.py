@@ -13,11 +13,11 @@ from targets import bits, gather
 
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "meta"
@@ -88,7 +88,11 @@ def test_replicas_that_differ_are_found_while_bytes_pass(folder: Path, tmp_path:
         (lambda f: told(f, n_kv_heads=4), "E1403", "[12, 24], params.json wants [24, 24]"),
         (lambda f: told(f, dim="24"), "E1405", "dim is '24'"),
         (lambda f: told(f, n_layers=10**15), "E1405", "n_layers is 1000000000000000"),
-        (lambda f: told(f, n_layers=10**12), "E1406", "layers 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 of 1000000000000 are missing"),
+        (
+            lambda f: told(f, n_layers=10**12),
+            "E1406",
+            "layers 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 of 1000000000000 are missing",
+        ),
         (lambda f: told(f, multiple_of=0), "E1405", "multiple_of is 0"),
         (lambda f: told(f, ffn_dim_multiplier=1e300), "E1405", "ffn_dim_multiplier is 1e+300"),
         (lambda f: told(f, norm_eps="small"), "E1405", "norm_eps is 'small'"),
@@ -98,9 +102,13 @@ def test_replicas_that_differ_are_found_while_bytes_pass(folder: Path, tmp_path:
         (lambda f: changed(f, 0, lambda s: s.update({"norm.weight": torch.zeros(23)})), "E1408", "[24]"),
         (lambda f: changed(f, 1, lambda s: s.update({"norm.weight": s["norm.weight"].float()})), "E1408", "F32"),
         (lambda f: changed(f, 0, lambda s: s.update({"epoch": 3})), "E1409", "epoch"),
-        (lambda f: [changed(f, r, lambda s: s.update({"odd": torch.zeros(2)})) for r in (0, 1)], "E1404", "2 shards share it"),
+        (
+            lambda f: [changed(f, r, lambda s: s.update({"odd": torch.zeros(2)})) for r in (0, 1)],
+            "E1404",
+            "2 shards share it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_damage_is_told(folder: Path, damage: Any, code: str, words: str) -> None:
     damage(folder)
     found = fault(folder)

@@ -1,4 +1,5 @@
-"""`formats.paddle.file` against files that PaddlePaddle 3.3.1 wrote: values, names, and the bytes that we compose."""
+"""`formats.paddle.pickle_file` against files that PaddlePaddle 3.3.1 wrote: values, names, and the bytes that we
+compose."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput, UsageError
-from ckpt_tool.formats.paddle.file import Named, PaddleComposer, Saved, chunks_of, read_paddle
+from ckpt_tool.formats.paddle.pickle_file import Named, PaddleComposer, Saved, chunks_of, read_paddle
 from ckpt_tool.formats.state_dict.tree import SLOT
 from ckpt_tool.formats.torch.content import Part
 from ckpt_tool.storage import inline_arrays
@@ -159,7 +160,7 @@ STATES = {
     "long texts, scalars, nothing": {"x" * 70_000: None, "s": np.zeros((), "f8"), "e": np.zeros((0, 4), "i2"), "l": []},
     "the second empty one": {"a": np.zeros((0,), "f4"), "b": np.zeros((3, 0), "f4"), "c": (1, (2,), (1, 2, 3, 4))},
     "numbers": {"a": [0, 255, 256, 65536, -1, 1 << 40, -(1 << 70), 1.5, True, None, b"xy"], "y": {}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("state", list(STATES))
@@ -190,7 +191,7 @@ def test_parts_fill_a_tensor_and_known_values_are_literals():
         composer.tensor((2,), DTYPES["F4"], [])
 
 
-# -- slices, other protocols, what is refused -----------------------------------------------------------------------------
+# -- slices, other protocols, what is refused --------------------------------------------------------------------------
 
 
 def written(tmp_path, value, protocol=4):
@@ -203,9 +204,12 @@ def test_slices_are_joined_under_their_key(tmp_path, protocol):
     whole_ = np.arange(35, dtype="f4").reshape(7, 5)
     flat = whole_.reshape(-1)
     state = {
-        "a": np.arange(3), "w@@.0": flat[:12], "w@@.1": flat[12:24], "w@@.2": flat[24:],
+        "a": np.arange(3),
+        "w@@.0": flat[:12],
+        "w@@.1": flat[12:24],
+        "w@@.2": flat[24:],
         "UnpackBigParamInfor@@": {"w": {"OriginShape": (7, 5), "slices": ["w@@.0", "w@@.1", "w@@.2"]}},
-    }  # fmt: skip
+    }
     tree = written(tmp_path, state, protocol)
     content = read_paddle(tree, "x.pdparams")
     assert [saved.path for saved in content.leaves] == [("a",), ("w",)] and content.extras == {}
@@ -250,12 +254,24 @@ def test_a_flat_slice_and_a_transposed_array(tmp_path):
         ({"s": {frozenset((1,))}, "w": slice(1)}, None, ""),
         ({"StructuredToParameterName@@": 3}, CorruptFile, "E1304"),
         ({"UnpackBigParamInfor@@": {"w": {"OriginShape": (2,), "slices": ["w@@.0"]}}}, CorruptFile, "E1304"),
-        ({"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": {"OriginShape": (2,), "slices": ["w@@.0"]}}}, CorruptFile, "E1304"),
-        ({"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": {"OriginShape": (-3,), "slices": ["w@@.0"]}}}, CorruptFile, "E1304"),
-        ({"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": {"OriginShape": (6,), "slices": ["w@@.0"] * 2}}}, CorruptFile, "E1304"),
+        (
+            {"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": {"OriginShape": (2,), "slices": ["w@@.0"]}}},
+            CorruptFile,
+            "E1304",
+        ),
+        (
+            {"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": {"OriginShape": (-3,), "slices": ["w@@.0"]}}},
+            CorruptFile,
+            "E1304",
+        ),
+        (
+            {"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": {"OriginShape": (6,), "slices": ["w@@.0"] * 2}}},
+            CorruptFile,
+            "E1304",
+        ),
         ({"w@@.0": np.zeros(3), "UnpackBigParamInfor@@": {"w": ["w@@.0"]}}, CorruptFile, "E1304"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_state_is_named(tmp_path, value, kind, code):
     tree = written(tmp_path, value)
     if kind is None:

@@ -9,8 +9,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.base import Fitted
-from ckpt_tool.formats.paddle.fit import fit
-from ckpt_tool.formats.paddle.target import paddle_target
+from ckpt_tool.formats.paddle.target import fit, paddle_target
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = (EMBEDDING, *(f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)), HEAD)
@@ -79,9 +78,11 @@ def test_weights_are_rounded_masters_only_where_paddle_would_round_them() -> Non
 
 def test_a_weight_that_was_removed_is_not_made_anew() -> None:
     options = {
-        "degrees": {}, "zero": None, "removed": frozenset({TensorKey(HEAD)}),
+        "degrees": {},
+        "zero": None,
+        "removed": frozenset({TensorKey(HEAD)}),
         "hints": {"paddle": {"kind": "sharding_io", "sharding_degree": 2}},
-    }  # fmt: skip
+    }
     made = fit(tensors({"master": NAMES}), {}, options)
     assert held(made, "model") == set(NAMES[:-1])
 

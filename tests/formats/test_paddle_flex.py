@@ -1,7 +1,8 @@
 """`paddle-flex`: against the files of real jobs (values and Paddle's own metadata), and there and back at any degrees.
 
-The writer's oracle is Paddle: from one checkpoint the layout of another job's is made, and the metadata must be that job's own,
-key by key, shard by shard, file by file. Fused weights are checked by what a rank's file holds, cut by NumPy.
+The writer's oracle is Paddle: from one checkpoint the layout of another job's is made, and the metadata must be that
+job's own, key by key, shard by shard, file by file. Fused weights are checked by what a rank's file holds, cut by
+NumPy.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
-from ckpt_tool.formats.paddle.file import read_paddle
+from ckpt_tool.formats.paddle.pickle_file import read_paddle
+from ckpt_tool.formats.paddle_flex.folders import folder_of, plain_keys, suffix_of, trainer_key
 from ckpt_tool.formats.paddle_flex.format import FORMAT
-from ckpt_tool.formats.paddle_flex.items import Item, kept
-from ckpt_tool.formats.paddle_flex.keys import folder_of, plain_keys, suffix_of, trainer_key
-from ckpt_tool.formats.paddle_flex.mesh import degrees_of
 from ckpt_tool.formats.paddle_flex.metadata import MODULE, Entry, Listing, Shard, read_metadata
-from ckpt_tool.formats.paddle_flex.read import fused_blocks
+from ckpt_tool.formats.paddle_flex.read import degrees_of, fused_blocks
+from ckpt_tool.formats.paddle_flex.target import Item, kept
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.pickle_writer import dumps
@@ -150,7 +150,8 @@ def test_the_metadata_is_what_paddle_wrote(case, degrees, sharding, config, tmp_
 
 
 def test_empty_ranks_and_empty_folders_are_there(tmp_path):
-    """fp32 has no masters, sharding leaves some ranks without states: 47 bytes, and a metadata file, as Paddle has it."""
+    """fp32 has no masters, sharding leaves some ranks without states: 47 bytes, and a metadata file, as Paddle has
+    it."""
     keys = (TensorKey("norm.weight"), TensorKey("norm.weight", "exp_avg"))
     tensors = tuple(WantedTensor(key, (3,), DTYPES["F32"]) for key in keys)
     target = FORMAT.target(Wanted(tensors, options={"degrees": {"dp": 2}, "zero": 1, "sharding": "v1"}), None)
@@ -163,7 +164,7 @@ def test_empty_ranks_and_empty_folders_are_there(tmp_path):
     assert read_metadata(Tree(tmp_path), "master_weight/", "0.metadata").entries == {}
 
 
-# -- there and back at any degrees -----------------------------------------------------------------------------------------
+# -- there and back at any degrees -------------------------------------------------------------------------------------
 
 WIDTHS = {
     "norm.weight": (8,),
@@ -266,7 +267,8 @@ def test_a_rank_holds_its_gate_beside_its_up(tmp_path, tp):
 
 
 def test_a_folder_of_the_trainer_alone_is_read_as_one(tmp_path):
-    """`model_state/` passed by itself: the same fused weights. Under another name nobody can know: as recorded, and said."""
+    """`model_state/` passed by itself: the same fused weights. Under another name nobody can know: as recorded, and
+    said."""
     _, every = values_of(FIXTURES / "ernie_ema_tp2sd2v2")
     for folder, state in (("model_state", "model"), ("master_weight", "master"), ("ema_state", "ema")):
         catalog, values = values_of(FIXTURES / "ernie_ema_tp2sd2v2" / folder)
@@ -280,7 +282,7 @@ def test_a_folder_of_the_trainer_alone_is_read_as_one(tmp_path):
     assert values[key].shape == every[key].shape and not np.array_equal(values[key], every[key])
 
 
-# -- keys and states --------------------------------------------------------------------------------------------------------
+# -- keys and states ---------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -352,7 +354,7 @@ def test_averages_keep_the_key_that_no_metadata_lists():
     assert len(stray) == 1 and "number 3" in stray[0].message
 
 
-# -- old metadata, odd saves -------------------------------------------------------------------------------------------------
+# -- old metadata, odd saves -------------------------------------------------------------------------------------------
 
 
 def old_metadata(folder, module):
@@ -377,7 +379,8 @@ def test_old_metadata_is_read(tmp_path, module):
 
 
 def test_newer_files_are_read(tmp_path):
-    """Paddle after 3.3: four more fields in the metadata, and data files of protocol 5 (`_frombuffer` of a byte array)."""
+    """Paddle after 3.3: four more fields in the metadata, and data files of protocol 5 (`_frombuffer` of a byte
+    array)."""
     shutil.copytree(FIXTURES / "parts", tmp_path / "new")
     path = tmp_path / "new/0.metadata"
     value = pickles.load(path.read_bytes(), path=str(path)).value

@@ -1,5 +1,5 @@
-"""Flex metadata whose halves contradict each other, over every metadata file of the fixtures: a block that only one half lists, a
-hole, an overlap, a block outside. Each is told with the key, all faults at once.
+"""Flex metadata whose halves contradict each other, over every metadata file of the fixtures: a block that only one
+half lists, a hole, an overlap, a block outside. Each is told with the key, all faults at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ckpt_tool.storage.pickle_writer import dumps
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "paddle-flex"
 CASES = [
     pytest.param(case, str(file.relative_to(case)), id=f"{case.name}-{file.parent.name}")
-    for case in sorted(FIXTURES.glob("*")) if case.is_dir()
+    for case in sorted(FIXTURES.glob("*"))
+    if case.is_dir()
     for file in sorted(case.rglob("*.metadata"))[-1:] + sorted(case.rglob("*.metadata"))[:-1]
     if not (case.name == "twice" and file.name == "0.metadata")  # an older save, which is not read
-]  # fmt: skip
+]
 
 Rows = dict[str, list[Record]]
 Stored = dict[Record, str]
@@ -81,9 +82,13 @@ def hole(rows: Rows, stored: Stored, key: str) -> None:
 
 
 FAULTS: dict[str, Callable[[Rows, Stored, str], None]] = {
-    "stated elsewhere": stated_elsewhere, "stored elsewhere": stored_elsewhere, "overlap": overlap, "outside": outside,
-    "not stated": not_stated, "hole": hole,
-}  # fmt: skip
+    "stated elsewhere": stated_elsewhere,
+    "stored elsewhere": stored_elsewhere,
+    "overlap": overlap,
+    "outside": outside,
+    "not stated": not_stated,
+    "hole": hole,
+}
 
 
 def changed(source: Path, name: str, change: Callable[[Rows, Stored], None]) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from ckpt_tool.cli import run
-from ckpt_tool.commands.select import split_keys
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.formats.paddle.rules import head_axis
+from ckpt_tool.sources.select import split_keys
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PLAIN, UNIFIED = FIXTURES / "paddle/llama_tied_bf16_legacy_single", FIXTURES / "paddle-unified/llama_tied_hf"
@@ -102,20 +102,31 @@ def test_options_that_would_change_nothing_are_refused(tmp_path, capfd, argument
     assert error["code"] == "E0261" and arguments[1] in error["message"]
 
 
-# -- families -----------------------------------------------------------------------------------------------------------
+# -- families ----------------------------------------------------------------------------------------------------------
 
 
 def test_deepseek_without_a_rank_of_queries():
     """`q_lora_rank` is null in configs of models whose queries come from one matrix."""
     config = {
-        "model_type": "deepseek_v3", "num_hidden_layers": 1, "hidden_size": 6, "num_attention_heads": 2, "q_lora_rank": None,
-        "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4,
-    }  # fmt: skip
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 1,
+        "hidden_size": 6,
+        "num_attention_heads": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 4,
+    }
     front = "model.layers.0.self_attn"
     shapes = {
-        f"{front}.q_proj.weight": (10, 6), f"{front}.kv_a_proj_with_mqa.weight": (7, 6), f"{front}.kv_a_layernorm.weight": (5,),
-        f"{front}.kv_b_proj.weight": (14, 5), f"{front}.o_proj.weight": (6, 8), f"{front}.o_proj.bias": (6,),
-    }  # fmt: skip
+        f"{front}.q_proj.weight": (10, 6),
+        f"{front}.kv_a_proj_with_mqa.weight": (7, 6),
+        f"{front}.kv_a_layernorm.weight": (5,),
+        f"{front}.kv_b_proj.weight": (14, 5),
+        f"{front}.o_proj.weight": (6, 8),
+        f"{front}.o_proj.bias": (6,),
+    }
     made = mapping(by_name("deepseek_v3"), "hf", "paddle", shapes, config).made
     assert {one.name: one.shape for one in made} == {
         name: (shape[1], shape[0]) if len(shape) == 2 else shape for name, shape in shapes.items()
@@ -125,14 +136,21 @@ def test_deepseek_without_a_rank_of_queries():
 def test_glm_as_the_trainer_saves_for_hugging_face():
     """Fused weights as in Paddle, the others turned: what `paddle-unified` writes with `format: pt`."""
     config = {
-        "model_type": "glm4_moe", "num_hidden_layers": 1, "hidden_size": 6, "intermediate_size": 10, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 4,
-    }  # fmt: skip
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 1,
+        "hidden_size": 6,
+        "intermediate_size": 10,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
     front = "model.layers.0"
     shapes = {
-        f"{front}.mlp.up_gate_proj.weight": (6, 20), f"{front}.mlp.down_proj.weight": (6, 10),
-        f"{front}.self_attn.qkv_proj.weight": (6, 16), f"{front}.self_attn.o_proj.weight": (6, 8),
-    }  # fmt: skip
+        f"{front}.mlp.up_gate_proj.weight": (6, 20),
+        f"{front}.mlp.down_proj.weight": (6, 10),
+        f"{front}.self_attn.qkv_proj.weight": (6, 16),
+        f"{front}.self_attn.o_proj.weight": (6, 8),
+    }
     found = find(config, shapes)
     assert found.dialect == "paddle-hf"
     made = {one.name: one.shape for one in mapping(found.family, found.dialect, "hf", shapes, config).made}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from paddle_job import TABLE, Job, write
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 
 
 def values(path, **options):
@@ -75,9 +75,15 @@ def test_values_are_the_jobs(name, kind, tmp_path):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    tp=st.sampled_from([1, 2]), pp=st.integers(1, 3), sharding=st.integers(1, 3), v2=st.booleans(), bf16=st.booleans(),
-    layers=st.integers(3, 4), io=st.booleans(), experts=st.sampled_from([0, 4]),
-)  # fmt: skip
+    tp=st.sampled_from([1, 2]),
+    pp=st.integers(1, 3),
+    sharding=st.integers(1, 3),
+    v2=st.booleans(),
+    bf16=st.booleans(),
+    layers=st.integers(3, 4),
+    io=st.booleans(),
+    experts=st.sampled_from([0, 4]),
+)
 def test_any_degrees(tmp_path_factory, tp, pp, sharding, v2, bf16, layers, io, experts):
     one = Job(tp=tp, pp=pp, sharding=sharding, v2=v2 and sharding > 1, bf16=bf16, layers=layers, experts=experts)
     folder = tmp_path_factory.mktemp("job")
@@ -139,16 +145,22 @@ def test_a_tied_pair_has_its_optimizer_under_the_embeddings_name(tmp_path, turne
     write(tmp_path / "optimizer.pdopt", {"embedding_0.w_0_moment1_0": w, TABLE: {}})
     catalog = open_source(str(tmp_path), Reading()).catalog
     assert {tuple(key) for key in catalog.tensors} == {
-        ("model.embed_tokens.weight", "model"), ("lm_head.weight", "model"), ("model.embed_tokens.weight", "exp_avg"),
-    }  # fmt: skip
+        ("model.embed_tokens.weight", "model"),
+        ("lm_head.weight", "model"),
+        ("model.embed_tokens.weight", "exp_avg"),
+    }
 
 
 def test_static_names_are_matched_by_the_longest(tmp_path):
     w = np.ones(2, "f4")
     names = {"a": "linear_1.w_0", "b": "linear_1.w_0_x", "c": "moe_gate_0"}
     write(tmp_path / "model_state.pdparams", {"a": w, "b": w + 1, "c": w + 2, TABLE: names})
-    opt = {"linear_1.w_0_moment1_0": w, "linear_1.w_0_x_fp32_master_0_moment2_0": w, "moe_gate_0_velocity_0": w,
-           "moe_gate_0_my_state_0": w}  # fmt: skip
+    opt = {
+        "linear_1.w_0_moment1_0": w,
+        "linear_1.w_0_x_fp32_master_0_moment2_0": w,
+        "moe_gate_0_velocity_0": w,
+        "moe_gate_0_my_state_0": w,
+    }
     masters = {"linear_1.w_0_x": ("linear_1.w_0_x_fp32_master_0", w)}
     write(tmp_path / "optimizer.pdopt", {**opt, "master_weights": masters, TABLE: {}})
     catalog = open_source(str(tmp_path), Reading()).catalog
@@ -167,7 +179,7 @@ def test_a_number_a_parameter_is_whole_on_every_rank(tmp_path, v2):
     same(values(tmp_path)[1], want)
 
 
-# -- what nothing states ------------------------------------------------------------------------------------------------
+# -- what nothing states -----------------------------------------------------------------------------------------------
 
 
 def test_sizes_that_no_config_states_are_told_by_values(tmp_path):
@@ -228,7 +240,7 @@ def test_float8_is_told_by_the_meta(tmp_path):
     assert catalog.tensors[TensorKey("model.norm.weight")].dtype.name == "F8_E4M3"
 
 
-# -- single files -------------------------------------------------------------------------------------------------------
+# -- single files ------------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_alone_takes_names_from_the_model_beside_it(tmp_path):
@@ -301,7 +313,7 @@ def test_side_files_and_files_of_the_job(tmp_path):
     assert not catalog.unsafe and any("training_args.bin" in note.message for note in catalog.notes)
 
 
-# -- faults -------------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def fails(path, code, *words, **options):
@@ -422,19 +434,31 @@ def _meta(folder, change):
 
 STAGE = "tp00_pp00"
 METAS = {
-    "an owner beyond the ranks": ("E1312", lambda m: m["sharding_metas"][STAGE]["param2rank"].update({"linear_0.w_0": 2})),
+    "an owner beyond the ranks": (
+        "E1312",
+        lambda m: m["sharding_metas"][STAGE]["param2rank"].update({"linear_0.w_0": 2}),
+    ),
     "a negative owner": ("E1312", lambda m: m["sharding_metas"][STAGE]["param2rank"].update({"linear_0.w_0": -1})),
-    "an owner that is no number": ("E1311", lambda m: m["sharding_metas"][STAGE]["param2rank"].update({"linear_0.w_0": True})),
+    "an owner that is no number": (
+        "E1311",
+        lambda m: m["sharding_metas"][STAGE]["param2rank"].update({"linear_0.w_0": True}),
+    ),
     "a shape that is none": (
-        "E1311", lambda m: m["sharding_metas"][STAGE]["param_meta"].update({"model.norm.weight": [[-1], 16, False, False]}),
+        "E1311",
+        lambda m: m["sharding_metas"][STAGE]["param_meta"].update({"model.norm.weight": [[-1], 16, False, False]}),
     ),
     "a huge rank": (
-        "E1311", lambda m: m["sharding_metas"][STAGE]["param_meta"].update({"model.norm.weight": [[1] * 99, 16, False, False]}),
+        "E1311",
+        lambda m: m["sharding_metas"][STAGE]["param_meta"].update({"model.norm.weight": [[1] * 99, 16, False, False]}),
     ),
     "another shape": (
-        "E0305", lambda m: m["sharding_metas"][STAGE]["param_meta"].update({"model.norm.weight": [[9], 16, False, False]}),
+        "E0305",
+        lambda m: m["sharding_metas"][STAGE]["param_meta"].update({"model.norm.weight": [[9], 16, False, False]}),
     ),
-    "a name that is no text": ("E1311", lambda m: m["sharding_metas"][STAGE]["structure_name_mapping"].update({"x": 3})),
+    "a name that is no text": (
+        "E1311",
+        lambda m: m["sharding_metas"][STAGE]["structure_name_mapping"].update({"x": 3}),
+    ),
     "no names": ("E1311", lambda m: m["sharding_metas"][STAGE].pop("structure_name_mapping")),
     "a strategy that is none": ("E1311", lambda m: m["sharding_metas"][STAGE].update(sharding_strategy="ShardingV3")),
     "a key that is none": ("E1311", lambda m: m["sharding_metas"].update({"tp0": {}})),
@@ -450,7 +474,7 @@ METAS = {
             m["sharding_metas"][STAGE]["param2rank"].update({"linear_99.w_0": 1}),
         ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", METAS)

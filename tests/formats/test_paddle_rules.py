@@ -1,4 +1,5 @@
-"""Paddle's tensor parallel rules against NumPy slicing, written down from what each class of PaddleNLP/PaddleFormers does."""
+"""Paddle's tensor parallel rules against NumPy slicing, written down from what each class of PaddleNLP/PaddleFormers
+does."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ from ckpt_tool.formats.paddle import rules
 from ckpt_tool.formats.paddle.rules import Cut, side_by_side
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 16, "vocab_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "model_type": "llama",
+    "hidden_size": 16,
+    "vocab_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "intermediate_size": 24,
-}  # fmt: skip
+}
 MOE = {**LLAMA, "model_type": "qwen2_moe"}
 
 
@@ -165,8 +170,10 @@ def test_an_uneven_cut_names_degrees_that_are_even():
 
 @given(
     st.sampled_from([Cut(0), Cut(1), Cut(None), Cut(1, (1, 1)), Cut(1, (4, 1, 1)), Cut(0, (2, 1, 1))]),
-    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 def test_ranks_tile_the_whole(cut, tp, a, b):
     unit = tp * (sum(cut.parts) or 1)
     shape = (a * unit, b * unit)
@@ -207,8 +214,8 @@ REAL = sorted((Path(__file__).parents[2] / "fixtures" / "paddle-rules").glob("*.
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_cuts_are_those_of_the_real_classes(path):
-    """What `_get_tensor_parallel_mappings` of every class says. ERNIE-4.5-MoE builds its routed experts' rules with a key that
-    no tensor has, and never cuts them (`disable_ffn_model_parallel`)."""
+    """What `_get_tensor_parallel_mappings` of every class says. ERNIE-4.5-MoE builds its routed experts' rules with a
+    key that no tensor has, and never cuts them (`disable_ffn_model_parallel`)."""
     cases = json.loads(path.read_text())
     assert len(cases) >= 20
     for case, real in cases.items():

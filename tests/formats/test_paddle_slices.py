@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from targets import FIXTURES
 
-from ckpt_tool.formats.paddle.slices import Member, Span, buffers, owners, spans
+from ckpt_tool.formats.paddle.job import Member, Span, buffers, owners, spans
 
 GOLDEN = json.loads((FIXTURES / "paddle-sharding" / "golden.json").read_text())["sharding"]
 

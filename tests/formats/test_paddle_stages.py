@@ -8,9 +8,8 @@ import pytest
 from targets import FIXTURES
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle.order import registration_order
-from ckpt_tool.formats.paddle.stages import Items, items_of, stages_of
-from ckpt_tool.formats.paddle.static import static_names
+from ckpt_tool.formats.paddle.job import Items, items_of, stages_of
+from ckpt_tool.formats.paddle.names import registration_order, static_names
 
 SEGMENTS = json.loads((FIXTURES / "paddle-sharding" / "golden.json").read_text())["segments"]
 MTP = [
@@ -58,12 +57,20 @@ def test_a_wish_and_the_source_s_own_split_go_first() -> None:
 def test_names_are_ordered_as_the_model_registers_them() -> None:
     layer = "model.layers.1."
     order = [
-        "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", f"{layer}self_attn.q_proj.weight",
-        f"{layer}self_attn.o_proj.weight", f"{layer}mlp.gate.weight", f"{layer}mlp.experts.2.up_gate_proj.weight",
-        f"{layer}mlp.experts.10.up_gate_proj.weight", f"{layer}mlp.shared_experts.down_proj.weight",
-        f"{layer}mlp.moe_statics.e_score_correction_bias", f"{layer}input_layernorm.weight", "model.norm.weight",
-        *(f"model.{name}" for name in MTP), "lm_head.weight",
-    ]  # fmt: skip
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        f"{layer}self_attn.q_proj.weight",
+        f"{layer}self_attn.o_proj.weight",
+        f"{layer}mlp.gate.weight",
+        f"{layer}mlp.experts.2.up_gate_proj.weight",
+        f"{layer}mlp.experts.10.up_gate_proj.weight",
+        f"{layer}mlp.shared_experts.down_proj.weight",
+        f"{layer}mlp.moe_statics.e_score_correction_bias",
+        f"{layer}input_layernorm.weight",
+        "model.norm.weight",
+        *(f"model.{name}" for name in MTP),
+        "lm_head.weight",
+    ]
     assert registration_order(sorted(order)) == order
     assert registration_order(["b", "a"], ("b", "a", "c")) == ["b", "a"]
     spread = ["x.experts.0.w", "y", "x.experts.2.w", "x.experts.1.w"]  # what other ranks hold stands behind
@@ -71,12 +78,29 @@ def test_names_are_ordered_as_the_model_registers_them() -> None:
 
 
 def test_static_names_count_by_class() -> None:
-    names = ["e.embed_tokens.weight", "l.q_proj.weight", "l.q_proj.bias", "l.o_proj.weight", "l.input_layernorm.weight",
-             "m.layers.3.mlp.gate.weight", "m.layers.3.mlp.moe_statics.e_score_correction_bias", "x.norm.weight", "x.norm.bias",
-             "lm_head.weight"]  # fmt: skip
+    names = [
+        "e.embed_tokens.weight",
+        "l.q_proj.weight",
+        "l.q_proj.bias",
+        "l.o_proj.weight",
+        "l.input_layernorm.weight",
+        "m.layers.3.mlp.gate.weight",
+        "m.layers.3.mlp.moe_statics.e_score_correction_bias",
+        "x.norm.weight",
+        "x.norm.bias",
+        "lm_head.weight",
+    ]
     assert list(static_names(names, {}).values()) == [
-        "embedding_0.w_0", "linear_0.w_0", "linear_0.b_0", "linear_1.w_0", "create_parameter_0.w_0", "moe_gate_0",
-        "mm_layer_3_corr_bias_0", "layer_norm_0.w_0", "layer_norm_0.b_0", "lm_head_0.w_0",
-    ]  # fmt: skip
+        "embedding_0.w_0",
+        "linear_0.w_0",
+        "linear_0.b_0",
+        "linear_1.w_0",
+        "create_parameter_0.w_0",
+        "moe_gate_0",
+        "mm_layer_3_corr_bias_0",
+        "layer_norm_0.w_0",
+        "layer_norm_0.b_0",
+        "lm_head_0.w_0",
+    ]
     assert static_names(names, {"lm_head.weight": names[0]})["lm_head.weight"] == "embedding_0.w_0"
     assert static_names(["lm_head.weight"], {}, pipeline=True) == {"lm_head.weight": "lm_head_pipe_0.w_0"}

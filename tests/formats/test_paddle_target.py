@@ -20,8 +20,8 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle.file import read_paddle
 from ckpt_tool.formats.paddle.format import FORMAT
+from ckpt_tool.formats.paddle.pickle_file import read_paddle
 from ckpt_tool.formats.paddle.target import paddle_target
 from ckpt_tool.storage.source import Tree
 
@@ -35,9 +35,11 @@ def wanted_of(model: pm.Model, job: pm.Job, **hints: Any) -> Wanted:
     ]
     config = dict(pm.CONFIG, model_type="ernie4_5_moe") if job.by_tensor else dict(pm.CONFIG)
     options = {
-        "degrees": {"tp": job.tp, "pp": job.pp, "ep": job.ep, "dp": job.sharding}, "zero": None,
-        "sharding": job.version, "config": config,
-    }  # fmt: skip
+        "degrees": {"tp": job.tp, "pp": job.pp, "ep": job.ep, "dp": job.sharding},
+        "zero": None,
+        "sharding": job.version,
+        "config": config,
+    }
     return Wanted(tuple(tensors), options=options, hints=hints)
 
 
@@ -106,9 +108,11 @@ def check_ranks(folder: Path, model: pm.Model, job: pm.Job) -> None:
         want = {}
         for (state, name), array in pm.states(model, job, at).items():
             infix = "_fp32_master_0" if ("master", name) in model.arrays else ""
-            key = ("master_weights", static[name]) if state == "master" else (
-                f"{static[name]}{infix}_{WORDS.get(state, state)}_0",
-            )  # fmt: skip
+            key = (
+                ("master_weights", static[name])
+                if state == "master"
+                else (f"{static[name]}{infix}_{WORDS.get(state, state)}_0",)
+            )
             want[key] = array
         same(stored(folder, f"optimizer{tokens(job, at)}.pdopt"), want)
         if job.sharding == 1:

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
@@ -27,17 +26,23 @@ from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.paddle.rules import module_of
+from ckpt_tool.formats.paddle_unified.files import file_key, optimizer_key
 from ckpt_tool.formats.paddle_unified.format import FORMAT
-from ckpt_tool.formats.paddle_unified.keys import file_key, optimizer_key
-from ckpt_tool.formats.paddle_unified.layout import module_of, transposed
+from ckpt_tool.formats.paddle_unified.read import transposed
 from ckpt_tool.formats.paddle_unified.target import unified_target
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
 BF16 = ml_dtypes.bfloat16
 LLAMA = {"model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4}
-SHAPES = {"model.embed_tokens.weight": (6, 4), "model.layers.0.mlp.gate_proj.weight": (4, 6),
-          "model.layers.0.self_attn.q_proj.weight": (4, 4), "model.norm.weight": (4,)}  # fmt: skip
+SHAPES = {
+    "model.embed_tokens.weight": (6, 4),
+    "model.layers.0.mlp.gate_proj.weight": (4, 6),
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.norm.weight": (4,),
+}
 LISTED = ("gate_proj", "q_proj")
 
 
@@ -45,8 +50,16 @@ def values(start: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.arange(start, start + int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
 
-def write(folder: Path, stem: str, tensors: Mapping[str, np.ndarray], *, layout: str = "np", files: int = 1,
-          said: Mapping[str, Any] | None = None, total: float | None = None) -> None:  # fmt: skip
+def write(
+    folder: Path,
+    stem: str,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    layout: str = "np",
+    files: int = 1,
+    said: Mapping[str, Any] | None = None,
+    total: float | None = None,
+) -> None:
     """Files and index of one kind, as Paddle names them."""
     folder.mkdir(exist_ok=True)
     names, weight_map = list(tensors), {}
@@ -60,8 +73,16 @@ def write(folder: Path, stem: str, tensors: Mapping[str, np.ndarray], *, layout:
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=4))
 
 
-def job(folder: Path, *, layout: str = "pt", config: Mapping[str, Any] | None = LLAMA, masters: bool = True,
-        optimizer: bool = True, files: int = 1, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:  # fmt: skip
+def job(
+    folder: Path,
+    *,
+    layout: str = "pt",
+    config: Mapping[str, Any] | None = LLAMA,
+    masters: bool = True,
+    optimizer: bool = True,
+    files: int = 1,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+) -> dict[str, np.ndarray]:
     """A whole checkpoint; the values by STATE/NAME, in Paddle's layout."""
     truth = {}
     for number, (name, shape) in enumerate(shapes.items()):
@@ -70,8 +91,11 @@ def job(folder: Path, *, layout: str = "pt", config: Mapping[str, Any] | None = 
         if masters:
             truth[f"master/{name}"] = wide
         if optimizer:
-            truth |= {f"exp_avg/{name}": wide + 1000, f"exp_avg_sq/{name}": wide + 2000,
-                      f"beta1_pow_acc/{name}": np.full((1,), 0.9, np.float32)}  # fmt: skip
+            truth |= {
+                f"exp_avg/{name}": wide + 1000,
+                f"exp_avg_sq/{name}": wide + 2000,
+                f"beta1_pow_acc/{name}": np.full((1,), 0.9, np.float32),
+            }
     model = {key[6:]: value for key, value in truth.items() if key.startswith("model/")}
     if layout == "pt":
         model = {n: v.T if any(f".{m}." in n for m in LISTED) else v for n, v in model.items()}
@@ -121,7 +145,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(index, indent=4))
 
 
-# -- layouts --------------------------------------------------------------------------------------------------------------
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("files", [1, 2])
@@ -174,7 +198,7 @@ def test_masters_and_moments_are_in_paddles_layout_whatever_they_say(tmp_path: P
     same(tmp_path, truth)
 
 
-# -- whose folder it is ---------------------------------------------------------------------------------------------------
+# -- whose folder it is ------------------------------------------------------------------------------------------------
 
 
 def test_a_model_alone_is_ours_only_in_paddles_layout(tmp_path: Path) -> None:
@@ -200,21 +224,33 @@ def test_one_file_in_paddles_layout_needs_no_index(tmp_path: Path) -> None:
 
 def test_a_model_alone_that_was_written_here_is_known_again(tmp_path: Path) -> None:
     truth = job(tmp_path / "a")
-    convert(str(tmp_path / "a"), str(tmp_path / "b"), Reading(),
-            Writing(to="paddle-unified", states=("model",), verify="full"), Silent())  # fmt: skip
+    convert(
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        Reading(),
+        Writing(to="paddle-unified", states=("model",), verify="full"),
+        Silent(),
+    )
     assert registry.detect(Tree(tmp_path / "b"))[0].name == "paddle-unified"
     same(tmp_path / "b", {key: value for key, value in truth.items() if key.startswith("model/")})
 
 
-@pytest.mark.parametrize("name", ["optimizer.tp00.safetensors_shard_0001", "master_weights.safetensors.index.json",
-                                  "peft_model-00001-of-00001.safetensors", "optimizer.safetensors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.tp00.safetensors_shard_0001",
+        "master_weights.safetensors.index.json",
+        "peft_model-00001-of-00001.safetensors",
+        "optimizer.safetensors",
+    ],
+)
 def test_paddles_names_are_never_hugging_faces(name: str, tmp_path: Path) -> None:
     save_file({"w": values(0, (2,))}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / name).write_bytes(b"{}")
     assert registry.detect(Tree(tmp_path))[0].name == "paddle-unified"
 
 
-# -- indexes --------------------------------------------------------------------------------------------------------------
+# -- indexes -----------------------------------------------------------------------------------------------------------
 
 
 def test_files_that_the_index_names_must_be_there(tmp_path: Path) -> None:
@@ -296,7 +332,7 @@ def test_empty_state_dicts_are_no_fault(tmp_path: Path) -> None:
     same(tmp_path, truth)
 
 
-# -- options of the job ---------------------------------------------------------------------------------------------------
+# -- options of the job ------------------------------------------------------------------------------------------------
 
 
 def test_sixteen_bit_integers_are_bf16_where_something_says_so(tmp_path: Path) -> None:
@@ -354,18 +390,23 @@ def test_an_asynchronous_save_that_did_not_finish(tmp_path: Path) -> None:
 
 def test_optimizer_keys(tmp_path: Path) -> None:
     for key, dtype, state in (
-        ("w/moment1_0", "F32", "exp_avg"), ("w/moment1_0", "I8", "exp_avg@int8"), ("w/moment2_0", "U8", "exp_avg_sq@uint8"),
-        ("w/moment2_0", "I8", "exp_avg_exp_avg_sq@int4"), ("w/moment1_0@scales", "F32", "exp_avg@scales"),
-        ("w/moment2_0@max_scales", "F32", "exp_avg_sq@max_scales"), ("w/velocity_0", "F32", "momentum_buffer"),
-        ("w/beta2_pow_acc_0", "F32", "beta2_pow_acc"), ("w/moment2_max_0", "F32", "max_exp_avg_sq"), ("w/odd_0", "F32", "odd"),
-    ):  # fmt: skip
+        ("w/moment1_0", "F32", "exp_avg"),
+        ("w/moment1_0", "I8", "exp_avg@int8"),
+        ("w/moment2_0", "U8", "exp_avg_sq@uint8"),
+        ("w/moment2_0", "I8", "exp_avg_exp_avg_sq@int4"),
+        ("w/moment1_0@scales", "F32", "exp_avg@scales"),
+        ("w/moment2_0@max_scales", "F32", "exp_avg_sq@max_scales"),
+        ("w/velocity_0", "F32", "momentum_buffer"),
+        ("w/beta2_pow_acc_0", "F32", "beta2_pow_acc"),
+        ("w/moment2_max_0", "F32", "max_exp_avg_sq"),
+        ("w/odd_0", "F32", "odd"),
+    ):
         found = optimizer_key(key, DTYPES[dtype], path="x")
         assert found == TensorKey("w", state) and file_key(found) == key
     job(tmp_path)
     path = tmp_path / "optimizer-00001-of-00001.safetensors"
     save_file({**load_file(path), "no type": values(0, (2,))}, path)
-    edit(tmp_path / "optimizer.safetensors.index.json",
-         lambda i: i["weight_map"].update({"no type": path.name}))  # fmt: skip
+    edit(tmp_path / "optimizer.safetensors.index.json", lambda i: i["weight_map"].update({"no type": path.name}))
     fails(tmp_path, "E1350")
     with pytest.raises(UsageError):
         file_key(TensorKey("w", "moment1"))
@@ -409,7 +450,7 @@ def test_slices_of_a_job_with_expert_ranks(tmp_path: Path) -> None:
     same(tmp_path, truth)
 
 
-# -- beside ---------------------------------------------------------------------------------------------------------------
+# -- beside ------------------------------------------------------------------------------------------------------------
 
 
 def test_scheduler_and_scaler_travel(tmp_path: Path) -> None:
@@ -439,7 +480,7 @@ def test_pickles_that_ask_for_code_are_named_and_refused(tmp_path: Path) -> None
     assert caught.value.exit_code == 4 and not (tmp_path / "b").exists()
 
 
-# -- writing --------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_kind_is_written_again_to_the_byte(tmp_path: Path) -> None:
@@ -522,9 +563,12 @@ def test_weights_are_rounded_from_masters_that_are_alone(tmp_path: Path) -> None
         TensorKey("a")
     ].name == "BF16"
     assert "rounded to BF16" in made.dropped[0]["reason"]
-    for options in ({}, {"hints": {"paddle": {"config": {"dtype": "float32"}}}},
-                    {**hints, "removed": frozenset({TensorKey("a")})},
-                    {"hints": {"paddle": {"config": {"dtype": "bfloat16"}, "skip_save_model_weight": True}}}):  # fmt: skip
+    for options in (
+        {},
+        {"hints": {"paddle": {"config": {"dtype": "float32"}}}},
+        {**hints, "removed": frozenset({TensorKey("a")})},
+        {"hints": {"paddle": {"config": {"dtype": "bfloat16"}, "skip_save_model_weight": True}}},
+    ):
         assert len(FORMAT.fit(both, {}, options).tensors) == 2, options
 
 
@@ -551,9 +595,13 @@ def test_what_scales_stays_with_what_is_scaled(tmp_path: Path) -> None:
     q = np.arange(-12, 12, dtype=np.int8).reshape(4, 6)
     states: dict[str, np.ndarray] = {}
     for name in ("a", "b", "c"):
-        states |= {f"{name}/moment1_0": q, f"{name}/moment1_0@scales": values(1, (6,)),
-                   f"{name}/moment2_0": q.view(np.uint8), f"{name}/moment2_0@min_scales": values(2, (6,)),
-                   f"{name}/moment2_0@max_scales": values(3, (6,))}  # fmt: skip
+        states |= {
+            f"{name}/moment1_0": q,
+            f"{name}/moment1_0@scales": values(1, (6,)),
+            f"{name}/moment2_0": q.view(np.uint8),
+            f"{name}/moment2_0@min_scales": values(2, (6,)),
+            f"{name}/moment2_0@max_scales": values(3, (6,)),
+        }
     write(tmp_path / "a", "optimizer", states, said={"ckpt_quant_stage": "O1", "quant_ckpt_resume_times": 1})
     named = lambda i: [i["weight_map"].pop(key) for key in list(i["weight_map"]) if "scales" in key]  # noqa: E731
     edit(tmp_path / "a" / "optimizer.safetensors.index.json", lambda i: (named(i), None)[1])
@@ -574,8 +622,14 @@ def test_what_scales_stays_with_what_is_scaled(tmp_path: Path) -> None:
 
 def test_the_first_moments_of_stage_o2_are_named_but_packed(tmp_path: Path) -> None:
     packed = np.arange(64 * 2, dtype=np.uint8).view(np.int8).reshape(64, 2)
-    states = {"a/moment2_0": packed, "a/moment1_0@scales": values(1, (2, 2)), "a/moment2_0@min_scales": values(2, (2, 2)),
-              "a/moment2_0@max_scales": values(3, (2, 2)), "n/moment1_0": values(4, (2,)), "n/moment2_0": values(5, (2,))}  # fmt: skip
+    states = {
+        "a/moment2_0": packed,
+        "a/moment1_0@scales": values(1, (2, 2)),
+        "a/moment2_0@min_scales": values(2, (2, 2)),
+        "a/moment2_0@max_scales": values(3, (2, 2)),
+        "n/moment1_0": values(4, (2,)),
+        "n/moment2_0": values(5, (2,)),
+    }
     write(tmp_path, "optimizer", states, said={"ckpt_quant_stage": "O2", "quant_ckpt_resume_times": 0})
     index = tmp_path / "optimizer.safetensors.index.json"
     edit(index, lambda i: i["weight_map"].update({"a/moment1_0": "optimizer-00001-of-00001.safetensors"}))

@@ -14,18 +14,21 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.paddle_unified.format import FORMAT
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
 CONFIG = {"model_type": "ernie4_5", "num_key_value_heads": 4, "vocab_size": 8, "hidden_size": 4}
 SHAPES = {
-    "model.embed_tokens.weight": (8, 4), "model.layers.0.mlp.up_gate_proj.weight": (4, 8),
-    "model.layers.0.mlp.down_proj.weight": (4, 4), "model.layers.0.self_attn.qkv_proj.weight": (4, 16),
-    "model.layers.0.input_layernorm.weight": (4,), "lm_head.weight": (8, 4),
-}  # fmt: skip
+    "model.embed_tokens.weight": (8, 4),
+    "model.layers.0.mlp.up_gate_proj.weight": (4, 8),
+    "model.layers.0.mlp.down_proj.weight": (4, 4),
+    "model.layers.0.self_attn.qkv_proj.weight": (4, 16),
+    "model.layers.0.input_layernorm.weight": (4,),
+    "lm_head.weight": (8, 4),
+}
 AXIS = {"embed_tokens": 0, "up_gate_proj": 1, "down_proj": 0, "qkv_proj": 1, "lm_head": 0}
 
 
@@ -47,8 +50,8 @@ def cut(name: str, value: np.ndarray, tp: int, rank: int) -> np.ndarray:
 
 
 def slices(value: np.ndarray, ranks: int, unit: int, start: int) -> list[tuple[int, np.ndarray]]:
-    """Sharding v2: (rank, slice) of a line padded to `unit * ranks`, which begins at `start` of a buffer; its ranks' borders
-    lie where they lie."""
+    """Sharding v2: (rank, slice) of a line padded to `unit * ranks`, which begins at `start` of a buffer; its ranks'
+    borders lie where they lie."""
     padded = -(-value.size // (unit * ranks)) * unit * ranks
     line = np.concatenate([value.reshape(-1), np.zeros(padded - value.size, np.float32)])
     share = max(padded, 1)

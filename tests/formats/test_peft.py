@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.merge import merge
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.peft.lone import is_adapter
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -109,7 +109,7 @@ def test_the_config_travels(adapter, tmp_path):
     )
 
 
-# -- without a config --------------------------------------------------------------------------------------------------------
+# -- without a config --------------------------------------------------------------------------------------------------
 
 ADAPTERS = sorted(path for path in (FIXTURES / "peft").iterdir() if (path / "adapter_config.json").is_file())
 MISSING = "this is an adapter, and its adapter_config.json is missing"

@@ -1,5 +1,5 @@
-"""Rank files that contradict each other, over the registry and the fixtures: a file or a folder in another's place, a file of
-another step, ranks that disagree. Each is an error of ours that names a file, or the values are all the same.
+"""Rank files that contradict each other, over the registry and the fixtures: a file or a folder in another's place, a
+file of another step, ranks that disagree. Each is an error of ours that names a file, or the values are all the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PAIRS = 24  # of a fixture: spread over all there are
@@ -34,10 +34,15 @@ MADE = {
     "ep2": {"ep": 2, "dp": 2},
 }
 SOURCES = {  # training states of which every format and degree can be made, with sizes that divide
-    "megatron": "megatron/moe_tp2ep2etp1", "megatron-dist": "megatron/moe_tp2ep2etp1", "paddle": "paddle/llama_bf16_legacy_tp2",
-    "paddle-flex": "paddle/llama_bf16_legacy_tp2", "paddle-unified": "paddle/llama_bf16_legacy_tp2",
-    "deepspeed": "deepspeed/moe_z2_ep2_dp4", "deepspeed-universal": "deepspeed/pipe_pp2_dp2_z1", "meta": "convert/llama/hf",
-}  # fmt: skip
+    "megatron": "megatron/moe_tp2ep2etp1",
+    "megatron-dist": "megatron/moe_tp2ep2etp1",
+    "paddle": "paddle/llama_bf16_legacy_tp2",
+    "paddle-flex": "paddle/llama_bf16_legacy_tp2",
+    "paddle-unified": "paddle/llama_bf16_legacy_tp2",
+    "deepspeed": "deepspeed/moe_z2_ep2_dp4",
+    "deepspeed-universal": "deepspeed/pipe_pp2_dp2_z1",
+    "meta": "convert/llama/hf",
+}
 
 
 def _fixtures() -> list[Any]:
@@ -168,7 +173,7 @@ def test_a_part_saved_twice_is_taken_with_lenient(case: str, tmp_path: Path) -> 
         assert fault.code == "E0309"  # what the lost file held is missing
 
 
-# -- another step ---------------------------------------------------------------------------------------------------------
+# -- another step ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.share(3)
@@ -230,8 +235,11 @@ def _alone(root: Path, file: str) -> bool:
 @pytest.mark.parametrize("case", ["megatron/moe_tp2ep2etp1", "deepspeed/pipe_pp2_dp2_z1", "paddle-flex/llama_tied_pp2"])
 def test_masters_of_another_step_are_found_by_verify(case: str, tmp_path: Path) -> None:
     """Files without any counter: 16-bit weights that are no rounding of their masters."""
-    file = {"megatron": "iter_0000002/mp_rank_00_000/distrib_optim.pt", "deepspeed": "layer_01-model_states.pt",
-            "paddle-flex": "model_state/0_0.distcp"}[case.partition("/")[0]]  # fmt: skip
+    file = {
+        "megatron": "iter_0000002/mp_rank_00_000/distrib_optim.pt",
+        "deepspeed": "layer_01-model_states.pt",
+        "paddle-flex": "model_state/0_0.distcp",
+    }[case.partition("/")[0]]
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / case, source)
     if case.startswith("megatron"):  # (a master's last bits round away)
@@ -253,15 +261,31 @@ def _swap_values(path: Path) -> None:
     edit(path, change)
 
 
-# -- ranks that disagree --------------------------------------------------------------------------------------------------
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
 
 ARGUMENTS = {
-    "num_layers": 8, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 8, "kv_channels": 4,
-    "num_experts": 8, "swiglu": False, "untie_embeddings_and_output_weights": None, "vocab_size": 7, "padded_vocab_size": 128,
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "data_parallel_size": 1, "world_size": 2,
-    "consumed_train_samples": 99, "transformer_impl": "x", "use_distributed_optimizer": None,
-}  # fmt: skip
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "ffn_hidden_size": 8,
+    "kv_channels": 4,
+    "num_experts": 8,
+    "swiglu": False,
+    "untie_embeddings_and_output_weights": None,
+    "vocab_size": 7,
+    "padded_vocab_size": 128,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "data_parallel_size": 1,
+    "world_size": 2,
+    "consumed_train_samples": 99,
+    "transformer_impl": "x",
+    "use_distributed_optimizer": None,
+}
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
@@ -361,7 +385,7 @@ SHAPES: dict[str, Callable[[Any], None]] = {
     "ds_version": lambda value: value.update(ds_version="0.0.1"),
     "global_steps": lambda value: value.update(global_steps=77),
     "ds_config": lambda value: value["ds_config"]["zero_optimization"].update(round_robin_gradients=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.share(2)

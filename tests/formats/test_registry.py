@@ -14,16 +14,42 @@ from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = [path for name in registry.NAMES for path in sorted((FIXTURES / name).glob("*")) if ".truth." not in path.name]
-NAMES = st.sampled_from([
-    "model.safetensors", "model-00001-of-00002.safetensors", "model.tp00.safetensors", "exp_avg.tp01_dp00.safetensors",
-    "ckpt.index.json", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "x.pt",
-    ".metadata", ".metadata.tmp", "__0.metadata", "__0_0.distcp", "sub/.metadata", "sub/__0_0.distcp", "config.json",
-    "sharded/shard-00001-model-00001-of-00001.safetensors", "common.pt", "metadata.json", "0.metadata", "no_suffix",
-])  # fmt: skip
-HEADS = st.sampled_from([
-    b"", b"{}", b'{"ckpt_format":"sharded"}', b"PK\x03\x04" + bytes(26) + b"x/data.pkl" + bytes(99), b"\x80\x02}q\x00.",
-    (2).to_bytes(8, "little") + b"{}", (27).to_bytes(8, "little") + b'{"__metadata__":{"boxes":"{',
-])  # fmt: skip
+NAMES = st.sampled_from(
+    [
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.tp00.safetensors",
+        "exp_avg.tp01_dp00.safetensors",
+        "ckpt.index.json",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "x.pt",
+        ".metadata",
+        ".metadata.tmp",
+        "__0.metadata",
+        "__0_0.distcp",
+        "sub/.metadata",
+        "sub/__0_0.distcp",
+        "config.json",
+        "sharded/shard-00001-model-00001-of-00001.safetensors",
+        "common.pt",
+        "metadata.json",
+        "0.metadata",
+        "no_suffix",
+    ]
+)
+HEADS = st.sampled_from(
+    [
+        b"",
+        b"{}",
+        b'{"ckpt_format":"sharded"}',
+        b"PK\x03\x04" + bytes(26) + b"x/data.pkl" + bytes(99),
+        b"\x80\x02}q\x00.",
+        (2).to_bytes(8, "little") + b"{}",
+        (27).to_bytes(8, "little") + b'{"__metadata__":{"boxes":"{',
+    ]
+)
 
 
 def check(tree: Tree) -> None:

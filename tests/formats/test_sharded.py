@@ -176,13 +176,18 @@ def tiny_parts() -> tuple[Arrays, Wanted, Layout]:
 
 def test_the_files_and_their_contents_are_those_of_the_specification(tiny: Path) -> None:
     assert sorted(os.listdir(tiny)) == [
-        "ckpt.index.json", "config.json",
-        "exp_avg.tp00_dp00.safetensors", "exp_avg.tp00_dp01.safetensors",
-        "exp_avg.tp01_dp00.safetensors", "exp_avg.tp01_dp01.safetensors",
+        "ckpt.index.json",
+        "config.json",
+        "exp_avg.tp00_dp00.safetensors",
+        "exp_avg.tp00_dp01.safetensors",
+        "exp_avg.tp01_dp00.safetensors",
+        "exp_avg.tp01_dp01.safetensors",
         "extras.tp00_dp01.safetensors",
-        "model.tp00_dp00.safetensors", "model.tp00_dp01.safetensors",
-        "model.tp01_dp00.safetensors", "model.tp01_dp01.safetensors",
-    ]  # fmt: skip
+        "model.tp00_dp00.safetensors",
+        "model.tp00_dp01.safetensors",
+        "model.tp01_dp00.safetensors",
+        "model.tp01_dp01.safetensors",
+    ]
     moment = safetensors.numpy.load_file(tiny / "exp_avg.tp01_dp00.safetensors")
     np.testing.assert_array_equal(moment["w"], arange((4, 6), start=200)[2:, :3])
     model = safetensors.numpy.load_file(tiny / "model.tp01_dp01.safetensors")
@@ -388,10 +393,13 @@ def test_fallbacks_are_grouped_by_case(tmp_path: Path) -> None:
     write(FORMAT.target(wanted_of(arrays), layout), arrays, tmp_path)
     assert json.loads((tmp_path / INDEX).read_text())["fallbacks"] == [
         {
-            "requested": ["dp", "tp"], "used": ["tp"], "reason": "fallback", "better": [],
+            "requested": ["dp", "tp"],
+            "used": ["tp"],
+            "reason": "fallback",
+            "better": [],
             "tensors": {"master": ["a"], "model": ["a", "b"]},
         }
-    ]  # fmt: skip
+    ]
     check_equal(read_by_us(tmp_path)[1], arrays)
 
 
@@ -416,9 +424,16 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
 
 def test_extras_of_every_kind_come_back(tmp_path: Path) -> None:
     extras = {
-        "$odd": 1, 5: "int key", "big": 1 << 80, "inf": float("inf"), "raw": b"\0\xff", "t": (1, [2, {"x": None}]),
-        "dtype": Symbol("torch.bfloat16"), "args": Opaque("argparse.Namespace", (), {"lr": 0.1}), "ü\n": "日本",
-    }  # fmt: skip
+        "$odd": 1,
+        5: "int key",
+        "big": 1 << 80,
+        "inf": float("inf"),
+        "raw": b"\0\xff",
+        "t": (1, [2, {"x": None}]),
+        "dtype": Symbol("torch.bfloat16"),
+        "args": Opaque("argparse.Namespace", (), {"lr": 0.1}),
+        "ü\n": "日本",
+    }
     write(FORMAT.target(wanted_of({}, extras=extras, hints={"k": (1, 2)}), Layout(Mesh(), ())), {}, tmp_path)
     catalog = FORMAT.read(Tree(tmp_path), {})
     assert catalog.extras == extras

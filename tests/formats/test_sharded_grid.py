@@ -45,8 +45,10 @@ def cases(draw: st.DrawFn) -> tuple[Wanted, Layout]:
     policy = draw(st.sampled_from(["largest-dim", "dtensor", "pad"]))
     layout, _ = lay_out(tensors, Wishes(mesh, draw(st.integers(0, 3)), policy))
     if draw(st.booleans()):
-        placements = [dataclasses.replace(p, at=(("pp", len(t.key.name) % 2),))
-                      for t, p in zip(tensors, layout.placements, strict=True)]  # fmt: skip
+        placements = [
+            dataclasses.replace(p, at=(("pp", len(t.key.name) % 2),))
+            for t, p in zip(tensors, layout.placements, strict=True)
+        ]
         layout = Layout(Mesh.of(**mesh.to_json(), pp=2), tuple(placements), "by hand")
     sidefiles = (("config.json", 7),) if draw(st.booleans()) else ()
     return Wanted(tuple(tensors), {"iteration": 7}, {"k": "v"}, "dcp", sidefiles), layout
@@ -90,11 +92,13 @@ def test_the_identity_hangs_on_what_decides_the_heads() -> None:
     layout = Layout(Mesh.of(tp=2), (Placement(((0, ("tp",)),)),))
     other = Layout(Mesh.of(tp=2), (Placement(((1, ("tp",)),)),))
     cases = [
-        (Wanted((one,)), layout), (Wanted((one,)), other), (Wanted((one,), {"iteration": 1}), layout),
+        (Wanted((one,)), layout),
+        (Wanted((one,)), other),
+        (Wanted((one,), {"iteration": 1}), layout),
         (Wanted((dataclasses.replace(one, dtype=DTYPES["BF16"]),)), layout),
         (Wanted((dataclasses.replace(one, path=("x",)),)), layout),
         (Wanted((dataclasses.replace(one, key=TensorKey("v")),)), layout),
-    ]  # fmt: skip
+    ]
     found = [short.places.identity() for case in cases if (short := both(*case)[1]).places is not None]
     assert len(set(found)) == len(cases)
     assert found == [short.places.identity() for case in cases if (short := both(*case)[1]).places is not None]

@@ -32,9 +32,11 @@ def test_the_layout_of_get_state_dict() -> None:
         leaf("rng", shape=(16,)),
     ]
     assert named(leaves) == [
-        ("layers.0.w1.weight", "model"), ("layers.0.w1.weight", "exp_avg"), ("layers.0.w1.weight", "step"),
+        ("layers.0.w1.weight", "model"),
+        ("layers.0.w1.weight", "exp_avg"),
+        ("layers.0.w1.weight", "step"),
         ("rng", "extras"),
-    ]  # fmt: skip
+    ]
 
 
 def test_torchtitan_flat_states_at_the_root_and_under_optimizer() -> None:
@@ -49,16 +51,20 @@ def test_torchtitan_flat_states_at_the_root_and_under_optimizer() -> None:
 def test_flat_states_count_only_with_evidence() -> None:
     """A model may well have a part called `state`."""
     assert named([leaf("enc.weight"), leaf("state.cell.weight")]) == [
-        ("enc.weight", "model"), ("state.cell.weight", "model"),
-    ]  # fmt: skip
+        ("enc.weight", "model"),
+        ("state.cell.weight", "model"),
+    ]
     beside = {"param_groups.cell.w.lr": 0.1}
     assert named([leaf("state.cell.w.exp_avg")], beside) == [("cell.w", "exp_avg")]
 
 
 def test_no_planner_data_takes_the_models_prefix_from_the_optimizers_names() -> None:
     leaves = [
-        leaf("model.enc.weight"), leaf("model.enc.bias"), leaf("optim.state.enc.weight.exp_avg"), leaf("sched.x"),
-    ]  # fmt: skip
+        leaf("model.enc.weight"),
+        leaf("model.enc.bias"),
+        leaf("optim.state.enc.weight.exp_avg"),
+        leaf("sched.x"),
+    ]
     found = name_leaves(leaves, {})
     assert [str(key) for key in found.keys] == ["enc.weight", "enc.bias", "enc.weight [exp_avg]", "sched.x [extras]"]
     assert any("'model.'" in note.message for note in found.notes)
@@ -66,8 +72,9 @@ def test_no_planner_data_takes_the_models_prefix_from_the_optimizers_names() -> 
     assert found.roots.path(TensorKey("enc.bias")) == ("model.enc.bias",)
     # without an optimizer there is no evidence: names stay as they are
     assert named([leaf("model.enc.weight"), leaf("model.enc.bias")]) == [
-        ("model.enc.weight", "model"), ("model.enc.bias", "model"),
-    ]  # fmt: skip
+        ("model.enc.weight", "model"),
+        ("model.enc.bias", "model"),
+    ]
 
 
 def test_optimizers_by_structure_not_by_name() -> None:
@@ -81,9 +88,12 @@ def test_optimizers_by_structure_not_by_name() -> None:
 
 def test_ema_and_master() -> None:
     leaves = [
-        leaf("model", "w"), leaf("ema", "w"), leaf("master_weights", "w"), leaf("model_ema", "module", "v"),
+        leaf("model", "w"),
+        leaf("ema", "w"),
+        leaf("master_weights", "w"),
+        leaf("model_ema", "module", "v"),
         leaf("optim", "state", "w", "master_param"),
-    ]  # fmt: skip
+    ]
     assert named(leaves) == [
         ("w", "model"),
         ("w", "ema"),
@@ -97,8 +107,9 @@ def test_one_level_is_taken_off_and_never_two() -> None:
     assert named([leaf("model", "model", "w")]) == [("model.w", "model")]
     assert named([leaf("state_dict", "model.w")]) == [("model.w", "model")]
     assert named([leaf("app", "model", "w"), leaf("app", "optim", "state", "w", "exp_avg")]) == [
-        ("w", "model"), ("w", "exp_avg"),
-    ]  # fmt: skip
+        ("w", "model"),
+        ("w", "exp_avg"),
+    ]
 
 
 def test_without_a_model_level_all_is_the_model() -> None:
@@ -125,7 +136,7 @@ def test_two_tensors_of_one_name_stay_two() -> None:
     assert "N-same-name" in [note.code for note in found.notes]
 
 
-# -- numbered parameters ------------------------------------------------------------------------------------------------
+# -- numbered parameters -----------------------------------------------------------------------------------------------
 
 
 def numbered(shapes: dict[int, tuple[int, ...]], params: Any = None) -> tuple[list[Leaf], dict[str, Any]]:
@@ -137,9 +148,11 @@ def numbered(shapes: dict[int, tuple[int, ...]], params: Any = None) -> tuple[li
 def test_numbers_are_named_by_order_and_shape() -> None:
     moments, extras = numbered({0: (33, 10), 1: (23, 10), 2: (33, 10)})
     model = [
-        leaf("model", "embed", shape=(33, 10)), leaf("model", "w1", shape=(23, 10)), leaf("model", "scale", shape=(3,)),
+        leaf("model", "embed", shape=(33, 10)),
+        leaf("model", "w1", shape=(23, 10)),
+        leaf("model", "scale", shape=(3,)),
         leaf("model", "head", shape=(33, 10)),
-    ]  # fmt: skip
+    ]
     found = name_leaves([*model, *moments], extras)
     assert [key.name for key in found.keys[4:]] == ["embed", "w1", "head"]
     assert found.roots.ids == {("optimizer",): {"0": "embed", "1": "w1", "2": "head"}}
@@ -162,9 +175,13 @@ def test_names_in_the_groups_decide() -> None:
 
 def test_tied_tensors_and_batch_norm_buffers_are_no_candidates() -> None:
     model = [
-        Candidate("embed", (9, 4), same=1), Candidate("bn.weight", (4,)), Candidate("bn.bias", (4,)),
-        Candidate("bn.running_mean", (4,)), Candidate("bn.running_var", (4,)), Candidate("head", (9, 4), same=1),
-    ]  # fmt: skip
+        Candidate("embed", (9, 4), same=1),
+        Candidate("bn.weight", (4,)),
+        Candidate("bn.bias", (4,)),
+        Candidate("bn.running_mean", (4,)),
+        Candidate("bn.running_var", (4,)),
+        Candidate("head", (9, 4), same=1),
+    ]
     moments = {n: {"exp_avg": shape} for n, shape in enumerate([(9, 4), (4,), (4,)])}
     assert align([{"params": [0, 1, 2]}], moments, model).names == {0: "embed", 1: "bn.weight", 2: "bn.bias"}
 
@@ -203,7 +220,7 @@ def test_an_alignment_is_found_exactly_when_it_is_the_only_one(
         assert found.names == {}
 
 
-# -- roots ----------------------------------------------------------------------------------------------------------------
+# -- roots -------------------------------------------------------------------------------------------------------------
 
 
 def test_roots_survive_the_hints() -> None:

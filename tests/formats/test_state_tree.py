@@ -73,11 +73,12 @@ def test_a_list_too_short_for_its_tensor_is_told() -> None:
         join({"a": [1, 2]}, [(("a", 5, "w"), 1)])
 
 
-# -- nesting ------------------------------------------------------------------------------------------------------------
+# -- nesting -----------------------------------------------------------------------------------------------------------
 
 
 def names_again(wanted: Wanted, *, whole_numbers: bool = True) -> tuple[list[TensorKey], dict[Any, Any], list[str]]:
-    """What a reader makes of the nested state: (keys in the wanted's order, the extras he finds, the writer's notes)."""
+    """What a reader makes of the nested state: (keys in the wanted's order, the extras he finds, the writer's
+    notes)."""
     places = [ref(i)._replace(offset=i) for i in range(len(wanted.tensors))]
     nested = nest(wanted, places, whole_numbers=whole_numbers)
     parted = part(nested.tree)

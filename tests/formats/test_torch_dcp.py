@@ -1,7 +1,7 @@
 """DCP both ways: fixtures by torch read as their truth says; what we write is loaded by torch itself.
 
-The judge of reading is the live run's truth, of writing `torch.distributed.checkpoint.load`; targets are laid out by the
-slow writer of `targets.py`, not by our executor.
+The judge of reading is the live run's truth, of writing `torch.distributed.checkpoint.load`; targets are laid out by
+the slow writer of `targets.py`, not by our executor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.dtype == want.dtype and got.shape == want.shape and np.array_equal(bits(got), bits(want))
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,9 +87,14 @@ def plain(value: Any) -> Any:
 
 
 MESHES = {
-    "fsdp2_dp4": {"dp": 4}, "fsdp2_dp3_bf16": {"dp": 3}, "tp2_dp2": {"tp": 2, "dp": 2}, "safetensors_2d": {"tp": 2, "dp": 2},
-    "hsdp_2x2": {"dp": 2}, "ddp": {}, "no_collectives": {"dp": 2},
-}  # fmt: skip
+    "fsdp2_dp4": {"dp": 4},
+    "fsdp2_dp3_bf16": {"dp": 3},
+    "tp2_dp2": {"tp": 2, "dp": 2},
+    "safetensors_2d": {"tp": 2, "dp": 2},
+    "hsdp_2x2": {"dp": 2},
+    "ddp": {},
+    "no_collectives": {"dp": 2},
+}
 
 
 @pytest.mark.parametrize("case", MESHES)
@@ -157,9 +162,11 @@ def test_tensors_inside_an_object_item_are_tensors(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "a")
     catalog = FORMAT.read(tree, {})
     assert {str(key): tensor.path for key, tensor in catalog.tensors.items()} == {
-        "w": ("model", "w"), "list.0 [extras]": ("list", 0), "pair.0 [extras]": ("pair", 0),
+        "w": ("model", "w"),
+        "list.0 [extras]": ("list", 0),
+        "pair.0 [extras]": ("pair", 0),
         "pair.2.0 [extras]": ("pair", 2, 0),
-    }  # fmt: skip
+    }
     np.testing.assert_array_equal(gather(tree, catalog.tensors[TensorKey("pair.2.0", "extras")]), bits(pair[2][0]))
     wanted = rewanted(catalog)
     write(FORMAT.target(wanted, along_rows(wanted, dp=2)), tmp_path / "b", values_of(tree, catalog))
@@ -172,7 +179,7 @@ def test_tensors_inside_an_object_item_are_tensors(tmp_path: Path) -> None:
     assert torch.equal(back["list.0"], ramp((5,))) and back["list.1"] == 3
 
 
-# -- hostile folders ------------------------------------------------------------------------------------------------------
+# -- hostile folders ---------------------------------------------------------------------------------------------------
 
 
 def hostile() -> list[Any]:
@@ -205,7 +212,7 @@ def test_hostile_folders(row: str, make: Any, want: Any, words: tuple[str, ...],
     assert tree.bytes_read < 1_000_000
 
 
-# -- writing --------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -250,9 +257,13 @@ def test_the_layout_for_a_source_without_paths(tmp_path: Path) -> None:
     assert [file.path for file in target.files] == [*(f"__{r}_0.distcp" for r in range(4)), ".metadata"]
     flat = load(tmp_path)
     names = {
-        "w": "model.w", "w [exp_avg]": "optim.state.w.exp_avg", "w [step]": "optim.state.w.step", "w [master]": "master.w",
-        "w [ema]": "ema.w", "rng_state [extras]": "extras.rng_state",
-    }  # fmt: skip
+        "w": "model.w",
+        "w [exp_avg]": "optim.state.w.exp_avg",
+        "w [step]": "optim.state.w.step",
+        "w [master]": "master.w",
+        "w [ema]": "ema.w",
+        "rng_state [extras]": "extras.rng_state",
+    }
     for key, tensor in TENSORS.items():
         assert same_bits(flat[names.get(str(key), f"model.{key.name}")], tensor), key
     assert flat["optim.param_groups.0.betas"] == (0.9, 0.99) and flat["epoch"] == 3 and flat["empty"] == []
@@ -305,8 +316,10 @@ def test_replicas_are_written_once_by_their_first_rank() -> None:
     target = FORMAT.target(wanted, layout)
     boxes = {file.path: [(a.tensor, a.box.offset, a.box.shape) for a in file.arrays] for file in target.files}
     assert boxes == {
-        "__0_0.distcp": [(0, (0, 0), (4, 3)), (1, (0,), (5,))], "__1_0.distcp": [(0, (0, 3), (4, 3))], ".metadata": [],
-    }  # fmt: skip
+        "__0_0.distcp": [(0, (0, 0), (4, 3)), (1, (0,), (5,))],
+        "__1_0.distcp": [(0, (0, 3), (4, 3))],
+        ".metadata": [],
+    }
 
 
 def test_items_lie_aligned_and_heads_are_shared() -> None:
@@ -454,9 +467,10 @@ def test_the_metadata_is_what_torch_itself_would_pickle(tmp_path: Path) -> None:
     assert ours.storage_data.keys() == theirs.storage_data.keys()
     assert {type(index.offset) for index in ours.storage_data} == {type(index.offset) for index in theirs.storage_data}
     named = [
-        operand for opcode, operand, _ in pickletools.genops((tmp_path / "ours" / ".metadata").read_bytes())
+        operand
+        for opcode, operand, _ in pickletools.genops((tmp_path / "ours" / ".metadata").read_bytes())
         if opcode.name in ("GLOBAL", "INST")
-    ]  # fmt: skip
+    ]
     assert not named, "protocol 4 names by STACK_GLOBAL alone"
     assert load(tmp_path / "ours")["big"] == 1 << 40
 

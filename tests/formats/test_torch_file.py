@@ -50,7 +50,7 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.dtype == want.dtype and got.shape == want.shape and np.array_equal(bits(got), bits(want))
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,7 +121,7 @@ def test_foreign_classes_are_shown_and_refused_where_tensors_hang_on_them(tmp_pa
     assert TensorKey("w") in catalog.tensors
 
 
-# -- folders ------------------------------------------------------------------------------------------------------------
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def hugging_face(folder: Path, *parts: dict[str, torch.Tensor]) -> Path:
@@ -220,7 +220,7 @@ def test_checksums_can_be_required() -> None:
         FORMAT.read(Tree(path_of("legacy")), {"require_checksums": True})
 
 
-# -- writing ------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
@@ -306,8 +306,9 @@ def test_a_model_alone_goes_into_hugging_faces_layout(tmp_path: Path) -> None:
     wanted = wanted_of(TENSORS, shard_size=60)
     target = FORMAT.target(wanted, along_rows(wanted))
     assert [file.path for file in target.files] == [
-        *(f"pytorch_model-{n:05d}-of-00002.bin" for n in (1, 2)), "pytorch_model.bin.index.json",
-    ]  # fmt: skip
+        *(f"pytorch_model-{n:05d}-of-00002.bin" for n in (1, 2)),
+        "pytorch_model.bin.index.json",
+    ]
     write(target, tmp_path, [bits(t) for t in TENSORS.values()])
     index = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in TENSORS.values())
@@ -355,7 +356,10 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     write(target, tmp_path, [bits(t) for t in TENSORS.values()])
     state = torch.load(tmp_path / "m.pt", weights_only=True)
     assert state["a"] == [1, None] and state["c"] == 3 and "b" not in state
-    twice = wanted_of({TensorKey("x"): ramp((1,)), TensorKey("y", "extras"): ramp((1,))},
-                      {TensorKey("x"): ("x",), TensorKey("y", "extras"): ("x", "y")}, hints={"roots": {}})  # fmt: skip
+    twice = wanted_of(
+        {TensorKey("x"): ramp((1,)), TensorKey("y", "extras"): ramp((1,))},
+        {TensorKey("x"): ("x",), TensorKey("y", "extras"): ("x", "y")},
+        hints={"roots": {}},
+    )
     with pytest.raises(UsageError, match="both belong at x"):
         FORMAT.target(twice, along_rows(twice))

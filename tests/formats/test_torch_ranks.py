@@ -23,20 +23,20 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InputError
 from ckpt_tool.formats.torch.dtensor_spec import Cut, Placed, RankMesh, boxes, read_mesh, read_placed
 from ckpt_tool.run.lazy import OpenCatalog
+from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.pickle_values import Record, StorageRef, TensorRef
 
 RANKS = FIXTURES / "torch" / "ranks_fsdp2_dp4"
 TENSOR = "torch.distributed.tensor."
 
 
-# -- geometry -----------------------------------------------------------------------------------------------------------
+# -- geometry ----------------------------------------------------------------------------------------------------------
 
 
 def row_major(*shape: int) -> RankMesh:
@@ -113,7 +113,8 @@ def tensor_ref(shape: tuple[int, ...]) -> TensorRef:
 
 
 def test_split_factors_tell_the_order_of_three_mesh_dims() -> None:
-    """torch's own example (`DTensorSpec._maybe_convert_StridedShard_to_shard_order`): mesh 4 x 3 x 2, the last cut first."""
+    """torch's own example (`DTensorSpec._maybe_convert_StridedShard_to_shard_order`): mesh 4 x 3 x 2, the last cut
+    first."""
     factors = (2, 2, 1)
     placements = tuple(
         Record(
@@ -125,13 +126,18 @@ def test_split_factors_tell_the_order_of_three_mesh_dims() -> None:
     placed = read_placed(Record("DTensorSpec", state={"placements": placements}), row_major(4, 3, 2), 1)
     assert placed.order == (2, 0, 1)
     value = torch.arange(53)
-    parts = {(i, j, k): chunk(chunk(chunk(value, 2, k), 4, i), 3, j).numpy()
-             for i in range(4) for j in range(3) for k in range(2)}  # fmt: skip
+    parts = {
+        (i, j, k): chunk(chunk(chunk(value, 2, k), 4, i), 3, j).numpy()
+        for i in range(4)
+        for j in range(3)
+        for k in range(2)
+    }
     assert np.array_equal(filled((53,), placed, parts), value.numpy())
 
 
 def test_meshes_of_older_versions_and_slices() -> None:
-    """`mesh` as a tensor (torch < 2.9); a layout of shape and stride; a slice of a larger mesh, one for each tp rank."""
+    """`mesh` as a tensor (torch < 2.9); a layout of shape and stride; a slice of a larger mesh, one for each tp
+    rank."""
     old = Record("DeviceMesh", state={"mesh": tensor_ref((2, 2)), "mesh_dim_names": ("dp", "tp")})
     assert read_mesh(old, lambda ref: [0, 2, 1, 3], 0) == RankMesh((2, 2), (0, 2, 1, 3), ("dp", "tp"))
     layout = Record("_MeshLayout", state={"shape": (2, 2), "stride": (2, 1)})
@@ -151,11 +157,12 @@ def test_meshes_of_older_versions_and_slices() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {}, {"_layout": Record("L", state={"shape": (1 << 19, 1 << 19), "stride": (1, 1)}), "_flatten_rank_map": (0,)},
+        {},
+        {"_layout": Record("L", state={"shape": (1 << 19, 1 << 19), "stride": (1, 1)}), "_flatten_rank_map": (0,)},
         {"_layout": Record("L", state={"shape": (2,), "stride": (5,)}), "_flatten_rank_map": (0, 1)},
         {"_layout": Record("L", state={"shape": ("x",), "stride": (5,)}), "_flatten_rank_map": (0, 1)},
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_makes_no_sense_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(InputError) as raised:
         read_mesh(Record("DeviceMesh", state=state), lambda ref: [], 0)
@@ -168,7 +175,7 @@ def test_split_factors_that_would_make_millions_of_boxes_are_refused() -> None:
         boxes((1 << 30, 1 << 30), placed, (0, 0, 0))
 
 
-# -- files --------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_in_the_folder() -> None:
@@ -297,7 +304,7 @@ def test_flat_optimizer_states_are_refused(tmp_path: Path) -> None:
     assert error.code == "E0399" and "flat" in error.message
 
 
-# -- what one process can make ------------------------------------------------------------------------------------------
+# -- what one process can make -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

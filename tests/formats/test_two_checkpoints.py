@@ -1,7 +1,8 @@
 """Two checkpoints in one folder: fixtures of every pair of formats laid together.
 
-What the contract says: two formats that both claim a folder are an error that names both, and `--from` decides. `ONE` lists
-the pairs that are one checkpoint all the same, each with its reason. Read with `--from`, either is what it is alone.
+What the contract says: two formats that both claim a folder are an error that names both, and `--from` decides. `ONE`
+lists the pairs that are one checkpoint all the same, each with its reason. Read with `--from`, either is what it is
+alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.commands.options import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 NO_HUB = ("dcp_uneven", "ranks_tp2_dp2", "llama2_tp2")  # forms that no hub's loader opens: they accompany nothing

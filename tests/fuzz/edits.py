@@ -26,7 +26,8 @@ _OTHER = {"BINFLOAT", "NEWTRUE", "NEWFALSE"}
 
 
 class Part(NamedTuple):
-    """What of a file is edited: kind `json`, `pickle` or `text`. The bytes before and behind it, or the zip's members."""
+    """What of a file is edited: kind `json`, `pickle` or `text`. The bytes before and behind it, or the zip's
+    members."""
 
     kind: str
     data: bytes

@@ -4,8 +4,8 @@
     python tests/fuzz/fuzz_readers.py pickle CORPUS [-max_total_time=600 ...]   libFuzzer's options
     python tests/fuzz/fuzz_readers.py zip CORPUS [...]          and so the targets of `targets.py`
 
-The idea: a reader may raise `CkptError` and nothing else, must end within seconds and within `-rss_limit_mb`, and what it
-does read must keep its promises: offsets inside the file, values that nest finitely and turn into JSON, and, where a
+The idea: a reader may raise `CkptError` and nothing else, must end within seconds and within `-rss_limit_mb`, and what
+it does read must keep its promises: offsets inside the file, values that nest finitely and turn into JSON, and, where a
 pickle names nothing, the very value that CPython reads (its pure-Python unpickler with every name forbidden).
 """
 

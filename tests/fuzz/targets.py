@@ -7,8 +7,9 @@
     plan            a saved plan, its values edited
     layout, aoa, mergekit, patterns     files and options that a person writes
 
-The first bytes of an input of `tree` and `plan` choose what is edited, the rest says how; the others are the file itself. What a
-target raises beside CkptError is a finding; its input, made small, goes to `corpus/TARGET/`, which `test_corpus.py` replays.
+The first bytes of an input of `tree` and `plan` choose what is edited, the rest says how; the others are the file
+itself. What a target raises beside CkptError is a finding; its input, made small, goes to `corpus/TARGET/`, which
+`test_corpus.py` replays.
 """
 
 from __future__ import annotations
@@ -22,13 +23,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+from ckpt_tool.adapters.pattern import matches
 from ckpt_tool.algebra.aoa import compile_aoa, read_aoa
-from ckpt_tool.commands.folding.pattern import matches
-from ckpt_tool.commands.layout_file import parse_layout
-from ckpt_tool.commands.merging.groups import Grouping
-from ckpt_tool.commands.merging.mergekit import read_config
-from ckpt_tool.commands.select import split_keys
 from ckpt_tool.commands.values import BadValue, patterns
+from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core import dtype
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import WantedTensor
@@ -36,16 +34,43 @@ from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.dcp.format import FORMAT as DCP
+from ckpt_tool.merging.groups import Grouping
+from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.plan import saved
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.placing import Wishes, lay_out
 from ckpt_tool.plan.plan import Plan
+from ckpt_tool.sources.select import split_keys
 from ckpt_tool.storage import source, strict_json
 
 HERE = pathlib.Path(__file__).parent
 FIXTURES = HERE.parents[1] / "fixtures"
 LARGEST = 70_000  # bytes of a fixture that is edited
-NUMBERS = (0, 1, 2, 3, 7, 64, 255, 10**4, 2**31 - 1, 2**31, 10**9, 2**53, 2**63 - 1, 2**64, 10**30, -1, -2, -(2**63), 1.5, "1", "", True, None)  # fmt: skip
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    64,
+    255,
+    10**4,
+    2**31 - 1,
+    2**31,
+    10**9,
+    2**53,
+    2**63 - 1,
+    2**64,
+    10**30,
+    -1,
+    -2,
+    -(2**63),
+    1.5,
+    "1",
+    "",
+    True,
+    None,
+)
 
 
 def _edits():
@@ -122,7 +147,7 @@ class Script:
         return self.data[self.at - count : self.at]
 
 
-# -- files of checkpoints -------------------------------------------------------------------------------------------------
+# -- files of checkpoints ----------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -143,9 +168,18 @@ def fixtures():
 
 def _first(name):
     """Formats whose fixtures are all large are there with one of them."""
-    return name in ("megatron/moe_tp2ep2etp1", "megatron-dist/pp2_gathered", "paddle/llama_bf16_legacy_tp2",
-                    "paddle-unified/ernie_nm_tp2", "paddle-flex/llama_tied_pp2", "deepspeed/moe_z2_ep2_dp4",
-                    "deepspeed/z3_bf16_dp4", "deepspeed-universal/z1_bf16_dp2", "torch/ranks_tp2_dp2", "dcp/hsdp_2x2")  # fmt: skip
+    return name in (
+        "megatron/moe_tp2ep2etp1",
+        "megatron-dist/pp2_gathered",
+        "paddle/llama_bf16_legacy_tp2",
+        "paddle-unified/ernie_nm_tp2",
+        "paddle-flex/llama_tied_pp2",
+        "deepspeed/moe_z2_ep2_dp4",
+        "deepspeed/z3_bf16_dp4",
+        "deepspeed-universal/z1_bf16_dp2",
+        "torch/ranks_tp2_dp2",
+        "dcp/hsdp_2x2",
+    )
 
 
 @functools.cache
@@ -274,7 +308,7 @@ def fixtures_shard():
     return edits.struct.pack("<Q", 64) + b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'.ljust(64) + b"abcd"
 
 
-# -- plans ----------------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -354,7 +388,7 @@ def read_plan(document):
         told(error)
 
 
-# -- what a person writes ---------------------------------------------------------------------------------------------------
+# -- what a person writes ----------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -419,7 +453,8 @@ def one_mergekit(data):
 
 
 def one_patterns(data):
-    """Patterns a line: globs to remove, and the module patterns of adapters. (Regular expressions are Python's own engine.)"""
+    """Patterns a line: globs to remove, and the module patterns of adapters. (Regular expressions are Python's own
+    engine.)"""
     lines = [line for line in data.decode("utf-8", "replace").split("\n") if line and not line.startswith(("@", "re:"))]
     keys = [TensorKey(name) for name in names()]
     try:
@@ -434,12 +469,18 @@ def one_patterns(data):
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "json": one_json, "dcp": one_dcp, "tree": one_tree, "plan": one_plan, "layout": one_layout, "aoa": one_aoa,
-    "mergekit": one_mergekit, "patterns": one_patterns,
-}  # fmt: skip
+    "json": one_json,
+    "dcp": one_dcp,
+    "tree": one_tree,
+    "plan": one_plan,
+    "layout": one_layout,
+    "aoa": one_aoa,
+    "mergekit": one_mergekit,
+    "patterns": one_patterns,
+}
 
 
-# -- seeds ----------------------------------------------------------------------------------------------------------------
+# -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def seeds():
@@ -469,7 +510,8 @@ def seeds():
     for text in (
         "model.layers.$LAYER_ID.self_attn.q_proj.weight^T -> q.$LAYER_ID\n",
         "model.layers.$LAYER_ID.self_attn.q_proj.weight, model.layers.$LAYER_ID.self_attn.k_proj.weight,"
-        " model.layers.$LAYER_ID.self_attn.v_proj.weight -> qkv.$LAYER_ID, fused_qkv, num_heads=4, num_key_value_groups=4, axis=0",
+        " model.layers.$LAYER_ID.self_attn.v_proj.weight -> qkv.$LAYER_ID, fused_qkv, num_heads=4, "
+        "num_key_value_groups=4, axis=0",
         "model.layers.1.mlp.experts.*.up_proj.weight -> stack, axis=0\nlm_head.weight -> _\n_ -> new",
         "lm_head.weight -> a, b, axis=1\na -> c, permute='[1, 0]'\nb -> d, dtype='float16'",
         '{"aoa_statements": ["lm_head.weight -> x_[0:2], axis=0"], "aoa_config_reverse": false}',
@@ -478,15 +520,18 @@ def seeds():
         yield "aoa", text.encode()
     yield (
         "mergekit",
-        b"merge_method: linear\nmodels:\n  - model: .\n    parameters: {weight: [0.3, {filter: mlp, value: 1}]}\n  - model: ..\ndtype: float32\n",
+        b"merge_method: linear\nmodels:\n  - model: .\n    parameters: {weight: [0.3, {filter: mlp, value: 1}]}\n  "
+        b"- model: ..\ndtype: float32\n",
     )
     yield (
         "mergekit",
-        b"merge_method: passthrough\nslices:\n  - sources:\n    - {model: ., layer_range: [0, 2]}\n  - sources:\n    - {model: .., layer_range: [1, 4]}\n",
+        b"merge_method: passthrough\nslices:\n  - sources:\n    - {model: ., layer_range: [0, 2]}\n  - sources:\n  "
+        b"  - {model: .., layer_range: [1, 4]}\n",
     )
     yield (
         "mergekit",
-        b"merge_method: ties\nbase_model: .\nmodels: [{model: .., parameters: {weight: 1, density: [0.1, 0.9]}}]\nparameters: {normalize: true}\ntokenizer_source: base\n",
+        b"merge_method: ties\nbase_model: .\nmodels: [{model: .., parameters: {weight: 1, density: [0.1, "
+        b"0.9]}}]\nparameters: {normalize: true}\ntokenizer_source: base\n",
     )
     yield "patterns", b"model.layers.[01].*\n*norm*\nlm_head.weight"
     yield "patterns", b"layers.[01].self_attn.(q|k)_proj\n(a|b)*c{1,3}\n*.[!a-z]*?"

@@ -53,7 +53,8 @@ def test_the_seeds_pass(target):
 
 
 def test_edits_leave_the_containers_sound():
-    """The parts of each fixture's files are taken out and put back; a number in the place of itself changes no value."""
+    """The parts of each fixture's files are taken out and put back; a number in the place of itself changes no
+    value."""
     for name, files in targets.fixtures():
         for path, data in files.items():
             part = targets.edits.part_of(data)

@@ -1,4 +1,5 @@
-"""What commands over the fixtures wrote and said, as digests: `golden.json` holds them, `test_golden_outputs.py` compares.
+"""What commands over the fixtures wrote and said, as digests: `golden.json` holds them, `test_golden_outputs.py`
+compares.
 
     python tests/golden_outputs/record.py                 run everything, print what changed, rewrite golden.json
     python tests/golden_outputs/record.py --check         print what changed, write nothing (exit 1 if anything did)
@@ -6,16 +7,16 @@
     python tests/golden_outputs/record.py --keep FOLDER   leave the outputs there: run so with PYTHONPATH set to two
                                                           checkouts, two versions can be compared by `diff -r`
 
-A case is a row of golden.json: `command`, and what came of it. To add one, write its name and command there and run this.
-`{fixtures}` is the repository's fixtures/; `{inputs}` the files of inputs/ with these words replaced (`{inputs}/hub` is
-fixtures/convert/llama/hf with the side files of inputs/beside); `{out}` the output, which may carry a suffix; `{made:NAME}`
-the output of another case. Recorded are the exit code; `tree`, over the relative paths, permissions and bytes of every
-file and folder of the output; and `report`, a digest for each key of the JSON document, elapsed_s aside, so that a
-changed report is told from changed bytes.
+A case is a row of golden.json: `command`, and what came of it. To add one, write its name and command there and run
+this. `{fixtures}` is the repository's fixtures/; `{inputs}` the files of inputs/ with these words replaced
+(`{inputs}/hub` is fixtures/convert/llama/hf with the side files of inputs/beside); `{out}` the output, which may carry
+a suffix; `{made:NAME}` the output of another case. Recorded are the exit code; `tree`, over the relative paths,
+permissions and bytes of every file and folder of the output; and `report`, a digest for each key of the JSON document,
+elapsed_s aside, so that a changed report is told from changed bytes.
 
-Everything is run twice, from two working folders, under two names, and nothing is recorded that differs between them. It
-does not depend on the order of the cases, nor on the processor: the digests were the same with NPY_DISABLE_CPU_FEATURES and
-OPENBLAS_CORETYPE set to those of an old one.
+Everything is run twice, from two working folders, under two names, and nothing is recorded that differs between them.
+It does not depend on the order of the cases, nor on the processor: the digests were the same with
+NPY_DISABLE_CPU_FEATURES and OPENBLAS_CORETYPE set to those of an old one.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Room:
         return self.root / re.sub(r"\W+", "-", name) / word.replace("{out}", self.stem)
 
     def run(self, name: str) -> dict[str, Any]:
-        """One case: `exit`, `report` and, where it wrote, `tree`; `error`, the code and the message, where it failed."""
+        """One case: `exit`, `report` and, where it wrote, `tree`; `error`, the code and the message, where it
+        failed."""
         command = self.rows[name]["command"]
         for other in MADE.findall(command):
             if not self.output(other).exists():

@@ -1,4 +1,5 @@
-"""The bytes that commands write and the JSON documents that they print are those of the version that golden.json names."""
+"""The bytes that commands write and the JSON documents that they print are those of the version that golden.json
+names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """States as a trainer of any layout would hand them over, cut from whole tensors that are known beforehand.
 
-`truth(spec)` has every logical tensor as a ramp with a start of its own; `ranks(spec, layout)` cuts it: TP by rows or columns, PP by
-layers, EP by experts, ZeRO 1 and 2 along the line of all of a rank's parameters laid end to end, ZeRO 3 along each parameter's.
-The cutting is spelled out here and shares nothing with the trainer.
+`truth(spec)` has every logical tensor as a ramp with a start of its own; `ranks(spec, layout)` cuts it: TP by rows or
+columns, PP by layers, EP by experts, ZeRO 1 and 2 along the line of all of a rank's parameters laid end to end, ZeRO 3
+along each parameter's. The cutting is spelled out here and shares nothing with the trainer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from ckpt_tool.harness.pieces import Coordinates, Piece, RankState
 STATES = ("model", "master", "exp_avg", "exp_avg_sq", "ema")
 SCALES = {"model": 1 / 64, "master": 1 / 64, "exp_avg": -1 / 65536, "exp_avg_sq": 1 / (1 << 20), "ema": 1 / 8192}
 SCALARS = {
-    "step": 7, "consumed": 56, "seed": 1234, "lr": 0.0005,
+    "step": 7,
+    "consumed": 56,
+    "seed": 1234,
+    "lr": 0.0005,
     "scheduler": {"warmup": 2, "total": 40, "peak": 0.001, "floor": 0.0001},
     "optimizer": {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0, "ema": 0.99},
-}  # fmt: skip
+}
 
 
 class Spec(NamedTuple):
@@ -38,13 +41,28 @@ class Spec(NamedTuple):
 
     def config(self) -> dict[str, Any]:
         return {
-            "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden, "num_attention_heads": self.kv * self.per, "num_key_value_heads": self.kv,
-            "head_dim": self.head, "intermediate_size": self.ff, "moe_num_experts": self.experts, "moe_k": 2,
-            "moe_intermediate_size": self.moe, "moe_num_shared_experts": 1, "moe_layer_start_index": 1,
-            "moe_layer_interval": 1, "moe_layer_end_index": self.layers - 1, "vocab_size": self.vocab, "use_bias": False,
-            "tie_word_embeddings": self.tied, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        }  # fmt: skip
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "model_type": "ernie4_5_moe",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.kv * self.per,
+            "num_key_value_heads": self.kv,
+            "head_dim": self.head,
+            "intermediate_size": self.ff,
+            "moe_num_experts": self.experts,
+            "moe_k": 2,
+            "moe_intermediate_size": self.moe,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "moe_layer_end_index": self.layers - 1,
+            "vocab_size": self.vocab,
+            "use_bias": False,
+            "tie_word_embeddings": self.tied,
+            "torch_dtype": "bfloat16",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+        }
 
 
 class Cut(NamedTuple):

@@ -1,4 +1,5 @@
-"""Run in another system's Python: reads what the harness saved with that system's own functions, writes plain safetensors.
+"""Run in another system's Python: reads what the harness saved with that system's own functions, writes plain
+safetensors.
 
 python peer_reads.py deepspeed|megatron-dist|megatron|paddle-flex FOLDER OUT.safetensors
 """

@@ -1,6 +1,7 @@
 """The evidence holds, and every part of it can fail.
 
-One pair is carried out to its end with all faults planted; then a reshard is broken on purpose; then other models are refused.
+One pair is carried out to its end with all faults planted; then a reshard is broken on purpose; then other models are
+refused.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_pair_is_proved(proved: dict[str, Any]) -> None:
     assert proved["ok"] and all(check["ok"] for check in proved["checks"])
     assert [check["check"] for check in proved["checks"]] == [
-        "digests: reshard", "digests: end of the run", "digests: there and back", "curve", "controls",
-    ]  # fmt: skip
+        "digests: reshard",
+        "digests: end of the run",
+        "digests: there and back",
+        "curve",
+        "controls",
+    ]
     for state in proved["states"]:
         assert {row["state"] for row in state["states"]} == {"model", "master", "exp_avg", "exp_avg_sq", "ema"}
         assert all(row["tensors"] == row["equal"] == 34 for row in state["states"])
@@ -59,7 +64,8 @@ def test_every_planted_fault_is_caught(proved: dict[str, Any]) -> None:
 
 
 def test_with_the_check_of_its_kind_switched_off_a_fault_is_not_caught(proved: dict[str, Any]) -> None:
-    """Loss alone is blind to EMA and ulps; the first step's loss alone to moments and masters; state dicts alone to counters."""
+    """Loss alone is blind to EMA and ulps; the first step's loss alone to moments and masters; state dicts alone to
+    counters."""
     rows = {row["fault"]: row for row in proved["controls"]}
 
     def caught(name: str, *, without: set[str]) -> bool:
@@ -105,8 +111,10 @@ def test_native_mode_is_held_to_a_tolerance(tmp_path: Path) -> None:
 def test_three_data_ranks_hold_what_they_cannot_train(tmp_path: Path) -> None:
     document = gather(case("dp2", "dp3,zero1", after=0), tmp_path)
     assert document["ok"] and [check["check"] for check in document["checks"]] == [
-        "digests: reshard", "digests: end of the run", "digests: there and back",
-    ]  # fmt: skip
+        "digests: reshard",
+        "digests: end of the run",
+        "digests: there and back",
+    ]
 
 
 def test_tied_and_untied_models_are_not_mixed_up(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ SCALARS = {"step", "samples", "rng"}
 
 @pytest.fixture(scope="module", params=["dcp", "paddle-flex", "deepspeed"])
 def clean(request, tmp_path_factory):
-    """A checkpoint of one rank, as a control begins with it. dcp brings `step` tensors along, Paddle keeps scalars elsewhere and has
-    no master of an fp32 parameter, DeepSpeed has no config beside it."""
+    """A checkpoint of one rank, as a control begins with it. dcp brings `step` tensors along, Paddle keeps scalars
+    elsewhere and has no master of an fp32 parameter, DeepSpeed has no config beside it."""
     root = tmp_path_factory.mktemp("faults")
     (root / "saved").mkdir()
     formats.write(request.param, assemble(made.ranks(made.Spec(), made.layout(dp=2))), root / "saved")

@@ -1,8 +1,9 @@
 """SIGKILL at any moment of a job that saves after every step: what goes on from what it left ends in the same bits.
 
-A trial starts a job of several processes, kills it (all ranks at once, or one rank at a named point of a save), takes the last
-whole checkpoint, goes on from there to the end, as another layout if the trial says so, and compares every tensor of the last
-checkpoint with the job that nobody killed. Moments are drawn over the whole life of the job, its start and its end included.
+A trial starts a job of several processes, kills it (all ranks at once, or one rank at a named point of a save), takes
+the last whole checkpoint, goes on from there to the end, as another layout if the trial says so, and compares every
+tensor of the last checkpoint with the job that nobody killed. Moments are drawn over the whole life of the job, its
+start and its end included.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def on(backend: Any, entry: Any, world: int = 3) -> list[Any]:
     return run_ranks(world, entry, groups=[g for g in GROUPS if max(g) < world], backend=backend, timeout=60)
 
 
-# -- talking --------------------------------------------------------------------------------------------------------------
+# -- talking -----------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -104,7 +104,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros(backend: str) -> None:
     assert len(first) == len(second) == 6 and {*first.values()} ^ {*second.values()} == {False, True}
 
 
-# -- dying ----------------------------------------------------------------------------------------------------------------
+# -- dying -------------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -154,7 +154,8 @@ def test_a_rank_that_leaves_without_a_word_ends_the_run() -> None:
 
 
 class _OfTheParent:
-    """Like a process group that a caller has dropped: to finalise it in a fork is to wait for ever. It is part of a cycle."""
+    """Like a process group that a caller has dropped: to finalise it in a fork is to wait for ever. It is part of a
+    cycle."""
 
     def __init__(self) -> None:
         self.me, self.pid = self, os.getpid()
@@ -222,20 +223,23 @@ def _alive(pid: int) -> bool:
         return False
 
 
-# -- layouts --------------------------------------------------------------------------------------------------------------
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "said", "near"), [
-    ("tp3", "tp must divide 4", "tp4"),
-    ("pp5", "5 stages, but the model has 4 layers", "pp4"),
-    ("dp3", "dp must divide 8", "dp4"),
-    ("dp4,ep3", "ep must divide dp", "dp4,ep4"),
-    ("tp2,pp2,vpp3", "6 stages", "tp2,pp2,vpp2"),
-    ("vpp2", "one pipeline stage can't be interleaved", "tp1"),
-    ("dp2,zero5", "wanted 0, 1, 2 or 3", "dp2,zero3"),
-    ("pp3,split=1-1-1", "not 3 numbers from 1 that add up to 4", "pp3"),
-    ("tp0", "at least 1", "tp1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said", "near"),
+    [
+        ("tp3", "tp must divide 4", "tp4"),
+        ("pp5", "5 stages, but the model has 4 layers", "pp4"),
+        ("dp3", "dp must divide 8", "dp4"),
+        ("dp4,ep3", "ep must divide dp", "dp4,ep4"),
+        ("tp2,pp2,vpp3", "6 stages", "tp2,pp2,vpp2"),
+        ("vpp2", "one pipeline stage can't be interleaved", "tp1"),
+        ("dp2,zero5", "wanted 0, 1, 2 or 3", "dp2,zero3"),
+        ("pp3,split=1-1-1", "not 3 numbers from 1 that add up to 4", "pp3"),
+        ("tp0", "at least 1", "tp1"),
+    ],
+)
 def test_a_layout_that_the_model_cannot_take_names_the_nearest(text: str, said: str, near: str) -> None:
     with pytest.raises(UsageError, match=said) as e:
         Layout.parse(text).check(ModelShape())

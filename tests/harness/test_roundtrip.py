@@ -1,4 +1,5 @@
-"""A -> X -> A in several formats at once: a small pair by default, the whole matrix behind `slow`; and a difference is seen."""
+"""A -> X -> A in several formats at once: a small pair by default, the whole matrix behind `slow`; and a difference is
+seen."""
 
 from __future__ import annotations
 

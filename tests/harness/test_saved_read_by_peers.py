@@ -2,8 +2,9 @@
 
     CKPT_DEEPSPEED_PYTHON=/venv/bin/python CKPT_MEGATRON_PYTHON=... CKPT_PADDLE_PYTHON=... pytest -m peers tests/harness
 
-DeepSpeed joins masters by `zero_to_fp32`, Megatron loads every tensor by `dist_checkpointing`, Paddle by `load_merged_state_dict`;
-legacy Megatron files are unpickled beside Megatron. So the writers make files of these systems, not only files that our readers take.
+DeepSpeed joins masters by `zero_to_fp32`, Megatron loads every tensor by `dist_checkpointing`, Paddle by
+`load_merged_state_dict`; legacy Megatron files are unpickled beside Megatron. So the writers make files of these
+systems, not only files that our readers take.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from ckpt_tool.harness.saving.whole import Whole, assemble  # noqa: E402
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 SPEC = made.Spec()
 TRUTH = made.truth(SPEC)
-# Paddle 3.3.1's joiner overwrites the end of a block that ranks share inside its last row with zeros (`load_state_dict.py`: the
+# Paddle 3.3.1's joiner overwrites the end of a block that ranks share inside its last row with zeros
+# (`load_state_dict.py`: the
 # longer part is padded to whole rows, and comes last). The one such cut of this layout is not compared.
 LOST = ("master", "model.layers.2.self_attn.qkv_proj.weight")
 
@@ -119,9 +121,12 @@ def test_paddle_joins_every_key(tmp_path: Path) -> None:
     found = read("PADDLE", "paddle-flex", folder, tmp_path)
     assert found.pop("step").item() == 7
     places = {
-        "model": ("model_state/", ""), "master": ("master_weight/", ".w_0"), "exp_avg": ("optimizer_state/", ".moment1_0"),
-        "exp_avg_sq": ("optimizer_state/", ".moment2_0"), "ema": ("ema_state/", ".w_0"),
-    }  # fmt: skip
+        "model": ("model_state/", ""),
+        "master": ("master_weight/", ".w_0"),
+        "exp_avg": ("optimizer_state/", ".moment1_0"),
+        "exp_avg_sq": ("optimizer_state/", ".moment2_0"),
+        "ema": ("ema_state/", ".w_0"),
+    }
     for state, (inner, suffix) in places.items():
         want = {
             "lm_head.weight": TRUTH[state, "lm_head.weight"],

@@ -1,4 +1,5 @@
-"""What the harness writes in each format, read by the tool: sound, value for value the truth, the same after A -> X -> A."""
+"""What the harness writes in each format, read by the tool: sound, value for value the truth, the same after A -> X ->
+A."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The trainer: the same bits in every layout, and gradients that are right.
 
-Bits are compared with one rank's, whatever carries the ranks; that one rank is right is shown by a plain model that shares no
-code with it. Arrays: a trained state, put together by slices.
+Bits are compared with one rank's, whatever carries the ranks; that one rank is right is shown by a plain model that
+shares no code with it. Arrays: a trained state, put together by slices.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from ckpt_tool.harness.model import attention, gated, norm  # noqa: E402
 from ckpt_tool.harness.optimizer import AdamW, Schedule, Slices, kernels_for  # noqa: E402
 from ckpt_tool.harness.pieces import STATES  # noqa: E402
 from ckpt_tool.harness.randomness import sample  # noqa: E402
-from ckpt_tool.harness.schedule import schedule  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
-from ckpt_tool.harness.train import Job, Trainer  # noqa: E402
+from ckpt_tool.harness.train import (  # noqa: E402
+    Job,
+    Trainer,
+    schedule,
+)
 
 QUICK = ModelShape.quick()
 SHAPES = {
@@ -65,13 +68,25 @@ def assert_same_bits(shape: str, text: str, backend: str, folder: Path, tmp_path
     assert not differing(got.whole, want.whole)
 
 
-# -- canonical: bitwise ---------------------------------------------------------------------------------------------------
+# -- canonical: bitwise ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("text", [
-    "tp2", "tp4", "pp2", "dp2", "dp2,ep2", "dp4,ep4,zero2", "dp2,zero3", "dp2,zero0", "tp2,pp2,dp2,ep2", "dp4,ep2,zero3",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp2",
+        "tp4",
+        "pp2",
+        "dp2",
+        "dp2,ep2",
+        "dp4,ep4,zero2",
+        "dp2,zero3",
+        "dp2,zero0",
+        "tp2,pp2,dp2,ep2",
+        "dp4,ep2,zero3",
+    ],
+)
 def test_threads_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: Path) -> None:
     assert_same_bits("quick", text, "sim", folder, tmp_path)
 
@@ -83,19 +98,48 @@ def test_processes_give_the_bits_of_one_rank(text: str, folder: Path, tmp_path: 
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize(("shape", "text"), [
-    ("tied", "pp2"), ("tied", "tp2,dp2,zero3"), ("tied", "tp4,pp2"), ("indivisible", "tp2,dp2,ep2"), ("indivisible", "tp4,pp2"),
-    ("dense", "tp2,pp2,dp2"), ("full", "pp2,vpp2"), ("full", "pp3,split=1-2-1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ("tied", "pp2"),
+        ("tied", "tp2,dp2,zero3"),
+        ("tied", "tp4,pp2"),
+        ("indivisible", "tp2,dp2,ep2"),
+        ("indivisible", "tp4,pp2"),
+        ("dense", "tp2,pp2,dp2"),
+        ("full", "pp2,vpp2"),
+        ("full", "pp3,split=1-2-1"),
+    ],
+)
 def test_odd_models_and_pipelines(shape: str, text: str, folder: Path, tmp_path: Path) -> None:
     assert_same_bits(shape, text, "sim", folder, tmp_path)
 
 
 MATRIX = [
-    "tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "dp2,ep2", "dp4,ep4", "tp2,pp2,dp2,ep2", "tp2,dp4,ep2", "pp2,dp4,ep4", "tp4,pp2",
-    "tp2,pp4", "pp3", "pp3,split=1-1-2", "pp2,vpp2", "tp2,pp2,vpp2,dp2,ep2", "dp8,ep4,zero2", "dp4,ep2,zero3", "dp4,zero0",
-    "tp2,pp2,dp2,zero3", "tp4,dp4,ep4", "tp2,dp2,pp4",
-]  # fmt: skip
+    "tp2",
+    "tp4",
+    "pp2",
+    "pp4",
+    "dp2",
+    "dp4",
+    "dp2,ep2",
+    "dp4,ep4",
+    "tp2,pp2,dp2,ep2",
+    "tp2,dp4,ep2",
+    "pp2,dp4,ep4",
+    "tp4,pp2",
+    "tp2,pp4",
+    "pp3",
+    "pp3,split=1-1-2",
+    "pp2,vpp2",
+    "tp2,pp2,vpp2,dp2,ep2",
+    "dp8,ep4,zero2",
+    "dp4,ep2,zero3",
+    "dp4,zero0",
+    "tp2,pp2,dp2,zero3",
+    "tp4,dp4,ep4",
+    "tp2,dp2,pp4",
+]
 
 
 @pytest.mark.slow
@@ -104,13 +148,18 @@ def test_whole_matrix_on_gloo(text: str, folder: Path, tmp_path: Path) -> None:
     assert_same_bits("full", text, "gloo", folder, tmp_path)
 
 
-# -- going on -------------------------------------------------------------------------------------------------------------
+# -- going on ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize(("first", "second"), [
-    ("tp2,pp2,dp2,ep2", "dp4,ep2"), ("dp4,ep4,zero3", "tp2,pp2,dp2"), ("dp2,zero2", "tp4,pp2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tp2,pp2,dp2,ep2", "dp4,ep2"),
+        ("dp4,ep4,zero3", "tp2,pp2,dp2"),
+        ("dp2,zero2", "tp4,pp2"),
+    ],
+)
 def test_a_run_goes_on_in_another_layout(first: str, second: str, folder: Path, tmp_path: Path) -> None:
     want = alone("quick", True, 4, folder)
     before = trained_states.run(job(first), 2, tmp_path)
@@ -149,7 +198,7 @@ def test_a_checkpoint_without_its_counters_is_refused() -> None:
     assert e.value.code == "E1503"
 
 
-# -- native: a tolerance --------------------------------------------------------------------------------------------------
+# -- native: a tolerance -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.share(2)
@@ -162,7 +211,7 @@ def test_native_mode_is_near(text: str, folder: Path, tmp_path: Path) -> None:
     assert differing(got.whole, want.whole), "native sums are not in canonical order: some bits differ"
 
 
-# -- one rank is right ----------------------------------------------------------------------------------------------------
+# -- one rank is right -------------------------------------------------------------------------------------------------
 
 
 def plain_loss(shape: ModelShape, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -225,8 +274,10 @@ def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
     weights = {name: whole.float() for (name, state), whole in trained.whole.items() if state == "model"}
     for layer in filter(sizes.is_sparse, range(sizes.layers)):
         root = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = ([weights.pop(f"{root}.{e}.{part}_proj.weight") for e in range(sizes.experts)]
-                          for part in ("gate", "up", "down"))  # fmt: skip
+        gate, up, down = (
+            [weights.pop(f"{root}.{e}.{part}_proj.weight") for e in range(sizes.experts)]
+            for part in ("gate", "up", "down")
+        )
         weights[f"{root}.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
         weights[f"{root}.down_proj"] = torch.stack(down)
     if sizes.tied:
@@ -244,8 +295,8 @@ def test_the_model_is_transformers_ernie(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["quick", "tied", "indivisible"])
 def test_gradients_are_those_of_a_plain_model(shape: str, tmp_path: Path) -> None:
-    """Clipping off: the first moment after one step is a tenth of the gradient. The indivisible model has a token whose second and
-    third expert are as good as equal, so that rounding to bf16 decides: there all four are taken."""
+    """Clipping off: the first moment after one step is a tenth of the gradient. The indivisible model has a token whose
+    second and third expert are as good as equal, so that rounding to bf16 decides: there all four are taken."""
     sizes = SHAPES[shape].with_(dropout=0.0, top=4 if shape == "indivisible" else 2)
     made = Job(sizes, Layout(), adam=AdamW(clip=1e9))
     before = trained_states.run(made, 0, tmp_path)
@@ -328,7 +379,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     )
 
 
-# -- what is freed --------------------------------------------------------------------------------------------------------
+# -- what is freed -----------------------------------------------------------------------------------------------------
 
 
 def test_a_stage_frees_what_it_used() -> None:
@@ -368,7 +419,7 @@ def test_zero_3_keeps_no_whole_weights() -> None:
     assert most < 0.6 * whole, "one layer at a time, of two"
 
 
-# -- the pipeline's order -------------------------------------------------------------------------------------------------
+# -- the pipeline's order ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

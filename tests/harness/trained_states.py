@@ -1,4 +1,5 @@
-"""Runs of the trainer for tests, and whole states put together from what its ranks say: by slices, not by the code under test."""
+"""Runs of the trainer for tests, and whole states put together from what its ranks say: by slices, not by the code
+under test."""
 
 from __future__ import annotations
 

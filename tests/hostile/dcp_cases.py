@@ -18,7 +18,7 @@ SHOWN = {"inspect": 0, "*": 4}  # inspect shows the name in red, everything else
 META, STORE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
-# -- opcodes ------------------------------------------------------------------------------------------------------------
+# -- opcodes -----------------------------------------------------------------------------------------------------------
 
 
 def plain(value):
@@ -62,7 +62,7 @@ def touch(folder):
     return call("posix", "system", f"touch {folder}/canary")
 
 
-# -- items --------------------------------------------------------------------------------------------------------------
+# -- items -------------------------------------------------------------------------------------------------------------
 
 
 def zipped(data_pkl, data=None):
@@ -105,10 +105,15 @@ class Save:
 
     def metadata(self):
         properties = Raw(
-            name(META, "TensorProperties") + b")\x81" + b"(" + name("torch", self.dtype)
-            + call("torch.serialization", "_get_layout", "torch.strided").code + b"\x89"
-            + call(META, "_MEM_FORMAT_ENCODING", 0).code + b"\x89tb"
-        )  # fmt: skip
+            name(META, "TensorProperties")
+            + b")\x81"
+            + b"("
+            + name("torch", self.dtype)
+            + call("torch.serialization", "_get_layout", "torch.strided").code
+            + b"\x89"
+            + call(META, "_MEM_FORMAT_ENCODING", 0).code
+            + b"\x89tb"
+        )
         chunks = [record(META, "ChunkStorageMetadata", offsets=size(*o), sizes=size(*n)) for o, n in self.chunks]
         states = {
             "model.w": record(
@@ -125,9 +130,14 @@ class Save:
                 info = {"relative_path": file, "offset": at, "length": length} | self.info.get(key, {})
                 storage[index] = record(STORE, "_StorageInfo", **info)
         return record(
-            META, "Metadata", state_dict_metadata=states, planner_data=self.planner, storage_data=storage,
-            storage_meta=self.meta, version=self.version,
-        )  # fmt: skip
+            META,
+            "Metadata",
+            state_dict_metadata=states,
+            planner_data=self.planner,
+            storage_data=storage,
+            storage_meta=self.meta,
+            version=self.version,
+        )
 
     def write(self, folder, metadata=None, filename=".metadata"):
         for file, blobs in self.blobs.items():
@@ -137,7 +147,7 @@ class Save:
         return folder
 
 
-# -- rows ---------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def edit(change):
@@ -271,4 +281,4 @@ CASES = [
     ("D13-overwriting", overwriting, 3, ("not finished", ".metadata.tmp")),
     ("D13-ranks-agree", two_ranks(lambda save: None), 0, ()),
     ("D13-ranks-differ", two_ranks(lambda save: setattr(save, "size", (6, 3))), 3, ("another rank", "model.w")),
-]  # fmt: skip
+]

@@ -17,7 +17,7 @@ Make = Callable[[Path], Path]
 CASES: list[tuple[str, Make, int | dict[str, int], tuple[str, ...]]] = []
 NOT_HERE = {
     "B16": "integrity.json is not written or read by any format yet",
-    "B17": "`latest` is resolved by the commands (`commands.source`) and the DeepSpeed formats",
+    "B17": "`latest` is resolved by the commands (`sources.opening`) and the DeepSpeed formats",
 }
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -77,11 +77,21 @@ def _(folder: Path) -> Path:
 
 
 for label, value in {
-    "inner": "a/../../x", "backslash": "..\\x", "drive": "C:\\x", "drive-slash": "C:/x", "unc": "//host/x",
-    "nul": "x\0y", "file-url": "file:///x",
-    "http-url": "http://x/y.safetensors", "empty": "", "dot": ".", "trailing-dot": "x.",
-    "trailing-slash": "x/", "newline": "x\ny", "long": "x" * 300,
-}.items():  # fmt: skip
+    "inner": "a/../../x",
+    "backslash": "..\\x",
+    "drive": "C:\\x",
+    "drive-slash": "C:/x",
+    "unc": "//host/x",
+    "nul": "x\0y",
+    "file-url": "file:///x",
+    "http-url": "http://x/y.safetensors",
+    "empty": "",
+    "dot": ".",
+    "trailing-dot": "x.",
+    "trailing-slash": "x/",
+    "newline": "x\ny",
+    "long": "x" * 300,
+}.items():
     add_path(f"B3-{label}", value)
 
 for label, wrong in {"int": 7, "list": [ONE], "null": None, "object": {"file": ONE}, "true": True}.items():

@@ -1,7 +1,7 @@
 """Per-rank checkpoints of Paddle that lie: files that are sound pickles and say what can't be, and files beside them.
 
-`CASES` as in the other tables. A real job's checkpoint is copied and one thing is changed; pickles of plain NumPy arrays are
-edited with pickle, as they are ours.
+`CASES` as in the other tables. A real job's checkpoint is copied and one thing is changed; pickles of plain NumPy
+arrays are edited with pickle, as they are ours.
 """
 
 from __future__ import annotations
@@ -96,25 +96,67 @@ def stage(value):
 
 EVIL = b"\x80\x04" + CALL + b"}."
 CASES = [
-    ("PD1 a scheduler that calls", added(PLAIN, "scheduler.pdparams", EVIL), SHOWN, ("posix.system", "scheduler.pdparams")),
+    (
+        "PD1 a scheduler that calls",
+        added(PLAIN, "scheduler.pdparams", EVIL),
+        SHOWN,
+        ("posix.system", "scheduler.pdparams"),
+    ),
     ("PD2 a scaler that calls", added(PLAIN, "scaler.pdparams", EVIL), SHOWN, ("posix.system", "scaler.pdparams")),
     ("PD3 one beside flex", added("paddle-flex/llama_tied_pp2", "scheduler.pdparams", EVIL), SHOWN, ("posix.system",)),
-    ("PD4 one beside unified", added("paddle-unified/llama_tied_hf", "scaler.pdparams", EVIL), SHOWN, ("posix.system",)),
+    (
+        "PD4 one beside unified",
+        added("paddle-unified/llama_tied_hf", "scaler.pdparams", EVIL),
+        SHOWN,
+        ("posix.system",),
+    ),
     ("PD5 a model that calls", calling, SHOWN, ("posix.system",)),
     ("PD6 an average that calls", added(PLAIN, "ema.pdopt", EVIL), SHOWN, ("posix.system",)),
     ("PD7 job files that call", added(PLAIN, "training_args.bin", EVIL), 0, ()),
-    ("PD8 masters that are a number", edited(PLAIN, "optimizer.pdopt", lambda v: v.update({MASTERS: 7})), 3, ("master",)),
+    (
+        "PD8 masters that are a number",
+        edited(PLAIN, "optimizer.pdopt", lambda v: v.update({MASTERS: 7})),
+        3,
+        ("master",),
+    ),
     ("PD9 masters lost", edited(PLAIN, "optimizer.pdopt", lambda v: v.pop(MASTERS)), 3, ("master weights",)),
     ("PD10 a master lost", edited(PLAIN, "optimizer.pdopt", lambda v: v[MASTERS].popitem()), 3, ("1 master weights",)),
     ("PD11 a weight lost", edited(PLAIN, "model_state.pdparams", lambda v: v.pop(QUERY)), 3, (TABLE, QUERY)),
-    ("PD12 a weight that is a number", edited(PLAIN, "model_state.pdparams", lambda v: v.update({QUERY: 7})), 3, (TABLE, QUERY)),
-    ("PD13 a power of beta of two", edited(PLAIN, "optimizer.pdopt", shrunk("beta1", lambda a: np.repeat(a, 2))), 3,
-     ("one number a parameter",)),
+    (
+        "PD12 a weight that is a number",
+        edited(PLAIN, "model_state.pdparams", lambda v: v.update({QUERY: 7})),
+        3,
+        (TABLE, QUERY),
+    ),
+    (
+        "PD13 a power of beta of two",
+        edited(PLAIN, "optimizer.pdopt", shrunk("beta1", lambda a: np.repeat(a, 2))),
+        3,
+        ("one number a parameter",),
+    ),
     ("PD14 one slice lost", straddling, 3, ("slices of",)),
-    ("PD15 a slice cut", edited(SLICED, "optimizer.tp00_shard00.pdopt", shrunk("moment1", lambda a: a[:-1])), 3, ("slices of",)),
-    ("PD18 averages lost", edited(OWNED, "ema.shard00.pdopt", lambda v: v.pop(MASTERS)), 3, ("averages of", "ema.shard00")),
-    ("PD16 degrees that can't be", edited(SLICED, "model_meta.json", lambda v: v["parallel_config"].update(mp_degree=3)), 3,
-     ("degree",)),
-    ("PD17 an owner that is none", edited(OWNED, "model_meta.json", lambda v: stage(v)["param2rank"].update(x=9)), 3,
-     ("param2rank", "rank 9")),
-]  # fmt: skip
+    (
+        "PD15 a slice cut",
+        edited(SLICED, "optimizer.tp00_shard00.pdopt", shrunk("moment1", lambda a: a[:-1])),
+        3,
+        ("slices of",),
+    ),
+    (
+        "PD18 averages lost",
+        edited(OWNED, "ema.shard00.pdopt", lambda v: v.pop(MASTERS)),
+        3,
+        ("averages of", "ema.shard00"),
+    ),
+    (
+        "PD16 degrees that can't be",
+        edited(SLICED, "model_meta.json", lambda v: v["parallel_config"].update(mp_degree=3)),
+        3,
+        ("degree",),
+    ),
+    (
+        "PD17 an owner that is none",
+        edited(OWNED, "model_meta.json", lambda v: stage(v)["param2rank"].update(x=9)),
+        3,
+        ("param2rank", "rank 9"),
+    ),
+]

@@ -1,7 +1,7 @@
 """Flex checkpoints of Paddle that lie: metadata and files that are sound pickles and say what can't be.
 
-`CASES` as in the other tables. A sound fixture is copied and one thing is changed: a number of the metadata (which is read
-and written as data by our own pickle modules), a name, a file. Nothing here unpickles.
+`CASES` as in the other tables. A sound fixture is copied and one thing is changed: a number of the metadata (which is
+read and written as data by our own pickle modules), a name, a file. Nothing here unpickles.
 """
 
 from __future__ import annotations
@@ -165,7 +165,12 @@ CASES = [
     ("PF14 an unknown dtype", edited(PARTS, every_stated("uneven", dtype="pstring")), 3, ("pstring",)),
     ("PF15 dtypes that differ", edited(PARTS, stated("uneven", 1, dtype="float16")), 3, ("float16", "uneven")),
     ("PF16 a shape that is none", edited(PARTS, both("uneven", 1, local_shape=(2, 3))), 3, ("uneven",)),
-    ("PF17 shapes that differ", edited(PARTS, stated("uneven", 1, global_shape=(11, 3))), 3, ("do not agree", "uneven")),
+    (
+        "PF17 shapes that differ",
+        edited(PARTS, stated("uneven", 1, global_shape=(11, 3))),
+        3,
+        ("do not agree", "uneven"),
+    ),
     ("PF18 a huge shape", edited(PARTS, every_stated("uneven", global_shape=(1 << 62, 1 << 62))), 3, ("uneven",)),
     ("PF19 a rank too many", edited(PARTS, both("uneven", 1, global_offset=(3, 0, 0))), 3, ("uneven",)),
     ("PF20 flattened without range", edited(PARTS, both("flat", 1, flattened_range=None)), 3, ("flat",)),
@@ -173,18 +178,38 @@ CASES = [
     ("PF22 a list for a dict", edited(PARTS, put("storage_metadata", [])), 3, ("want a dict",)),
     ("PF23 plain values", edited(PARTS, lambda value: {"a": 1}), 3, ("want paddle's metadata",)),
     ("PF24 a path of numbers", edited(PARTS, put("flat_mapping", {"tp": (1, 2)})), 3, ("path of keys",)),
-    ("PF25 shapeless old metadata", edited(PARTS, stored("uneven", 1, local_shape=None, global_offset=(2, 0))), 3, ("uneven",)),
+    (
+        "PF25 shapeless old metadata",
+        edited(PARTS, stored("uneven", 1, local_shape=None, global_offset=(2, 0))),
+        3,
+        ("uneven",),
+    ),
     ("PF26 a call in the metadata", at(PARTS, "0.metadata", evil_head), SHOWN, ("posix.system",)),
     ("PF27 a call in a data file", at(PARTS, "1_0.distcp", evil_head), SHOWN, ("posix.system",)),
     ("PF28 files of two ranks swapped", at(TIED, "", swapped), 3, ("another save",)),
     ("PF29 replicas that differ", at("replicas", "1_0.distcp", flipped), FOUND, ("replica",)),
     ("PF30 a save under way", at(PARTS, "0.metadata.lock", lambda p: p.write_bytes(b"")), 3, ("not finished", "lock")),
-    ("PF31 the metadata lost", at(TIED, "optimizer_state/0.metadata", Path.unlink), 3, ("not finished", "optimizer_state")),
+    (
+        "PF31 the metadata lost",
+        at(TIED, "optimizer_state/0.metadata", Path.unlink),
+        3,
+        ("not finished", "optimizer_state"),
+    ),
     ("PF32 two kinds of files", at(PARTS, "4_0.safetensors", lambda p: p.write_bytes(b"x")), 3, ("both kinds",)),
     ("PF33 the newest save unfinished", at("twice", "3.metadata", Path.unlink), 3, ("save 3 was not finished",)),
-    ("PF34 averages that nothing places", at("ema_old", "master_weight", shutil.rmtree), 3, ("no save in master_weight", "ema_state")),
+    (
+        "PF34 averages that nothing places",
+        at("ema_old", "master_weight", shutil.rmtree),
+        3,
+        ("no save in master_weight", "ema_state"),
+    ),
     ("PF36 a number that Python will not read", edited(PARTS, long_key), 3, ("a key of 50", "want at most")),
-    ("PF36 the model's folder lost", at(TIED, "model_state", shutil.rmtree), 3, ("no save in model_state", "--lenient")),
+    (
+        "PF36 the model's folder lost",
+        at(TIED, "model_state", shutil.rmtree),
+        3,
+        ("no save in model_state", "--lenient"),
+    ),
     ("PF37 a link for a folder", at(TIED, "model_state", linked), 3, ("no save in model_state", "link")),
     ("PF35 a key that its file lacks", twin_key, 3, ("does not hold it", "mlp.weight")),
-]  # fmt: skip
+]

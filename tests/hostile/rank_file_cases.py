@@ -1,8 +1,8 @@
 """Hostile pickles inside the files of the formats of several files: each file kind of each format in turn.
 
-`CASES` as in the other tables. A sound fixture is copied and one file's pickle gets opcodes in front of its value (a call
-whose result is thrown away, D3) or is replaced. Payloads would create a file `canary` in the folder, if anything ran
-them. Nothing here uses torch, and nothing here unpickles.
+`CASES` as in the other tables. A sound fixture is copied and one file's pickle gets opcodes in front of its value (a
+call whose result is thrown away, D3) or is replaced. Payloads would create a file `canary` in the folder, if anything
+ran them. Nothing here uses torch, and nothing here unpickles.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ DS, STAGE3, PIPE, MOE = (
     f"deepspeed/{name}" for name in ("z1_bf16_dp4", "z3_bf16_dp4", "pipe_pp2_dp2_z1", "moe_z2_ep2_dp4")
 )
 UNI, UNI3, DIST, RANKS = (
-    "deepspeed-universal/z1_bf16_dp2", "deepspeed-universal/z3_bf16_dp2", "megatron-dist/llama_tp2", "torch/ranks_fsdp2_dp4",
-)  # fmt: skip
+    "deepspeed-universal/z1_bf16_dp2",
+    "deepspeed-universal/z3_bf16_dp2",
+    "megatron-dist/llama_tp2",
+    "torch/ranks_fsdp2_dp4",
+)
 MEGATRON = "megatron/moe_tp2ep2etp1"
 KINDS = [
     ("module", DS, "mp_rank_00_model_states.pt"),
@@ -45,7 +48,7 @@ KINDS = [
 ]
 
 
-# -- opcodes ------------------------------------------------------------------------------------------------------------
+# -- opcodes -----------------------------------------------------------------------------------------------------------
 
 
 def text(value):
@@ -85,7 +88,7 @@ def bomb(folder):
     return b"]r" + struct.pack("<I", (1 << 31) - 1)
 
 
-# -- files --------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def rewritten(path, change):
@@ -113,8 +116,20 @@ def poisoned(fixture, filename, payload):
 
 
 CASES = [
-    *((f"D3-{kind}", poisoned(fixture, filename, system), SHOWN, ("posix.system", filename)) for kind, fixture, filename in KINDS),
-    *((f"D14-build-{kind}", poisoned(fixture, filename, built), SHOWN, ("canary_module.loader", filename)) for kind, fixture, filename in KINDS[::3]),
-    *((f"D7-{kind}", poisoned(fixture, filename, bomb), 3, ("memo index", filename)) for kind, fixture, filename in KINDS[1::3]),
-    *((f"D17-{kind}", poisoned(fixture, filename, object_array), 3, ("python objects", filename)) for kind, fixture, filename in KINDS[2::3]),
-]  # fmt: skip
+    *(
+        (f"D3-{kind}", poisoned(fixture, filename, system), SHOWN, ("posix.system", filename))
+        for kind, fixture, filename in KINDS
+    ),
+    *(
+        (f"D14-build-{kind}", poisoned(fixture, filename, built), SHOWN, ("canary_module.loader", filename))
+        for kind, fixture, filename in KINDS[::3]
+    ),
+    *(
+        (f"D7-{kind}", poisoned(fixture, filename, bomb), 3, ("memo index", filename))
+        for kind, fixture, filename in KINDS[1::3]
+    ),
+    *(
+        (f"D17-{kind}", poisoned(fixture, filename, object_array), 3, ("python objects", filename))
+        for kind, fixture, filename in KINDS[2::3]
+    ),
+]

@@ -107,9 +107,17 @@ add_header("A14-open", b'{"a":' * 100_000, b"", 3, "nested more than 64 deep")
 
 # A15 - A20: numbers
 for name, word in {
-    "NaN": "NaN", "Infinity": "Infinity", "1e3": "1000.0", "1.0": "1.0", "-1": "-1", "true": "true", '"1"': "'1'",
-    "null": "null", "-0": "-0.0", "[1]": "[1]",
-}.items():  # fmt: skip
+    "NaN": "NaN",
+    "Infinity": "Infinity",
+    "1e3": "1000.0",
+    "1.0": "1.0",
+    "-1": "-1",
+    "true": "true",
+    '"1"': "'1'",
+    "null": "null",
+    "-0": "-0.0",
+    "[1]": "[1]",
+}.items():
     shape = b'{"a":{"dtype":"U8","shape":[' + name.encode() + b'],"data_offsets":[0,1]}}'
     offset = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,' + name.encode() + b"]}}"
     json_fault = name in ("NaN", "Infinity")
@@ -168,8 +176,12 @@ add("A28-many", lambda: file_of(many(5_000)), 0)
 add("A29-surrogate", file_of(b'{"\\ud800":' + text_of(entry()) + b"}", b"abc"), 3, "lone surrogate")
 add("A29-long", file_of({"n" * (1 << 20): entry()}, b"abc"), 3, "4096 bytes")
 for label, name in {
-    "empty": "", "nul": "a\0b", "escape": "\x1b[31mred\x1b[0m", "bidi": "a\u202eb", "path": "../../etc/x",
-}.items():  # fmt: skip
+    "empty": "",
+    "nul": "a\0b",
+    "escape": "\x1b[31mred\x1b[0m",
+    "bidi": "a\u202eb",
+    "path": "../../etc/x",
+}.items():
     add(f"A29-{label}", file_of({name: entry()}, b"abc"), 0)
 
 # A30 - A32: what else the bytes might be

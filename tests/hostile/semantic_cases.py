@@ -30,7 +30,7 @@ RANKS, RANKS_2D = "torch/ranks_fsdp2_dp4", "torch/ranks_tp2_dp2"
 MODULE = "mp_rank_00_model_states.pt"
 
 
-# -- editing a file of torch --------------------------------------------------------------------------------------------
+# -- editing a file of torch -------------------------------------------------------------------------------------------
 
 
 class _Stand:
@@ -94,7 +94,7 @@ def edit(path, change):
         torch.save(value if changed is None else changed, path)
 
 
-# -- faults -------------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def case(fixture, *changes):
@@ -277,21 +277,38 @@ CASES = [
     # a rank's file is missing: the message names it
     *(told(STAGE1, name) for name in (MODULE, optim(0), optim(3))),
     *(told(STAGE3, name) for name in (module3(0), module3(2), optim(0), optim(3))),
-    *(told(PIPE, name) for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", optim(1, 1), "layer_02-model_states.pt")),
+    *(
+        told(PIPE, name)
+        for name in (
+            "mp_rank_00_model_states.pt",
+            "mp_rank_01_model_states.pt",
+            optim(1, 1),
+            "layer_02-model_states.pt",
+        )
+    ),
     told(PIPE, "layer_00-model_states.pt", ("tied_modules.embed.weight", "layer_")),
     *(told(EXPERTS, name) for name in (expert(0, 0), expert(1, 3), optim(2))),
     ("E7-lost-last-experts", case(EXPERTS, lost(expert(0, 3), expert(1, 3))), 3, (expert(0, 3), expert(1, 3))),
     ("E7-lost-layer-of-experts", case(EXPERTS, lost(*(expert(1, i) for i in range(4)))), 3, ("4 experts",)),
     told(UNI, MODULE, ("model_states.pt",)),
-    *(told(UNI, f"zero/embed.weight/{name}.pt", ("embed.weight", f"{name}.pt")) for name in ("fp32", "exp_avg", "step")),
+    *(
+        told(UNI, f"zero/embed.weight/{name}.pt", ("embed.weight", f"{name}.pt"))
+        for name in ("fp32", "exp_avg", "step")
+    ),
     told(UNI, "zero/embed.weight"),
     told(UNI, "zero/optimizer_state.pt"),
     told(UNI3, "zero/layers.0.norm.weight"),
     told(UNI3, module3(1)),
     told(UNI_PIPE, "zero/tied_modules.embed.weight"),
-    *(told(DIST, f"{I2}/{name}") for name in ("__0_0.distcp", "__1_1.distcp", ".metadata", "common.pt", "metadata.json")),
+    *(
+        told(DIST, f"{I2}/{name}")
+        for name in ("__0_0.distcp", "__1_1.distcp", ".metadata", "common.pt", "metadata.json")
+    ),
     told(DIST_INTEGRITY, f"{I5}/__0_0.distcp"),
-    *(told(RANKS, f"{kind}_world_size_4_rank_{rank}.pt", (f"rank {rank}", kind)) for kind, rank in (("model", 0), ("optim", 3), ("extra_state", 1))),
+    *(
+        told(RANKS, f"{kind}_world_size_4_rank_{rank}.pt", (f"rank {rank}", kind))
+        for kind, rank in (("model", 0), ("optim", 3), ("extra_state", 1))
+    ),
     *(told(MEGATRON, name) for name in (M0, M1)),
     told(MEGATRON, f"{M1}/model_optim_rng.pt", ("mp_rank_01_001",)),
     told(MEGATRON, f"{M0}/distrib_optim.pt", ("mp_rank_00_000/distrib_optim.pt", "--state model")),
@@ -302,44 +319,139 @@ CASES = [
     ("E1-swapped-stages", case(PIPE, swapped(optim(0, 0), optim(0, 1))), 3, (optim(0, 0),)),
     ("E1-swapped-stage-modules", case(PIPE, swapped(MODULE, "mp_rank_01_model_states.pt")), 3, ("mp_rank_00",)),
     ("E1-swapped-layers", case(PIPE, swapped("layer_01-model_states.pt", "layer_02-model_states.pt")), WARNED, ()),
-    ("E1-swapped-kinds-of-layers", case(PIPE, swapped("layer_01-model_states.pt", "layer_04-model_states.pt")), 3, ("1.",)),
-    ("E7-swapped-experts", case(EXPERTS, swapped(expert(0, 0), expert(0, 1))), 3, (expert(0, 0), "deepspeed_experts.1")),
+    (
+        "E1-swapped-kinds-of-layers",
+        case(PIPE, swapped("layer_01-model_states.pt", "layer_04-model_states.pt")),
+        3,
+        ("1.",),
+    ),
+    (
+        "E7-swapped-experts",
+        case(EXPERTS, swapped(expert(0, 0), expert(0, 1))),
+        3,
+        (expert(0, 0), "deepspeed_experts.1"),
+    ),
     ("E7-swapped-layers-of-experts", case(EXPERTS, swapped(expert(0, 0), expert(1, 0))), 3, ("two moe layers",)),
     ("E7-expert-twice", case(EXPERTS, copied(expert(0, 0), expert(0, 1))), 3, (expert(0, 1),)),
     ("E7-expert-too-many", case(EXPERTS, copied(expert(0, 0), expert(0, 4))), 3, (expert(0, 4),)),
-    ("E1-swapped-parameters", case(UNI, swapped("zero/layers.0.w1.weight", "zero/layers.0.w2.weight")), 3, ("layers.0.w1.weight",)),
-    ("E1-swapped-dist-files", case(DIST, swapped(f"{I2}/__0_0.distcp", f"{I2}/__1_0.distcp")), {"*": 3}, ("__", ".distcp")),
-    ("E1-swapped-ranks", case(RANKS, swapped(*(f"model_world_size_4_rank_{i}.pt" for i in (0, 1)))), 3, ("rank 0", "rank 1")),
-    ("E1-swapped-ranks-2d", case(RANKS_2D, swapped(*(f"optim_world_size_4_rank_{i}.pt" for i in (2, 3)))), 3, ("rank 2", "rank 3")),
+    (
+        "E1-swapped-parameters",
+        case(UNI, swapped("zero/layers.0.w1.weight", "zero/layers.0.w2.weight")),
+        3,
+        ("layers.0.w1.weight",),
+    ),
+    (
+        "E1-swapped-dist-files",
+        case(DIST, swapped(f"{I2}/__0_0.distcp", f"{I2}/__1_0.distcp")),
+        {"*": 3},
+        ("__", ".distcp"),
+    ),
+    (
+        "E1-swapped-ranks",
+        case(RANKS, swapped(*(f"model_world_size_4_rank_{i}.pt" for i in (0, 1)))),
+        3,
+        ("rank 0", "rank 1"),
+    ),
+    (
+        "E1-swapped-ranks-2d",
+        case(RANKS_2D, swapped(*(f"optim_world_size_4_rank_{i}.pt" for i in (2, 3)))),
+        3,
+        ("rank 2", "rank 3"),
+    ),
     ("E1-swapped-tensor-ranks", case(MEGATRON, swapped(M0, M1)), 3, ("mp_rank_00_000", "tensor rank 1")),
     ("E1-swapped-pipeline-stages", case(MEGATRON_PIPE, swapped(P0, P1)), 3, ("mp_rank_00_000", "stage 1")),
     # files of two steps, step counters
-    ("E1-iteration-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", next_iteration)), 3, ("mp_rank_01_001", "iteration 3")),
-    ("E10-step-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", step_of_a_rank)), 3, ("step", "mp_rank_01_001")),
-    ("E1-degrees-of-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_degrees)), 3, ("mp_rank_01_001", "tensor_model_parallel_size 4")),
+    (
+        "E1-iteration-of-a-rank",
+        case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", next_iteration)),
+        3,
+        ("mp_rank_01_001", "iteration 3"),
+    ),
+    (
+        "E10-step-of-a-rank",
+        case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", step_of_a_rank)),
+        3,
+        ("step", "mp_rank_01_001"),
+    ),
+    (
+        "E1-degrees-of-a-rank",
+        case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_degrees)),
+        3,
+        ("mp_rank_01_001", "tensor_model_parallel_size 4"),
+    ),
     # replicas that are no replicas
-    ("E2-bit", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_bit("decoder.layers.0.input_layernorm.weight"))), FOUND, ("replicas differ", "mp_rank_01_001", "decoder.layers.0.input_layernorm.weight", "--replica-policy")),
-    ("E9-tied-bit", case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", other_bit("output_layer.weight"))), FOUND, ("replicas differ", "mp_rank_00_001", "embedding.word_embeddings.weight")),
-    ("E5-moment-lost", case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", without_a_moment)), FOUND, ("exp_avg", "mp_rank_00_001")),
-    ("E7-expert-lost-on-a-rank", case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", without_an_expert)), 3, ("mp_rank_01_001",)),
+    (
+        "E2-bit",
+        case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", other_bit("decoder.layers.0.input_layernorm.weight"))),
+        FOUND,
+        ("replicas differ", "mp_rank_01_001", "decoder.layers.0.input_layernorm.weight", "--replica-policy"),
+    ),
+    (
+        "E9-tied-bit",
+        case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", other_bit("output_layer.weight"))),
+        FOUND,
+        ("replicas differ", "mp_rank_00_001", "embedding.word_embeddings.weight"),
+    ),
+    (
+        "E5-moment-lost",
+        case(MEGATRON_PIPE, edited(f"{P1}/model_optim_rng.pt", without_a_moment)),
+        FOUND,
+        ("exp_avg", "mp_rank_00_001"),
+    ),
+    (
+        "E7-expert-lost-on-a-rank",
+        case(MEGATRON, edited(f"{M1}/model_optim_rng.pt", without_an_expert)),
+        3,
+        ("mp_rank_01_001",),
+    ),
     ("E1-step-of-a-partition", case(STAGE1, edited(optim(1), next_step)), 3, (optim(1), "step 4", SAVED_WHOLE)),
     ("E1-step-of-a-partition-3", case(STAGE3, edited(optim(2), next_step)), 3, (optim(2), "step 4")),
     ("E1-step-of-a-module-3", case(STAGE3, edited(module3(1), next_global_step)), 3, (module3(1), "global_steps is 4")),
-    ("E1-step-of-a-stage", case(PIPE, edited("mp_rank_01_model_states.pt", next_global_step)), 3, ("mp_rank_01", "global_steps")),
-    ("E10-step-of-a-parameter", case(UNI, edited("zero/embed.weight/step.pt", lambda step: step + 1)), 3, ("step.pt", "embed.weight")),
+    (
+        "E1-step-of-a-stage",
+        case(PIPE, edited("mp_rank_01_model_states.pt", next_global_step)),
+        3,
+        ("mp_rank_01", "global_steps"),
+    ),
+    (
+        "E10-step-of-a-parameter",
+        case(UNI, edited("zero/embed.weight/step.pt", lambda step: step + 1)),
+        3,
+        ("step.pt", "embed.weight"),
+    ),
     ("E10-step-of-a-group", case(DIST, edited(f"{I2}/common.pt", step_of_group(0))), FOUND, ("param_groups", "step")),
     # moments, masters and weights that do not fit each other
     ("E5-moment-too-short", case(STAGE1, edited(optim(1), short_moment)), 3, (optim(1), "exp_avg")),
     ("E5-moment-too-short-3", case(STAGE3, edited(optim(1), short_moment)), 3, (optim(1), "exp_avg")),
     ("E5-moment-lost-on-a-rank", case(STAGE1, edited(optim(1), no_moment)), FOUND, ("exp_avg_sq", "in no file")),
-    ("E5-moment-of-another-shape", case(UNI, edited("zero/embed.weight/exp_avg.pt", of_dict(lambda t: t[:-1].clone()))), 3, ("embed.weight", "[32, 10]")),
-    ("E5-moment-turned", case(UNI, edited("zero/layers.0.w1.weight/exp_avg.pt", of_dict(lambda t: t.T.clone()))), 3, ("[10, 23]",)),
-    ("E5-moment-too-short-flat", case(UNI3, edited("zero/embed.weight/exp_avg.pt", of_dict(lambda t: t[:-1].clone()))), 3, ("embed.weight", "329")),
-    ("E5-weight-turned", case(STAGE1, edited(MODULE, turned("layers.0.up.weight"))), 3, ("layers.0.up.weight", "[10, 23]")),
+    (
+        "E5-moment-of-another-shape",
+        case(UNI, edited("zero/embed.weight/exp_avg.pt", of_dict(lambda t: t[:-1].clone()))),
+        3,
+        ("embed.weight", "[32, 10]"),
+    ),
+    (
+        "E5-moment-turned",
+        case(UNI, edited("zero/layers.0.w1.weight/exp_avg.pt", of_dict(lambda t: t.T.clone()))),
+        3,
+        ("[10, 23]",),
+    ),
+    (
+        "E5-moment-too-short-flat",
+        case(UNI3, edited("zero/embed.weight/exp_avg.pt", of_dict(lambda t: t[:-1].clone()))),
+        3,
+        ("embed.weight", "329"),
+    ),
+    (
+        "E5-weight-turned",
+        case(STAGE1, edited(MODULE, turned("layers.0.up.weight"))),
+        3,
+        ("layers.0.up.weight", "[10, 23]"),
+    ),
     ("E5-weight-lost", case(STAGE1, edited(MODULE, without("layers.0.up.weight"))), 3, ("layers.0.up.weight", MODULE)),
     ("E5-shapes-in-another-order", case(STAGE1, edited(MODULE, reordered)), 3, ("param_slice_mappings",)),
     ("E6-master", case(STAGE1, edited(optim(1), other_master)), WARNED, ()),
     ("E6-master-universal", case(UNI, edited("zero/embed.weight/fp32.pt", of_dict(lambda t: t + 1))), WARNED, ()),
     # bytes that changed after the save
     ("B16-integrity", case(DIST_INTEGRITY, flipped(f"{I5}/__0_0.distcp", 5000)), 3, ("__0_0.distcp", "sha-256")),
-]  # fmt: skip
+]

@@ -1,8 +1,8 @@
 """Names that the source chose become files' names in some formats: none may lead out of the output.
 
-Walks the registry of writers: to every format go tensors, states and counters with hostile names, in one checkpoint and each
-alone, planned and for real. Whatever the exit code, what lies beside the output is untouched, nothing is left by a refusal, and
-a dry run ends as the run does.
+Walks the registry of writers: to every format go tensors, states and counters with hostile names, in one checkpoint and
+each alone, planned and for real. Whatever the exit code, what lies beside the output is untouched, nothing is left by a
+refusal, and a dry run ends as the run does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,31 @@ from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
 
 NAMES = [
-    "../../../../victim", "../../victim", "../victim", "/ABSOLUTE/victim", "a/../../../../victim", "..", ".", "", "a//b", "a/",
-    "x\0y", "C:\\victim", "\\\\host\\victim", "..\\..\\victim", "n" * 300, "deep/" * 12 + "w", ".ckpt-journal",
-    "x/.ckpt-journal", "x.ckpt-partial", "ends in a dot.", "ends in a space ", "two\nlines", "\x1b[31mred", "optimizer_state.pt",
-]  # fmt: skip
+    "../../../../victim",
+    "../../victim",
+    "../victim",
+    "/ABSOLUTE/victim",
+    "a/../../../../victim",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "a/",
+    "x\0y",
+    "C:\\victim",
+    "\\\\host\\victim",
+    "..\\..\\victim",
+    "n" * 300,
+    "deep/" * 12 + "w",
+    ".ckpt-journal",
+    "x/.ckpt-journal",
+    "x.ckpt-partial",
+    "ends in a dot.",
+    "ends in a space ",
+    "two\nlines",
+    "\x1b[31mred",
+    "optimizer_state.pt",
+]
 PAIRS = [("w", "W"), ("a", "a/fp32.pt")]
 LEAD_ELSEWHERE = {"deepspeed-universal"}  # formats whose files are called as the tensors are
 
@@ -126,7 +147,8 @@ def field_code(done: tuple[int, dict[str, Any]]) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("to", registry.NAMES)
 def test_hostile_states_and_counters_stay_inside(to: str, tmp_path: Path, field: Field) -> None:
-    """Names of states are a file's name in `sharded`, counts of steps a folder's in four formats, DCP's roots in another."""
+    """Names of states are a file's name in `sharded`, counts of steps a folder's in four formats, DCP's roots in
+    another."""
     import torch
 
     ramp, base = torch.arange(6.0).reshape(2, 3), {"w.weight": torch.arange(6.0).reshape(2, 3)}

@@ -1,13 +1,14 @@
 """Random lists of boxes with what NumPy makes of them: the food of the tests, the sanitizers and the mutants.
 
-A case is a source buffer, some boxes cut out of tensors that lie in it, and a target buffer of tensors that they go to, with
-guard bytes around all. The tensors have 0 to 6 dims and items of 1 to 16 bytes, and begin anywhere; extents may be 0. The
-oracle is one assignment of NumPy a box, `target[box] = source[box]`, on views of the whole buffers, so it shares nothing with
-the descriptors. The whole target is compared, what lies between the boxes too.
+A case is a source buffer, some boxes cut out of tensors that lie in it, and a target buffer of tensors that they go to,
+with guard bytes around all. The tensors have 0 to 6 dims and items of 1 to 16 bytes, and begin anywhere; extents may be
+0. The oracle is one assignment of NumPy a box, `target[box] = source[box]`, on views of the whole buffers, so it shares
+nothing with the descriptors. The whole target is compared, what lies between the boxes too.
 
     python tests/kernels/box_cases.py LIBRARY [CASES] [FIRST SEED]      exit 1 at the first case that differs
 
-runs them in a process of its own (a sanitizer's, a mutant's). Some are tight there: one box that ends where its buffers end.
+runs them in a process of its own (a sanitizer's, a mutant's). Some are tight there: one box that ends where its buffers
+end.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ import numpy.typing as npt
 
 from ckpt_tool.device.descriptors import ELEMENTS, SPANS, TILE, Descriptors, pack, strided
 from ckpt_tool.device.kernels import box_copy
-from ckpt_tool.device.library import FUNCTIONS, Library
-from ckpt_tool.device.memory import Device, Memory
+from ckpt_tool.device.library import FUNCTIONS, Device, Library, Memory
 from ckpt_tool.plan.copy import Copy
 
 Bytes = npt.NDArray[np.uint8]
@@ -203,7 +203,7 @@ def kinds(boxes: Descriptors) -> Iterable[str]:
     """The ways through box_copy that a list takes, a name a box."""
     for box in boxes.packed:
         if box["op"] == ELEMENTS:
-            yield f"elements of {1 << int(box['vlog'])} bytes, {'one level' if box['ext'][2] == box['rows'] else 'levels'}"
+            yield f"elements of {1 << int(box['vlog'])} bytes, {'one level' if box['ext'][2] == box['rows'] else 'levels'}"  # noqa: E501
         else:
             skew = "equal" if (int(box["src"]) - int(box["dst"])) % 16 == 0 else "shifted"
             yield f"{'spans' if box['op'] == SPANS else 'pieces'}, {skew} alignment"
@@ -212,8 +212,8 @@ def kinds(boxes: Descriptors) -> Iterable[str]:
 class Watched:
     """The shim watches what the kernels read and write: nothing outside `reads` and `writes`, and all of `writes` once.
 
-    reads, writes, updates: (address, a byte for each byte from there: may it be read, must it be written, both). A GPU is not
-    watched.
+    reads, writes, updates: (address, a byte for each byte from there: may it be read, must it be written, both). A GPU
+    is not watched.
     """
 
     def __init__(
@@ -249,8 +249,11 @@ class Watched:
         if self.dll is None:
             return ""
         if self.complaints:
-            near = [f"{self.first - address} of {address:#x}" for address, legal in (*self.maps, *self.written)
-                    if 0 <= self.first - address < len(legal)]  # fmt: skip
+            near = [
+                f"{self.first - address} of {address:#x}"
+                for address, legal in (*self.maps, *self.written)
+                if 0 <= self.first - address < len(legal)
+            ]
             return (
                 f"{self.complaints} bytes were read or written, or written twice, against the rules: first byte {near}"
             )

@@ -1,8 +1,9 @@
 """One library and one device for all tests of the kernels.
 
-CKPT_KERNELS chooses, as it does for `ckpt`: unset, or `host`, is the shim, built here by g++ once and kept in pytest's cache
-under a hash of all that it is made of (CKPT_TEST_SHIM=FILE is one that was built from these sources already); `cuda` is the GPU
-at hand; `path:FILE` is a library built before. A test asks for `device` and says nothing of which it is; what only a GPU or only the shim can show asks for `gpu` or `shim`.
+CKPT_KERNELS chooses, as it does for `ckpt`: unset, or `host`, is the shim, built here by g++ once and kept in pytest's
+cache under a hash of all that it is made of (CKPT_TEST_SHIM=FILE is one that was built from these sources already);
+`cuda` is the GPU at hand; `path:FILE` is a library built before. A test asks for `device` and says nothing of which it
+is; what only a GPU or only the shim can show asks for `gpu` or `shim`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.device.library import Library
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device, Library
 
 sys.path.insert(0, str(Path(__file__).parent))  # box_cases.py and its like
 
@@ -63,7 +63,8 @@ def gpu(device: Device) -> Device:
 
 @pytest.fixture
 def quick_compiler(host_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A g++ that gives the library of this session for whatever it is asked to compile: for tests of what is around a build."""
+    """A g++ that gives the library of this session for whatever it is asked to compile: for tests of what is around a
+    build."""
     program = tmp_path / "quick-g++"
     program.write_text(
         f"""#!/bin/sh

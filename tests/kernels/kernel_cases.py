@@ -1,4 +1,5 @@
-"""Random work for every kernel, watched: results of another road, nothing read or written outside, every byte written once.
+"""Random work for every kernel, watched: results of another road, nothing read or written outside, every byte written
+once.
 
     python tests/kernels/kernel_cases.py LIBRARY KERNEL [CASES]      exit 1 at the first fault
 
@@ -24,10 +25,9 @@ from ckpt_tool.device import kernels
 from ckpt_tool.device.adamw import Constants, Flat, step, swap
 from ckpt_tool.device.casts import CodeBox, Scales, cast_boxes, pack_casts, pack_codes
 from ckpt_tool.device.comparisons import compare
-from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.descriptors import Strided, launches
 from ckpt_tool.device.digests import Line, pack_lines
-from ckpt_tool.device.launches import launches
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.digest import LEAF
@@ -69,7 +69,7 @@ def first_fault(got: npt.NDArray[Any], want: npt.NDArray[Any], watched: Watched,
     return f"{fault}; {about}" if (fault := watched.fault()) else ""
 
 
-# -- the kernels --------------------------------------------------------------------------------------------------------
+# -- the kernels -------------------------------------------------------------------------------------------------------
 
 
 def box_copy(device: Device, seed: int) -> str:
@@ -209,8 +209,14 @@ def compared(device: Device, seed: int) -> str:
     found = np.flatnonzero(changed.reshape(-1))
     with device.upload(a) as one, device.upload(b) as two:
         sides = [*zip(by_a, by_b, extents, strict=True)][:-1]
-        box = Strided(one.address + first_a, two.address + first_b, tuple(n for *_, n in sides), tuple(s for s, *_ in sides),
-                      tuple(t for _, t, _ in sides), extents[-1] * item)  # fmt: skip
+        box = Strided(
+            one.address + first_a,
+            two.address + first_b,
+            tuple(n for *_, n in sides),
+            tuple(s for s, *_ in sides),
+            tuple(t for _, t, _ in sides),
+            extents[-1] * item,
+        )
         reads = [
             (one.address, marked(room_a, item, extents, first_a, by_a)),
             (two.address, marked(room_b, item, extents, first_b, by_b)),
@@ -223,7 +229,8 @@ def compared(device: Device, seed: int) -> str:
 
 
 def stepped(device: Device, seed: int) -> str:
-    """A step of AdamW, or the swap, over flat buffers that lie anywhere on their grid, the average and the parameter there or not."""
+    """A step of AdamW, or the swap, over flat buffers that lie anywhere on their grid, the average and the parameter
+    there or not."""
     rng = np.random.default_rng(seed)
     count = int(rng.choice([0, 1, 3, 4, 5, 63, 257, 2000, 9001]))
     has_ema, kind, out = bool(rng.integers(2)), str(rng.choice(["F32", "BF16"])), str(rng.choice(["", "F32", "BF16"]))
@@ -256,11 +263,27 @@ def stepped(device: Device, seed: int) -> str:
         watched = Watched(device, [maps[n] for n in read], [maps[n] for n in written], [maps[n] for n in updated])
         with watched:
             if swaps:
-                swap(device, count, at["master"], at["ema"], parameter=at["parameter"] if out else 0, parameter_kind=out or "BF16",
-                     **grid_of(rng))  # fmt: skip
+                swap(
+                    device,
+                    count,
+                    at["master"],
+                    at["ema"],
+                    parameter=at["parameter"] if out else 0,
+                    parameter_kind=out or "BF16",
+                    **grid_of(rng),
+                )
             else:
-                flat = Flat(count, at["gradient"], at["master"], at["exp_avg"], at["exp_avg_sq"], at["ema"] if has_ema else 0,
-                            at["parameter"] if out else 0, kind, out or "BF16")  # fmt: skip
+                flat = Flat(
+                    count,
+                    at["gradient"],
+                    at["master"],
+                    at["exp_avg"],
+                    at["exp_avg_sq"],
+                    at["ema"] if has_ema else 0,
+                    at["parameter"] if out else 0,
+                    kind,
+                    out or "BF16",
+                )
                 step(device, constants, flat, **grid_of(rng))
             device.sync()
         about = f"{'swap' if swaps else 'step'} of {count}, {at}"

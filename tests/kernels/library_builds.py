@@ -21,8 +21,8 @@ CHOICE = os.environ.get("CKPT_KERNELS", "host")
 def built(
     config: pytest.Config, name: str, compiler: str, *extra: str, kernels: tuple[str, ...] = build.KERNELS
 ) -> Path:
-    """The library of these kernels by this compiler, made where the cache has none. A test that asks for it is skipped where
-    the compiler is missing, and fails with what the compiler said where the sources do not compile."""
+    """The library of these kernels by this compiler, made where the cache has none. A test that asks for it is skipped
+    where the compiler is missing, and fails with what the compiler said where the sources do not compile."""
     ready = os.environ.get("CKPT_TEST_SHIM")
     if name == "host" and ready:
         return Path(ready)
@@ -65,7 +65,23 @@ def make(path: Path, compiler: str, program: str, extra: tuple[str, ...], kernel
 def build_device(target: Path, nvcc: str) -> None:
     folder = build.sources()
     subprocess.run(
-        [nvcc, "-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-cudart", "static", "-fmad=false",
-         "-arch=native", *(str(folder / f"{name}.cu") for name in build.KERNELS), str(folder / "runtime.cu"), "-o", str(target)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            "-shared",
+            "-Xcompiler",
+            "-fPIC,-fvisibility=hidden",
+            "-cudart",
+            "static",
+            "-fmad=false",
+            "-arch=native",
+            *(str(folder / f"{name}.cu") for name in build.KERNELS),
+            str(folder / "runtime.cu"),
+            "-o",
+            str(target),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )

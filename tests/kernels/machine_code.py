@@ -1,13 +1,15 @@
-"""What nvcc made of the kernels, read from its own reports: no spills, no local memory, 16-byte loads and stores where promised.
+"""What nvcc made of the kernels, read from its own reports: no spills, no local memory, 16-byte loads and stores where
+promised.
 
     python tests/kernels/machine_code.py [--arch 80,90,100] [--markdown]      exit 1 where a kernel breaks a promise
 
-Two witnesses: the assembler's report (`-Xptxas -v`: registers, stack, spills), which every nvcc gives, and the machine code
-by cuobjdump, which the CUDA toolkit has, and the triton wheel (`triton/backends/nvidia/bin/`). Without the second the accesses
-are not looked at, and the report says so.
+Two witnesses: the assembler's report (`-Xptxas -v`: registers, stack, spills), which every nvcc gives, and the machine
+code by cuobjdump, which the CUDA toolkit has, and the triton wheel (`triton/backends/nvidia/bin/`). Without the second
+the accesses are not looked at, and the report says so.
 
-Registers count because they decide how many threads a multiprocessor holds; a load told to be in global memory is `LDG`, one
-of which the compiler knows nothing `LD`; spilled registers and arrays that are indexed at run time are `LDL` and `STL`.
+Registers count because they decide how many threads a multiprocessor holds; a load told to be in global memory is
+`LDG`, one of which the compiler knows nothing `LD`; spilled registers and arrays that are indexed at run time are `LDL`
+and `STL`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ckpt_tool.device import build
 
-# What each kernel promises of its accesses: opcodes that must be there 16 bytes wide, `A|B` for one of the two. A kernel
+# What each kernel promises of its accesses: opcodes that must be there 16 bytes wide, `A|B` for one of the two. A
+# kernel
 # without a row is a fault.
 PROMISES: dict[str, tuple[str, ...]] = {
     "box_copy": ("LDG", "STG"),
@@ -84,8 +87,8 @@ def resources_of(report: str) -> dict[Entry, Resources]:
 
 
 def accesses_of(listing: Iterable[str]) -> dict[Entry, Counter[str]]:
-    """cuobjdump's listing as opcodes by kernel and architecture, with their widths: `LDG.128`, `STG.16`, `LDL.32`, and the
-    reciprocals that a division costs (`MUFU.RCP`)."""
+    """cuobjdump's listing as opcodes by kernel and architecture, with their widths: `LDG.128`, `STG.16`, `LDL.32`, and
+    the reciprocals that a division costs (`MUFU.RCP`)."""
     found: dict[Entry, Counter[str]] = {}
     architecture, counted = 0, Counter[str]()
     for line in listing:
@@ -119,9 +122,12 @@ def kernel_of(mangled: str, kernels: Iterable[str]) -> str:
 
 
 def faults(
-    resources: Mapping[Entry, Resources], accesses: Mapping[Entry, Counter[str]], kernels: Iterable[str],
-    architectures: Iterable[int], promises: Mapping[str, tuple[str, ...]] | None = None,
-) -> list[str]:  # fmt: skip
+    resources: Mapping[Entry, Resources],
+    accesses: Mapping[Entry, Counter[str]],
+    kernels: Iterable[str],
+    architectures: Iterable[int],
+    promises: Mapping[str, tuple[str, ...]] | None = None,
+) -> list[str]:
     """Every broken promise, in words. accesses: empty where there was no disassembler."""
     promises = PROMISES if promises is None else promises
     kernels, architectures, found = list(kernels), list(architectures), []
@@ -175,7 +181,8 @@ def disassembler() -> str | None:
 
 
 def compiled(target: Path, architectures: tuple[int, ...]) -> dict[Entry, Resources]:
-    """Compile all kernels to `target`, every warning an error, and read the report. One thread: reports must not mix."""
+    """Compile all kernels to `target`, every warning an error, and read the report. One thread: reports must not
+    mix."""
     recipe = build.cuda_recipe(architectures, ("-Xptxas=-v", "-Werror=all-warnings"))
     flags = tuple(flag for flag in recipe.flags if flag not in ("--threads", "0"))
     return resources_of(build.compile_to(dataclasses.replace(recipe, flags=flags), target))
@@ -192,8 +199,11 @@ def disassembled(program: str, library: Path) -> dict[Entry, Counter[str]]:
 
 def table(resources: Mapping[Entry, Resources], accesses: Mapping[Entry, Counter[str]]) -> str:
     """Markdown: a row a kernel and architecture."""
-    rows = ["| kernel | arch | registers | shared, bytes | stack and spills, bytes | 16-byte loads, stores | narrower | divides |",
-            "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    rows = [
+        "| kernel | arch | registers | shared, bytes | stack and spills, bytes | 16-byte loads, stores | "
+        "narrower | divides |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for (entry, architecture), used in sorted(resources.items(), key=lambda row: (spelled(row[0][0]), row[0][1])):
         seen = accesses.get((entry, architecture))
         narrow = (
@@ -204,7 +214,8 @@ def table(resources: Mapping[Entry, Resources], accesses: Mapping[Entry, Counter
         wide = "-" if seen is None else f"{seen['LDG.128']}, {seen['STG.128']}"
         rows.append(
             f"| {spelled(entry)} | sm_{architecture} | {used.registers} | {used.shared} | "
-            f"{used.stack + used.spill_stores + used.spill_loads} | {wide} | {narrow} | {'-' if seen is None else seen['MUFU.RCP']} |"
+            f"{used.stack + used.spill_stores + used.spill_loads} | {wide} | {narrow} | "
+            f"{'-' if seen is None else seen['MUFU.RCP']} |"
         )
     return "\n".join(rows)
 

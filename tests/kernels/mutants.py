@@ -5,11 +5,12 @@
     python tests/kernels/mutants.py all -n 20             a sample of each
     python tests/kernels/mutants.py box_copy --again OUT  those that an earlier run printed: does a new test see them?
 
-A mutant is a source in which one operator, comparison, constant, cast or field is another (`changes`). A source of a kernel is
-compiled into the host shim with the objects of the others as they are; a module of Python is loaded in place of the real one.
-Then the target's tests run against it, in a child that ends at the first red one. A mutant is killed by a red test, a crash, or
-by taking ten times as long; ASan has the last word on those of a kernel that are left. One that does not compile is none. What
-survives is printed, and either its line stands in `equivalent.py` with the reason why no test could see it, or a test is missing.
+A mutant is a source in which one operator, comparison, constant, cast or field is another (`changes`). A source of a
+kernel is compiled into the host shim with the objects of the others as they are; a module of Python is loaded in place
+of the real one. Then the target's tests run against it, in a child that ends at the first red one. A mutant is killed
+by a red test, a crash, or by taking ten times as long; ASan has the last word on those of a kernel that are left. One
+that does not compile is none. What survives is printed, and either its line stands in `equivalent.py` with the reason
+why no test could see it, or a test is missing.
 
 Cost: about 2 s a mutant of a kernel, 1 s one of Python.
 """
@@ -60,37 +61,113 @@ class Target(NamedTuple):
 COPY_TESTS = ("test_box_cases.py", "test_box_huge.py", "test_kernels_watched.py")
 TARGETS = {
     "box_copy": Target("kernels/box_copy.cu", ("box_copy",), COPY_TESTS),
-    "box_transpose": Target("kernels/box_transpose.cu", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py")),
-    "box_cast": Target("kernels/box_cast.cu", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_values_huge.py")),
+    "box_transpose": Target(
+        "kernels/box_transpose.cu", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py")
+    ),
+    "box_cast": Target(
+        "kernels/box_cast.cu",
+        ("box_cast", "box_dequantise"),
+        ("test_box_cast.py", "test_box_dequantise.py", "test_values_huge.py"),
+    ),
     "adamw_ema": Target("kernels/adamw_ema.cu", ("adamw_ema",), ("test_device_adamw.py",)),
     "digest": Target("kernels/digest.cu", ("digest",), ("test_device_digests.py", "test_values_huge.py")),
     "compare": Target("kernels/compare.cu", ("compare",), ("test_device_comparisons.py", "test_values_huge.py")),
-    "floats": Target("kernels/floats.h", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py", "test_device_comparisons.py")),
+    "floats": Target(
+        "kernels/floats.h",
+        ("box_cast", "box_dequantise"),
+        ("test_box_cast.py", "test_box_dequantise.py", "test_device_comparisons.py"),
+    ),
     "span": Target("kernels/span.h", ("digest", "compare"), ("test_device_digests.py", "test_device_comparisons.py")),
     "walking": Target("kernels/portable.h", ("box_copy",), COPY_TESTS, "// -- walking a descriptor list"),
-    "descriptors": Target("ckpt_tool/device/descriptors.py", ("box_copy",), ("test_descriptors.py", "test_launches.py", "test_box_huge.py", "test_box_cases.py", "test_box_transpose.py", "test_box_cast.py")),
-    "transposes": Target("ckpt_tool/device/transposes.py", ("box_transpose",), ("test_box_transpose.py", "test_transpose_huge.py", "test_launches.py")),
-    "casts": Target("ckpt_tool/device/casts.py", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")),
-}  # fmt: skip
+    "descriptors": Target(
+        "ckpt_tool/device/descriptors.py",
+        ("box_copy", "box_transpose"),
+        (
+            "test_descriptors.py",
+            "test_launches.py",
+            "test_box_huge.py",
+            "test_box_cases.py",
+            "test_box_transpose.py",
+            "test_transpose_huge.py",
+            "test_box_cast.py",
+        ),
+    ),
+    "casts": Target(
+        "ckpt_tool/device/casts.py", ("box_cast", "box_dequantise"), ("test_box_cast.py", "test_box_dequantise.py")
+    ),
+}
 
-UNITS = {"box_copy": ("box_copy.cu",), "box_transpose": ("box_transpose.cu", "box_copy.cu"), "digest": ("digest.cu",),
-         "compare": ("compare.cu",), "box_cast": ("box_cast.cu",), "box_dequantise": ("box_cast.cu",), "adamw_ema": ("adamw_ema.cu",)}  # fmt: skip
+UNITS = {
+    "box_copy": ("box_copy.cu",),
+    "box_transpose": ("box_transpose.cu", "box_copy.cu"),
+    "digest": ("digest.cu",),
+    "compare": ("compare.cu",),
+    "box_cast": ("box_cast.cu",),
+    "box_dequantise": ("box_cast.cu",),
+    "adamw_ema": ("adamw_ema.cu",),
+}
 
-# -- making them --------------------------------------------------------------------------------------------------------
+# -- making them -------------------------------------------------------------------------------------------------------
 
 OPERATORS = {
-    "+": ("-",), "-": ("+",), "*": ("+",), "/": ("*",), "%": ("/",), "//": ("*",), "<<": (">>",), ">>": ("<<",),
-    "<": ("<=", ">"), "<=": ("<", ">"), ">": (">=", "<"), ">=": (">", "<"), "==": ("!=",), "!=": ("==",),
-    "&&": ("||",), "||": ("&&",), "and": ("or",), "or": ("and",), "&": ("|",), "|": ("&",), "^": ("|",),
-    "+=": ("-=",), "-=": ("+=",), "++": ("--",), "--": ("++",), ">>=": ("<<=",), "<<=": (">>=",), "*=": ("+=",),
-    "/=": ("*=",), "%=": ("/=",), "|=": ("&=",), "&=": ("|=",), "^=": ("|=",),
-}  # fmt: skip
+    "+": ("-",),
+    "-": ("+",),
+    "*": ("+",),
+    "/": ("*",),
+    "%": ("/",),
+    "//": ("*",),
+    "<<": (">>",),
+    ">>": ("<<",),
+    "<": ("<=", ">"),
+    "<=": ("<", ">"),
+    ">": (">=", "<"),
+    ">=": (">", "<"),
+    "==": ("!=",),
+    "!=": ("==",),
+    "&&": ("||",),
+    "||": ("&&",),
+    "and": ("or",),
+    "or": ("and",),
+    "&": ("|",),
+    "|": ("&",),
+    "^": ("|",),
+    "+=": ("-=",),
+    "-=": ("+=",),
+    "++": ("--",),
+    "--": ("++",),
+    ">>=": ("<<=",),
+    "<<=": (">>=",),
+    "*=": ("+=",),
+    "/=": ("*=",),
+    "%=": ("/=",),
+    "|=": ("&=",),
+    "&=": ("|=",),
+    "^=": ("|=",),
+}
 NAMES = {
-    "src": "dst", "dst": "src", "sstr": "dstr", "dstr": "sstr", "source": "target", "target": "source",
-    "div1": "div2", "div2": "div1", "divr": "div2", "rows": "run", "run": "rows", "rows_per_tile": "tiles_per_row",
-    "tiles_per_row": "rows_per_tile", "tile0": "aux", "by_source": "by_target", "by_target": "by_source",
-    "uint64_t": "uint32_t", "int64_t": "int32_t", "ck_tid": "ck_bid", "ck_nt": "ck_nb", "ck_bid": "ck_tid", "ck_nb": "ck_nt",
-}  # fmt: skip
+    "src": "dst",
+    "dst": "src",
+    "sstr": "dstr",
+    "dstr": "sstr",
+    "source": "target",
+    "target": "source",
+    "div1": "div2",
+    "div2": "div1",
+    "divr": "div2",
+    "rows": "run",
+    "run": "rows",
+    "rows_per_tile": "tiles_per_row",
+    "tiles_per_row": "rows_per_tile",
+    "tile0": "aux",
+    "by_source": "by_target",
+    "by_target": "by_source",
+    "uint64_t": "uint32_t",
+    "int64_t": "int32_t",
+    "ck_tid": "ck_bid",
+    "ck_nt": "ck_nb",
+    "ck_bid": "ck_tid",
+    "ck_nb": "ck_nt",
+}
 TOKEN = re.compile(
     r"(?P<skip>//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*)"
     r"|(?P<number>0[xX][0-9a-fA-F]+[uUlL]*|\d[\d.]*(?:[eE][-+]?\d+)?[uUlLfF]*)|(?P<name>[A-Za-z_]\w*)"
@@ -168,7 +245,7 @@ def mutants_of(target: Target) -> list[Mutant]:
     return found
 
 
-# -- judging them -------------------------------------------------------------------------------------------------------
+# -- judging them ------------------------------------------------------------------------------------------------------
 
 
 class Shim:
@@ -223,8 +300,8 @@ class Shim:
             (self.folder / name).write_text(original)
 
     def dirty(self, name: str, text: str, kernels: tuple[str, ...]) -> bool:
-        """Does a sanitizer of addresses complain of the cases of these kernels? The shim's lists and records are no tensors:
-        nobody watches what is read beside them."""
+        """Does a sanitizer of addresses complain of the cases of these kernels? The shim's lists and records are no
+        tensors: nobody watches what is read beside them."""
         from planting import ADDRESS, run_under
 
         original = (self.plain / name).read_text()
@@ -291,8 +368,7 @@ def _run(target: Target, library: Path) -> int:
     import pytest
     from kernel_cases import KERNELS
 
-    from ckpt_tool.device.library import Library
-    from ckpt_tool.device.memory import Device
+    from ckpt_tool.device.library import Device, Library
 
     device = Device(Library(library))
     for kernel in target.kernels:
@@ -391,8 +467,12 @@ def main() -> int:
         began = time.monotonic()
         counts = Counter(verdict.result for verdict in judge(name, chosen, trust=options.trust))
         total = counts.total()
-        print(f"{name}: {total} mutants, {counts['killed']} killed ({counts['killed'] / max(total, 1):.1%}), "
-              f"{counts['equivalent']} equivalent, {counts['survived']} survived, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
+        print(
+            f"{name}: {total} mutants, {counts['killed']} killed ({counts['killed'] / max(total, 1):.1%}), "
+            f"{counts['equivalent']} equivalent, {counts['survived']} survived, "
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         missed += counts["survived"]
     return 1 if missed else 0
 

@@ -14,8 +14,7 @@ from ctypes import c_uint8
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.device.descriptors import Descriptors
-from ckpt_tool.device.launches import Launch
+from ckpt_tool.device.descriptors import Descriptors, Launch
 from ckpt_tool.errors import InternalError
 
 WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "V16"}

@@ -17,7 +17,8 @@ THREAD = ("-O1", "-fsanitize=thread", "-DCK_THREADS", "-Wno-tsan")  # TSan does 
 
 
 def plant(folder: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the sources in `folder`, and of probe.cu, with `old` replaced by `new` where it first stands in `file`."""
+    """A copy of the sources in `folder`, and of probe.cu, with `old` replaced by `new` where it first stands in
+    `file`."""
     shutil.copytree(build.sources(), folder, ignore=shutil.ignore_patterns("*.so", "*.md"))
     shutil.copy(HERE / "probe.cu", folder)
     text = (folder / file).read_text()
@@ -28,8 +29,8 @@ def plant(folder: Path, file: str, old: str, new: str) -> Path:
 
 
 def run_under(sanitizer: str, *command: str, library: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Python with `command` in a process into which `sanitizer` ("asan", "tsan", "" for none) is loaded; exit code 66 is a
-    report of it. library: what CKPT_KERNELS names, where the command is one that looks there."""
+    """Python with `command` in a process into which `sanitizer` ("asan", "tsan", "" for none) is loaded; exit code 66
+    is a report of it. library: what CKPT_KERNELS names, where the command is one that looks there."""
     environment = os.environ | {
         "ASAN_OPTIONS": "exitcode=66:detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "exitcode=66:print_stacktrace=1",

@@ -14,9 +14,13 @@ def main(path: str) -> int:
     for threads in (32, 96, 128):
         sums = np.zeros((2, 3), np.uint64)
         dll.ck_probe(
-            ctypes.c_void_p(values.ctypes.data), ctypes.c_void_p(sums.ctypes.data), ctypes.c_uint64(len(values)),
-            ctypes.c_int(3), ctypes.c_int(threads), ctypes.c_void_p(0),
-        )  # fmt: skip
+            ctypes.c_void_p(values.ctypes.data),
+            ctypes.c_void_p(sums.ctypes.data),
+            ctypes.c_uint64(len(values)),
+            ctypes.c_int(3),
+            ctypes.c_int(threads),
+            ctypes.c_void_p(0),
+        )
         blocks = np.arange(1000) // threads % 3
         want = [[int((values >> shift)[blocks == block].sum()) for block in range(3)] for shift in range(2)]
         if sums.tolist() != want:

@@ -11,7 +11,7 @@ from box_cases import POOL, Bench, Case, Watched, make_case
 
 from ckpt_tool.device.descriptors import SPANS, TILE, Strided, pack
 from ckpt_tool.device.kernels import box_copy
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import StorageError
 
 CASES = int(os.environ.get("CKPT_KERNEL_CASES", "10000"))  # fewer for mutants, which most die at once
@@ -89,8 +89,8 @@ def test_calls_that_make_no_sense_are_refused(device: Device, count: int, thread
 
 
 def vectors_of(source: int, target: int, nbytes: int, before: int, after: int) -> int:
-    """How many 16-byte stores a span allows: blocks of the target's grid inside it, whose bytes two aligned loads (one, where
-    both sides lie alike) have without going further than `before` and `after` bytes beyond it."""
+    """How many 16-byte stores a span allows: blocks of the target's grid inside it, whose bytes two aligned loads (one,
+    where both sides lie alike) have without going further than `before` and `after` bytes beyond it."""
     found = 0
     for block in range(-(-target // 16) * 16, target + nbytes - 15, 16):
         begin = source + block - target

@@ -1,7 +1,8 @@
-"""box_cast against run/compute.py: every pair of dtypes, every value of 8 and 16 bits, what rounds, ties, overflows and is NaN.
+"""box_cast against run/compute.py: every pair of dtypes, every value of 8 and 16 bits, what rounds, ties, overflows and
+is NaN.
 
-compute.cast goes by tables, NumPy and ml_dtypes, and has been held against torch (tests/run/test_compute.py); the kernels by
-integers. Torch is asked here once more for what both make.
+compute.cast goes by tables, NumPy and ml_dtypes, and has been held against torch (tests/run/test_compute.py); the
+kernels by integers. Torch is asked here once more for what both make.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
 from ckpt_tool.device.descriptors import Strided, magic
 from ckpt_tool.device.kernels import box_cast
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast, numpy_type
@@ -44,7 +45,8 @@ def cast_line(
     threads: int = 0,
     blocks: int = 0,
 ) -> tuple[Bits, int]:
-    """The line as `target`, and what was lost; both buffers begin `shifts` bytes off, with guards on both sides of the output."""
+    """The line as `target`, and what was lost; both buffers begin `shifts` bytes off, with guards on both sides of the
+    output."""
     raw = values.astype(unsigned(source)).view(np.uint8)
     nbytes = len(values) * target.bits // 8
     padded = np.concatenate([np.zeros(shifts[0], np.uint8), raw])
@@ -64,8 +66,8 @@ def wanted(values: Bits, source: DType, target: DType) -> tuple[Bits, int]:
 
 
 def directed(dtype: DType, rng: np.random.Generator) -> Bits:
-    """Bits of F32 or F64 about which a rounding can be wrong: both sides of every value, tie and limit of the narrower types,
-    the least and the largest, infinities, NaNs of several payloads, and whatever."""
+    """Bits of F32 or F64 about which a rounding can be wrong: both sides of every value, tie and limit of the narrower
+    types, the least and the largest, infinities, NaNs of several payloads, and whatever."""
     wide = np.dtype("f8") if dtype.name == "F64" else np.dtype("f4")
     values = []
     for name in ("BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"):
@@ -82,9 +84,35 @@ def directed(dtype: DType, rng: np.random.Generator) -> Bits:
             (exact[1:] + exact[:-1]) / 2 if narrow.bits == 8 else exact + np.spacing(exact.astype(np.float32)) * 2.0**12
         )
         values += [exact, ties, ties * 1.5]
-    values += [np.array([464.0, 448.0, 456.0, 65504.0, 65519.99, 65520.0, 61440.0, 248.0, 3.3961775292304e38, 3.4028236692e38, 3.5e38,
-                         2.0**-149, 2.0**-150, 1.5 * 2.0**-149, 2.0**-126, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-133,
-                         1.5 * 2.0**-127, 1.7e308, 2.0**128, 0.0])]  # fmt: skip
+    values += [
+        np.array(
+            [
+                464.0,
+                448.0,
+                456.0,
+                65504.0,
+                65519.99,
+                65520.0,
+                61440.0,
+                248.0,
+                3.3961775292304e38,
+                3.4028236692e38,
+                3.5e38,
+                2.0**-149,
+                2.0**-150,
+                1.5 * 2.0**-149,
+                2.0**-126,
+                2.0**-24,
+                2.0**-25,
+                1.5 * 2.0**-25,
+                2.0**-133,
+                1.5 * 2.0**-127,
+                1.7e308,
+                2.0**128,
+                0.0,
+            ]
+        )
+    ]
     with np.errstate(all="ignore"):
         flat = np.concatenate(values).astype(wide)
     bits = np.concatenate([flat, -flat]).view(f"u{wide.itemsize}")
@@ -118,7 +146,8 @@ def test_every_pair_gives_the_bits_of_compute(device: Device, source: DType, tar
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(COMMON, 2)), ids=lambda dtype: dtype.name)
 def test_groups_and_elements_give_the_same(device: Device, source: DType, target: DType) -> None:
-    """Values that are nothing special by groups, mixed ones by groups with something special in them, off the grid by elements."""
+    """Values that are nothing special by groups, mixed ones by groups with something special in them, off the grid by
+    elements."""
     every = values_of(source)
     floats = np.frombuffer(
         cast(every.view(np.uint8).data, source, DTYPES["F32"])[0] if source.name != "F32" else every, np.float32
@@ -130,8 +159,15 @@ def test_groups_and_elements_give_the_same(device: Device, source: DType, target
         for values in (rng.choice(plain, count), rng.choice(every, count)):
             want, known = wanted(values, source, target)
             for shifts in ((0, 0), (source.bits // 8, target.bits // 8), (1, 0), (0, 1), (source.bits // 8 * 3, 0)):
-                got, lost = cast_line(device, values, source, target, shifts=shifts, threads=int(rng.choice([0, 32, 96])),
-                                      blocks=int(rng.choice([0, 1, 3])))  # fmt: skip
+                got, lost = cast_line(
+                    device,
+                    values,
+                    source,
+                    target,
+                    shifts=shifts,
+                    threads=int(rng.choice([0, 32, 96])),
+                    blocks=int(rng.choice([0, 1, 3])),
+                )
                 assert (got == want).all() and lost == known, (count, shifts)
 
 
@@ -140,8 +176,13 @@ def test_torch_makes_the_same(device: Device) -> None:
     for source, target in permutations(COMMON[:3], 2):
         values = values_of(source)
         signed = torch.from_numpy(values.view(f"i{values.itemsize}").copy())
-        want = signed.view(getattr(torch, source.torch or "")).to(getattr(torch, target.torch or "")).view(
-            {2: torch.int16, 4: torch.int32}[target.bits // 8]).numpy().view(unsigned(target))  # fmt: skip
+        want = (
+            signed.view(getattr(torch, source.torch or ""))
+            .to(getattr(torch, target.torch or ""))
+            .view({2: torch.int16, 4: torch.int32}[target.bits // 8])
+            .numpy()
+            .view(unsigned(target))
+        )
         got, _ = cast_line(device, values, source, target)
         exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}[target.name]
         nan = (want & ((1 << (target.bits - 1)) - 1)) > exponent
@@ -290,8 +331,12 @@ def test_what_no_kernel_casts_is_refused(device: Device) -> None:
     boxes = line(256, 512, 1)
     for pair in (("F32", "F32"), ("I8", "F32"), ("F32", "I8"), ("F4", "BF16")):
         with pytest.raises(StorageError, match="cudaErrorInvalidValue"):
-            box_cast(device, pack_casts(boxes, DTYPES[pair[0]], DTYPES[pair[1]]) if pair[0] != "F4"
-                     else pack_casts(boxes, DTYPES["I8"], DTYPES["BF16"])._replace(source=KINDS.index("F4")))  # fmt: skip
+            box_cast(
+                device,
+                pack_casts(boxes, DTYPES[pair[0]], DTYPES[pair[1]])
+                if pair[0] != "F4"
+                else pack_casts(boxes, DTYPES["I8"], DTYPES["BF16"])._replace(source=KINDS.index("F4")),
+            )
     for threads in (33, 512, -32):
         with pytest.raises(StorageError, match="cudaErrorInvalidValue"):
             box_cast(device, pack_casts(boxes, DTYPES["F32"], DTYPES["BF16"]), threads=threads)

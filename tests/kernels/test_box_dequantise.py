@@ -1,7 +1,8 @@
-"""box_dequantise against run/dequantize: every code times every power of two, blocks of any size, boxes that begin anywhere.
+"""box_dequantise against quantised/: every code times every power of two, blocks of any size, boxes that begin
+anywhere.
 
-The oracle is the recipe that the CPU uses (`Weight.values`, tables and products of NumPy, then compute.cast), on whole tensors;
-the kernel makes a box of them out of codes that lie in rows of their own length.
+The oracle is the recipe that the CPU uses (`Weight.values`, tables and products of NumPy, then compute.cast), on whole
+tensors; the kernel makes a box of them out of codes that lie in rows of their own length.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import pytest
 from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.quantised import BYTES, NIBBLES
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.device.casts import CodeBox, Counted, Scales, kind, pack_codes
 from ckpt_tool.device.descriptors import magic
 from ckpt_tool.device.kernels import box_dequantise
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
+from ckpt_tool.quantised.codes import Grid
+from ckpt_tool.quantised.floats import Weight
+from ckpt_tool.quantised.weights import BYTES, NIBBLES
 from ckpt_tool.run.compute import cast, numpy_type
-from ckpt_tool.run.dequantize.scales import Grid
-from ckpt_tool.run.dequantize.weights import Weight
 
 CODES = [DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")]
 TARGETS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
@@ -129,13 +130,32 @@ def check(device: Device, rng: np.random.Generator, tensor: Tensor, target: DTyp
         mine = of._replace(address=of.address + first[0] * of.strides[0])
         begin = 16 + int(rng.choice([0, 0, item, 1]))
         boxes = [
-            CodeBox(base + (first[0] * rows + first[1]) * columns + first[2], out.address + begin, (count[0], count[1], count[2]),
-                    (rows * columns, columns), (count[1] * wide * item, wide * item), mine, first[1], first[2]),
+            CodeBox(
+                base + (first[0] * rows + first[1]) * columns + first[2],
+                out.address + begin,
+                (count[0], count[1], count[2]),
+                (rows * columns, columns),
+                (count[1] * wide * item, wide * item),
+                mine,
+                first[1],
+                first[2],
+            ),
             CodeBox(base, out.address, (0, 3, 3), (0, 0), (0, 0), of),
-            CodeBox(base, out.address + size + 32, tensor.shape, (rows * columns, columns), (rows * columns * item, columns * item), of),
-        ]  # fmt: skip
-        counted = box_dequantise(device, pack_codes(boxes, tensor.dtype, target), blocks=int(rng.choice([0, 1, 5])),
-                                 threads=int(rng.choice([0, 32, 128])))  # fmt: skip
+            CodeBox(
+                base,
+                out.address + size + 32,
+                tensor.shape,
+                (rows * columns, columns),
+                (rows * columns * item, columns * item),
+                of,
+            ),
+        ]
+        counted = box_dequantise(
+            device,
+            pack_codes(boxes, tensor.dtype, target),
+            blocks=int(rng.choice([0, 1, 5])),
+            threads=int(rng.choice([0, 32, 128])),
+        )
         got = device.download(out.address, size + 32 + whole)
     box = tuple(slice(f, f + n) for f, n in zip(first, count, strict=True))
     expected = np.full(size + 32 + whole, POISON, np.uint8)
@@ -185,7 +205,8 @@ def test_random_boxes(device: Device, codes: DType, target: DType) -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("codes", CODES, ids=lambda dtype: dtype.name)
 def test_every_code_times_every_power_of_two(device: Device, codes: DType, target: DType) -> None:
-    """All 256 codes (all pairs of F4) in a row, 255 rows with a scale each; by groups, and by elements from column 1 on."""
+    """All 256 codes (all pairs of F4) in a row, 255 rows with a scale each; by groups, and by elements from column 1
+    on."""
     every = np.arange(256, dtype=np.uint8)
     columns = 512 if codes.bits == 4 else 256
     tensor = Tensor(
@@ -236,7 +257,8 @@ def test_what_the_kernel_does_not_know_is_refused(device: Device) -> None:
 
 
 def test_huge_boxes_stay_below_32_bits_in_the_kernel() -> None:
-    """5 * 2^30 rows and 2^33 columns in pieces whose counts fit; each piece finds its own scale. No memory is touched."""
+    """5 * 2^30 rows and 2^33 columns in pieces whose counts fit; each piece finds its own scale. No memory is
+    touched."""
     e4m3, bf16, f32 = DTYPES["F8_E4M3"], DTYPES["BF16"], DTYPES["F32"]
     tall, wide = 5 << 30, 1 << 33
     scales = Scales(1 << 52, f32, (128, 128), (0, 4 * (wide // 128)))

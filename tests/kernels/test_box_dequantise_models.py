@@ -1,7 +1,8 @@
-"""box_dequantise on quantised models as they lie in their files, against the floats that transformers and compressed-tensors made.
+"""box_dequantise on quantised models as they lie in their files, against the floats that transformers and
+compressed-tensors made.
 
-A whole file goes to the device and every weight is taken from where it lies in it, so codes and scales begin wherever the file
-puts them. `fixtures/README.md` says who made the files and their truth.
+A whole file goes to the device and every weight is taken from where it lies in it, so codes and scales begin wherever
+the file puts them. `fixtures/README.md` says who made the files and their truth.
 """
 
 from __future__ import annotations
@@ -16,17 +17,28 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckpt_tool.commands.quantised import found_in
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.quantised import NIBBLES, TURNED, Kind, Quantised
 from ckpt_tool.device.casts import CodeBox, Counted, Scales, pack_codes
 from ckpt_tool.device.kernels import box_dequantise
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
+from ckpt_tool.quantised.kept_whole import found_in
+from ckpt_tool.quantised.weights import NIBBLES, TURNED, Kind, Quantised
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/quantized"
 # case -> weights of which the truth has the floats under the same name
-CASES = {"fp8_block": 7, "fp8_channel": 7, "fp8_ct_block": 7, "fp8_ct_ragged": 7, "fp8_tensor": 7, "fp8_ue8m0": 7, "fp8_experts": 12,
-         "int8_channel": 7, "mxfp4": 7, "mxfp4_gpt_oss": 2, "mxfp8": 7}  # fmt: skip
+CASES = {
+    "fp8_block": 7,
+    "fp8_channel": 7,
+    "fp8_ct_block": 7,
+    "fp8_ct_ragged": 7,
+    "fp8_tensor": 7,
+    "fp8_ue8m0": 7,
+    "fp8_experts": 12,
+    "int8_channel": 7,
+    "mxfp4": 7,
+    "mxfp4_gpt_oss": 2,
+    "mxfp8": 7,
+}
 
 
 class Entry(NamedTuple):

@@ -1,7 +1,7 @@
 """box_copy where numbers outgrow 32 bits: rows, offsets, runs, strides.
 
-Nothing of that size is allocated. A list whose first tile number is -F (mod 2^64) makes the kernel begin with tile F of its box,
-and a box whose base lies far off has only these tiles in a small buffer. The oracle is Python's integers.
+Nothing of that size is allocated. A list whose first tile number is -F (mod 2^64) makes the kernel begin with tile F of
+its box, and a box whose base lies far off has only these tiles in a small buffer. The oracle is Python's integers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from box_cases import POISON, POOL, Bytes, Watched
 
 from ckpt_tool.device.descriptors import PIECES, TILE, Descriptors, Strided, pack
 from ckpt_tool.device.kernels import box_copy
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 
 GIB = 1 << 30
 
@@ -30,7 +30,8 @@ def offset(row: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 class Span(NamedTuple):
-    """What a tile moves of a row: offsets in the source and in the target, bytes, and how many beside them it may read."""
+    """What a tile moves of a row: offsets in the source and in the target, bytes, and how many beside them it may
+    read."""
 
     source: int
     target: int
@@ -60,7 +61,8 @@ def spans_of(box: Strided, one: np.void, first: int, count: int) -> list[Span]:
 
 
 def check(device: Device, box: Strided, first: int, count: int) -> None:
-    """Run tiles first..first+count of a box that lies at offsets `box.source`, `box.target` (0..15) of 16-aligned bases."""
+    """Run tiles first..first+count of a box that lies at offsets `box.source`, `box.target` (0..15) of 16-aligned
+    bases."""
     packed = pack([box]).packed
     moved = spans_of(box, packed[0], first, count)
     low = [min(span[side] for span in moved) // 256 * 256 for side in (0, 1)]

@@ -11,9 +11,8 @@ import pytest
 
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.device import kernels
-from ckpt_tool.device.launches import Launch, launches
-from ckpt_tool.device.memory import Device
-from ckpt_tool.device.transposes import EDGES, Turned, pack_turned
+from ckpt_tool.device.descriptors import EDGES, Launch, Turned, launches, pack_turned
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import StorageError
 from ckpt_tool.plan.copy import Copy
 

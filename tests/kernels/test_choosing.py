@@ -113,8 +113,19 @@ def test_what_a_driver_answers(tmp_path: Path, start: int, cards: int, want: dri
     if shutil.which("g++") is None:
         pytest.skip("no g++ here to make a driver that pretends")
     (tmp_path / "driver.cpp").write_text(DRIVER)
-    subprocess.run(["g++", "-shared", "-fPIC", f"-DSTART={start}", f"-DCARDS={cards}", str(tmp_path / "driver.cpp"),
-                    "-o", str(tmp_path / "libcuda.so.1")], check=True)  # fmt: skip
+    subprocess.run(
+        [
+            "g++",
+            "-shared",
+            "-fPIC",
+            f"-DSTART={start}",
+            f"-DCARDS={cards}",
+            str(tmp_path / "driver.cpp"),
+            "-o",
+            str(tmp_path / "libcuda.so.1"),
+        ],
+        check=True,
+    )
     found = driver.probe(str(tmp_path / "libcuda.so.1"))
     if isinstance(want, str):
         assert want in found.reason and found[:2] == (12040, ())

@@ -25,7 +25,7 @@ def copy(extents: tuple[int, ...], source: tuple[int, ...], target: tuple[int, .
         (copy((4, 6), (6, 1), (1, 4)), 1, [(6, 1, 4), (4, 6, 1)], 1),
         (copy((), (), ()), 8, [], 8),
     ],
-)  # fmt: skip
+)
 def test_dims_that_run_on_are_one(what: Copy, item: int, dims: Dims, run: int) -> None:
     assert merged(what, item) == (dims, run)
 
@@ -45,7 +45,7 @@ def test_casts_join_dims_that_run_on_at_both_widths() -> None:
         ([(5, 9, 8), (6, 7, 6), (7, 5, 4)], [(5, 6, 7)]),
         ([], [()]),
     ],
-)  # fmt: skip
+)
 def test_boxes_are_parted_only_where_they_must(dims: Dims, extents: list[tuple[int, ...]]) -> None:
     assert [box.extents for box in levelled(0, 0, dims, 1)] == extents
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt_tool.device.adamw import Constants, Flat, _Constants, step, swap
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import StorageError, UsageError
 
 STATES = ("master", "exp_avg", "exp_avg_sq", "ema")
@@ -155,8 +155,15 @@ def test_it_is_the_step_of_the_harness(device: Device) -> None:
             gradient = fresh(777, 100 + number)[0]
             rule.update(slices, torch.from_numpy(gradient.copy()), step=number, rate=2e-3, decays=True)
             given = Held(device, stack, {"gradient": gradient})
-            constants = Constants.of(step=number, rate=2e-3, beta1=rule.beta1, beta2=rule.beta2, eps=rule.eps,
-                                     weight_decay=rule.weight_decay, ema=rule.ema)  # fmt: skip
+            constants = Constants.of(
+                step=number,
+                rate=2e-3,
+                beta1=rule.beta1,
+                beta2=rule.beta2,
+                eps=rule.eps,
+                weight_decay=rule.weight_decay,
+                ema=rule.ema,
+            )
             step(device, constants, Flat(777, **held.address, **given.address))
             for name in ("exp_avg", "exp_avg_sq"):
                 same(held.get(name), getattr(slices, name).numpy(), f"{name} at step {number}")
@@ -212,8 +219,22 @@ def test_nothing_is_done_with_nothing_and_wrong_calls_are_refused(device: Device
                 device.library.call("ema_swap", 4, at, at + 16, at + 32, kind, 0, 0, 0)
             for gradient, parameter in ((kind, 1), (1, kind)):
                 with pytest.raises(StorageError):
-                    device.library.call("adamw_ema", byref(_Constants(*constants)), 4, at, gradient, at + 16, at + 32, at + 48,
-                                        0, at + 64, parameter, 0, 0, 0)  # fmt: skip
+                    device.library.call(
+                        "adamw_ema",
+                        byref(_Constants(*constants)),
+                        4,
+                        at,
+                        gradient,
+                        at + 16,
+                        at + 32,
+                        at + 48,
+                        0,
+                        at + 64,
+                        parameter,
+                        0,
+                        0,
+                        0,
+                    )
         with pytest.raises(UsageError) as error:
             step(device, constants, flat._replace(parameter_kind="F16"))
         assert error.value.code == "E1575"

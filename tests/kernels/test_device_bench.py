@@ -8,9 +8,9 @@ import numpy as np
 import numpy_boxes
 import pytest
 
-from ckpt_tool.device import overlap
+from ckpt_tool.device import descriptors
 from ckpt_tool.device.descriptors import Descriptors, Strided
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial import bench, workloads
 from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs
 
@@ -63,12 +63,12 @@ def test_copies_stay_in_their_slots_and_move_the_payload(
 ) -> None:
     arena = Arena(1 << 40, 1 << 41, PAYLOAD, 2)
     for slot, boxes in enumerate(lists_of(work, monkeypatch, arena, device)):
-        read, written = overlap.sides(boxes)
+        read, written = descriptors.sides(boxes)
         for sides, begin in zip((read, written), arena.at(slot), strict=True):
             assert begin <= min(side.hull[0] for side in sides)
             assert max(side.hull[1] for side in sides) <= begin + arena.stride
         assert sum(box.run * math.prod(box.extents) for box in boxes) >= 0.7 * PAYLOAD
-        overlap.refuse_overlap(boxes)
+        descriptors.refuse_overlap(boxes)
 
 
 @pytest.mark.parametrize("item", [1, 2, 4, 8])

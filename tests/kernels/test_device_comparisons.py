@@ -22,7 +22,7 @@ from ckpt_tool.device.comparisons import (
     unequal,
 )
 from ckpt_tool.device.descriptors import Strided, magic
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.compare import Worst, differ
@@ -32,11 +32,57 @@ from ckpt_tool.run.stats import bad_values
 KINDS = sorted(name for name, dtype in DTYPES.items() if comparable(dtype))
 WIDE = [name for name in KINDS if DTYPES[name].bits >= 8]
 PATTERNS = {  # directed bit patterns: zeros, least and largest, infinities, NaNs, neighbours
-    2: [0, 1, 0x8000, 0x8001, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7C01, 0xFC00, 0x7F7F, 0x7F80, 0x7F81, 0xFF80, 0x7FFF, 0xFFFF, 0x3F80],
-    4: [0, 1, 1 << 31, 0x80000001, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x3F800000],
-    8: [0, 1, 1 << 63, (1 << 63) + 1, (1 << 52) - 1, 1 << 52, (0x7FF << 52) - 1, 0x7FF << 52, (0x7FF << 52) + 1, 0xFFF << 52,
-        (1 << 64) - 1, 0x3FF << 52, (1 << 53) + 1, (1 << 63) - 1],
-}  # fmt: skip
+    2: [
+        0,
+        1,
+        0x8000,
+        0x8001,
+        0x3FF,
+        0x400,
+        0x7BFF,
+        0x7C00,
+        0x7C01,
+        0xFC00,
+        0x7F7F,
+        0x7F80,
+        0x7F81,
+        0xFF80,
+        0x7FFF,
+        0xFFFF,
+        0x3F80,
+    ],
+    4: [
+        0,
+        1,
+        1 << 31,
+        0x80000001,
+        0x7FFFFF,
+        0x800000,
+        0x7F7FFFFF,
+        0x7F800000,
+        0x7F800001,
+        0xFF800000,
+        0x7FC00000,
+        0xFFFFFFFF,
+        0x3F800000,
+    ],
+    8: [
+        0,
+        1,
+        1 << 63,
+        (1 << 63) + 1,
+        (1 << 52) - 1,
+        1 << 52,
+        (0x7FF << 52) - 1,
+        0x7FF << 52,
+        (0x7FF << 52) + 1,
+        0xFFF << 52,
+        (1 << 64) - 1,
+        0x3FF << 52,
+        (1 << 53) + 1,
+        (1 << 63) - 1,
+    ],
+}
 
 
 def of_cpu(a: np.ndarray, b: np.ndarray, kind: DType) -> tuple[int, int, int, float]:
@@ -133,8 +179,16 @@ def test_random_boxes_of_all_types_in_one_list(device: Device, seed: int) -> Non
             for line, gap, shift, noise in zip((pair.a, pair.b), (left, right), pair.shift, (0x7F, 0xFF), strict=True)
         ]
         memories += sides
-        boxes.append(Strided(sides[0].address + pair.shift[0], sides[1].address + pair.shift[1],
-                             (rows,), (run + left,), (run + right,), run))  # fmt: skip
+        boxes.append(
+            Strided(
+                sides[0].address + pair.shift[0],
+                sides[1].address + pair.shift[1],
+                (rows,),
+                (run + left,),
+                (run + right,),
+                run,
+            )
+        )
     kinds = [pair.kind for pair in pairs]
     found, counts, differ_at = compare(device, boxes, kinds), count_bad(device, boxes, kinds), unequal(device, boxes)
     for memory in memories:
@@ -157,9 +211,7 @@ def test_long_runs_are_cut_into_tiles(device: Device, name: str, shift: int, thr
         b = a.copy()
         b[rng.integers(0, len(b), 5)] ^= 3
         b[-1] ^= 128
-        with (
-            device.upload(np.concatenate([np.zeros(shift, np.uint8), a])) as left, device.upload(b) as right
-        ):  # fmt: skip
+        with device.upload(np.concatenate([np.zeros(shift, np.uint8), a])) as left, device.upload(b) as right:
             box = Strided(left.address + shift, right.address, (2,), (nbytes,), (nbytes,), nbytes)
             packed = pack_pairs([box], [kind])
             assert packed.tiles == 2 * -(-nbytes // TILE)

@@ -14,7 +14,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device import kernels
 from ckpt_tool.device.descriptors import DESC, Descriptors
 from ckpt_tool.device.digests import Line, Placed, digests, leaf_hashes, pack_lines
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.plan.copy import Region, box_region
 from ckpt_tool.run.digest import LEAF, LeafStream, digest
@@ -109,7 +109,8 @@ def test_leaves_far_beyond_32_bits(device: Device) -> None:
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_nothing_is_read_outside_a_line(shim: Device, lanes: int) -> None:
-    """Lines whose last whole KiB ends so near the end that a neighbour of its last vector lies outside, at every alignment."""
+    """Lines whose last whole KiB ends so near the end that a neighbour of its last vector lies outside, at every
+    alignment."""
     data = values(8192)
     with shim.upload(data) as memory, shim.alloc(16) as out:
         for shift in range(1, 17):

@@ -1,4 +1,5 @@
-"""Parts of files through an image: every element arrives, nothing foreign is written, no piece is larger than the image."""
+"""Parts of files through an image: every element arrives, nothing foreign is written, no piece is larger than the
+image."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ckpt_tool.device.pieces import Piece, fetches, stores
+from ckpt_tool.device.loading import Piece, fetches, stores
 from ckpt_tool.plan.copy import Region
 
 ROOM = 3 << 20
 
 
 def a_region(rng: np.random.Generator) -> tuple[Region, int]:
-    """Any region whose elements lie apart from each other, in the file and along the line; its dims in the line's order."""
+    """Any region whose elements lie apart from each other, in the file and along the line; its dims in the line's
+    order."""
     item = int(rng.choice([1, 2, 4, 8]))
     extents = tuple(map(int, rng.integers(1, 7, rng.integers(0, 4))))
     if extents and rng.random() < 0.3:
@@ -36,10 +38,12 @@ def a_region(rng: np.random.Generator) -> tuple[Region, int]:
 def places(region: Region, item: int) -> list[tuple[int, int]]:
     """(byte of the file, byte of the line) of each element, by arithmetic on indexes."""
     return [
-        (region.offset + sum(i * s for i, s in zip(index, region.strides, strict=True)),
-         sum(i * s for i, s in zip(index, region.steps, strict=True)) * item)
+        (
+            region.offset + sum(i * s for i, s in zip(index, region.strides, strict=True)),
+            sum(i * s for i, s in zip(index, region.steps, strict=True)) * item,
+        )
         for index in product(*map(range, region.extents))
-    ]  # fmt: skip
+    ]
 
 
 def elements(piece: Piece) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.device.memory import Device, Memory
+from ckpt_tool.device.library import Device, Memory
 from ckpt_tool.device.resharding import Shard, planned, reshard
 from ckpt_tool.errors import CkptError
 
@@ -89,8 +89,11 @@ def test_any_cut_becomes_any_other(held: Held, seed: int) -> None:
 
 def test_one_launch_moves_thousands_of_experts(held: Held) -> None:
     whole = np.arange(64 * 12 * 10, dtype=np.uint16).reshape(64, 12, 10)
-    experts = [Shard(f"e{i}", (12, 10), DTYPES["BF16"], Box((r, 0), (6, 10)), held.put(whole[i, r : r + 6])) for i in range(64)
-               for r in (0, 6)]  # fmt: skip
+    experts = [
+        Shard(f"e{i}", (12, 10), DTYPES["BF16"], Box((r, 0), (6, 10)), held.put(whole[i, r : r + 6]))
+        for i in range(64)
+        for r in (0, 6)
+    ]
     out = [
         Shard(f"e{i}", (12, 10), DTYPES["BF16"], Box((0, c), (12, 5)), held.room(120))
         for i in range(64)
@@ -125,16 +128,23 @@ def test_half_bytes_move_as_bytes(held: Held) -> None:
 
 
 def test_what_nobody_holds_is_named_whole(held: Held) -> None:
-    have = [Shard("w", (8, 4), DTYPES["F32"], Box((0, 0), (4, 4)), held.room(64)),
-            Shard("w", (8, 4), DTYPES["F32"], Box((2, 0), (4, 2)), held.room(32))]  # fmt: skip
-    want = [Shard("w", (8, 4), DTYPES["F32"], Box((3, 0), (4, 4)), held.room(64)),
-            Shard("v", (2,), DTYPES["F32"], Box((0,), (2,)), held.room(8))]  # fmt: skip
+    have = [
+        Shard("w", (8, 4), DTYPES["F32"], Box((0, 0), (4, 4)), held.room(64)),
+        Shard("w", (8, 4), DTYPES["F32"], Box((2, 0), (4, 2)), held.room(32)),
+    ]
+    want = [
+        Shard("w", (8, 4), DTYPES["F32"], Box((3, 0), (4, 4)), held.room(64)),
+        Shard("v", (2,), DTYPES["F32"], Box((0,), (2,)), held.room(8)),
+    ]
     with pytest.raises(CkptError) as caught:
         planned(have, want)
     assert caught.value.code == "E1566" and caught.value.exit_code == 3
     told = [caught.value.message, *caught.value.faults]
-    assert told == ["w: nobody holds (1, 4) from (6, 0) on", "w: nobody holds (2, 2) from (4, 2) on",
-                    "v: nobody holds (2,) from (0,) on"]  # fmt: skip
+    assert told == [
+        "w: nobody holds (1, 4) from (6, 0) on",
+        "w: nobody holds (2, 2) from (4, 2) on",
+        "v: nobody holds (2,) from (0,) on",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ import ckpt_tool as ckpt
 from ckpt_tool.cli import run
 from ckpt_tool.device import choose, loading, station
 from ckpt_tool.device import walk as device_walk
-from ckpt_tool.device.library import Library
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device, Library
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run import walk as cpu_walk
@@ -61,15 +60,20 @@ def no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cases(every: int) -> list[Any]:
     """Every n-th checkpoint of the fixtures; the others are for the marker `slow`."""
-    paths = sorted(path for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name not in ("make", "hostile")
-                   for path in folder.iterdir() if path.suffix not in (".json", ".md") and ".truth" not in path.name)  # fmt: skip
+    paths = sorted(
+        path
+        for folder in FIXTURES.iterdir()
+        if folder.is_dir() and folder.name not in ("make", "hostile")
+        for path in folder.iterdir()
+        if path.suffix not in (".json", ".md") and ".truth" not in path.name
+    )
     return [
         pytest.param(path, id=f"{path.parent.name}/{path.name}", marks=[pytest.mark.slow] if k % every else [])
         for k, path in enumerate(paths)
     ]
 
 
-# -- the same on every checkpoint -----------------------------------------------------------------------------------------
+# -- the same on every checkpoint --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", cases(12))
@@ -91,19 +95,23 @@ def test_diff_says_the_same(case: Path, tmp_path: Path) -> None:
     assert on_device == on_cpu
 
 
-# -- large tensors, every type --------------------------------------------------------------------------------------------
+# -- large tensors, every type -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_windows", "no_cpu")
-@pytest.mark.parametrize("options", [
-    {"to": "sharded", "tp": 3},
-    {"to": "sharded", "tp": 2, "dtype": "bf16", "allow_lossy": True},
-    {"to": "sharded", "dp": 3, "dtype": "fp16", "allow_lossy": True},
-    {"to": "dcp", "dp": 2, "dtype": "F8_E4M3", "allow_lossy": True},
-    {"to": "torch", "dtype": "F64", "threads": 1},
-    {"to": "torch", "verify": "full", "max_shard_size": "1MB"},
-    {"to": "sharded", "tp": 2, "verify": "off"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "sharded", "tp": 3},
+        {"to": "sharded", "tp": 2, "dtype": "bf16", "allow_lossy": True},
+        {"to": "sharded", "dp": 3, "dtype": "fp16", "allow_lossy": True},
+        {"to": "dcp", "dp": 2, "dtype": "F8_E4M3", "allow_lossy": True},
+        {"to": "torch", "dtype": "F64", "threads": 1},
+        {"to": "torch", "verify": "full", "max_shard_size": "1MB"},
+        {"to": "sharded", "tp": 2, "verify": "off"},
+    ],
+    ids=str,
+)
 def test_windows_meet_where_leaves_do(tmp_path: Path, options: dict[str, Any]) -> None:
     source = model(tmp_path / "in", rows=600)  # 2.4 MB of fp32: three windows, the last with half a leaf
     on_cpu, on_device = both("convert", source, tmp_path=tmp_path, **options)
@@ -113,8 +121,8 @@ def test_windows_meet_where_leaves_do(tmp_path: Path, options: dict[str, Any]) -
 @pytest.mark.usefixtures("small_windows", "no_cpu")
 @pytest.mark.parametrize("dtype", ["fp16", "F64"])
 def test_items_that_begin_and_end_inside_leaves(tmp_path: Path, dtype: str) -> None:
-    """Tensors above 4 MiB go to the threads in the shares of their output files: here 400 rows each, no whole leaves, and a
-    leaf of one side of the cast is several of the other, so that they end at other elements."""
+    """Tensors above 4 MiB go to the threads in the shares of their output files: here 400 rows each, no whole leaves,
+    and a leaf of one side of the cast is several of the other, so that they end at other elements."""
     (tmp_path / "in").mkdir()
     values = np.random.default_rng(1).standard_normal((3 * 400, 1031), np.float32)
     values[400, 5] = 3e38  # begins the second share, and completes the last leaf of the first
@@ -172,7 +180,7 @@ def test_casts_that_the_kernels_lack_are_named_and_done_by_the_cpu(
     assert hashes(tmp_path / "out") == hashes(tmp_path / "same")
 
 
-# -- what is wrong with a checkpoint --------------------------------------------------------------------------------------
+# -- what is wrong with a checkpoint -----------------------------------------------------------------------------------
 
 
 def replicated(path: Path) -> Path:
@@ -264,12 +272,12 @@ def test_a_difference_in_a_later_block_has_its_own_index(tmp_path: Path) -> None
     assert on_device == on_cpu and on_cpu.document["differences"][0]["first_index"] == [599, 1030]
 
 
-# -- runs that stop -------------------------------------------------------------------------------------------------------
+# -- runs that stop ----------------------------------------------------------------------------------------------------
 
 
 def interrupted(source: Path, output: Path, device: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """A run that fails before its commit, with its journal left behind."""
-    from ckpt_tool.commands import carry_out
+    from ckpt_tool.conversion import carry_out
 
     def fail(*_: object, **__: object) -> None:
         raise StorageError("the machine went away", code="E0700")
@@ -362,7 +370,7 @@ def test_a_way_back_that_loses_a_bit_is_noticed(tmp_path: Path, monkeypatch: pyt
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
 
-# -- what there is not ----------------------------------------------------------------------------------------------------
+# -- what there is not -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["verify", "diff", "convert"])
@@ -499,14 +507,14 @@ def test_windows_cover_the_line_and_end_where_leaves_do() -> None:
 
 @pytest.mark.usefixtures("small_windows")
 def test_masters_that_do_not_round_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_tool.device import rounding
+    from ckpt_tool.device import verify
 
     torch = pytest.importorskip("torch")
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("left to the CPU")
 
-    monkeypatch.setattr(rounding, "drifts", refuse)
+    monkeypatch.setattr(verify, "drifts", refuse)
     rng = np.random.default_rng(5)
     values: dict[str, np.ndarray[Any, Any]] = {}
     masters: dict[str, np.ndarray[Any, Any]] = {}
@@ -519,8 +527,13 @@ def test_masters_that_do_not_round_to_the_model(tmp_path: Path, monkeypatch: pyt
     masters["w3"][3, 4], values["w3"].view(np.uint16)[3, 4] = np.nan, 0xFC07
     values["w3"][9, 9] -= np.float16(3)
     joined = tmp_path / "m.pt"
-    torch.save({"model": {k: torch.from_numpy(v) for k, v in values.items()},
-                "master": {k: torch.from_numpy(v) for k, v in masters.items()}}, joined)  # fmt: skip
+    torch.save(
+        {
+            "model": {k: torch.from_numpy(v) for k, v in values.items()},
+            "master": {k: torch.from_numpy(v) for k, v in masters.items()},
+        },
+        joined,
+    )
     on_cpu, on_device = both("verify", joined, tmp_path=tmp_path)
     assert on_device == on_cpu
     told = {finding["tensor"]: finding["message"] for finding in on_cpu.document["findings"]}

@@ -147,11 +147,21 @@ def test_no_compiler_and_one_that_fails(home: Path, monkeypatch: pytest.MonkeyPa
 
 def test_two_processes_build_it_once(tmp_path: Path, quick_compiler: Path) -> None:
     """Both want the shim at the same time: one builds, the other waits and finds it; both load it."""
-    program = ("from ckpt_tool.device import build, library\nb = build.built('host')\n"
-               "library.Library(b.path, b.through).devices()\nprint(b.seconds > 0)")  # fmt: skip
+    program = (
+        "from ckpt_tool.device import build, library\nb = build.built('host')\n"
+        "library.Library(b.path, b.through).devices()\nprint(b.seconds > 0)"
+    )
     environment = {**os.environ, "CKPT_CACHE": str(tmp_path)}
-    both = [subprocess.Popen([sys.executable, "-c", program], cwd=build.PACKAGE.parent, env=environment, text=True,
-                             stdout=subprocess.PIPE) for _ in range(2)]  # fmt: skip
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=build.PACKAGE.parent,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     said = sorted(process.communicate(timeout=200)[0].strip() for process in both)
     assert said == ["False", "True"] and all(process.returncode == 0 for process in both)
     assert len(list((tmp_path / "kernels").glob("*/libck.so"))) == 1

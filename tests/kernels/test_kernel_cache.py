@@ -98,8 +98,18 @@ def _the_notes_say_less(place: Path) -> None:
     (place / "k" / "about.json").write_text("{}")
 
 
-POISONED = (_others_may_write, _others_may_write_the_file, _others_may_write_all, _a_bit_turns, _the_file_is_a_link,
-            _the_folder_is_a_link, _the_file_is_a_pipe, _the_hash_is_another, _the_notes_are_cut, _the_notes_say_less)  # fmt: skip
+POISONED = (
+    _others_may_write,
+    _others_may_write_the_file,
+    _others_may_write_all,
+    _a_bit_turns,
+    _the_file_is_a_link,
+    _the_folder_is_a_link,
+    _the_file_is_a_pipe,
+    _the_hash_is_another,
+    _the_notes_are_cut,
+    _the_notes_say_less,
+)
 
 
 @pytest.mark.parametrize("poison", POISONED)

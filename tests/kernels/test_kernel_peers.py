@@ -1,4 +1,5 @@
-"""The table beside torch, in miniature: torch's results are the kernels', byte for byte, and a peer that cheats is found out."""
+"""The table beside torch, in miniature: torch's results are the kernels', byte for byte, and a peer that cheats is
+found out."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import kernel_peers
 
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial.workloads import WORKS
 
 SMALL = ["--mib", "1", "--repeats", "1"]

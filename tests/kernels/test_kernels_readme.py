@@ -39,8 +39,8 @@ def test_every_file_has_its_row() -> None:
 
 
 def test_no_figure_is_made_up() -> None:
-    """A cell of the table of speeds is either `not measured` or names a figure; in the latter case card, driver and date stand
-    in the head of its column."""
+    """A cell of the table of speeds is either `not measured` or names a figure; in the latter case card, driver and
+    date stand in the head of its column."""
     section = README[README.index("## Speed") : README.index("## Building")]
     table = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(table) >= 9 and all(len(line.split("|")) == 8 for line in table)
@@ -62,8 +62,11 @@ def test_the_commands_exist() -> None:
 @pytest.mark.slow
 def test_the_wheel_carries_the_sources(tmp_path: Path) -> None:
     """Built, unpacked elsewhere, and asked where its sources are. Needs a package index for the build's own tools."""
-    made = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)],
-                          capture_output=True, text=True)  # fmt: skip
+    made = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)],
+        capture_output=True,
+        text=True,
+    )
     if made.returncode != 0 and "hatchling" in made.stderr:
         pytest.skip("no package index here: the wheel can't be built")
     assert made.returncode == 0, made.stderr
@@ -73,8 +76,13 @@ def test_the_wheel_carries_the_sources(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "site")
     ours = {path.name for path in (ROOT / "kernels").iterdir() if path.is_file()}
     assert {name.rpartition("/")[2] for name in names} == ours
-    done = subprocess.run([sys.executable, "-m", "ckpt_tool", "kernels", "info", "--json"], cwd=tmp_path, capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tool", "kernels", "info", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )
     document = json.loads(done.stdout)
     assert document["sources"] == str(tmp_path / "site" / "ckpt_tool" / "_kernels")
     assert document["source_sha256"] == build.source_digest()

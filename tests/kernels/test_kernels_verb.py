@@ -130,15 +130,28 @@ def test_bench(shim_at_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "measured", lambda device, **given: asked.update(given) or [row])
     document = kernels.bench(quick=True)
     assert asked == {"payload": 1 << 20, "repeats": 2} and "mean nothing" in document["verdict"]
-    assert document["rows"] == [{
-        "kernel": "box_copy", "work": "one run", "who": "ckpt", "boxes": 1, "moved": 2 << 20, "milliseconds": 0.4568,
-        "gbs": 4.63, "share": 0.135, "spread": 0.005,
-    }]  # fmt: skip
+    assert document["rows"] == [
+        {
+            "kernel": "box_copy",
+            "work": "one run",
+            "who": "ckpt",
+            "boxes": 1,
+            "moved": 2 << 20,
+            "milliseconds": 0.4568,
+            "gbs": 4.63,
+            "share": 0.135,
+            "spread": 0.005,
+        }
+    ]
 
 
 def test_the_verb_from_a_shell(shim_at_hand: None) -> None:
-    done = subprocess.run([sys.executable, "-m", "ckpt_tool", "kernels", "check", "--cases", "2", "--json"], cwd=ROOT,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tool", "kernels", "check", "--cases", "2", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["ok"] and document["schema_version"] == 1

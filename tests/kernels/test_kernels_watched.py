@@ -9,7 +9,7 @@ from kernel_cases import KERNELS
 
 from ckpt_tool.device import kernels
 from ckpt_tool.device.descriptors import Strided, pack
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 
 CASES = 100
 

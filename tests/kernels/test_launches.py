@@ -9,22 +9,23 @@ import numpy_boxes
 import pytest
 
 from ckpt_tool.core.box import contiguous_strides
-from ckpt_tool.device import kernels, overlap
+from ckpt_tool.device import descriptors, kernels
 from ckpt_tool.device.descriptors import (
     ELEMENTS,
     PIECES,
     SPANS,
     TILE,
     Strided,
+    launches,
     levelled,
     magic,
     magics,
     merged,
     pack,
+    pack_turned,
+    turned,
 )
-from ckpt_tool.device.launches import launches
-from ckpt_tool.device.memory import Device
-from ckpt_tool.device.transposes import pack_turned, turned
+from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy
 
@@ -61,9 +62,15 @@ def test_a_list_chooses_its_kernel(shape: tuple[int, ...], item: int, order: tup
 
 @pytest.mark.parametrize(
     ("source", "target", "by_source", "by_target"),
-    [(1, 0, (8192, 128, 2), (8192, 2, 128)), (0, 1, (8192, 128, 2), (8192, 2, 128)), (0, 0, (8192, 129, 2), (8192, 2, 128)),
-     (0, 0, (8192, 128, 2), (9000, 2, 129)), (0, 0, (9001, 128, 2), (8192, 2, 128)), (0, 0, (8192, 128, 2), (9001, 2, 128))],
-)  # fmt: skip
+    [
+        (1, 0, (8192, 128, 2), (8192, 2, 128)),
+        (0, 1, (8192, 128, 2), (8192, 2, 128)),
+        (0, 0, (8192, 129, 2), (8192, 2, 128)),
+        (0, 0, (8192, 128, 2), (9000, 2, 129)),
+        (0, 0, (9001, 128, 2), (8192, 2, 128)),
+        (0, 0, (8192, 128, 2), (9001, 2, 128)),
+    ],
+)
 def test_items_off_their_own_size_are_no_transpose(
     source: int, target: int, by_source: tuple[int, ...], by_target: tuple[int, ...]
 ) -> None:
@@ -107,9 +114,19 @@ def test_a_kernel_without_a_stand_in_is_told() -> None:
 # -- packing -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("run", "at", "op", "flags"),
-    [(62, 2, ELEMENTS, 0), (64, 2, SPANS, 2), (64, 3, SPANS, 2), (252, 4, ELEMENTS, 0), (260, 4, SPANS, 5),
-     (512, 8, ELEMENTS, 0), (512, 16, ELEMENTS, 0), (TILE, 16, ELEMENTS, 0), (TILE + 16, 16, PIECES, 0), (TILE + 1, 3, PIECES, 0)],
-)  # fmt: skip
+    [
+        (62, 2, ELEMENTS, 0),
+        (64, 2, SPANS, 2),
+        (64, 3, SPANS, 2),
+        (252, 4, ELEMENTS, 0),
+        (260, 4, SPANS, 5),
+        (512, 8, ELEMENTS, 0),
+        (512, 16, ELEMENTS, 0),
+        (TILE, 16, ELEMENTS, 0),
+        (TILE + 16, 16, PIECES, 0),
+        (TILE + 1, 3, PIECES, 0),
+    ],
+)
 def test_the_way_of_a_box(run: int, at: int, op: int, flags: int) -> None:
     (box,) = pack([Strided(at, 1 << 20, (3,), (1 << 16,), (1 << 16,), run)]).packed
     assert (int(box["op"]), int(box["flags"])) == (op, flags)
@@ -155,7 +172,7 @@ def test_dims_come_in_the_order_of_the_target_and_join() -> None:
     assert (dims, run) == ([(6, 50, 8)], 8)
 
 
-# -- numbers beyond 32 bits ---------------------------------------------------------------------------------------------
+# -- numbers beyond 32 bits --------------------------------------------------------------------------------------------
 def covered(boxes: list[Strided]) -> int:
     return sum(box.run * int(np.prod(box.extents, dtype=object)) for box in boxes)
 
@@ -169,7 +186,7 @@ def test_boxes_of_too_many_rows_or_levels_are_parted(dims: list[int]) -> None:
     assert covered(boxes) == int(np.prod(dims, dtype=object))
     made = pack(boxes)
     assert made.nbytes == covered(boxes) and made.packed["rows"].max() < 1 << 32 and (made.packed["rows"] > 0).all()
-    spans = sorted(overlap.Side(b.target, b.extents, b.target_strides, b.run).hull for b in boxes)
+    spans = sorted(descriptors.Side(b.target, b.extents, b.target_strides, b.run).hull for b in boxes)
     assert spans[0][0] == 0 and spans[-1][1] == 2 * int(np.prod(dims, dtype=object)) - 1
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     sources = sorted((box.target, box.source) for box in boxes)
@@ -191,15 +208,19 @@ def test_transposes_of_too_many_tiles_are_parted(batch: int, rows: int, columns:
         starts.append((number, *divmod(left, by_source[1])))
         assert box.target == sum(n * stride for n, stride in zip(starts[-1], by_target, strict=True))
     assert sum(b * r * c for b, r, c in (box.extents for box in boxes)) == batch * rows * columns
-    assert all(at + n <= of for start, box in zip(starts, boxes, strict=True)
-               for at, n, of in zip(start, box.extents, (batch, rows, columns), strict=True))  # fmt: skip
+    assert all(
+        at + n <= of
+        for start, box in zip(starts, boxes, strict=True)
+        for at, n, of in zip(start, box.extents, (batch, rows, columns), strict=True)
+    )
     for (start, one), (begin, other) in itertools.combinations(zip(starts, boxes, strict=True), 2):
         apart = zip(start, one.extents, begin, other.extents, strict=True)
         assert any(x + n <= y or y + m <= x for x, n, y, m in apart)
 
 
 def test_tiles_that_hang_over_on_both_sides_are_counted() -> None:
-    """63 x 63 from item 7 of 16 bytes on: two tiles each way, 2^32 and some in all, though 63 items are less than a tile."""
+    """63 x 63 from item 7 of 16 bytes on: two tiles each way, 2^32 and some in all, though 63 items are less than a
+    tile."""
     boxes = list(turned(14, 14, [((1 << 30) + 1, 1 << 14, 1 << 14), (63, 128, 2), (63, 2, 128)], 2))
     assert [box.extents[0] for box in boxes] == [1 << 29, (1 << 29) + 1]
     assert pack_turned(boxes).tiles == 4 * ((1 << 30) + 1)
@@ -211,17 +232,17 @@ def test_a_box_of_more_tiles_than_the_kernel_counts_is_refused() -> None:
     assert e.value.code == "E1570"
 
 
-# -- overlap ------------------------------------------------------------------------------------------------------------
-def places(side: overlap.Side) -> list[int]:
+# -- overlap -----------------------------------------------------------------------------------------------------------
+def places(side: descriptors.Side) -> list[int]:
     index = itertools.product(*(range(n) for n in side.extents))
     starts = [side.start + sum(i * s for i, s in zip(at, side.strides, strict=True)) for at in index]
     return [start + x for start in starts for x in range(side.run)]
 
 
-def random_side(rng: np.random.Generator) -> overlap.Side:
+def random_side(rng: np.random.Generator) -> descriptors.Side:
     levels = int(rng.integers(0, 4))
     extents, strides = (tuple(int(n) for n in rng.integers(low, high, levels)) for low, high in ((1, 5), (-12, 40)))
-    return overlap.Side(int(rng.integers(100, 200)), extents, strides, int(rng.integers(1, 6)))
+    return descriptors.Side(int(rng.integers(100, 200)), extents, strides, int(rng.integers(1, 6)))
 
 
 def test_meeting_equals_sets_of_bytes() -> None:
@@ -232,8 +253,8 @@ def test_meeting_equals_sets_of_bytes() -> None:
         mine = places(one)
         assert one.hull == (min(mine), max(mine) + 1)
         want = not set(mine).isdisjoint(places(other))
-        assert overlap.meet(one, other) == want, (one, other)
-        assert overlap.meets_itself(one) == (len(set(mine)) < len(mine)), one
+        assert descriptors.meet(one, other) == want, (one, other)
+        assert descriptors.meets_itself(one) == (len(set(mine)) < len(mine)), one
         found[want] += 1
     assert min(found.values()) > 500, found
 
@@ -244,9 +265,9 @@ def column(target: int, first: int, width: int, rows: int = 1000) -> Strided:
 
 def test_column_slices_of_one_tensor_do_not_meet_and_one_too_wide_does() -> None:
     slices = [column(0, 64 * k, 64) for k in range(64)]
-    overlap.refuse_overlap(slices)
+    descriptors.refuse_overlap(slices)
     with pytest.raises(InternalError, match="two boxes of one list meet") as e:
-        overlap.refuse_overlap([*slices[:30], column(0, 64 * 30, 65), *slices[31:]])
+        descriptors.refuse_overlap([*slices[:30], column(0, 64 * 30, 65), *slices[31:]])
     assert e.value.code == "E1571"
 
 
@@ -263,7 +284,7 @@ def test_column_slices_of_one_tensor_do_not_meet_and_one_too_wide_does() -> None
 )
 def test_a_byte_written_twice_or_written_and_read_is_refused(boxes: list[Strided]) -> None:
     with pytest.raises(InternalError) as e:
-        overlap.refuse_overlap(boxes)
+        descriptors.refuse_overlap(boxes)
     assert e.value.code == "E1571"
 
 
@@ -275,12 +296,12 @@ def test_launches_look_for_overlap_unless_told() -> None:
 
 
 def test_reading_the_same_bytes_often_is_legal() -> None:
-    overlap.refuse_overlap([Strided(0, 100 + 10 * k, (), (), (), 10) for k in range(9)])
+    descriptors.refuse_overlap([Strided(0, 100 + 10 * k, (), (), (), 10) for k in range(9)])
 
 
 def test_a_knot_that_is_not_undone_is_refused_rather_than_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "MOST_TRIES", 50)
-    one = overlap.Side(0, (997, 991, 983), (30030, 2 * 3 * 5 * 7, 2 * 3 * 11), 1)
+    monkeypatch.setattr(descriptors, "MOST_TRIES", 50)
+    one = descriptors.Side(0, (997, 991, 983), (30030, 2 * 3 * 5 * 7, 2 * 3 * 11), 1)
     with pytest.raises(InternalError, match="can't find out") as e:
-        overlap.meet(one, one._replace(start=1, strides=(30030, 2 * 3 * 5 * 14, 2 * 3 * 22)))
+        descriptors.meet(one, one._replace(start=1, strides=(30030, 2 * 3 * 5 * 14, 2 * 3 * 22)))
     assert e.value.code == "E1572"

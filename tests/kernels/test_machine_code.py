@@ -1,4 +1,5 @@
-"""The reports of nvcc and cuobjdump are read rightly, every promise that is broken is told, and the real kernels break none."""
+"""The reports of nvcc and cuobjdump are read rightly, every promise that is broken is told, and the real kernels break
+none."""
 
 from __future__ import annotations
 
@@ -68,8 +69,13 @@ def test_every_broken_promise_is_told() -> None:
     resources, accesses = machine_code.resources_of(REPORT), machine_code.accesses_of(LISTING.splitlines())
     promises = {"box_copy": ("LDG", "STG")}
     found = machine_code.faults(resources, accesses, ["box_copy", "box_cast"], [80, 90, 100], promises)
-    for part in ("for sm_80: 16 bytes of stack, 36 spilled and 56 loaded back", "for sm_80: local memory: {'STL.64': 1}",
-                 "for sm_80: no STG of 16 bytes", "box_cast: says nothing", "box_copy for sm_90: was not compiled"):  # fmt: skip
+    for part in (
+        "for sm_80: 16 bytes of stack, 36 spilled and 56 loaded back",
+        "for sm_80: local memory: {'STL.64': 1}",
+        "for sm_80: no STG of 16 bytes",
+        "box_cast: says nothing",
+        "box_copy for sm_90: was not compiled",
+    ):
         assert len([line for line in found if part in line]) == 1, part
     assert [line for line in found if line.startswith("box_copy for sm_100")] == []
     clean = {(NAME, 100): CLEAN}
@@ -100,8 +106,20 @@ def test_every_word_of_the_header_on_the_shim(tmp_path: Path) -> None:
     recipe = build.host_recipe(build.STRICT)
     folder = build.sources()
     library = tmp_path / "words.so"
-    subprocess.run([recipe.compiler, *recipe.flags, f"-I{folder}", "-x", "c++", str(WORDS), str(folder / "host.cpp"), "-o",
-                    str(library)], check=True)  # fmt: skip
+    subprocess.run(
+        [
+            recipe.compiler,
+            *recipe.flags,
+            f"-I{folder}",
+            "-x",
+            "c++",
+            str(WORDS),
+            str(folder / "host.cpp"),
+            "-o",
+            str(library),
+        ],
+        check=True,
+    )
     boxes = pack(
         [Strided(0, 0, (3, 4, 2), (1000, 100, 10), (64, 16, 8), 2), Strided(0, 0, (2,), (40_000,), (40_000,), 40_000)]
     )
@@ -142,8 +160,11 @@ def test_every_word_of_the_header_on_every_architecture(tmp_path: Path) -> None:
     nvcc = build.find_nvcc()
     assert nvcc is not None
     recipe = build.cuda_recipe(build.known_architectures(nvcc), ("-Werror=all-warnings", "-Xptxas=-v"))
-    done = subprocess.run([nvcc, *recipe.flags, f"-I{build.sources()}", str(WORDS), "-o", str(tmp_path / "words.so")],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [nvcc, *recipe.flags, f"-I{build.sources()}", str(WORDS), "-o", str(tmp_path / "words.so")],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert len(machine_code.resources_of(done.stderr)) == 2 * len(recipe.architectures)
 

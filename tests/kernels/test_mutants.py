@@ -1,4 +1,5 @@
-"""The tests of the kernels see what is wrong: mutants of every source die (`mutants.py` makes them; all of them by hand)."""
+"""The tests of the kernels see what is wrong: mutants of every source die (`mutants.py` makes them; all of them by
+hand)."""
 
 from __future__ import annotations
 

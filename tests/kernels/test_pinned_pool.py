@@ -1,4 +1,5 @@
-"""The pool of pinned memory: two lists that never feed on each other, blocks that grow together again, nothing lent twice."""
+"""The pool of pinned memory: two lists that never feed on each other, blocks that grow together again, nothing lent
+twice."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import threading
 
 import pytest
 
-from ckpt_tool.device.memory import Device
-from ckpt_tool.device.pool import GRAIN, REGION, SLAB, SMALL, Pinned, Pool
+from ckpt_tool.device.library import Device
+from ckpt_tool.device.station import GRAIN, REGION, SLAB, SMALL, Pinned, Pool
 from ckpt_tool.errors import CkptError
 
 MIB = 1 << 20

@@ -1,7 +1,7 @@
 """The kernels in the shim under the sanitizers of g++: clean as they are, and red where a fault is planted.
 
-ASan and UBSan: bytes beyond a buffer, misaligned accesses, overflow. TSan, with a real thread for each thread of a block: what
-no barrier orders.
+ASan and UBSan: bytes beyond a buffer, misaligned accesses, overflow. TSan, with a real thread for each thread of a
+block: what no barrier orders.
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     return build_it
 
 
-# -- the kernels --------------------------------------------------------------------------------------------------------
+# -- the kernels -------------------------------------------------------------------------------------------------------
 
 # what each kernel's cases need; a transpose that moves whole rows is a copy
-SOURCES = {"box_copy": ("box_copy",), "box_transpose": ("box_transpose", "box_copy"), "digest": ("digest",),
-           "compare": ("compare",), "box_cast": ("box_cast",), "box_dequantise": ("box_cast",), "adamw_ema": ("adamw_ema",)}  # fmt: skip
+SOURCES = {
+    "box_copy": ("box_copy",),
+    "box_transpose": ("box_transpose", "box_copy"),
+    "digest": ("digest",),
+    "compare": ("compare",),
+    "box_cast": ("box_cast",),
+    "box_dequantise": ("box_cast",),
+    "adamw_ema": ("adamw_ema",),
+}
 BARRIERS = ("box_transpose", "digest", "compare")
 
 
@@ -124,7 +131,7 @@ def test_an_overstated_width_is_seen(request: pytest.FixtureRequest) -> None:
     assert "misaligned address" in done.stderr
 
 
-# -- what the shim sees at barriers -------------------------------------------------------------------------------------
+# -- what the shim sees at barriers ------------------------------------------------------------------------------------
 
 FIRST, SECOND = "ck_sync(); // all parts are there", "ck_sync(); // the next round writes them again"
 

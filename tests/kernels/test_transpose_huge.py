@@ -1,7 +1,7 @@
 """box_transpose where numbers outgrow 32 bits: extents, batches and strides.
 
-Nothing of that size is touched: a list whose first tile number is -F (mod 2^64) begins with tile F of its box, over memory that
-is mostly holes, or from a base so far off that only these tiles lie in a small buffer.
+Nothing of that size is touched: a list whose first tile number is -F (mod 2^64) begins with tile F of its box, over
+memory that is mostly holes, or from a base so far off that only these tiles lie in a small buffer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import mmap
 import numpy as np
 import pytest
 
-from ckpt_tool.device.descriptors import Descriptors
+from ckpt_tool.device.descriptors import Descriptors, Turned, pack_turned
 from ckpt_tool.device.kernels import box_transpose
-from ckpt_tool.device.memory import Device
-from ckpt_tool.device.transposes import Turned, pack_turned
+from ckpt_tool.device.library import Device
 
 NORESERVE = 0x4000
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tool.device.library import Library
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device, Library
 from ckpt_tool.device.trial import check as trial
 from ckpt_tool.errors import StorageError
 
@@ -67,5 +66,5 @@ def test_a_difference_says_where() -> None:
     a = np.zeros(9, np.uint8)
     b = a.copy()
     b[[4, 7]] = 3, 1
-    assert trial.trial_boxes.difference(a, a) == ""
-    assert trial.trial_boxes.difference(b, a) == "2 of 9 bytes are wrong, the first at 4: 0x03, want 0x00"
+    assert trial.difference(a, a) == ""
+    assert trial.difference(b, a) == "2 of 9 bytes are wrong, the first at 4: 0x03, want 0x00"

@@ -1,7 +1,7 @@
 """Casts, digests and comparisons where numbers outgrow 32 bits: long lines, many rows, far elements.
 
-As in test_box_huge.py, a list whose first tile number is -F (mod 2^64) makes a kernel begin with tile F of its box, and a base
-far below the buffer makes these tiles lie in it. Nothing of that size is allocated.
+As in test_box_huge.py, a list whose first tile number is -F (mod 2^64) makes a kernel begin with tile F of its box, and
+a base far below the buffer makes these tiles lie in it. Nothing of that size is allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_tool.device.casts import CAST_TILE, line, pack_casts
 from ckpt_tool.device.comparisons import RECORD, TILE, pack_pairs
 from ckpt_tool.device.descriptors import Descriptors, Strided
 from ckpt_tool.device.digests import Line, pack_lines
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.digest import LEAF
 

@@ -29,9 +29,10 @@ def hashes(path: Path) -> dict[str, str]:
     if path.is_file():
         return {"": hashlib.sha256(path.read_bytes()).hexdigest()}
     return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.rglob("*"))
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(path.rglob("*"))
         if file.is_file()
-    }  # fmt: skip
+    }
 
 
 def outcome(call: Callable[[], dict[str, Any]], output: Path | None = None) -> Outcome:
@@ -43,8 +44,16 @@ def outcome(call: Callable[[], dict[str, Any]], output: Path | None = None) -> O
         if "findings" in document:
             document["findings"] = sorted(document["findings"], key=str)
     except CkptError as e:
-        document = {"error": e.code, "exit": e.exit_code, "message": e.message, "path": str(e.path), "key": str(e.key),
-                    "offset": e.offset, "faults": list(e.faults), "hint": e.hint}  # fmt: skip
+        document = {
+            "error": e.code,
+            "exit": e.exit_code,
+            "message": e.message,
+            "path": str(e.path),
+            "key": str(e.key),
+            "offset": e.offset,
+            "faults": list(e.faults),
+            "hint": e.hint,
+        }
     text = json.dumps(document, sort_keys=True, default=str)
     if output is not None:
         text = text.replace(str(output.parent), "OUT")

@@ -70,7 +70,9 @@ def shift(region: list[Any], place: int, by: int) -> None:
 EDITS: dict[str, Callable[[Any], Any]] = {
     "a move is lost": lambda d: d["moves"].pop(3),
     "a move comes twice": lambda d: d["moves"].append(d["moves"][3]),
-    "two tensors at one place": lambda d: cut(d)[OUTPUTS].__setitem__(0, next(m for m in d["moves"] if m is not cut(d))[OUTPUTS][0]),
+    "two tensors at one place": lambda d: cut(d)[OUTPUTS].__setitem__(
+        0, next(m for m in d["moves"] if m is not cut(d))[OUTPUTS][0]
+    ),
     "an output region is lost": lambda d: cut(d)[OUTPUTS].pop(),
     "a source region is lost": lambda d: whole(d)[SOURCES].pop(),
     "a source region twice": lambda d: whole(d)[SOURCES].append(whole(d)[SOURCES][0]),
@@ -99,7 +101,9 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "a fraction for a number": lambda d: whole(d).__setitem__(NUMEL, float(whole(d)[NUMEL])),
     "a number of 400 digits": lambda d: shift(whole(d)[SOURCES][0], OFFSET, 10**399),
     "an array is lost": lambda d: next(f for f in d["outputs"] if f["arrays"])["arrays"].pop(),
-    "an array of another tensor": lambda d: next(f for f in d["outputs"] if f["arrays"])["arrays"][0].__setitem__(2, 0xBAD),
+    "an array of another tensor": lambda d: next(f for f in d["outputs"] if f["arrays"])["arrays"][0].__setitem__(
+        2, 0xBAD
+    ),
     "a smaller file": lambda d: d["outputs"][0].__setitem__("size", d["outputs"][0]["size"] - 1),
     "a literal over an array": lambda d: d["outputs"][0]["literals"][0].__setitem__(0, 64),
     "a literal twice": lambda d: d["outputs"][0]["literals"].append(d["outputs"][0]["literals"][0]),
@@ -126,7 +130,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "options of another type": lambda d: d["options"].__setitem__("unlisted", [["w"]]),
     "an unlisted tensor that is none": lambda d: d["options"].__setitem__("unlisted", [["w", "step"]]),
     "another version": lambda d: d.__setitem__("plan_version", 1),
-}  # fmt: skip
+}
 
 
 def test_the_plan_as_it_was_made_is_sound(document: dict[str, Any]) -> None:
@@ -144,12 +148,13 @@ def test_what_makes_no_sense_is_found(document: dict[str, Any], what: str) -> No
     assert caught.value.path == "p.json" and caught.value.hint
 
 
-# -- the arithmetic -----------------------------------------------------------------------------------------------------
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.randoms(use_true_random=False))
 def test_a_region_is_a_box_when_it_is_one(shape: tuple[int, ...], rng: random.Random) -> None:
-    """Against a region's elements, written out: made regions give their box back, any other gives None or what it holds."""
+    """Against a region's elements, written out: made regions give their box back, any other gives None or what it
+    holds."""
     low = [rng.randrange(n) for n in shape]
     box = Box(tuple(low), tuple(rng.randint(1, n - o) for n, o in zip(shape, low, strict=True)))
     made = box_region(shape, box, 4, 0, 0)
@@ -171,7 +176,8 @@ def test_a_region_is_a_box_when_it_is_one(shape: tuple[int, ...], rng: random.Ra
 
 @given(st.randoms(use_true_random=False))
 def test_spans_that_are_passed_share_no_byte(rng: random.Random) -> None:
-    """Against sets of bytes; what our own arrays look like (nested strides, one pitch) is passed when it is disjoint."""
+    """Against sets of bytes; what our own arrays look like (nested strides, one pitch) is passed when it is
+    disjoint."""
     spans, sets, alike = [], [], True
     pitch = rng.choice([8, 12, 16])
     for _ in range(rng.randint(1, 5)):

@@ -61,8 +61,16 @@ def test_a_box_region_numbers_elements_as_numpy_does(case):
 @settings(max_examples=200, deadline=None)
 def test_intersections_are_the_shared_elements(case, data):
     shape, box = case
-    other = Box(*zip(*[(o, data.draw(st.integers(1, n - o))) for n in shape for o in [data.draw(st.integers(0, n - 1))]],
-                     strict=True)) if shape else Box((), ())  # fmt: skip
+    other = (
+        Box(
+            *zip(
+                *[(o, data.draw(st.integers(1, n - o))) for n in shape for o in [data.draw(st.integers(0, n - 1))]],
+                strict=True,
+            )
+        )
+        if shape
+        else Box((), ())
+    )
     source, output = box_region(shape, box, 2, 0, 0), box_region(shape, other, 2, 1, 500)
     by_line = dict(elements(output))
     want = sorted((byte, by_line[element]) for element, byte in elements(source) if element in by_line)

@@ -36,10 +36,13 @@ class Disk:
         for low, high in zip(bounds, bounds[1:], strict=False):
             part = array[low:high] if array.ndim else array
             strides = tuple(s // 4 for s in np.asfortranarray(part).strides) if columns else None
-            chunks.append(Chunk(
-                Box((low,) + (0,) * (array.ndim - 1) if array.ndim else (), part.shape),
-                StoredArray("f", self.end * 4, F32, part.shape, strides), Box((0,) * part.ndim, part.shape),
-            ))  # fmt: skip
+            chunks.append(
+                Chunk(
+                    Box((low,) + (0,) * (array.ndim - 1) if array.ndim else (), part.shape),
+                    StoredArray("f", self.end * 4, F32, part.shape, strides),
+                    Box((0,) * part.ndim, part.shape),
+                )
+            )
             self.words.append(part.ravel(order="F" if columns else "C"))
             self.end += part.size
         return LogicalTensor(key, array.shape, F32, tuple(chunks))
@@ -62,8 +65,12 @@ class Disk:
 def _mapped(text: str, sizes: dict[str, int]) -> Mapped:
     rule = equation(text)
     pieces = rule.pieces(sizes)
-    return Mapped(tuple(Made(name, shape, tuple(p for p in pieces if p.dst.name == name))
-                        for name, shape in rule.shapes(sizes)[1].items()))  # fmt: skip
+    return Mapped(
+        tuple(
+            Made(name, shape, tuple(p for p in pieces if p.dst.name == name))
+            for name, shape in rule.shapes(sizes)[1].items()
+        )
+    )
 
 
 def _apply(disk: Disk, rows: list[LogicalTensor], mapped: Mapped) -> dict[TensorKey, np.ndarray]:
@@ -72,8 +79,14 @@ def _apply(disk: Disk, rows: list[LogicalTensor], mapped: Mapped) -> dict[Tensor
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(0, 40), max_size=3),
-       st.booleans())  # fmt: skip
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 40), max_size=3),
+    st.booleans(),
+)
 def test_grouped_qkv_comes_apart_transposed(g: int, r: int, d: int, h: int, cuts: list[int], columns: bool) -> None:
     qkv = np.arange(h * g * (r + 2) * d, dtype=np.float32).reshape(h, g, r + 2, d)
     disk = Disk()
@@ -88,8 +101,14 @@ def test_grouped_qkv_comes_apart_transposed(g: int, r: int, d: int, h: int, cuts
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(0, 40), max_size=3),
-       st.booleans())  # fmt: skip
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 40), max_size=3),
+    st.booleans(),
+)
 def test_grouped_qkv_is_put_together(g: int, r: int, d: int, h: int, cuts: list[int], columns: bool) -> None:
     disk = Disk()
     n = h * g * d
@@ -165,8 +184,10 @@ def test_a_name_that_stays_and_is_made_too_is_an_error() -> None:
 
 def test_a_rename_keeps_the_chunks_and_drops_are_named() -> None:
     disk = Disk()
-    rows = [disk.lay(TensorKey("a"), np.arange(6, dtype=np.float32).reshape(3, 2), (1,)),
-            disk.lay(TensorKey("gone"), np.zeros(2, np.float32))]  # fmt: skip
+    rows = [
+        disk.lay(TensorKey("a"), np.arange(6, dtype=np.float32).reshape(3, 2), (1,)),
+        disk.lay(TensorKey("gone"), np.zeros(2, np.float32)),
+    ]
     mapped = _mapped("a : h f = b : h f", {"h": 3, "f": 2})._replace(dropped=("gone",))
     applied = apply_mapping([Stored(0, row) for row in rows], mapped)
     assert [row.tensor.key.name for row in applied.stored] == ["b"]

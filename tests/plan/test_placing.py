@@ -27,8 +27,13 @@ def test_common_names_are_cut_as_megatron_cuts_them():
     )
     layout, fallbacks = lay_out(rows, Wishes(Mesh.of(tp=4)))
     assert [p.shard for p in layout.placements] == [
-        ((0, ("tp",)),), ((0, ("tp",)),), ((1, ("tp",)),), (), ((1, ("tp",)),), (),
-    ]  # fmt: skip
+        ((0, ("tp",)),),
+        ((0, ("tp",)),),
+        ((1, ("tp",)),),
+        (),
+        ((1, ("tp",)),),
+        (),
+    ]
     assert fallbacks == []
 
 

@@ -33,34 +33,69 @@ def catalog(**more: Any) -> dict[str, Any]:
         for name, shape in (("attn.q.weight", [8, 4]), ("norm.weight", [4])):
             for state, dtype, item in (("model", "BF16", 2), ("exp_avg", "F32", 4)):
                 numel = 32 if len(shape) == 2 else 4
-                tensors.append({"name": f"layers.{layer}.{name}", "state": state, "dtype": dtype, "shape": shape,
-                                "bytes": numel * item})  # fmt: skip
+                tensors.append(
+                    {
+                        "name": f"layers.{layer}.{name}",
+                        "state": state,
+                        "dtype": dtype,
+                        "shape": shape,
+                        "bytes": numel * item,
+                    }
+                )
     states = {
         s: {"tensors": 4, "bytes": sum(t["bytes"] for t in tensors if t["state"] == s)} for s in ("model", "exp_avg")
     }
     return {
-        "schema_version": 1, "format": "sharded", "path": "runs/7", "resolved": "", "mesh": {"tp": 2},
-        "total": {"tensors": 8, "bytes": 432, "parameters": 72}, "states": states, "tensors": tensors,
-        "extras": {"iteration": 100, "args": {"lr": 0.1}}, "notes": ["one note"], **more,
-    }  # fmt: skip
+        "schema_version": 1,
+        "format": "sharded",
+        "path": "runs/7",
+        "resolved": "",
+        "mesh": {"tp": 2},
+        "total": {"tensors": 8, "bytes": 432, "parameters": 72},
+        "states": states,
+        "tensors": tensors,
+        "extras": {"iteration": 100, "args": {"lr": 0.1}},
+        "notes": ["one note"],
+        **more,
+    }
 
 
 WRITTEN = {
     "schema_version": 1,
     "source": {"path": "runs/7/iter_100", "format": "dcp", "resolved": "latest points to iter_100"},
     "target": {"path": "out", "format": "sharded", "mesh": {"tp": 8}, "files": [{"path": "a", "bytes": 1}]},
-    "plan": {"bytes_read": 13_000_000_000, "bytes_written": 13_400_000_000, "peak_memory": 8 << 20, "files": 8, "copies": 2910},
+    "plan": {
+        "bytes_read": 13_000_000_000,
+        "bytes_written": 13_400_000_000,
+        "peak_memory": 8 << 20,
+        "files": 8,
+        "copies": 2910,
+    },
     "states": {"model": {"tensors": 291, "bytes": 4_400_000_000}, "exp_avg": {"tensors": 291, "bytes": 9_000_000_000}},
     "layout_source": "the family's axes",
-    "fallbacks": [{"requested": ["dp", "tp"], "used": ["tp"], "reason": "fallback", "tensors": 12, "example": "w.q",
-                   "shape": [12, 4], "extra_bytes": 4_100_000, "better": ["dp"]}],
-    "removed": [{"name": "lm_head.weight", "state": "model", "bytes": 2_000_000},
-                {"name": "lm_head.weight", "state": "exp_avg", "bytes": 4_000_000}],
+    "fallbacks": [
+        {
+            "requested": ["dp", "tp"],
+            "used": ["tp"],
+            "reason": "fallback",
+            "tensors": 12,
+            "example": "w.q",
+            "shape": [12, 4],
+            "extra_bytes": 4_100_000,
+            "better": ["dp"],
+        }
+    ],
+    "removed": [
+        {"name": "lm_head.weight", "state": "model", "bytes": 2_000_000},
+        {"name": "lm_head.weight", "state": "exp_avg", "bytes": 4_000_000},
+    ],
     "removed_bytes": 6_000_000,
-    "dropped": [{"state": "ema", "tensors": 291, "bytes": 4_400_000_000, "reason": "not asked for"},
-                {"state": "extras", "names": ["rng", "args"], "tensors": 0, "bytes": 0, "reason": "no place for them"}],
+    "dropped": [
+        {"state": "ema", "tensors": 291, "bytes": 4_400_000_000, "reason": "not asked for"},
+        {"state": "extras", "names": ["rng", "args"], "tensors": 0, "bytes": 0, "reason": "no place for them"},
+    ],
     "notes": ["tied weights written once"],
-}  # fmt: skip
+}
 DONE = {**WRITTEN, "elapsed_s": 3.3, "digest_checked": True}
 
 
@@ -96,10 +131,14 @@ def test_placement_tells_the_cut_and_the_files() -> None:
     for tensor in document["tensors"]:
         cut = len(tensor["shape"]) == 2
         tensor["chunks"] = [
-            {"file": f"{tensor['state']}.tp0{rank}.safetensors", "offset": [rank * 4, 0] if cut else [0],
-             "shape": [4, 4] if cut else [4], "rank": {"tp": rank}}
+            {
+                "file": f"{tensor['state']}.tp0{rank}.safetensors",
+                "offset": [rank * 4, 0] if cut else [0],
+                "shape": [4, 4] if cut else [4],
+                "rank": {"tp": rank},
+            }
             for rank in range(2)
-        ]  # fmt: skip
+        ]
     rows = [line.split() for line in text(inspection(document)).splitlines()]
     assert ["attn.q.weight", "2", "BF16", "F32", "[8,", "4]", "2x1", "384", "B"] in rows
     assert ["norm.weight", "2", "BF16", "F32", "[4]", "1,", "2", "chunks", "48", "B"] in rows
@@ -118,8 +157,16 @@ def test_stats_are_listed_by_tensor() -> None:
 
 
 def test_an_empty_checkpoint_is_a_page_too() -> None:
-    empty = {"format": "safetensors", "path": "x", "mesh": {}, "total": {"tensors": 0, "bytes": 0, "parameters": 0},
-             "states": {}, "tensors": [], "extras": {}, "notes": []}  # fmt: skip
+    empty = {
+        "format": "safetensors",
+        "path": "x",
+        "mesh": {},
+        "total": {"tensors": 0, "bytes": 0, "parameters": 0},
+        "states": {},
+        "tensors": [],
+        "extras": {},
+        "notes": [],
+    }
     assert "0 tensors, 0 B" in text(inspection(empty))
 
 
@@ -131,7 +178,7 @@ def test_the_plan_tells_all_before_bytes_move() -> None:
         "to      out  (sharded, tp 8)",
         "layout  the family's axes",
         "writes  13.4 GB in 8 files, 2,910 copies",
-        "12 tensors such as w.q [12, 4]: asked dp x tp, cut by tp; 4.10 MB more on disk",
+        "12 tensors such as w.q [12, 4]: requested dp x tp, cut by tp; 4.10 MB more on disk",
         "removed 2 tensors, 6.00 MB",
         "exp_avg: 1 tensor, 4.00 MB",
         "ema: 291 tensors, 4.40 GB (not asked for)",
@@ -145,7 +192,7 @@ def test_the_result_ends_in_one_line() -> None:
     shown = text(after(DONE))
     assert shown.splitlines()[-1] == "wrote 13.4 GB in 8 files to out in 3.3 s (4.06 GB/s); digests checked"
     assert "removed 2 tensors, 6.00 MB" in shown and shown.startswith("from  ")
-    assert text(after(DONE, told=True)) == shown.splitlines()[-1] + "\n"
+    assert text(after(DONE, shown=True)) == shown.splitlines()[-1] + "\n"
     assert text(after(WRITTEN)).splitlines()[-1] == "dry run: nothing was written"
     assert (
         text(after({**WRITTEN, "plan_file": "p.json"})).splitlines()[-1] == "plan saved; run it with ckpt apply p.json"
@@ -227,13 +274,20 @@ def test_verification() -> None:
 
 
 def test_listing_takes_any_document() -> None:
-    document = {"schema_version": 1, "python": "3.11", "disk": {"free_bytes": 10**10}, "gpu": [], "extras": {"ray": False},
-                "leavings": [{"path": ".x", "bytes": 3, "locked": True}], "ok": True}  # fmt: skip
+    document = {
+        "schema_version": 1,
+        "python": "3.11",
+        "disk": {"free_bytes": 10**10},
+        "gpu": [],
+        "extras": {"ray": False},
+        "leavings": [{"path": ".x", "bytes": 3, "locked": True}],
+        "ok": True,
+    }
     shown = text(listing(document, "ckpt doctor"))
     assert "python  3.11" in shown and "10.0 GB" in shown and "all is well" in shown and "schema" not in shown
 
 
-# -- nothing that a stranger wrote acts -----------------------------------------------------------------------------------
+# -- nothing that a stranger wrote acts --------------------------------------------------------------------------------
 
 
 def evil(value: Any) -> Any:
@@ -249,12 +303,23 @@ PAGES = {
     "inspection": lambda: inspection(evil(catalog(security={"unsafe": ["x"], "globals": ["y"]})), everything=True),
     "plan": lambda: before(evil(copy.deepcopy(WRITTEN)), everything=True),
     "result": lambda: after(evil(copy.deepcopy(DONE)), everything=True),
-    "comparison": lambda: comparison(evil({"equal": False, "compared": 1, "left": "a", "differences": [
-        {"name": "w", "state": "s", "kind": "value"}]})),
-    "verification": lambda: verification(evil({"ok": False, "path": "x", "findings": [
-        {"code": "E", "message": "m", "file": "f", "tensor": "t"}], "digests": {"model": {EVIL: "d"}}})),
+    "comparison": lambda: comparison(
+        evil(
+            {"equal": False, "compared": 1, "left": "a", "differences": [{"name": "w", "state": "s", "kind": "value"}]}
+        )
+    ),
+    "verification": lambda: verification(
+        evil(
+            {
+                "ok": False,
+                "path": "x",
+                "findings": [{"code": "E", "message": "m", "file": "f", "tensor": "t"}],
+                "digests": {"model": {EVIL: "d"}},
+            }
+        )
+    ),
     "listing": lambda: listing(evil({EVIL: "x", "a": {EVIL: "y"}, "b": [{"c": "d"}]}), EVIL),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("which", PAGES)
@@ -282,8 +347,14 @@ def test_a_hostile_document_is_only_text_in_html(which: str) -> None:
     names = {tag for tag, _ in tags.seen}
     assert names <= set("html meta title style h1 h2 dl dt dd div table tr th td ul li p".split()), names
     assert {name for _, attrs in tags.seen for name, _ in attrs} <= {
-        "lang", "charset", "http-equiv", "content", "name", "class", "style",
-    }  # fmt: skip
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "name",
+        "class",
+        "style",
+    }
     assert not {chr(c) for c in (*range(10), *range(11, 32), 0x7F, 0x9B, 0x202E)} & set(source)
     assert "<script" not in source and "&lt;script&gt;" in source
 
@@ -316,7 +387,7 @@ def test_a_failed_report_leaves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_three_lines() -> None:

@@ -54,9 +54,20 @@ def test_a_name_of_megabytes_is_cut_with_its_length_told() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "want"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_994, "9.99 kB"), (9_996, "10.0 kB"), (99_960, "100 kB"),
-     (999_600, "1.00 MB"), (13_476_839_424, "13.5 GB"), (688_600_000_000, "689 GB"), (2e15, "2.00 PB"), (4e18, "4000 PB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (9_994, "9.99 kB"),
+        (9_996, "10.0 kB"),
+        (99_960, "100 kB"),
+        (999_600, "1.00 MB"),
+        (13_476_839_424, "13.5 GB"),
+        (688_600_000_000, "689 GB"),
+        (2e15, "2.00 PB"),
+        (4e18, "4000 PB"),
+    ],
+)
 def test_size(nbytes: float, want: str) -> None:
     assert text.size(nbytes) == want
 
@@ -77,9 +88,16 @@ def test_duration(seconds: float, want: str) -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "want"),
-    [([0], "0"), (range(32), "0-31"), ([0, 1, 2, 5], "0-2,5"), (range(0, 31, 2), "0-30 step 2"), ([1, 2], "1-2"),
-     ([0, 2, 3, 7, 9, 10, 20], "0,2-3,7,...,20"), ([5, 3, 3, 4], "3-5")],
-)  # fmt: skip
+    [
+        ([0], "0"),
+        (range(32), "0-31"),
+        ([0, 1, 2, 5], "0-2,5"),
+        (range(0, 31, 2), "0-30 step 2"),
+        ([1, 2], "1-2"),
+        ([0, 2, 3, 7, 9, 10, 20], "0,2-3,7,...,20"),
+        ([5, 3, 3, 4], "3-5"),
+    ],
+)
 def test_ranges(numbers: list[int], want: str) -> None:
     assert text.ranges(numbers) == want
 

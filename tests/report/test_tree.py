@@ -9,8 +9,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.report.folding import Folding
-from ckpt_tool.report.tree import Line, Tree
+from ckpt_tool.report.tree import Folding, Line, Tree
 
 SEGMENT = st.sampled_from(["0", "1", "2", "3", "10", "a", "b", "weight", "01", "", "٣"])
 NAMES = st.lists(st.lists(SEGMENT, min_size=1, max_size=5).map(".".join), unique=True, max_size=60)
@@ -76,9 +75,16 @@ def llama(layers: int, *, odd: int | None = None) -> list[tuple[str, str, int]]:
 def test_layers_share_a_line() -> None:
     lines = Tree(llama(32)).lines()
     assert [(line.level, line.label) for line in lines] == [
-        (0, "embed.weight"), (0, "layers.[0-31]"), (1, "norm.weight"), (1, "mlp"), (2, "up.weight"), (2, "down.weight"),
-        (1, "attn"), (2, "q.weight"), (2, "k.weight"),
-    ]  # fmt: skip
+        (0, "embed.weight"),
+        (0, "layers.[0-31]"),
+        (1, "norm.weight"),
+        (1, "mlp"),
+        (2, "up.weight"),
+        (2, "down.weight"),
+        (1, "attn"),
+        (2, "q.weight"),
+        (2, "k.weight"),
+    ]
     assert lines[1].tensors == 160 and lines[1].nbytes == 320 and lines[3].copies == 32
 
 
@@ -96,8 +102,12 @@ def test_a_repeated_subtree_names_its_twin() -> None:
     tensors = [(f"{side}.{layer}.{name}", "F32", 4) for side in ("enc", "dec") for layer in range(3) for name in "abc"]
     lines = Tree(tensors).lines(most=6)
     assert [(line.label, line.twin) for line in lines] == [
-        ("enc.[0-2]", ""), ("a", ""), ("b", ""), ("c", ""), ("dec.[0-2]", "enc.[0-2]"),
-    ]  # fmt: skip
+        ("enc.[0-2]", ""),
+        ("a", ""),
+        ("b", ""),
+        ("c", ""),
+        ("dec.[0-2]", "enc.[0-2]"),
+    ]
     assert not any(line.twin for line in Tree(tensors).lines(depth=9)), "an asked-for depth shows everything"
 
 

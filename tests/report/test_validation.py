@@ -9,17 +9,43 @@ from ckpt_tool.report.plain import Look, render
 from ckpt_tool.report.validation import validation
 
 CASE = {
-    "ok": True, "from": "tp2", "to": "dp2", "format": "dcp", "mode": "canonical", "device": "cpu", "seed": 7, "before": 1, "after": 1,
-    "killed": "rank 1 was killed by SIGKILL", "commands": ["ckpt reshard a b --tp 1"], "elapsed_s": 1.5, "notes": ["<torn> & told"],
+    "ok": True,
+    "from": "tp2",
+    "to": "dp2",
+    "format": "dcp",
+    "mode": "canonical",
+    "device": "cpu",
+    "seed": 7,
+    "before": 1,
+    "after": 1,
+    "killed": "rank 1 was killed by SIGKILL",
+    "commands": ["ckpt reshard a b --tp 1"],
+    "elapsed_s": 1.5,
+    "notes": ["<torn> & told"],
     "checks": [{"check": "curve", "ok": True, "text": "loss and gradient norm bit for bit"}],
-    "states": [{"what": "reshard", "counted": True, "ok": True, "states": [{"state": "ema", "tensors": 3, "equal": 3}]}],
-    "curve": [{"step": 1, "loss": 4.5, "norm": 2.0, "rate": 0.1},
-              {"step": 2, "loss": 4.25, "norm": 1.0, "rate": 0.1, "resumed_loss": 4.25, "resumed_norm": 1.0, "equal": True}],
-    "controls": [{"fault": "ema-reset", "what": "EMA reset", "loss_first": 0.0, "loss_max": 0.0, "caught": True, "ok": True,
-                  "seen_by": {"digests": True, "scalars": False, "curve": False, "end": True}}],
-    "layouts": {"from": [{"rank": r, "tp": r, "pp": 0, "dp": 0, "layers": [[0], [1]], "experts": [0, 1]} for r in range(2)],
-                "to": [{"rank": 0, "tp": 0, "pp": 0, "dp": 0, "layers": [[0, 1]], "experts": []}]},
-}  # fmt: skip
+    "states": [
+        {"what": "reshard", "counted": True, "ok": True, "states": [{"state": "ema", "tensors": 3, "equal": 3}]}
+    ],
+    "curve": [
+        {"step": 1, "loss": 4.5, "norm": 2.0, "rate": 0.1},
+        {"step": 2, "loss": 4.25, "norm": 1.0, "rate": 0.1, "resumed_loss": 4.25, "resumed_norm": 1.0, "equal": True},
+    ],
+    "controls": [
+        {
+            "fault": "ema-reset",
+            "what": "EMA reset",
+            "loss_first": 0.0,
+            "loss_max": 0.0,
+            "caught": True,
+            "ok": True,
+            "seen_by": {"digests": True, "scalars": False, "curve": False, "end": True},
+        }
+    ],
+    "layouts": {
+        "from": [{"rank": r, "tp": r, "pp": 0, "dp": 0, "layers": [[0], [1]], "experts": [0, 1]} for r in range(2)],
+        "to": [{"rank": 0, "tp": 0, "pp": 0, "dp": 0, "layers": [[0, 1]], "experts": []}],
+    },
+}
 
 
 def document(*cases):

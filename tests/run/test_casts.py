@@ -11,10 +11,26 @@ from hypothesis import strategies as st
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.run.compute import cast
 
-KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-         "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz}  # fmt: skip
-MOST = {"F64": 1.8e308, "F32": 3.4028235677973366e38, "F16": 65520.0, "BF16": 3.3961775292304601e38, "F8_E4M3": 464.0,
-        "F8_E5M2": 61440.0, "F8_E4M3FNUZ": 248.0, "F8_E5M2FNUZ": 61440.0}  # fmt: skip
+KINDS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+MOST = {
+    "F64": 1.8e308,
+    "F32": 3.4028235677973366e38,
+    "F16": 65520.0,
+    "BF16": 3.3961775292304601e38,
+    "F8_E4M3": 464.0,
+    "F8_E5M2": 61440.0,
+    "F8_E4M3FNUZ": 248.0,
+    "F8_E5M2FNUZ": 61440.0,
+}
 # where rounding a finite value gives no finite value any more; F8_E4M3 rounds 464, a tie, to its largest value
 
 
@@ -41,9 +57,38 @@ def test_every_value_of_sixteen_and_eight_bits(source: str, target: str) -> None
     check((every.to(torch.uint8) if size == 1 else every.to(torch.int16)).view(KINDS[source]), source, target)
 
 
-EDGES = np.array([0x00000000, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000,
-                  0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F7F7FFF, 0x7F7F8000, 0x7F7F8001, 0x477FEFFF, 0x477FF000, 0x477FF001,
-                  0x43E80000, 0x43E80001, 0x43E7FFFF, 0x476FFFFF, 0x47700000, 0x33000000, 0x33000001, 0x3A800000], np.uint32)  # fmt: skip
+EDGES = np.array(
+    [
+        0x00000000,
+        0x80000000,
+        1,
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x7F7FFFFF,
+        0xFF7FFFFF,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0x7F800001,
+        0xFFFFFFFF,
+        0x7F7F7FFF,
+        0x7F7F8000,
+        0x7F7F8001,
+        0x477FEFFF,
+        0x477FF000,
+        0x477FF001,
+        0x43E80000,
+        0x43E80001,
+        0x43E7FFFF,
+        0x476FFFFF,
+        0x47700000,
+        0x33000000,
+        0x33000001,
+        0x3A800000,
+    ],
+    np.uint32,
+)
 
 
 @pytest.mark.parametrize("target", [name for name in KINDS if name != "F32"])

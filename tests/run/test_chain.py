@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tool.run import chain
+from ckpt_tool.adapters import chain
 
 DIGEST = """
 import hashlib, sys
 import numpy as np
-from ckpt_tool.run import chain
+from ckpt_tool.adapters import chain
 said, sums = [], hashlib.sha256()
 for length in (1, 7, 8, 16, 64, 320, 321, 700):
     rng = np.random.default_rng(length)

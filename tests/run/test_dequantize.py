@@ -1,4 +1,5 @@
-"""Dequantising states against what PaddleFormers' own functions made of the same bytes (`fixtures/paddle-quant`), in any pieces."""
+"""Dequantising states against what PaddleFormers' own functions made of the same bytes (`fixtures/paddle-quant`), in
+any pieces."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InternalError
 from ckpt_tool.formats.paddle.quant import recipes_of
-from ckpt_tool.formats.paddle_unified.keys import optimizer_key
+from ckpt_tool.formats.paddle_unified.files import optimizer_key
+from ckpt_tool.quantised.floats import states
 from ckpt_tool.run.computed import ComputedTree
-from ckpt_tool.run.dequantize.states import states
 from ckpt_tool.storage.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
 
@@ -92,8 +93,9 @@ def test_scales_that_are_missing_or_odd(tmp_path: Path) -> None:
         view([tensor for tensor in tensors if not tensor.key.state.endswith("@max_scales")], tree)
     assert lone.value.code == "E1363"
     array = StoredArray("optimizer.safetensors", 0, DTYPES["F32"], (3,))
-    odd = LogicalTensor(TensorKey("fc.weight", "exp_avg@scales"), (3,), array.dtype,
-                        (Chunk(whole((3,)), array, whole((3,))),))  # fmt: skip
+    odd = LogicalTensor(
+        TensorKey("fc.weight", "exp_avg@scales"), (3,), array.dtype, (Chunk(whole((3,)), array, whole((3,))),)
+    )
     with pytest.raises(InconsistentCheckpoint) as shape:
         view([odd if tensor.key == odd.key else tensor for tensor in tensors], tree)
     assert shape.value.code == "E1362"

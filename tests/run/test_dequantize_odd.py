@@ -1,4 +1,5 @@
-"""Quantised weights whose parts have any shapes and dtypes: floats, the same in any range, or an error of ours; nothing else."""
+"""Quantised weights whose parts have any shapes and dtypes: floats, the same in any range, or an error of ours; nothing
+else."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import pytest
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.quantised import Kind, find
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
+from ckpt_tool.quantised.floats import recipe
+from ckpt_tool.quantised.weights import Kind, find
 from ckpt_tool.run.computed import ComputedTree, Input
-from ckpt_tool.run.dequantize.weights import recipe
 from ckpt_tool.storage.source import Tree
 
 DIMS = (0, 1, 2, 3, 4, 8, 16, 32, 64)
@@ -43,14 +44,22 @@ class Odd:
         which = self.draw.choice(("bytes", "words", "nibbles", "blocks"))
         if which == "bytes":
             ending = self.draw.choice(("_scale", "_scale_inv"))
-            found = {"w.weight": (self.draw.choice(("F8_E4M3", "I8")), self.shape(rows, columns)),
-                     f"w.weight{ending}": (kind, self.draw.choice((row, grid, blocks, (), (1,))))}  # fmt: skip
+            found = {
+                "w.weight": (self.draw.choice(("F8_E4M3", "I8")), self.shape(rows, columns)),
+                f"w.weight{ending}": (kind, self.draw.choice((row, grid, blocks, (), (1,)))),
+            }
         elif which == "words":
-            found = {"w.weight_packed": ("I32", self.shape(rows, words)), "w.weight_shape": ("I64", (len(self.lead) + 2,)),
-                     "w.weight_scale": (kind, self.draw.choice((row, grid)))}  # fmt: skip
+            found = {
+                "w.weight_packed": ("I32", self.shape(rows, words)),
+                "w.weight_shape": ("I64", (len(self.lead) + 2,)),
+                "w.weight_scale": (kind, self.draw.choice((row, grid))),
+            }
         elif which == "nibbles":
-            found = {"w.weight_packed": ("U8", self.shape(rows, columns)), "w.weight_scale": (kind, grid),
-                     "w.weight_global_scale": ("F32", self.draw.choice(((1,), (), (2,))))}  # fmt: skip
+            found = {
+                "w.weight_packed": ("U8", self.shape(rows, columns)),
+                "w.weight_scale": (kind, grid),
+                "w.weight_global_scale": ("F32", self.draw.choice(((1,), (), (2,)))),
+            }
         else:
             return {
                 "w_blocks": ("U8", self.shape(rows, self.groups, 16)),

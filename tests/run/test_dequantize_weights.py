@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpt_tool.commands.dequantized import _numbers
-from ckpt_tool.commands.quantised import found_in, model_kinds
 from ckpt_tool.commands.reading import Reading
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.quantised.codes import of_bytes, rectangles, unpacked
+from ckpt_tool.quantised.dequantize import _numbers
+from ckpt_tool.quantised.floats import recipe, turned
+from ckpt_tool.quantised.kept_whole import found_in, model_kinds
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
-from ckpt_tool.run.dequantize.codes import of_bytes, unpacked
-from ckpt_tool.run.dequantize.scales import rectangles
-from ckpt_tool.run.dequantize.weights import recipe, turned
+from ckpt_tool.sources.opening import open_source
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,9 +35,11 @@ def floats_of(file: Path, config: dict[str, Any] | None = None) -> tuple[Compute
     _, found = found_in(model_kinds(tensors.values()), config)
     assert not found.faults, found.faults
     recipes = [
-        recipe(weight, TensorKey(weight.made), {name: Input(tensors[name], opened.tree) for name in weight.names}, _numbers)
+        recipe(
+            weight, TensorKey(weight.made), {name: Input(tensors[name], opened.tree) for name in weight.names}, _numbers
+        )
         for weight in found.weights.values()
-    ]  # fmt: skip
+    ]
     tree = ComputedTree("floats", recipes)
     flips = {weight.made for weight in found.weights.values() if weight.codes == "turned nibbles"}
     seen = {t.key.name: turned(t) if t.key.name in flips else t for t in tree.tensors}
@@ -116,7 +117,9 @@ def test_blocks_that_do_not_divide(shape: tuple[int, ...], kind: torch.dtype, tm
     grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     scales = (1 + torch.arange(int(np.prod(grid)))).reshape(grid).to(kind) / 7
     save_file({"w": codes, "w_scale_inv": scales.contiguous()}, tmp_path / "w.safetensors")
-    tree, seen = floats_of(tmp_path / "w.safetensors", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})  # fmt: skip
+    tree, seen = floats_of(
+        tmp_path / "w.safetensors", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    )
     same(whole(tree, seen["w"]), deepseek(codes, scales.float(), 128))
 
 
@@ -130,8 +133,13 @@ def test_grids_of_any_shape_as_transformers_reads_them(scale: torch.dtype, packe
     codes = codes.view(torch.int8 if packed else torch.float8_e4m3fn)
     grid = (2, 64, 6) if packed else (2, 4, 3)
     bytes_ = (120 + torch.arange(int(np.prod(grid))) % 9).to(torch.uint8).reshape(grid)
-    scales = bytes_ if scale == torch.uint8 else bytes_.view(torch.float8_e8m0fnu) if scale == torch.float8_e8m0fnu else (
-        bytes_.float() / 113).to(scale)  # fmt: skip
+    scales = (
+        bytes_
+        if scale == torch.uint8
+        else bytes_.view(torch.float8_e8m0fnu)
+        if scale == torch.float8_e8m0fnu
+        else (bytes_.float() / 113).to(scale)
+    )
     save_file({"w": codes, "w_scale_inv": scales}, tmp_path / "w.safetensors")
     tree, seen = floats_of(tmp_path / "w.safetensors")
     want = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
@@ -142,8 +150,10 @@ def test_f4_is_two_values_a_byte(tmp_path: Path) -> None:
     """safetensors counts the values of F4; torch and NVIDIA's ModelOpt count bytes."""
     codes = np.arange(256, dtype=np.uint8)
     scales = np.arange(1, 9, dtype=np.float32)
-    header = {"w": {"dtype": "F4", "shape": [8, 64], "data_offsets": [0, 256]},
-              "w_scale": {"dtype": "F32", "shape": [8, 1], "data_offsets": [256, 288]}}  # fmt: skip
+    header = {
+        "w": {"dtype": "F4", "shape": [8, 64], "data_offsets": [0, 256]},
+        "w_scale": {"dtype": "F32", "shape": [8, 1], "data_offsets": [256, 288]},
+    }
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + codes.tobytes() + scales.tobytes())
@@ -197,6 +207,10 @@ def test_any_range_is_a_part_of_the_whole(case: str) -> None:
 
 @given(st.integers(0, 500), st.integers(1, 500), st.integers(1, 60))
 def test_rectangles_cover_the_range_in_order(start: int, count: int, columns: int) -> None:
-    seen = [r * columns + c for low, high, left, right in rectangles(start, start + count, columns)
-            for r in range(low, high) for c in range(left, right)]  # fmt: skip
+    seen = [
+        r * columns + c
+        for low, high, left, right in rectangles(start, start + count, columns)
+        for r in range(low, high)
+        for c in range(left, right)
+    ]
     assert seen == list(range(start, start + count))

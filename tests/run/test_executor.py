@@ -47,9 +47,20 @@ class Case:
     """A source folder of raw arrays, the tensors in it, and a plan to another random layout."""
 
     def __init__(
-        self, root: Path, rng, *, shapes, kind="u2", dtype="BF16", out=None, replicas=1, crc=False, view=False,
-        turned=False, turned_out=False,
-    ):  # fmt: skip
+        self,
+        root: Path,
+        rng,
+        *,
+        shapes,
+        kind="u2",
+        dtype="BF16",
+        out=None,
+        replicas=1,
+        crc=False,
+        view=False,
+        turned=False,
+        turned_out=False,
+    ):
         self.root, self.out = root, root / "out"
         source = root / "source"
         source.mkdir()
@@ -104,8 +115,16 @@ class Case:
         moves, records, extents = build_moves(stored, want, target, lambda _, path: numbers[path])
         self.plan = Plan(
             tuple(SourceFile(self.tree.shown, f"f{n}.bin", tuple(self.tree.identity(f"f{n}.bin"))) for n in range(3)),
-            records, tuple(replace(f, arrays=()) for f in files_out), extents, moves, "raw", None, str(self.out), {}, {},
-        )  # fmt: skip
+            records,
+            tuple(replace(f, arrays=()) for f in files_out),
+            extents,
+            moves,
+            "raw",
+            None,
+            str(self.out),
+            {},
+            {},
+        )
 
     def run(self, **options):
         return Executor(self.plan, {self.tree.shown: self.tree}, **options).run()
@@ -150,8 +169,15 @@ def test_transposed_sources_in_small_shares(tmp_path, monkeypatch, seed):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
     out, kind = ("F32", "f4") if seed % 3 == 0 else (None, None)
-    case = Case(tmp_path, rng, shapes=[(700, 900), (2000, 300), (90, 11), (300, 2100)], out=out,
-                replicas=1 + seed % 4 // 3, crc=seed % 2 == 1, turned=True)  # fmt: skip
+    case = Case(
+        tmp_path,
+        rng,
+        shapes=[(700, 900), (2000, 300), (90, 11), (300, 2100)],
+        out=out,
+        replicas=1 + seed % 4 // 3,
+        crc=seed % 2 == 1,
+        turned=True,
+    )
     parts = [(1, 2), (2, 2)] if seed % 2 else [None]
     memory = int(rng.integers(1, 8)) << 20
     results = [case.run(threads=1 + seed % 2, part=part, memory=memory) for part in parts]
@@ -167,8 +193,16 @@ def test_transposed_outputs_in_small_shares(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(closing, "ALONE", (0, 16 << 20)[seed // 2 % 2])
     monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
     out, kind = ("F32", "f4") if seed % 3 == 0 else (None, None)
-    case = Case(tmp_path, rng, shapes=[(700, 900), (2000, 300), (90, 11), (300, 2100), (77,), ()], out=out,
-                replicas=1 + seed % 4 // 3, crc=seed % 2 == 1, turned=seed % 5 > 1, turned_out=True)  # fmt: skip
+    case = Case(
+        tmp_path,
+        rng,
+        shapes=[(700, 900), (2000, 300), (90, 11), (300, 2100), (77,), ()],
+        out=out,
+        replicas=1 + seed % 4 // 3,
+        crc=seed % 2 == 1,
+        turned=seed % 5 > 1,
+        turned_out=True,
+    )
     parts = [(1, 2), (2, 2)] if seed % 2 else [None]
     options = {"memory": int(rng.integers(1, 8)) << 20, "verify": "off" if seed == 15 else "quick"}
     results = [case.run(threads=1 + seed % 2, part=part, **options) for part in parts]

@@ -1,4 +1,5 @@
-"""Lanes against NumPy: whatever a lane moves, block by block, is what the array's own slices hold; odd sides get none."""
+"""Lanes against NumPy: whatever a lane moves, block by block, is what the array's own slices hold; odd sides get
+none."""
 
 from __future__ import annotations
 
@@ -16,15 +17,20 @@ def regions_of(shape, boxes, item):
 
 
 def files_of(whole, boxes):
-    return [b"h" * 16 + whole[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))].tobytes()
-            for b in boxes]  # fmt: skip
+    return [
+        b"h" * 16 + whole[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))].tobytes()
+        for b in boxes
+    ]
 
 
 def grid(rng, shape):
     rows = np.unique([0, shape[0], *rng.integers(0, shape[0] + 1, 2)])
     columns = np.unique([0, shape[1], *rng.integers(0, shape[1] + 1, 2)])
-    return [Box((int(a), int(c)), (int(b - a), int(d - c)))
-            for a, b in zip(rows, rows[1:], strict=False) for c, d in zip(columns, columns[1:], strict=False)]  # fmt: skip
+    return [
+        Box((int(a), int(c)), (int(b - a), int(d - c)))
+        for a, b in zip(rows, rows[1:], strict=False)
+        for c, d in zip(columns, columns[1:], strict=False)
+    ]
 
 
 def arrays(shape, kind):

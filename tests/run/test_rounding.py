@@ -8,11 +8,11 @@ import torch
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
-from ckpt_tool.commands.source import open_source
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.run.rounding import Drift, drifts
+from ckpt_tool.sources.opening import open_source
 
 
 def saved(folder: Path, dtype: torch.dtype) -> tuple[Path, torch.Tensor]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_tool.adapters.arithmetic import Biased, Folded, Kept, Rows, Term
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.run.adapters import Biased, Folded, Kept, Rows, Term
 
 KEY = TensorKey("w")
 
@@ -57,9 +57,14 @@ def norms(rows, *, lanes):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 70), st.integers(1, 600), st.sampled_from([1, 2, 5, 16, 64, 130]), st.booleans(), st.booleans(),
-    st.integers(0, 9), st.sampled_from([0.7, 2.0, -0.5, 1.0]),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 600),
+    st.sampled_from([1, 2, 5, 16, 64, 130]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 9),
+    st.sampled_from([0.7, 2.0, -0.5, 1.0]),
+)
 def test_any_range_has_the_same_bits(rows, columns, rank, turned, dora, seed, scaling):
     outputs, inner = (columns, rows) if turned else (rows, columns)
     w, a, b = drawn(seed, rows, columns), drawn(seed + 1, rank, inner), drawn(seed + 2, outputs, rank)

@@ -90,8 +90,17 @@ def grid(rng, shape):
 def sizes(request, monkeypatch):
     """The module's sizes, or such that arrays of a few KiB meet every bound."""
     if request.param == "small":
-        for name, value in (("STRIP", 16), ("SHORT", 8), ("NEAR", 6), ("GROUP", 300), ("COLUMNS", 4), ("BRIDGE", 24), ("_VECTORS", 6),
-                            ("FAR_BRIDGE", 40), ("FAR_READ", 200)):  # fmt: skip
+        for name, value in (
+            ("STRIP", 16),
+            ("SHORT", 8),
+            ("NEAR", 6),
+            ("GROUP", 300),
+            ("COLUMNS", 4),
+            ("BRIDGE", 24),
+            ("_VECTORS", 6),
+            ("FAR_BRIDGE", 40),
+            ("FAR_READ", 200),
+        ):
             monkeypatch.setattr(transposed, name, value)
 
 
@@ -154,7 +163,8 @@ def stored_whole(tmp_path, shape, kind="u2"):
 
 @pytest.mark.parametrize("panel", [1 << 20, 100_000, 30_000])
 def test_every_strip_is_read_once_and_none_beyond_the_share(tmp_path, monkeypatch, panel):
-    """A share of rows reads its rows' strips, all of them once; the gaps of 14 KB between strips of 10 KB stay unread."""
+    """A share of rows reads its rows' strips, all of them once; the gaps of 14 KB between strips of 10 KB stay
+    unread."""
     case, _ = stored_whole(tmp_path, (12_000, 40))
     read = []
     true = os.preadv
@@ -259,6 +269,12 @@ def test_cuts_tile_the_dims(seed):
 def test_what_is_transposed():
     assert is_transposed(Region(0, 0, 0, (4, 4), (2, 8), (4, 1)))
     assert is_transposed(Region(0, 0, 0, (2, 4, 4), (32, 2, 8), (16, 4, 1)))
-    for plain in (((4, 4), (8, 2), (4, 1)), ((2, 3, 4), (8, 32, 2), (12, 4, 1)), ((9,), (4,), (1,)), ((), (), ()),
-                  ((4, 4), (0, 2), (4, 1)), ((4, 4), (0, 8), (4, 1))):  # fmt: skip
+    for plain in (
+        ((4, 4), (8, 2), (4, 1)),
+        ((2, 3, 4), (8, 32, 2), (12, 4, 1)),
+        ((9,), (4,), (1,)),
+        ((), (), ()),
+        ((4, 4), (0, 2), (4, 1)),
+        ((4, 4), (0, 8), (4, 1)),
+    ):
         assert not is_transposed(Region(0, 0, 0, *plain)), plain

@@ -1,4 +1,5 @@
-"""Transposed outputs against NumPy: any order of dims, any share, any blocks; not one byte beside the share is touched."""
+"""Transposed outputs against NumPy: any order of dims, any share, any blocks; not one byte beside the share is
+touched."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def grid(rng, shape):
 
 class Side:
     """A tensor cut into a grid of boxes, each a file of its own and stored in some order of dims, here and there with
-    room around it (tight: one box, no room). `where[i]` has, for each byte of file i that is an element's, the line's byte, else -1."""
+    room around it (tight: one box, no room). `where[i]` has, for each byte of file i that is an element's, the line's
+    byte, else -1."""
 
     def __init__(self, rng, shape, item, *, order=None, copies=1, tight=False):
         line = np.arange(np.prod(shape) * item).reshape(*shape, item)
@@ -274,17 +276,27 @@ def test_what_the_device_does_not_take_goes_strip_by_strip(tmp_path, monkeypatch
 
 def test_copies_of_a_box_are_turned_once(tmp_path, monkeypatch):
     move = Move(
-        TensorKey("w"), (4, 6), DTYPES["U8"], DTYPES["U8"], 24, 1, 1, (),
+        TensorKey("w"),
+        (4, 6),
+        DTYPES["U8"],
+        DTYPES["U8"],
+        24,
+        1,
+        1,
+        (),
         tuple(Region(i, 5 * i, 0, (4, 6), (1, 4), (6, 1)) for i in range(3)),
-    )  # fmt: skip
+    )
     assert all(map(is_transposed, move.outputs))
     turned, seen = [], []
     true = TransposedOutputs._turn
     monkeypatch.setattr(TransposedOutputs, "_turn", lambda *a: turned.append(1) or true(*a))
     monkeypatch.setattr(
-        transposed_outputs, "write",
-        lambda sink, file, offsets, slots: seen.extend((file, at, bytes(slot)) for at, slot in zip(offsets, slots, strict=True)),
-    )  # fmt: skip
+        transposed_outputs,
+        "write",
+        lambda sink, file, offsets, slots: seen.extend(
+            (file, at, bytes(slot)) for at, slot in zip(offsets, slots, strict=True)
+        ),
+    )
     outputs = TransposedOutputs(
         move, (0, 24, 24), transposed.Strips(1000), Sink(tmp_path.joinpath("x").open("w").name), None
     )
@@ -295,11 +307,14 @@ def test_copies_of_a_box_are_turned_once(tmp_path, monkeypatch):
     assert len(turned) == 1 and seen == [(i, 5 * i, whole.T.tobytes()) for i in range(3)]
 
 
-@pytest.mark.parametrize(("columns", "most", "share"), [
-    (300, 100_000, 99_900),  # whole rows; whole leaves too would be 9,830,400 elements
-    (4096, 300_000, 262_144),  # whole leaves, each of 32 rows
-    (300, 200, 200),  # rows that don't fit are cut
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "most", "share"),
+    [
+        (300, 100_000, 99_900),  # whole rows; whole leaves too would be 9,830,400 elements
+        (4096, 300_000, 262_144),  # whole leaves, each of 32 rows
+        (300, 200, 200),  # rows that don't fit are cut
+    ],
+)
 @pytest.mark.parametrize("side", ["source", "output"])
 def test_shares_end_where_rows_do(columns, most, share, side):
     assert schedule.LEAF == LEAF

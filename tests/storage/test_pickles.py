@@ -264,16 +264,32 @@ def test_enum_members_by_getattr_as_python_3_11_wrote_them():
 @pytest.mark.parametrize(
     ("module", "name", "want"),
     [
-        ("collections", "OrderedDict", 1), ("torch", "bfloat16", 1), ("torch", "FloatStorage", 1),
-        ("torch._utils", "_rebuild_tensor_v2", 1), ("argparse", "Namespace", 1), ("signal", "Signals", 1),
-        ("numpy._core.multiarray", "_reconstruct", 1), ("megatron.core.transformer.enums", "AttnBackend", 1),
-        ("transformers.training_args", "TrainingArguments", 2), ("torch.nn.functional", "gelu", 2),
-        ("deepspeed.runtime.zero.stage3", "Thing", 2), ("paddle.base.core", "Generator", 2), ("enum", "Enum", 2),
-        ("posix", "system", 3), ("collections", "OrderedDict.__reduce__", 3), ("torch", "_utils._rebuild_tensor_v2", 3),
-        ("torch.hub", "load", 3), ("torch.jit._script", "ScriptModule", 3), ("torch", "load", 3), ("torchx", "Thing", 3),
-        ("megatronx.core", "Thing", 3), ("datetime", "sys", 3), ("", "Namespace", 3), ("argparse", "", 3),
+        ("collections", "OrderedDict", 1),
+        ("torch", "bfloat16", 1),
+        ("torch", "FloatStorage", 1),
+        ("torch._utils", "_rebuild_tensor_v2", 1),
+        ("argparse", "Namespace", 1),
+        ("signal", "Signals", 1),
+        ("numpy._core.multiarray", "_reconstruct", 1),
+        ("megatron.core.transformer.enums", "AttnBackend", 1),
+        ("transformers.training_args", "TrainingArguments", 2),
+        ("torch.nn.functional", "gelu", 2),
+        ("deepspeed.runtime.zero.stage3", "Thing", 2),
+        ("paddle.base.core", "Generator", 2),
+        ("enum", "Enum", 2),
+        ("posix", "system", 3),
+        ("collections", "OrderedDict.__reduce__", 3),
+        ("torch", "_utils._rebuild_tensor_v2", 3),
+        ("torch.hub", "load", 3),
+        ("torch.jit._script", "ScriptModule", 3),
+        ("torch", "load", 3),
+        ("torchx", "Thing", 3),
+        ("megatronx.core", "Thing", 3),
+        ("datetime", "sys", 3),
+        ("", "Namespace", 3),
+        ("argparse", "", 3),
     ],
-)  # fmt: skip
+)
 def test_tiers(module, name, want):
     assert tier(module, name) == want
 
@@ -422,9 +438,12 @@ def test_nothing_is_imported_or_run(tmp_path):
         print(len(files), "quiet")
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True,
-        cwd=HERE.parents[1], check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parents[1],
+        check=False,
+    )
     assert done.stdout.split() == [str(len(HOSTILE.CASES)), "quiet"], done.stdout + done.stderr
 
 
@@ -451,9 +470,12 @@ def test_lying_lengths_cost_no_memory(tmp_path):
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True,
-        cwd=HERE.parents[1], check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parents[1],
+        check=False,
+    )
     assert int(done.stdout) < 100, done.stdout + done.stderr
 
 
@@ -509,10 +531,19 @@ def test_objects_written_are_the_real_ones():
 
 @pytest.mark.parametrize(
     "value",
-    [Symbol("posix.system"), Opaque("posix.system", ("true",)), Record("foo.Bar"), Opaque("megatron.core.X"), object(),
-     1 << 3000, Symbol("torch.load"), {"a": [Opaque("builtins.eval", ("1",))]}, Symbol("torch.device")],
+    [
+        Symbol("posix.system"),
+        Opaque("posix.system", ("true",)),
+        Record("foo.Bar"),
+        Opaque("megatron.core.X"),
+        object(),
+        1 << 3000,
+        Symbol("torch.load"),
+        {"a": [Opaque("builtins.eval", ("1",))]},
+        Symbol("torch.device"),
+    ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_only_names_of_our_own_are_written(value):
     with pytest.raises(UsageError) as caught:
         dumps(value)

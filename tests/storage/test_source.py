@@ -29,10 +29,38 @@ from ckpt_tool.storage.source import Tree, safe_relative
 # -- names out of a checkpoint's own files (safety.md B1-B3, B17) -------------------------------------------------
 
 TRAVERSALS = [
-    "/etc/passwd", "../other/model.safetensors", "a/../../x", "..\\x", "C:\\x", "C:x", "//host/x", "\\\\host\\x", "x\0y",
-    "file:///x", "file:x", "http://x", "s3://bucket/x", "", ".", "..", "a//b", "a/", "./a", "a/./b", "a.", "a ", "b /a",
-    "iter_5\n", "a\tb", "\x1b[31mred", "x\x7f", "\ud800.bin", "n" * 256, "é" * 128, "a/" * (FOLDERS + 1) + "b",
-]  # fmt: skip
+    "/etc/passwd",
+    "../other/model.safetensors",
+    "a/../../x",
+    "..\\x",
+    "C:\\x",
+    "C:x",
+    "//host/x",
+    "\\\\host\\x",
+    "x\0y",
+    "file:///x",
+    "file:x",
+    "http://x",
+    "s3://bucket/x",
+    "",
+    ".",
+    "..",
+    "a//b",
+    "a/",
+    "./a",
+    "a/./b",
+    "a.",
+    "a ",
+    "b /a",
+    "iter_5\n",
+    "a\tb",
+    "\x1b[31mred",
+    "x\x7f",
+    "\ud800.bin",
+    "n" * 256,
+    "é" * 128,
+    "a/" * (FOLDERS + 1) + "b",
+]
 
 
 @pytest.mark.parametrize("path", TRAVERSALS, ids=ascii)
@@ -83,8 +111,14 @@ def refused(tree: Tree, path: str, code: str) -> UnsafeInput:
     return info.value
 
 
-ODD = {"../secret": "leaves the folder", "/dev/zero": "leaves the folder", "../missing": "leaves the folder",
-       "link": "leads in a circle", ".": "leads in a circle", "..": "leads in a circle"}  # fmt: skip
+ODD = {
+    "../secret": "leaves the folder",
+    "/dev/zero": "leaves the folder",
+    "../missing": "leaves the folder",
+    "link": "leads in a circle",
+    ".": "leads in a circle",
+    "..": "leads in a circle",
+}
 
 
 @pytest.mark.parametrize("target", ODD, ids=ascii)

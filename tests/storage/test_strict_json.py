@@ -168,10 +168,18 @@ def test_pointers_escape_and_are_short():
     assert len(pointer("x" * 10_000)) == 201
 
 
-# -- what a fault is called ---------------------------------------------------------------------------------------------------
+# -- what a fault is called --------------------------------------------------------------------------------------------
 
-CONTROL = {"NUL": "\\u0000", "backspace": "\\b", "tab": "\\t", "newline": "\\n", "form feed": "\\f",
-           "carriage return": "\\r", "escape": "\\u001b", "0x01": "\\u0001"}  # fmt: skip
+CONTROL = {
+    "NUL": "\\u0000",
+    "backspace": "\\b",
+    "tab": "\\t",
+    "newline": "\\n",
+    "form feed": "\\f",
+    "carriage return": "\\r",
+    "escape": "\\u001b",
+    "0x01": "\\u0001",
+}
 
 
 @pytest.mark.parametrize("where", ["value", "key", "element", "after others"])
@@ -179,9 +187,11 @@ CONTROL = {"NUL": "\\u0000", "backspace": "\\b", "tab": "\\t", "newline": "\\n",
 def test_a_control_character_in_a_string_is_called_that(name: str, where: str) -> None:
     raw = json.loads(f'"{CONTROL[name]}"').encode()
     text = {
-        "value": b'{"a": "x' + raw + b'y"}', "key": b'{"x' + raw + b'y": 1}', "element": b'["q", "x' + raw + b'y"]',
+        "value": b'{"a": "x' + raw + b'y"}',
+        "key": b'{"x' + raw + b'y": 1}',
+        "element": b'["q", "x' + raw + b'y"]',
         "after others": b'{\n  "first": 1,\n  "\xc3\xa4\xe2\x82\xac": "x' + raw + b'y"\n}',
-    }[where]  # fmt: skip
+    }[where]
     with pytest.raises(CorruptFile) as caught:
         parse(text, path="x.json")
     message, at = caught.value.message, text.index(b"x" + raw) + 1
@@ -196,28 +206,54 @@ def test_a_control_character_in_a_string_is_called_that(name: str, where: str) -
 
 
 OTHER_DIALECTS = {  # what people and programs write -> (what it is called, the byte at fault)
-    b"{'a': 1}": ("a text in single quotes", 1), b'{"a": \'b\'}': ("a text in single quotes", 6),
-    b"{`a`: 1}": ("a text in backquotes", 1), "{“a”: 1}".encode(): ("typographic quotes", 1),
-    b'{"a": 1,}': ("a comma before the closing '}'", 7), b'{"a": [1,\n 2,\n]}': ("a comma before the closing ']'", 12),
-    b'{"a": 1,, "b": 2}': ("two commas", 8), b'[1,,2]': ("two commas", 3),
-    b'{"a": 1} // done': ("follows", 9), b'{"a": 1, // one\n "b": 2}': ("a comment", 9), b'{"a": /* one */ 1}': ("a comment", 6),
+    b"{'a': 1}": ("a text in single quotes", 1),
+    b"{\"a\": 'b'}": ("a text in single quotes", 6),
+    b"{`a`: 1}": ("a text in backquotes", 1),
+    "{“a”: 1}".encode(): ("typographic quotes", 1),
+    b'{"a": 1,}': ("a comma before the closing '}'", 7),
+    b'{"a": [1,\n 2,\n]}': ("a comma before the closing ']'", 12),
+    b'{"a": 1,, "b": 2}': ("two commas", 8),
+    b"[1,,2]": ("two commas", 3),
+    b'{"a": 1} // done': ("follows", 9),
+    b'{"a": 1, // one\n "b": 2}': ("a comment", 9),
+    b'{"a": /* one */ 1}': ("a comment", 6),
     b'{\n# c\n"a": 1}': ("a comment", 2),
-    b'{"a": True}': ("True is not JSON", 6), b'{"a": None}': ("None is not JSON", 6), b'[undefined]': ("undefined is not JSON", 1),
-    b'{"a": NaN}': ("NaN is not JSON", 6), b'{"a": nan}': ("nan is not JSON", 6), b'{"a": -Infinity}': ("-Infinity is not JSON", 6),
-    b'{"a": +inf}': ("+inf is not JSON", 6), b"[Inf]": ("Inf is not JSON", 1),
-    b"[01]": ("begins with a zero", 1), b"[-007]": ("begins with a zero", 1), b"[0x10]": ("the number 0x10", 1),
-    b"[+1]": ("plus sign", 1), b"[.5]": ("both sides of its point", 1), b"[1.]": ("both sides of its point", 2),
-    b'{a: 1}': ("want a key in quotes and ':', found 'a: 1}'", 1), b'{"a" 1}': ("want a key in quotes and ':'", 1),
-    b'{"a": 1 "b": 2}': ("want ',' or the closing '}', found", 8), b'[1 2]': ("want ',' or the closing ']'", 3),
-    b'[1}': ("want ',' or the closing ']', found '}'", 2),
-    b'{"a": "x': ("a string is not closed", 6), b'{"a": "x\\': ("a string is not closed", 6), b'{"a': ("a string is not closed", 1),
-    b'{"a": 1': ("the text ends before its last bracket", 7), b'{"a":': ("the text ends", 5), b'[': ("the text ends", 1),
-    b"": ("the text is empty", 0), b" \n ": ("the text is empty", 3),
-    b"\xef\xbb\xbf{}": ("byte order mark", 0), '{"a": 1}'.encode("utf-16"): ("UTF-16", 0), '{"a": 1}'.encode("utf-16-le"): ("UTF-16", 1),
-    b'{"a": 1' + bytes(9): ("9 NUL bytes", 7), bytes(16): ("16 NUL bytes", 0),
-    b'["\\x41"]': ("a string holds \\x, an escape", 2), b'["ok", "a\\\'b"]': ("a string holds \\', an escape", 9),
+    b'{"a": True}': ("True is not JSON", 6),
+    b'{"a": None}': ("None is not JSON", 6),
+    b"[undefined]": ("undefined is not JSON", 1),
+    b'{"a": NaN}': ("NaN is not JSON", 6),
+    b'{"a": nan}': ("nan is not JSON", 6),
+    b'{"a": -Infinity}': ("-Infinity is not JSON", 6),
+    b'{"a": +inf}': ("+inf is not JSON", 6),
+    b"[Inf]": ("Inf is not JSON", 1),
+    b"[01]": ("begins with a zero", 1),
+    b"[-007]": ("begins with a zero", 1),
+    b"[0x10]": ("the number 0x10", 1),
+    b"[+1]": ("plus sign", 1),
+    b"[.5]": ("both sides of its point", 1),
+    b"[1.]": ("both sides of its point", 2),
+    b"{a: 1}": ("want a key in quotes and ':', found 'a: 1}'", 1),
+    b'{"a" 1}': ("want a key in quotes and ':'", 1),
+    b'{"a": 1 "b": 2}': ("want ',' or the closing '}', found", 8),
+    b"[1 2]": ("want ',' or the closing ']'", 3),
+    b"[1}": ("want ',' or the closing ']', found '}'", 2),
+    b'{"a": "x': ("a string is not closed", 6),
+    b'{"a": "x\\': ("a string is not closed", 6),
+    b'{"a': ("a string is not closed", 1),
+    b'{"a": 1': ("the text ends before its last bracket", 7),
+    b'{"a":': ("the text ends", 5),
+    b"[": ("the text ends", 1),
+    b"": ("the text is empty", 0),
+    b" \n ": ("the text is empty", 3),
+    b"\xef\xbb\xbf{}": ("byte order mark", 0),
+    '{"a": 1}'.encode("utf-16"): ("UTF-16", 0),
+    '{"a": 1}'.encode("utf-16-le"): ("UTF-16", 1),
+    b'{"a": 1' + bytes(9): ("9 NUL bytes", 7),
+    bytes(16): ("16 NUL bytes", 0),
+    b'["\\x41"]': ("a string holds \\x, an escape", 2),
+    b'["ok", "a\\\'b"]': ("a string holds \\', an escape", 9),
     b'["\\\\ \\u12"]': ("a string holds \\u, an escape", 5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", OTHER_DIALECTS, ids=ascii)

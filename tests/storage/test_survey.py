@@ -1,4 +1,5 @@
-"""Every pickle and every name is found by the survey, whatever it lies in and however broken it is; and it never raises."""
+"""Every pickle and every name is found by the survey, whatever it lies in and however broken it is; and it never
+raises."""
 
 from __future__ import annotations
 
@@ -66,9 +67,20 @@ FILES = {
     "protocol 0": b"cposix\nsystem\n(Vtrue\ntR.",
     "a second stream": b"\x80\x02}." + EVIL,
     "behind a broken opcode": b"\x80\x02]K\x01K\x02s" + CALL + b".",  # SETITEM on a list
-    "behind an object of a class that is refused": b"\x80\x02" + PICKLES.name("torchao.optim", "Q") + b")\x81}b0" + CALL + b".",
-    "by STACK_GLOBAL behind a break": b"\x80\x04]K\x01K\x02s" + PICKLES.text("posix") + PICKLES.text("system") + b"\x93.",
-    "by the memo behind a break": b"\x80\x04" + PICKLES.text("posix") + b"q\x00" + PICKLES.text("system") + b"q\x01]K\x01K\x02s"
+    "behind an object of a class that is refused": b"\x80\x02"
+    + PICKLES.name("torchao.optim", "Q")
+    + b")\x81}b0"
+    + CALL
+    + b".",
+    "by STACK_GLOBAL behind a break": b"\x80\x04]K\x01K\x02s"
+    + PICKLES.text("posix")
+    + PICKLES.text("system")
+    + b"\x93.",
+    "by the memo behind a break": b"\x80\x04"
+    + PICKLES.text("posix")
+    + b"q\x00"
+    + PICKLES.text("system")
+    + b"q\x01]K\x01K\x02s"
     + b"h\x00h\x01\x93.",
     "behind a large string": b"\x80\x02]K\x01K\x02sB" + (9000).to_bytes(4, "little") + bytes(9000) + CALL + b".",
     "a zip": zipped(),
@@ -81,7 +93,7 @@ FILES = {
     "in a tar": tarred(zipped()),
     "a NumPy file": objects(),
     "in an npz": zipped(name="w.npy", data=objects()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -95,10 +107,15 @@ def test_the_name_is_found(kind: str, tmp_path: Path) -> None:
     assert len(unsafe_names(tree, ["x.bin"])) >= 1
 
 
-@pytest.mark.parametrize(("data", "word"), [
-    (zipped(zipfile.ZIP_DEFLATED), "compressed"), (zipped(name="other")[:18] + bytes(8) + zipped(name="other")[26:-60], "no directory"),
-    (EVIL[:-1], "broken at byte"), (b"\x80\x02\xff" + EVIL, "broken at byte 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (zipped(zipfile.ZIP_DEFLATED), "compressed"),
+        (zipped(name="other")[:18] + bytes(8) + zipped(name="other")[26:-60], "no directory"),
+        (EVIL[:-1], "broken at byte"),
+        (b"\x80\x02\xff" + EVIL, "broken at byte 3"),
+    ],
+)
 def test_what_can_not_be_looked_into_is_said(data: bytes, word: str, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(data)
     assert any(word in one.unseen for one in survey(Tree(tmp_path))), list(survey(Tree(tmp_path)))

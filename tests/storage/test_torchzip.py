@@ -452,9 +452,12 @@ def test_reading_opens_the_file_and_does_nothing_else(tmp_path):
     print({name for event, name in seen if event == "open" and not name.endswith("model.pt")})
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True,
-        cwd=HERE.parents[1], check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parents[1],
+        check=False,
+    )
     assert done.stdout.splitlines() == [f"{len(HOSTILE.CASES)} ['open']", "set()"], done.stdout + done.stderr
 
 

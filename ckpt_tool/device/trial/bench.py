@@ -2,10 +2,10 @@
 
     rows = measured(device, payload=1 << 30, repeats=30)       # some 20 s on a GPU
 
-A row says how long a work (`workloads.py`) took and its share of the plain copy: its bytes read and written a second over those
-of `cudaMemcpyAsync` between the same buffers, measured in the same call. A time is the median of `repeats` launches, each
-between two events of the device, on slots in turn; the list lies on the device already, as in a program that uses it often. All
-works are measured twice, one pass after another: `spread` is how far the two medians lie apart.
+A row says how long a work (`workloads.py`) took and its share of the plain copy: its bytes read and written a second
+over those of `cudaMemcpyAsync` between the same buffers, measured in the same call. A time is the median of `repeats`
+launches, each between two events of the device, on slots in turn; the list is on the device already, as in a program
+that uses it often. All works are measured twice, one pass after another: `spread` is how far the two medians are apart.
 
 On the host shim it runs too, to test the bench: its figures mean nothing.
 """
@@ -18,7 +18,7 @@ from ctypes import byref, c_void_p
 from statistics import median
 from typing import NamedTuple
 
-from ckpt_tool.device.memory import Device
+from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial.workloads import WORKS, Arena, Knobs, Work, values
 
 PASSES = 2
@@ -26,7 +26,8 @@ SEED_BYTES = 32 << 20  # random values are made once and laid out again and agai
 
 
 class Row(NamedTuple):
-    """One work, or one peer of it. milliseconds: the median; gbs: bytes read and written a nanosecond; share: of the plain copy;
+    """One work, or one peer of it. milliseconds: the median; gbs: bytes read and written a nanosecond; share: of the
+    plain copy;
     spread: the difference of the two passes over their mean."""
 
     kernel: str
@@ -137,8 +138,9 @@ def measured(
     only: Collection[str] = (),
     watch: Callable[[Work], None] | None = None,
 ) -> list[Row]:
-    """Every work on this device, after a row for the plain copy. payload: bytes of each side. only: kernels, all where empty.
-    watch: told of each work before it begins."""
+    """Every work on this device, after a row for the plain copy. payload: bytes of each side. only: kernels, all where
+    empty.
+    watch: is given each work before it begins."""
     works = [work for work in WORKS.values() if not only or work.kernel in only]
     timer, found = Timer(device), Measured()
     with arena_on(device, payload, slots) as arena:

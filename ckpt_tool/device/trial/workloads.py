@@ -2,9 +2,9 @@
 
     WORKS["columns 512 B"].prepare(device, arena)  ->  Prepared(call, moved, cleanup)
 
-A payload is split into boxes that read or write all of it once, so the floor of a work is its bytes read and written at the speed
-of a plain copy. An arena has several slots of a payload, used in turn, so that no call finds in a cache what the one before left
-there. Values are random: normal floats where a kernel computes, bytes elsewhere.
+A payload is split into boxes that read or write all of it once, so the floor of a work is its bytes read and written at
+the speed of a plain copy. An arena has several slots of a payload, used in turn, so that no call finds in a cache what
+the one before left there. Values are random: normal floats where a kernel computes, bytes elsewhere.
 
 The names stay: figures of different days are told apart by them. Runs are in bytes, shapes in elements.
 """
@@ -22,10 +22,9 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device.adamw import Constants, Flat, step, swap
 from ckpt_tool.device.casts import CodeBox, Scales, line, pack_casts, pack_codes
 from ckpt_tool.device.comparisons import RECORD, pack_pairs
-from ckpt_tool.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, pack
+from ckpt_tool.device.descriptors import SPANS_FROM, TILE, Descriptors, Strided, Turned, pack, pack_turned
 from ckpt_tool.device.digests import Line, pack_lines
-from ckpt_tool.device.memory import Device, Memory
-from ckpt_tool.device.transposes import Turned, pack_turned
+from ckpt_tool.device.library import Device, Memory
 
 PAD = 4096  # bytes after each slot, for what begins a little off
 
@@ -129,7 +128,8 @@ def pieces(nbytes: int, *, source_skew: int = 0, target_skew: int = 0) -> Lists:
 
 
 def columns(run: int, ways: int = 8, *, merge: bool = False, gap: int = 0) -> Lists:
-    """A tensor whose rows are cut into `ways` (the columns of TP ranks), each a tensor of its own; merge: the other way round.
+    """A tensor whose rows are cut into `ways` (the columns of TP ranks), each a tensor of its own; merge: the other way
+    round.
     gap: bytes between the cuts' rows, which shifts them on the 16-byte grid."""
 
     def make(source: int, target: int, payload: int) -> Iterable[Strided]:
@@ -202,8 +202,18 @@ def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Aren
         def call(slot: int) -> None:
             k = slot % arena.slots
             casts = slots[k]
-            device.library.call("box_cast", held[1 + k].address, len(casts.boxes.packed), casts.boxes.tiles, casts.source,
-                                casts.target, counts.address, knobs.blocks, knobs.threads, 0)  # fmt: skip
+            device.library.call(
+                "box_cast",
+                held[1 + k].address,
+                len(casts.boxes.packed),
+                casts.boxes.tiles,
+                casts.source,
+                casts.target,
+                counts.address,
+                knobs.blocks,
+                knobs.threads,
+                0,
+            )
 
         return Prepared(call, count * (given.bits + wanted.bits) // 8, len(slots[0].boxes.packed), held)
 
@@ -246,8 +256,19 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
         def call(slot: int) -> None:
             k = slot % arena.slots
             made, packed = lists[k], held[2 + arena.slots + k]
-            device.library.call("box_dequantise", packed.address, len(made.boxes.packed), made.boxes.tiles, made.source,
-                                made.target, records[k].address, counts.address, knobs.blocks, knobs.threads, 0)  # fmt: skip
+            device.library.call(
+                "box_dequantise",
+                packed.address,
+                len(made.boxes.packed),
+                made.boxes.tiles,
+                made.source,
+                made.target,
+                records[k].address,
+                counts.address,
+                knobs.blocks,
+                knobs.threads,
+                0,
+            )
 
         return Prepared(call, rows * wide * (given.bits + 16) // 8 + values.nbytes, len(lists[0].boxes.packed), held)
 
@@ -285,8 +306,16 @@ def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
 
         def call(slot: int) -> None:
             k = slot % arena.slots
-            device.library.call("compare", held[1 + k].address, len(lists[k].packed), lists[k].tiles, records.address, knobs.blocks,
-                                knobs.threads, 0)  # fmt: skip
+            device.library.call(
+                "compare",
+                held[1 + k].address,
+                len(lists[k].packed),
+                lists[k].tiles,
+                records.address,
+                knobs.blocks,
+                knobs.threads,
+                0,
+            )
 
         return Prepared(call, 2 * arena.payload, 1, held)
 
@@ -294,14 +323,16 @@ def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
 
 
 def flat_buffers(arena: Arena, slot: int) -> Flat:
-    """Gradient, master and first moment in the source of a slot, the others in its target: 12 and 10 bytes an element."""
+    """Gradient, master and first moment in the source of a slot, the others in its target: 12 and 10 bytes an
+    element."""
     source, target = arena.at(slot)
     count = arena.payload // 12 // 64 * 64
     return Flat(count, source, source + 4 * count, source + 8 * count, target, target + 4 * count, target + 8 * count)
 
 
 def optimizer(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
-    """A step of AdamW with its average on fp32 state, writing bfloat16 parameters: 20 bytes read and 18 written an element."""
+    """A step of AdamW with its average on fp32 state, writing bfloat16 parameters: 20 bytes read and 18 written an
+    element."""
     device.fill(arena.target, 0, arena.nbytes)  # second moments are never negative
     flats = [flat_buffers(arena, k) for k in range(arena.slots)]
     constants = Constants.of(step=7, rate=1e-4)
@@ -313,7 +344,8 @@ def optimizer(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
 
 
 def exchange(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
-    """Weights and their average change places, and the bfloat16 parameters follow: 8 bytes read and 10 written an element."""
+    """Weights and their average change places, and the bfloat16 parameters follow: 8 bytes read and 10 written an
+    element."""
     flats = [flat_buffers(arena, k) for k in range(arena.slots)]
 
     def call(slot: int) -> None:

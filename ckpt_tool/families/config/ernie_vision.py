@@ -1,12 +1,14 @@
 """The config of ERNIE 4.5 VL: one flat object in Paddle and in baidu's -PT files, three nested ones in transformers 5.
 
-    flat     {"moe_num_experts": [64, 64], "moe_layer_start_index": [1, 1], "spatial_conv_size": 2, "im_patch_id": 100295, ...}
-    nested   {"text_config": {"moe_num_experts": 64, "mlp_layer_types": ["dense", "sparse", ...]}, "vision_config":
+    flat  {"moe_num_experts": [64, 64], "moe_layer_start_index": [1, 1], "spatial_conv_size": 2, "im_patch_id": 100295,
+      ...}
+    nested  {"text_config": {"moe_num_experts": 64, "mlp_layer_types": ["dense", "sparse", ...]}, "vision_config":
               {"spatial_merge_size": 2}, "image_token_id": 100295}
 
 Sources: transformers `models/ernie4_5_vl_moe/convert_ernie4_5_vl_moe_to_hf.py` (`convert_config`) and 5.23
-`configuration_ernie4_5_vl_moe.py`; PaddleFormers 1.2.0 `transformers/ernie4_5_moe_vl/model/configuration.py`, `dfnrope`. What the
-flat one leaves unsaid is Paddle's default, spelled out. Cost: none. What it does not do: processors, tokenizers.
+`configuration_ernie4_5_vl_moe.py`; PaddleFormers 1.2.0 `transformers/ernie4_5_moe_vl/model/configuration.py`,
+`dfnrope`. What the flat one leaves unsaid is Paddle's default, spelled out. Cost: none. What it does not do:
+processors, tokenizers.
 """
 
 from __future__ import annotations
@@ -16,14 +18,33 @@ from typing import Any
 
 KINDS = ("ernie4_5_vl_moe", "ernie4_5_moe_vl")
 _TEXT: Mapping[str, Any] = {  # the same keys in both, and what Paddle takes where one is missing
-    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 11008, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "use_bias": False,
-    "moe_k": 2, "moe_intermediate_size": None, "moe_num_shared_experts": 0, "tie_word_embeddings": False,
-    "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "use_bias": False,
+    "moe_k": 2,
+    "moe_intermediate_size": None,
+    "moe_num_shared_experts": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _VISION: Mapping[str, Any] = {
-    "depth": 32, "hidden_size": 3584, "hidden_act": "quick_gelu", "num_heads": 16, "in_channels": 3, "patch_size": 14,
-}  # fmt: skip
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+}
 
 
 def is_flat(config: Mapping[str, Any]) -> bool:
@@ -56,18 +77,29 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     frames = min(config.get("freq_allocation", 20), head // 2)
     sections = [(head // 2 - frames) // 2] * 2 + [frames]
     theta = config.get("rope_theta", 10000.0)
-    text |= {"head_dim": head, "hidden_act": "silu", "model_type": "ernie4_5_vl_moe_text",
-             "rope_parameters": {"rope_type": "default", "rope_theta": theta, "mrope_section": sections}}  # fmt: skip
+    text |= {
+        "head_dim": head,
+        "hidden_act": "silu",
+        "model_type": "ernie4_5_vl_moe_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "mrope_section": sections},
+    }
     text["num_key_value_heads"] = text["num_key_value_heads"] or text["num_attention_heads"]
     seen = config.get("vision_config") or {}
     vision = {key: seen.get(key, silent) for key, silent in _VISION.items()}
     vision |= {
-        "model_type": "ernie4_5_vl_moe_vision", "rms_norm_eps": 1e-6,
+        "model_type": "ernie4_5_vl_moe_vision",
+        "rms_norm_eps": 1e-6,
         "intermediate_size": int(vision["hidden_size"] * seen.get("mlp_ratio", 4)),
-        "spatial_merge_size": config.get("spatial_conv_size", 2), "temporal_merge_size": config.get("temporal_conv_size", 2),
-    }  # fmt: skip
-    out = {"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "model_type": "ernie4_5_vl_moe",
-           "text_config": text, "vision_config": vision, "tie_word_embeddings": text["tie_word_embeddings"]}  # fmt: skip
+        "spatial_merge_size": config.get("spatial_conv_size", 2),
+        "temporal_merge_size": config.get("temporal_conv_size", 2),
+    }
+    out = {
+        "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+        "model_type": "ernie4_5_vl_moe",
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
     if config.get("im_patch_id") is not None:
         out["image_token_id"] = config["im_patch_id"]
     dtype = config.get("dtype", config.get("torch_dtype"))
@@ -79,8 +111,14 @@ def flat(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     text, seen = config["text_config"], config.get("vision_config") or {}
     out: dict[str, Any] = {key: text[key] for key in _TEXT if text.get(key) is not None}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-    out |= {"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "model_type": "ernie4_5_moe_vl",
-            "tie_word_embeddings": tied, "moe_gate": "topk", "moe_use_aux_free": True, "rope_3d": True}  # fmt: skip
+    out |= {
+        "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+        "model_type": "ernie4_5_moe_vl",
+        "tie_word_embeddings": tied,
+        "moe_gate": "topk",
+        "moe_use_aux_free": True,
+        "rope_3d": True,
+    }
     if text.get("moe_num_experts") is not None:
         out["moe_num_experts"] = [text["moe_num_experts"]] * 2
     rope = text.get("rope_parameters") or {}
@@ -92,12 +130,18 @@ def flat(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     vision = {key: seen[key] for key in _VISION if seen.get(key) is not None}
     hidden = vision.get("hidden_size", 1280)
     ratio = seen.get("intermediate_size", 4 * hidden) / hidden
-    vision |= {"embed_dim": hidden, "hidden_size": hidden, "mlp_ratio": int(ratio) if ratio == int(ratio) else ratio,
-               "spatial_merge_size": seen.get("spatial_merge_size", 2)}  # fmt: skip
+    vision |= {
+        "embed_dim": hidden,
+        "hidden_size": hidden,
+        "mlp_ratio": int(ratio) if ratio == int(ratio) else ratio,
+        "spatial_merge_size": seen.get("spatial_merge_size", 2),
+    }
     out |= {
-        "vision_config": vision, "pixel_hidden_size": hidden, "spatial_conv_size": seen.get("spatial_merge_size", 2),
+        "vision_config": vision,
+        "pixel_hidden_size": hidden,
+        "spatial_conv_size": seen.get("spatial_merge_size", 2),
         "temporal_conv_size": seen.get("temporal_merge_size", 2),
-    }  # fmt: skip
+    }
     if config.get("image_token_id") is not None:
         out["im_patch_id"] = config["image_token_id"]
     dtype = config.get("dtype", text.get("dtype"))

@@ -5,10 +5,10 @@
     softmax         norm_topk_prob = False                   moe_router_pre_softmax = True
     shared_experts  n_shared_experts = 2, each of 5          moe_shared_expert_intermediate_size = 10
 
-A softmax over the chosen experts alone (`pre_softmax` off) is a softmax over all, divided by the sum of the chosen: what
-`norm_topk_prob` says. Sources: Megatron-LM core 0.16.1 `core/transformer/moe/moe_utils.py` (`topk_routing_with_score_function`,
-`group_limited_topk`), `core/models/gpt/gpt_layer_specs.py`; transformers 5.23 `modeling_*.py`. Cost: none. What it does not do:
-see `families.config.forms`.
+A softmax over the chosen experts alone (`pre_softmax` off) is a softmax over all, divided by the sum of the chosen:
+what `norm_topk_prob` says. Sources: Megatron-LM core 0.16.1 `core/transformer/moe/moe_utils.py`
+(`topk_routing_with_score_function`, `group_limited_topk`), `core/models/gpt/gpt_layer_specs.py`; transformers 5.23
+`modeling_*.py`. Cost: none. What it does not do: see `families.config.forms`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same
 
 _EXPERTS = same(
-    ("num_experts_per_tok", "moe_router_topk"), ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    ("num_experts_per_tok", "moe_router_topk"),
+    ("moe_intermediate_size", "moe_ffn_hidden_size"),
     ("router_aux_loss_coef", "moe_aux_loss_coeff"),
-)  # fmt: skip
+)
 
 
 def _experts_to(model: Model, out: Values) -> None:
@@ -127,8 +128,10 @@ def _groups_to(model: Model, out: Values) -> None:
     if groups > 1:
         out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
         if top // max(best, 1) != 2:
-            model.lost(f"n_group: Megatron rates a group by its best {top // max(best, 1)} experts (moe_router_topk over"
-                       " moe_router_group_topk), the model by its best 2")  # fmt: skip
+            model.lost(
+                f"n_group: Megatron rates a group by its best {top // max(best, 1)} experts (moe_router_topk over"
+                " moe_router_group_topk), the model by its best 2"
+            )
 
 
 def _groups_back(args: Arguments, out: Values) -> None:
@@ -148,8 +151,10 @@ def _limited_to(model: Model, out: Values) -> None:
     if model.get("topk_method") == "group_limited_greedy" and groups > 1:
         out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
         if top // best != 1:
-            model.lost(f"n_group: Megatron rates a group by its best {top // best} experts (moe_router_topk over"
-                       " moe_router_group_topk), the model by its best one")  # fmt: skip
+            model.lost(
+                f"n_group: Megatron rates a group by its best {top // best} experts (moe_router_topk over"
+                " moe_router_group_topk), the model by its best one"
+            )
 
 
 def _limited_back(args: Arguments, out: Values) -> None:
@@ -173,7 +178,8 @@ def _shared_back(args: Arguments, out: Values) -> None:
     count = (whole or 0) // width if width else 0
     if width and count * width != (whole or 0):
         args.lost(
-            f"no class has shared experts of {whole} beside experts of {width}: {args.key('n_shared_experts')} is left out"
+            f"no class has shared experts of {whole} beside experts of {width}: "
+            f"{args.key('n_shared_experts')} is left out"
         )
     else:
         out[args.key("n_shared_experts")] = count
@@ -208,9 +214,15 @@ def _nothing_back(args: Arguments, out: Values) -> None:
 
 
 EXPERT_FORMS: Mapping[str, Form] = {
-    "experts": Form(_experts_to, _experts_back), "all_sparse": Form(_all_sparse_to, _nothing_back),
-    "sparse_layers": Form(_sparse_layers_to, _sparse_layers_back), "first_dense": Form(_first_dense_to, _first_dense_back),
-    "interval": Form(_interval_to, _interval_back), "softmax": Form(_softmax_to, _softmax_back),
-    "groups": Form(_groups_to, _groups_back), "limited": Form(_limited_to, _limited_back), "shared_experts": Form(_shared_to, _shared_back),
-    "shared_expert": Form(_shared_expert_to, _shared_expert_back), "ahead": Form(_ahead_to, _ahead_back),
-}  # fmt: skip
+    "experts": Form(_experts_to, _experts_back),
+    "all_sparse": Form(_all_sparse_to, _nothing_back),
+    "sparse_layers": Form(_sparse_layers_to, _sparse_layers_back),
+    "first_dense": Form(_first_dense_to, _first_dense_back),
+    "interval": Form(_interval_to, _interval_back),
+    "softmax": Form(_softmax_to, _softmax_back),
+    "groups": Form(_groups_to, _groups_back),
+    "limited": Form(_limited_to, _limited_back),
+    "shared_experts": Form(_shared_to, _shared_back),
+    "shared_expert": Form(_shared_expert_to, _shared_expert_back),
+    "ahead": Form(_ahead_to, _ahead_back),
+}

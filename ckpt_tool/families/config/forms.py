@@ -1,16 +1,17 @@
 """Forms: what a config and Megatron's arguments say in other shapes, each as a pair of functions that undo each other.
 
-The one idea: `to(model, out)` writes arguments from a config, `back(arguments, out)` the config from arguments; a class lists its
-forms (`families.config.facts`). What the other side has no word for is a line in `notes`, never a guess.
+The one idea: `to(model, out)` writes arguments from a config, `back(arguments, out)` the config from arguments; a class
+lists its forms (`families.config.facts`). What the other side has no word for is a line in `notes`, never a guess.
 
-    heads   num_key_value_heads = 2, head_dim = 8          group_query_attention = True, num_query_groups = 2, kv_channels = 8
+    heads   num_key_value_heads = 2, head_dim = 8    group_query_attention = True, num_query_groups = 2, kv_channels = 8
     rope    rope_scaling = {rope_type: llama3, factor: 8}  use_rope_scaling = True, rope_scaling_factor = 8.0
     first_dense   first_k_dense_replace = 1, 3 layers      moe_layer_freq = [0, 1, 1]
 
-Sources: Megatron-LM core 0.16.1 (`training/arguments.py`, `core/transformer/moe/moe_utils.py`, `core/transformer/utils.py`
-`is_layer_window_attention`, `core/models/common/embeddings/rotary_pos_embedding.py`), transformers 5.23 (`modeling_*.py`,
-`modeling_rope_utils.py`), Megatron-Bridge of August 2026 (`conversion/model_bridge.py`). Cost: none.
-What it does not do: choose the class, check shapes (`families.config.translation`).
+Sources: Megatron-LM core 0.16.1 (`training/arguments.py`, `core/transformer/moe/moe_utils.py`,
+`core/transformer/utils.py` `is_layer_window_attention`, `core/models/common/embeddings/rotary_pos_embedding.py`),
+transformers 5.23 (`modeling_*.py`, `modeling_rope_utils.py`), Megatron-Bridge of August 2026
+(`conversion/model_bridge.py`). Cost: none. What it does not do: choose the class, check shapes
+(`families.config.translation`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ _LLAMA3 = {
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}  # MLATransformerConfig's own
 
 _SIZES = same(
-    ("num_hidden_layers", "num_layers"), ("hidden_size", "hidden_size"), ("intermediate_size", "ffn_hidden_size"),
-    ("num_attention_heads", "num_attention_heads"), ("vocab_size", "vocab_size"), ("rms_norm_eps", "layernorm_epsilon"),
-    ("max_position_embeddings", "max_position_embeddings"), ("initializer_range", "init_method_std"),
-)  # fmt: skip
+    ("num_hidden_layers", "num_layers"),
+    ("hidden_size", "hidden_size"),
+    ("intermediate_size", "ffn_hidden_size"),
+    ("num_attention_heads", "num_attention_heads"),
+    ("vocab_size", "vocab_size"),
+    ("rms_norm_eps", "layernorm_epsilon"),
+    ("max_position_embeddings", "max_position_embeddings"),
+    ("initializer_range", "init_method_std"),
+)
 
-# -- attention ----------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def _heads_to(model: Model, out: Values) -> None:
@@ -58,20 +64,34 @@ def _heads_back(args: Arguments, out: Values) -> None:
 
 def _latent_to(model: Model, out: Values) -> None:
     out |= {"multi_latent_attention": True, "group_query_attention": False, "num_query_groups": 1}
-    pairs = (("q_lora_rank", "q_lora_rank"), ("kv_lora_rank", "kv_lora_rank"), ("qk_nope_head_dim", "qk_head_dim"),
-             ("qk_rope_head_dim", "qk_pos_emb_head_dim"), ("v_head_dim", "v_head_dim"), ("v_head_dim", "kv_channels"))  # fmt: skip
+    pairs = (
+        ("q_lora_rank", "q_lora_rank"),
+        ("kv_lora_rank", "kv_lora_rank"),
+        ("qk_nope_head_dim", "qk_head_dim"),
+        ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+        ("v_head_dim", "v_head_dim"),
+        ("v_head_dim", "kv_channels"),
+    )
     out |= {name: model.get(key) for key, name in pairs}
     if model.get("rms_norm_eps") != 1e-6:  # transformers gives the norms of the low ranks none of its own
         model.lost(
-            f"rms_norm_eps {model.get('rms_norm_eps')}: Megatron has it at the norms of the low ranks too, transformers 1e-6"
+            f"rms_norm_eps {model.get('rms_norm_eps')}: Megatron has it at the norms of the low ranks too, "
+            "transformers 1e-6"
         )
 
 
 def _latent_back(args: Arguments, out: Values) -> None:
     out["num_key_value_heads"] = args.get("num_attention_heads")
-    out |= {key: args.get(name) for key, name in (
-        ("q_lora_rank", "q_lora_rank"), ("kv_lora_rank", "kv_lora_rank"), ("qk_nope_head_dim", "qk_head_dim"),
-        ("qk_rope_head_dim", "qk_pos_emb_head_dim"), ("v_head_dim", "v_head_dim"))}  # fmt: skip
+    out |= {
+        key: args.get(name)
+        for key, name in (
+            ("q_lora_rank", "q_lora_rank"),
+            ("kv_lora_rank", "kv_lora_rank"),
+            ("qk_nope_head_dim", "qk_head_dim"),
+            ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+            ("v_head_dim", "v_head_dim"),
+        )
+    }
 
 
 def windowed_layers(model: Model) -> tuple[int | None, list[bool]]:
@@ -109,26 +129,26 @@ def _window_back(args: Arguments, out: Values) -> None:
             out["max_window_layers"] = kinds.index(True) if True in kinds else layers
 
 
-# -- rope ---------------------------------------------------------------------------------------------------------------
+# -- rope --------------------------------------------------------------------------------------------------------------
 
 
 def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
     """What a config says of rope, whatever its age: {theta, factor_of_dims, type, ...scaling}."""
-    told: Values = {}
+    rope: Values = {}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), Mapping):
-            told |= config[name]
+            rope |= config[name]
     if isinstance(
-        every := told.get("full_attention"), Mapping
+        every := rope.get("full_attention"), Mapping
     ):  # Gemma 3 by transformers 5: windowed layers have their own
-        told = {key: value for key, value in told.items() if not isinstance(value, Mapping)} | dict(every)
-    if not told and "rope_parameters" not in config:  # a class may have a rope of its own
-        told |= defaults.get("rope_scaling", {})
-    kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
-    told.pop("type", None)
-    theta = told.pop("rope_theta", None) or config.get("rope_theta") or defaults.get("rope_theta")
-    part = told.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    return {"theta": theta, "part": part or defaults.get("partial_rotary_factor") or 1.0, "type": kind, **told}
+        rope = {key: value for key, value in rope.items() if not isinstance(value, Mapping)} | dict(every)
+    if not rope and "rope_parameters" not in config:  # a class may have a rope of its own
+        rope |= defaults.get("rope_scaling", {})
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or defaults.get("rope_theta")
+    part = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    return {"theta": theta, "part": part or defaults.get("partial_rotary_factor") or 1.0, "type": kind, **rope}
 
 
 def _rope_to(model: Model, out: Values) -> None:
@@ -144,8 +164,10 @@ def _rope_to(model: Model, out: Values) -> None:
             if rope.get(key, value) != value:
                 model.lost(f"rope_scaling: Megatron's rope for Llama 3 has {key} {value}, the model {rope[key]}")
         if out["rope_scaling_factor"] != 8.0:
-            model.lost(f"rope_scaling: gpt_builders.py of Megatron-LM 0.16.1 does not pass rope_scaling_factor"
-                       f" {out['rope_scaling_factor']} on, it takes 8")  # fmt: skip
+            model.lost(
+                f"rope_scaling: gpt_builders.py of Megatron-LM 0.16.1 does not pass rope_scaling_factor"
+                f" {out['rope_scaling_factor']} on, it takes 8"
+            )
     elif rope["type"] == "linear":
         out["rotary_seq_len_interpolation_factor"] = rope.get("factor")
         model.lost("rope_scaling: gpt_builders.py of Megatron-LM 0.16.1 does not pass a linear factor on")
@@ -177,7 +199,8 @@ def _latent_rope_to(rope: Values, model: Model, out: Values) -> None:
             )
             if out[key] != value:
                 model.lost(
-                    f"rope_scaling: Megatron-LM 0.16.1 has no argument for {key}, it takes {value}, the model has {out[key]}"
+                    f"rope_scaling: Megatron-LM 0.16.1 has no argument for {key}, it takes {value}, the model "
+                    f"has {out[key]}"
                 )
 
 
@@ -201,8 +224,10 @@ def _rope_back(args: Arguments, out: Values) -> None:
     elif args.get("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": float(args.get("rope_scaling_factor")), **_LLAMA3}
     elif args.get("position_embedding_type") == "yarn":
-        spelt = {f"yarn_{_yarn_name(key)}": key for key in
-                 ("factor", "truncate", "mscale", "mscale_all_dim", *_YARN, "attention_factor")}  # fmt: skip
+        spelt = {
+            f"yarn_{_yarn_name(key)}": key
+            for key in ("factor", "truncate", "mscale", "mscale_all_dim", *_YARN, "attention_factor")
+        }
         scaling = {"rope_type": "yarn"} | {key: args.args[name] for name, key in spelt.items() if name in args.args}
     elif args.get("rotary_seq_len_interpolation_factor"):
         scaling = {"rope_type": "linear", "factor": float(args.get("rotary_seq_len_interpolation_factor"))}
@@ -212,7 +237,7 @@ def _rope_back(args: Arguments, out: Values) -> None:
         out["rope_parameters"] = {"rope_type": "default", "rope_theta": out["rope_theta"]}
 
 
-# -- switches -----------------------------------------------------------------------------------------------------------
+# -- switches ----------------------------------------------------------------------------------------------------------
 
 
 def _tied_to(model: Model, out: Values) -> None:
@@ -245,10 +270,18 @@ def _biases_back(args: Arguments, out: Values) -> None:
 
 
 FORMS: Mapping[str, Form] = {
-    **EXPERT_FORMS, **GATE_FORMS,
-    "sizes": _SIZES, "heads": Form(_heads_to, _heads_back), "latent": Form(_latent_to, _latent_back),
-    "window": Form(_window_to, _window_back), "rope": Form(_rope_to, _rope_back), "tied": Form(_tied_to, _tied_back),
-    "silu": Form(_silu_to, _silu_back), "biases": Form(_biases_to, _biases_back),
-    "dropout": same(("attention_dropout", "attention_dropout")), "qkv_bias": same(("qkv_bias", "add_qkv_bias")), "use_bias": same(("use_bias", "add_bias_linear")),
+    **EXPERT_FORMS,
+    **GATE_FORMS,
+    "sizes": _SIZES,
+    "heads": Form(_heads_to, _heads_back),
+    "latent": Form(_latent_to, _latent_back),
+    "window": Form(_window_to, _window_back),
+    "rope": Form(_rope_to, _rope_back),
+    "tied": Form(_tied_to, _tied_back),
+    "silu": Form(_silu_to, _silu_back),
+    "biases": Form(_biases_to, _biases_back),
+    "dropout": same(("attention_dropout", "attention_dropout")),
+    "qkv_bias": same(("qkv_bias", "add_qkv_bias")),
+    "use_bias": same(("use_bias", "add_bias_linear")),
     "qk_norm": same(("use_qk_norm", "qk_layernorm")),
-}  # fmt: skip
+}

@@ -1,15 +1,16 @@
 """Forms of models whose MLP is no SwiGLU, of those whose layers take turns in what they see, and Falcon's.
 
-    gelu          activation_function = "gelu_new"           Megatron's fused bias and GELU, which is its default: the tanh form
-    gated_gelu    hidden_activation = "gelu_pytorch_tanh"    geglu = True, a word of ours: Megatron-LM has no argument for it
-    clamp         swiglu_limit = 7.0                         activation_func_clamp_value = 7.0
-    falcon        multi_query = True                         num_query_groups = 1, parallel_attention = True (NeMo's word)
-    every_second  sliding_window = 128, 4 layers             window_size = (127, 0), window_attn_skip_freq = [1, 0, 1, 0]
+    gelu    activation_function = "gelu_new"         Megatron's fused bias and GELU, which is its default: the tanh form
+    gated_gelu  hidden_activation = "gelu_pytorch_tanh"
+          geglu = True, a word of ours: Megatron-LM has no argument for it
+    clamp         swiglu_limit = 7.0                       activation_func_clamp_value = 7.0
+    falcon        multi_query = True                       num_query_groups = 1, parallel_attention = True (NeMo's word)
+    every_second  sliding_window = 128, 4 layers           window_size = (127, 0), window_attn_skip_freq = [1, 0, 1, 0]
 
-Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`, `core/transformer/mlp.py`),
-transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026 (`models/gemma`, `models/gpt_oss`), NeMo 1
-`scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`.
-Cost: none. What it does not do: see `families.config.forms`.
+Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`,
+`core/transformer/mlp.py`), transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026
+(`models/gemma`, `models/gpt_oss`), NeMo 1 `scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`. Cost: none.
+What it does not do: see `families.config.forms`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _gelu_back(args: Arguments, out: Values) -> None:
 def _gated_gelu_to(model: Model, out: Values) -> None:
     out["geglu"] = True
     model.lost(
-        f"hidden_activation {model.get('hidden_activation')}: Megatron-LM's arguments have no gated GELU; Megatron-Bridge's layer has"
+        f"hidden_activation {model.get('hidden_activation')}: Megatron-LM's arguments have no gated GELU; "
+        "Megatron-Bridge's layer has"
     )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if model.get(key) is not None:
@@ -116,6 +118,10 @@ def _falcon_back(args: Arguments, out: Values) -> None:
 
 
 GATE_FORMS: Mapping[str, Form] = {
-    "gelu": Form(_gelu_to, _gelu_back), "gated_gelu": Form(_gated_gelu_to, _gated_gelu_back),
-    "clamp": same(("swiglu_limit", "activation_func_clamp_value")), "falcon": Form(_falcon_to, _falcon_back), "every_second": _turns(2), "every_sixth": _turns(6),
-}  # fmt: skip
+    "gelu": Form(_gelu_to, _gelu_back),
+    "gated_gelu": Form(_gated_gelu_to, _gated_gelu_back),
+    "clamp": same(("swiglu_limit", "activation_func_clamp_value")),
+    "falcon": Form(_falcon_to, _falcon_back),
+    "every_second": _turns(2),
+    "every_sixth": _turns(6),
+}

@@ -1,15 +1,16 @@
 """`params.json` of Meta and Mistral AI as a hub config, and back: two pure functions.
 
-The one idea: every size of one stands in the other but for the width of the MLP, which Meta computes. Writing finds numbers
-from which Meta's own rule gives just that width, and proves it.
+The one idea: every size of one stands in the other but for the width of the MLP, which Meta computes. Writing finds
+numbers from which Meta's own rule gives just that width, and proves it.
 
     width = multiple_of * ceil(int(ffn_dim_multiplier * int(8 dim / 3)) / multiple_of)
     {"dim": 4096, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}  <->  hidden_size 4096, intermediate_size 14336
 
-What params.json leaves unsaid is taken from the tensors (vocabulary, width), or is what Meta's code has as constants (the rope
-scaling behind `use_scaled_rope`: factor 8), or stays unsaid (positions of Llama 1 and 2). Sources: llama-models (July 2025)
-`models/llama3/{args,model}.py`; transformers 4.45 `convert_llama_weights_to_hf.py` and `convert_mistral_weights_to_hf.py`;
-mistral-inference 1.6 `args.py`, `moe.py`. Cost: none. What it does not do: Llama 4, vision.
+What params.json leaves unsaid is taken from the tensors (vocabulary, width), or is what Meta's code has as constants
+(the rope scaling behind `use_scaled_rope`: factor 8), or stays unsaid (positions of Llama 1 and 2). Sources:
+llama-models (July 2025) `models/llama3/{args,model}.py`; transformers 4.45 `convert_llama_weights_to_hf.py` and
+`convert_mistral_weights_to_hf.py`; mistral-inference 1.6 `args.py`, `moe.py`. Cost: none. What it does not do: Llama 4,
+vision.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from ckpt_tool.errors import UsageError
 
 UNSAYABLE = "E1413"
 LLAMA3_VOCABULARY = 128256  # with begin of text 128000, end of text 128001
-_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}  # fmt: skip
+_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _MULTIPLES = (256, 1024, 4096, 512, 2048, 128, 64, 32, 16, 8, 4, 2, 1)  # the ones of Meta's releases first
 _MULTIPLIERS = (1.3, 1.0, 1.5, 1.2, 1.1, 1.4)
@@ -59,13 +65,20 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         theta = 1000000.0 if (mistral or moe) and params.get("sliding_window") is None else 10000.0
     kind = "Mixtral" if moe else "Mistral" if mistral else "Llama"
     config: dict[str, Any] = {
-        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
-        "hidden_size": dim, "intermediate_size": rows, "num_hidden_layers": params["n_layers"],
-        "num_attention_heads": heads, "num_key_value_heads": params.get("n_kv_heads") or heads,
-        "head_dim": params.get("head_dim") or dim // heads, "rms_norm_eps": params.get("norm_eps", 1e-5),
-        "vocab_size": vocabulary, "rope_theta": theta, "hidden_act": "silu",
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "hidden_size": dim,
+        "intermediate_size": rows,
+        "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": params.get("n_kv_heads") or heads,
+        "head_dim": params.get("head_dim") or dim // heads,
+        "rms_norm_eps": params.get("norm_eps", 1e-5),
+        "vocab_size": vocabulary,
+        "rope_theta": theta,
+        "hidden_act": "silu",
         "tie_word_embeddings": bool(shapes) and "output.weight" not in shapes,
-    }  # fmt: skip
+    }
     if mistral or moe:
         config["sliding_window"] = _window(params)
     if moe:
@@ -87,25 +100,33 @@ def _window(params: Mapping[str, Any]) -> int | None:
     if window is None or numeral(window):
         return int(str(window)) if window is not None else None
     raise UsageError(
-        f"sliding_window {str(window)[:80]}: no config of the hub that is known here says that", code=UNSAYABLE,
+        f"sliding_window {str(window)[:80]}: no config of the hub that is known here says that",
+        code=UNSAYABLE,
         hint="give the model's config.json with --config FILE",
-    )  # fmt: skip
+    )
 
 
 def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(params.json, lines about what it can't say). Raises UsageError E1413 for a model that Meta's code can't build."""
+    """(params.json, lines about what it can't say). Raises UsageError E1413 for a model that Meta's code can't
+    build."""
     need = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     odd = [name for name in need if type(config.get(name)) is not int or config[name] < 1]
     if odd:
         raise UsageError(
-            f"the config has no {odd[0]}, from which params.json is made", code=UNSAYABLE, faults=odd[1:],
+            f"the config has no {odd[0]}, from which params.json is made",
+            code=UNSAYABLE,
+            faults=odd[1:],
             hint="give the model's own config.json with --config FILE",
-        )  # fmt: skip
+        )
     dim, rows, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head = config.get("head_dim") or dim // heads
     mistral = config.get("model_type") in ("mistral", "mixtral")
-    out: dict[str, Any] = {"dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
-                           "n_kv_heads": config.get("num_key_value_heads") or heads}  # fmt: skip
+    out: dict[str, Any] = {
+        "dim": dim,
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": config.get("num_key_value_heads") or heads,
+    }
     if isinstance(config.get("vocab_size"), int):
         out["vocab_size"] = config["vocab_size"]
     if mistral:
@@ -116,9 +137,10 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             out["moe"] = {key: config[name] for key, name in _EXPERTS.items() if name in config}
     elif head * heads != dim:
         raise UsageError(
-            f"head_dim {head} x {heads} heads is not hidden_size {dim}: Meta's code has no other heads", code=UNSAYABLE,
+            f"head_dim {head} x {heads} heads is not hidden_size {dim}: Meta's code has no other heads",
+            code=UNSAYABLE,
             hint="write another format, or --dialect keep",
-        )  # fmt: skip
+        )
     else:
         out |= _mlp(dim, rows)
     out["norm_eps"] = config.get("rms_norm_eps", 1e-6)

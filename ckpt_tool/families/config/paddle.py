@@ -1,15 +1,18 @@
 """Paddle's configs: a config.json of PaddleFormers or PaddleNLP in the hub's words, and the other way round.
 
-    hub      {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "dtype": "bfloat16"}
-    paddle   {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": false, ..., "torch_dtype": "bfloat16"}
+    hub  {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "dtype":
+      "bfloat16"}
+    paddle  {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": false, ..., "torch_dtype":
+      "bfloat16"}
 
-The one idea: the keys are the same, what is taken where a key is missing is not. Paddle ties embeddings unless told otherwise,
-has 10000 for ERNIE's rope where transformers has 500000, and does not look into `rope_parameters`. So a Paddle config gets
-every value spelled out, and what a Paddle config leaves unsaid is spelled out for the hub.
+The one idea: the keys are the same, what is taken where a key is missing is not. Paddle ties embeddings unless the
+config says otherwise, has 10000 for ERNIE's rope where transformers has 500000, and does not look into
+`rope_parameters`. So a Paddle config gets every value spelled out, and what a Paddle config leaves unsaid is spelled
+out for the hub.
 
 Sources: PaddleFormers 1.2.0 `transformers/configuration_utils.py`, `transformers/*/configuration.py`,
-`modeling_rope_utils.py` (`standardize_rope_params`); PaddleNLP 3.0.0b4 the same files. Cost: none. What it does not do: degrees
-of the job (`commands.config.without_degrees`), tensors.
+`modeling_rope_utils.py` (`standardize_rope_params`); PaddleNLP 3.0.0b4 the same files. Cost: none. What it does not do:
+degrees of the job (`sources.config.without_degrees`), tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 from ckpt_tool.families.config import ernie_vision
 from ckpt_tool.families.config.forms import rope_of
-from ckpt_tool.families.config.translation import Told, kind_of
+from ckpt_tool.families.config.translation import Translated, kind_of
 from ckpt_tool.families.config.words import OTHER_WORDS, Model, Values, sound
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES
@@ -35,10 +38,10 @@ def is_paddle(config: Mapping[str, Any]) -> bool:
     return any(version in config for version in VERSIONS)
 
 
-def paddle_config(config: Mapping[str, Any]) -> Told:
+def paddle_config(config: Mapping[str, Any]) -> Translated:
     """The config as Paddle reads it, every value spelled out."""
     if ernie_vision.is_nested(config):
-        return Told(*ernie_vision.flat(config))
+        return Translated(*ernie_vision.flat(config))
     kind = kind_of(config)
     facts: ModelClass
     notes: tuple[str, ...]
@@ -62,10 +65,10 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
     if rope["theta"] is not None:
         out["rope_theta"] = rope["theta"]
         scaling = {key: value for key, value in rope.items() if key not in ("theta", "part", "type")}
-        told = {"rope_type": rope["type"], "type": rope["type"], **scaling}
+        rope_scaling = {"rope_type": rope["type"], "type": rope["type"], **scaling}
         if "latent" in facts.forms:  # whose attention asks for the factor whatever the type is
-            told.setdefault("factor", 1.0)
-        out["rope_scaling"] = told if rope["type"] != "default" or "factor" in told else None
+            rope_scaling.setdefault("factor", 1.0)
+        out["rope_scaling"] = rope_scaling if rope["type"] != "default" or "factor" in rope_scaling else None
         notes += _windowed_rope(config, out)
         out.pop("rope_parameters", None)
         if rope["part"] != 1.0 or "partial_rotary_factor" in facts.defaults:
@@ -77,7 +80,7 @@ def paddle_config(config: Mapping[str, Any]) -> Told:
         out["num_key_value_heads"] = model.get("num_key_value_heads") or model.get("num_attention_heads")
     if "ahead" in facts.forms:
         out["num_nextn_predict_layers"] = model.get("num_nextn_predict_layers") or 0
-    return Told(out, notes)
+    return Translated(out, notes)
 
 
 def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
@@ -91,10 +94,10 @@ def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
     return (f"rope_local_base_freq {base}: PaddleFormers 1.2.0 has one rope for all layers",)
 
 
-def from_paddle(config: Mapping[str, Any]) -> Told:
+def from_paddle(config: Mapping[str, Any]) -> Translated:
     """The config as transformers reads it."""
     if ernie_vision.is_flat(config):
-        return Told(ernie_vision.nested(config), ())
+        return Translated(ernie_vision.nested(config), ())
     out = dict(config)
     classes = out.get("architectures")
     if isinstance(classes, list):
@@ -102,7 +105,7 @@ def from_paddle(config: Mapping[str, Any]) -> Told:
         out["architectures"] = [_ALIKE.get(each, each) for each in plain]
     kind = kind_of(out)
     if kind is None:
-        return Told(out, ())
+        return Translated(out, ())
     out["model_type"] = kind
     out.setdefault("architectures", [CLASSES[kind].architecture])
     for key, value in CLASSES[kind].paddle_defaults.items():
@@ -123,4 +126,4 @@ def from_paddle(config: Mapping[str, Any]) -> Told:
         del out[key]
     if "dpo_config" in out and out["dpo_config"] is None:
         del out["dpo_config"]
-    return Told(out, ())
+    return Translated(out, ())

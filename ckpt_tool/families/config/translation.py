@@ -1,16 +1,19 @@
-"""Configs: a model's config as Hugging Face's config.json and as Megatron's arguments, each told in the other's words.
+"""Configs: a model's config as Hugging Face's config.json and as Megatron's arguments, each translated into the other's
+words.
 
     megatron_args({"model_type": "qwen3", "num_hidden_layers": 36, "num_key_value_heads": 8, ...})
       -> {"num_layers": 36, "group_query_attention": True, "num_query_groups": 8, "qk_layernorm": True, ...}
     from_megatron({"num_layers": 36, "qk_layernorm": True, ...})
       -> {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, ...}
 
-The one idea: nobody guesses what class arguments are of. Each class is told back from the arguments and into arguments again; the
-one whose arguments are the same, in all that decides what a model computes, is it. Where none is, the sizes alone are told, and
-`notes` say what is in the way of the nearest. What the other side has no word for is in `notes` too.
+The one idea: nobody guesses what class arguments are of. Each class is translated back from the arguments and into
+arguments again; the one whose arguments are the same, in all that decides what a model computes, is it. Where none is,
+the sizes alone are reported, and `notes` say what is in the way of the nearest. What the other side has no word for is
+in `notes` too.
 
-The config that comes out is spelt so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`, `torch_dtype`).
-Cost: some 50 us a class. What it does not do: files (`commands.config`), Paddle's words (`families.config.paddle`).
+The config that comes out is spelt so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`,
+`torch_dtype`). Cost: some 50 us a class. What it does not do: files (`sources.config`), Paddle's words
+(`families.config.paddle`).
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from ckpt_tool.families.config.words import Arguments, Model, Values, fits, soun
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, FAMILIES
 
-_SIZES = ModelClass("", "", ("sizes", "heads", "rope", "tied"))  # what can be told of any decoder
+_SIZES = ModelClass("", "", ("sizes", "heads", "rope", "tied"))  # what can be determined of any decoder
 
 
-class Told(NamedTuple):
+class Translated(NamedTuple):
     """A config in other words, and what the other words can't say."""
 
     config: Values
@@ -51,11 +54,12 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return next((each for each, facts in CLASSES.items() if kind is None and facts.architecture in names), None)
 
 
-def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
-    """Megatron-LM's arguments of the model: what decides what it computes, and the job's own that would spoil it (dropout).
+def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Translated:
+    """Megatron-LM's arguments of the model: what decides what it computes, and the job's own that would spoil it
+    (dropout).
 
-    kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why. A model that
-    sees is told by its `text_config`, where that is of one of our classes.
+    kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why. A model
+    that sees is derived from its `text_config`, where that is of one of our classes.
     """
     kind = kind or kind_of(config)
     inner = config.get("text_config")
@@ -63,7 +67,7 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
         tied = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
         config, kind = {**tied, **inner}, str(inner["model_type"])
     if kind is None:
-        return Told(
+        return Translated(
             {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
         )
     facts = CLASSES[kind]
@@ -84,40 +88,44 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Told:
     for new, old in OLD_NAMES.items():
         if new in out:
             out[old] = out[new]
-    return Told(out, tuple(model.notes))
+    return Translated(out, tuple(model.notes))
 
 
-def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Told:
+def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Translated:
     """The config.json of the model that the arguments build.
 
-    family: of `families.registry`, where the user says so: then its class is taken that fits best, with what does not fit in
-    the notes. Without it, a config without `model_type` where no class fits.
+    family: of `families.registry`, where the user says so: then its class is taken that fits best, with what does not
+    fit in the notes. Without it, a config without `model_type` where no class fits.
     """
     args = sound(args)
     kinds = [
         each.model_type for known in FAMILIES if family in (None, known.name) for each in known.classes if each.forms
     ]
-    best: tuple[int, str, list[str], Told] | None = None
+    best: tuple[int, str, list[str], Translated] | None = None
     for kind in sorted(kinds, key=lambda kind: len(CLASSES[kind].forms)):  # of those that fit alike, the simplest
-        told = _told_back(args, CLASSES[kind])
-        config = {"architectures": [CLASSES[kind].architecture], "model_type": kind, **told.config}
+        translated = _translated_back(args, CLASSES[kind])
+        config = {"architectures": [CLASSES[kind].architecture], "model_type": kind, **translated.config}
         wrong = list(differing(args, megatron_args(config, kind).config))
         if best is None or len(wrong) < best[0]:
-            best = len(wrong), kind, wrong, Told(config, told.notes)
+            best = len(wrong), kind, wrong, Translated(config, translated.notes)
     if best is None or best[2] and family is None:
         near = f"; the nearest, {best[1]}, has {_some(best[2])}" if best else ""
-        return Told(
-            _told_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
+        return Translated(
+            _translated_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
         )
-    return Told(best[3].config, (*best[3].notes, *(f"{best[1]}: Megatron's arguments say {line}" for line in best[2])))
+    return Translated(
+        best[3].config, (*best[3].notes, *(f"{best[1]}: Megatron's arguments say {line}" for line in best[2]))
+    )
 
 
-def _told_back(args: Mapping[str, Any], facts: ModelClass) -> Told:
+def _translated_back(args: Mapping[str, Any], facts: ModelClass) -> Translated:
     arguments, out = Arguments(args, facts), Values()
     for form in facts.forms:
         FORMS[form].back(arguments, out)
-    return Told({key: value for key, value in out.items() if value is not None or key in ("q_lora_rank", "sliding_window")},
-                tuple(arguments.notes))  # fmt: skip
+    return Translated(
+        {key: value for key, value in out.items() if value is not None or key in ("q_lora_rank", "sliding_window")},
+        tuple(arguments.notes),
+    )
 
 
 def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
@@ -218,9 +226,9 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"layer_types has {len(kinds)} entries for {layers} layers"
 
 
-def settled(config: Mapping[str, Any], *, rows: int | None, dtype: str | None, tied: bool | None) -> Told:
-    """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it), whether the
-    head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
+def settled(config: Mapping[str, Any], *, rows: int | None, dtype: str | None, tied: bool | None) -> Translated:
+    """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it),
+    whether the head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
     out, notes = dict(config), []
 
     def tell(key: str, value: Any) -> None:
@@ -237,4 +245,4 @@ def settled(config: Mapping[str, Any], *, rows: int | None, dtype: str | None, t
             tell(key, dtype)
     if tied is not None:
         tell("tie_word_embeddings", tied)
-    return Told(out, tuple(notes))
+    return Translated(out, tuple(notes))

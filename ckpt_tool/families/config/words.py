@@ -4,8 +4,8 @@
     Arguments(args, facts).get("rotary_percent")   1.0 where the arguments are silent, as in Megatron
     same(("num_hidden_layers", "num_layers"))      a form of one pair
 
-Source of the defaults: the classes of `families.models`. Cost: none. What it does not do: forms of another shape (`families.config.forms`,
-`families.config.experts`).
+Source of the defaults: the classes of `families.models`. Cost: none. What it does not do: forms of another shape
+(`families.config.forms`, `families.config.experts`).
 """
 
 from __future__ import annotations
@@ -29,23 +29,76 @@ Values = dict[str, Any]
 LAYERS = LEAST  # a config that claims more layers is not spelled out
 # What a key is called elsewhere too: transformers 5 saves by the names of its attribute maps
 OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
-    "num_experts": ("num_local_experts", "n_routed_experts"), "n_routed_experts": ("num_local_experts", "num_experts"),
-    "num_local_experts": ("num_experts",), "moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",),
-    "num_nextn_predict_layers": ("num_mtp_layers",), "hidden_act": ("hidden_activation",),
-}  # fmt: skip
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "n_routed_experts": ("num_local_experts", "num_experts"),
+    "num_local_experts": ("num_experts",),
+    "moe_num_experts": ("num_experts",),
+    "moe_k": ("num_experts_per_tok",),
+    "num_nextn_predict_layers": ("num_mtp_layers",),
+    "hidden_act": ("hidden_activation",),
+}
 _COUNTS = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim",
-    "num_experts", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
-    "n_layer", "n_head", "n_embd", "n_inner", "num_layers", "ffn_hidden_size", "kv_channels", "num_query_groups", "mtp_num_layers",
-    "moe_ffn_hidden_size", "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size", "q_lora_rank",
-    "num_kv_heads", "num_ln_in_parallel_attn", "window_attn_skip_freq", "window_size", "padded_vocab_size", "n_shared_experts", "max_position_embeddings",
-)  # fmt: skip
-_NUMBERS = ("moe_router_topk_scaling_factor", "rotary_base", "rotary_seq_len_interpolation_factor", "partial_rotary_factor",
-            "activation_func_clamp_value", "rope_theta", "beta_fast", "beta_slow", "rotary_scaling_factor")  # fmt: skip
-_ROPE_NUMBERS = frozenset({
-    "factor", "rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings",
-    "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "attention_factor",
-})  # fmt: skip
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "sliding_window",
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_inner",
+    "num_layers",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "mtp_num_layers",
+    "moe_ffn_hidden_size",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size",
+    "q_lora_rank",
+    "num_kv_heads",
+    "num_ln_in_parallel_attn",
+    "window_attn_skip_freq",
+    "window_size",
+    "padded_vocab_size",
+    "n_shared_experts",
+    "max_position_embeddings",
+)
+_NUMBERS = (
+    "moe_router_topk_scaling_factor",
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "partial_rotary_factor",
+    "activation_func_clamp_value",
+    "rope_theta",
+    "beta_fast",
+    "beta_slow",
+    "rotary_scaling_factor",
+)
+_ROPE_NUMBERS = frozenset(
+    {
+        "factor",
+        "rope_theta",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "partial_rotary_factor",
+        "attention_factor",
+    }
+)
 _LISTS = ("layer_types", "mlp_only_layers", "no_rope_freq")
 _DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMENTS}
 
@@ -109,7 +162,8 @@ def sound(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class Model:
-    """A config while it is told in arguments. get: by our word for a key, the class's default where it is silent."""
+    """A config while it is translated into arguments. get: by our word for a key, the class's default where it is
+    silent."""
 
     config: Mapping[str, Any]
     facts: ModelClass
@@ -135,7 +189,7 @@ class Model:
 
 @dataclass(slots=True)
 class Arguments:
-    """Megatron's arguments while they are told in a config. get: Megatron's default where they are silent."""
+    """Megatron's arguments while they are translated into a config. get: Megatron's default where they are silent."""
 
     args: Mapping[str, Any]
     facts: ModelClass

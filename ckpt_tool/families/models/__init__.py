@@ -1,4 +1,4 @@
-"""One file a family: its rules, its sizes, what its configs say, a tiny model. A file that lies here is a family of ours.
+"""One file a family: its rules, its sizes, what its configs say, a tiny model. A file that is here is a family of ours.
 
 To add one: `NAME.py` with a `FAMILY` called NAME. Nothing else names it: the table of the guide, `--family` and the
 tests go by `FAMILIES`.

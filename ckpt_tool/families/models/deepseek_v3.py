@@ -1,6 +1,6 @@
 """DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, SIGMOID, ModelClass
 
@@ -40,22 +40,12 @@ FAMILY = Family(
         "c": "num_attention_heads * (qk_nope_head_dim + v_head_dim)", "u": "num_attention_heads * v_head_dim",
         "w": "2 * h", "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
     },
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+    hub=hub.MODEL + hub.NORMS + hub.MLP + hub.INV_FREQ + hub.ROUTER + hub.EXPERTS + hub.EXPERT_BIAS + hub.SHARED_EXPERTS + """
         model.layers.{i}.self_attn.q_proj.weight : a h
         model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
         model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : b h, c l, l, h u
         model.layers.{i}.self_attn.q_a_proj.bias : q
         model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
-        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.layers.{i}.mlp.gate.weight : e h
-        model.layers.{i}.mlp.gate.e_score_correction_bias : e
-        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
-        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
         model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
         model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
         model.layers.{i}.eh_proj.<weight|bias> : h w, h

@@ -5,7 +5,7 @@ config nothing tells which it is, and the user says it. `paddle-hf` is what the 
 weights as they are in Paddle, the others transposed.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import CONTIGUOUS, DECODER, NLP_HEAD, OWN_KEYS, PADDLE_FUSED, SHARED_KEYS, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
 
@@ -22,18 +22,8 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
+    hub=hub.DENSE + hub.BIASES + """
         lm_head.bias : v
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.layers.{i}.mlp.<gate|up>_proj.bias : f
-        model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
     """,
     dialects={
         "megatron": megatron.DENSE + megatron.BIASES,

@@ -1,7 +1,9 @@
-"""ERNIE 4.5 VL: text experts, then vision experts under one count, resampler and tower. The hub is what transformers 5 saves.
+"""ERNIE 4.5 VL: text experts, then vision experts under one count, resampler and tower. The hub is what transformers 5
+saves.
 
-`hf-published`: baidu's -PT files, the tower at the root. Paddle: PaddleFormers 1.2.0, ernie4_5_moe_vl: nothing is fused, routers
-lie as in the hub. `paddle-ernie`: releases named -Paddle, as ERNIE's tools/paddle2torch/tran_4_5t_vl.py reads them.
+`hf-published`: baidu's -PT files, the tower at the root. Paddle: PaddleFormers 1.2.0, ernie4_5_moe_vl: nothing is
+fused, routers are as in the hub. `paddle-ernie`: releases named -Paddle, as ERNIE's tools/paddle2torch/tran_4_5t_vl.py
+reads them.
 """
 
 from ckpt_tool.families import ernie_vision

@@ -3,7 +3,7 @@
 Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/gemma_bridge.py); see gemma2 on the norms.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -21,18 +21,7 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER, centred=True,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings? != false
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.o_proj.bias : h
-        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-    """,
+    hub=hub.TIED + hub.NORMS + hub.ATTENTION + hub.MLP + hub.QKV_BIAS + hub.PROJ_BIAS + hub.INV_FREQ,
     dialects={
         "megatron": megatron.TIED + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.MLP,
     },

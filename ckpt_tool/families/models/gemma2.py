@@ -4,7 +4,7 @@ Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p
 Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -23,17 +23,7 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings? != false
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.o_proj.bias : h
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-    """,
+    hub=hub.GEMMA,
     centred=True,
     dialects={"megatron": megatron.GEMMA},
 )  # fmt: skip

@@ -4,7 +4,7 @@ and as transformers 5 in memory name it; what belongs to the tower keeps its nam
 Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's layer: see gemma2; models/gemma/gemma3_bridge.py.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
@@ -30,18 +30,7 @@ FAMILY = Family(
         "r": "(text_config.num_attention_heads? or text_config? and 8 or num_attention_heads) // g",
         "d": "text_config.head_dim? or text_config? and 256 or head_dim",
     },
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings? != false
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.<q|k>_norm.weight : d
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.o_proj.bias : h
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-    """,
+    hub=hub.GEMMA + hub.QK_NORMS,
     centred=True,
     dialects={
         "megatron": megatron.GEMMA + megatron.QK_NORMS,

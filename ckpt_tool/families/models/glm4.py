@@ -4,7 +4,7 @@ gate_up_proj is [gate; up], as Megatron's fc1. Megatron: slime's layer (slime_pl
 --post-self-attn-layernorm --post-mlp-layernorm); plain Megatron-Core has no norm after a module. RoPE is interleaved in both.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -31,14 +31,8 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
+    hub=hub.MODEL + hub.ATTENTION + hub.QKV_BIAS + """
         model.layers.{i}.<input|post_attention|post_self_attn|post_mlp>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
         model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
         model.layers.{i}.mlp.down_proj.weight : h f
     """,

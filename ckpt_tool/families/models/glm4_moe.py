@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/glm4_moe (without paddlefleet)."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
@@ -24,24 +24,7 @@ FAMILY = Family(
         **DECODER, "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "w": "2 * h",
         "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
     },
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.<q|k>_norm.weight : d
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.layers.{i}.mlp.gate.weight : e h
-        model.layers.{i}.mlp.gate.e_score_correction_bias : e
-        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
-        model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
-        model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
-        model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
-        model.layers.{i}.eh_proj.weight : h w
-    """,
+    hub=hub.SPARSE + hub.QKV_BIAS + hub.QK_NORMS + hub.EXPERT_BIAS + hub.SHARED_EXPERTS + hub.AHEAD,
     dialects={
         "megatron": Variant(of=megatron.GLM, ahead=True),
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),

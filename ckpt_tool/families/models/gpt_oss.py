@@ -5,7 +5,7 @@ other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1
 alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DEFAULTS, ModelClass
 
@@ -27,13 +27,8 @@ FAMILY = Family(
         ),
     ),
     axes={**DECODER, "e": "num_local_experts? or num_experts", "m": "intermediate_size"},
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+    hub=hub.MODEL + hub.NORMS + hub.QKV_BIAS + """
         model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
         model.layers.{i}.self_attn.<o_proj.weight|o_proj.bias|sinks> : h (g r d), h, (g r)
         model.layers.{i}.mlp.router.<weight|bias> : e h, e
         model.layers.{i}.mlp.experts.<gate_up_proj|gate_up_proj_bias> : e h (m (1 + 1)), e (m (1 + 1))

@@ -1,6 +1,6 @@
 """Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
-from ckpt_tool.families import megatron, meta
+from ckpt_tool.families import hub, megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -19,19 +19,7 @@ FAMILY = Family(
         ),
     ),
     axes={**DECODER, "c": "d // 2"},
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.layers.{i}.mlp.<gate|up>_proj.bias : f
-        model.layers.{i}.<self_attn.o_proj|mlp.down_proj>.bias : h
-    """,
+    hub=hub.DENSE + hub.BIASES + hub.INV_FREQ,
     dialects={
         "megatron": megatron.DENSE + megatron.BIASES,
         "meta": meta.MODEL + meta.MLP,

@@ -1,6 +1,6 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
-from ckpt_tool.families import megatron, meta
+from ckpt_tool.families import hub, megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -19,14 +19,7 @@ FAMILY = Family(
     axes={
         **DECODER, "e": "num_local_experts", "c": "d // 2",
     },
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
+    hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.INV_FREQ + """
         model.layers.{i}.block_sparse_moe.gate.weight : e h
         model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
         model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f

@@ -3,7 +3,7 @@
 Paddle: PaddleFormers 1.2.0, transformers/phi3: the same, turned. Megatron-Bridge has none; plain Megatron-Core runs it.
 """
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -17,11 +17,7 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
+    hub=hub.MODEL + hub.NORMS + """
         model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
         model.layers.{i}.self_attn.o_proj.weight : h (g r d)
         model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -15,17 +15,7 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.rotary_emb.inv_freq : n = _ : n
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-    """,
+    hub=hub.DENSE + hub.QKV_BIAS + hub.INV_FREQ,
     dialects={
         "megatron": megatron.DENSE + megatron.QKV_BIAS,
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """

@@ -1,6 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen2_moe; PaddleNLP fuses nothing."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, NLP_HEAD, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
@@ -21,17 +21,7 @@ FAMILY = Family(
         **DECODER, "e": "num_experts? or n_routed_experts",
         "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
     },
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.layers.{i}.mlp.gate.weight : e h
-        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
+    hub=hub.SPARSE + hub.QKV_BIAS + """
         model.layers.{i}.mlp.shared_expert.<gate|up|down>_proj.weight : s h, s h, h s
         model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
     """,

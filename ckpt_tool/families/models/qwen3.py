@@ -1,6 +1,6 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet)."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
@@ -16,18 +16,7 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.<q|k>_norm.weight : d
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.o_proj.bias : h
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-    """,
+    hub=hub.DENSE + hub.QKV_BIAS + hub.PROJ_BIAS + hub.QK_NORMS,
     dialects={
         "megatron": megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """

@@ -1,6 +1,6 @@
 """Qwen3-MoE. Paddle: PaddleFormers 1.2.0, transformers/qwen3_moe (without paddlefleet and sonic_moe)."""
 
-from ckpt_tool.families import megatron
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
 
@@ -19,20 +19,7 @@ FAMILY = Family(
         **DECODER, "m": "moe_intermediate_size",
         "e": "num_experts? or n_routed_experts? or num_local_experts",
     },
-    hub="""
-        [model.embed_tokens|lm_head].weight : v h
-        lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
-        model.norm.weight : h
-        model.layers.{i}.<input|post_attention>_layernorm.weight : h
-        model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
-        model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
-        model.layers.{i}.self_attn.<q|k>_norm.weight : d
-        model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.self_attn.o_proj.bias : h
-        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
-        model.layers.{i}.mlp.gate.weight : e h
-        model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
-    """,
+    hub=hub.SPARSE + hub.QKV_BIAS + hub.PROJ_BIAS + hub.QK_NORMS,
     dialects={
         "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),

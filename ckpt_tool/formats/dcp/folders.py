@@ -89,15 +89,19 @@ def check(saves: list[Save], shown: str) -> None:
         if save.tmp or not save.metadata:
             found = f"{save.tmp} lies there" if save.tmp else "there is no .metadata"
             raise Incomplete(
-                f"the save was not finished: {found}, and .metadata is written last", code=UNFINISHED, path=where,
+                f"the save was not finished: {found}, and .metadata is written last",
+                code=UNFINISHED,
+                path=where,
                 hint="take the last checkpoint that was finished, or wait until this one is",
-            )  # fmt: skip
+            )
     names = [save.folder.rstrip("/").rpartition("/")[2] for save in saves]
     if len(saves) > 1 and not is_pair(names):
         raise UnknownFormat(
-            f"the folder holds {len(saves)} DCP checkpoints: {', '.join(names[:6])}", code=SEVERAL, path=shown,
+            f"the folder holds {len(saves)} DCP checkpoints: {', '.join(names[:6])}",
+            code=SEVERAL,
+            path=shown,
             hint=f"pass one of them, such as {saves[-1].folder.rstrip('/')}",
-        )  # fmt: skip
+        )
 
 
 def is_pair(names: list[str]) -> bool:

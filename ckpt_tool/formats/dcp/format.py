@@ -9,16 +9,18 @@ ours, and finding the few bytes of zip around each box.
 
 Specification (torch 2.13, `torch/distributed/checkpoint/`):
 
-* Folder (`formats.dcp.folders`): `.metadata`, written last by a rename, and `__{rank}_{n}.distcp`: n counts threads or, with
-  `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older, larger save are not
+* Folder (`formats.dcp.folders`): `.metadata`, written last by a rename, and `__{rank}_{n}.distcp`: n counts threads or,
+  with `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older, larger save are
+  not
   removed: the metadata decides what counts, never the listing.
 * Metadata (`formats.dcp.metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along dim 0
-  (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once, whoever
-  held it. An empty shard may be listed and has no bytes.
-* Items (`formats.dcp.items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object; strides in
-  the pickle count (channels-last); or a safetensors file a rank.
-* Flattening (`_nested_dict.py`, `_traverse.py`): the key is the path joined by dots; dicts always flatten, lists do when a
-  tensor, a dict or such a list is in them, tuples never; `planner_data` maps keys back. Empty dicts leave nothing.
+  (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
+  whoever held it. An empty shard may be listed and has no bytes.
+* Items (`formats.dcp.items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object; strides
+  in the pickle count (channels-last); or a safetensors file a rank.
+* Flattening (`_nested_dict.py`, `_traverse.py`): the key is the path joined by dots; dicts always flatten, lists do
+  when a tensor, a dict or such a list is in them, tuples never; `planner_data` maps keys back. Empty dicts leave
+  nothing.
 * Replicated objects (`param_groups`) lie once, on some rank. Without collectives every rank writes its own.
 
 Names and states: `formats.state_dict.paths`. Writing: `formats.dcp.target`. Cost: about 0.1 ms a box.
@@ -60,9 +62,15 @@ class _Dcp:
 
     name = "dcp"
     holds = Holds(
-        all_states=True, extras=True, mesh=("tp", "pp", "ep", "dp", "cp"), replicas=False, zero=3,
-        dialect="keep", heeds=PLACED, dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
-    )  # fmt: skip
+        all_states=True,
+        extras=True,
+        mesh=("tp", "pp", "ep", "dp", "cp"),
+        replicas=False,
+        zero=3,
+        dialect="keep",
+        heeds=PLACED,
+        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By names: see `formats.dcp.folders`."""
@@ -75,18 +83,21 @@ class _Dcp:
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
-        `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so keys that
-        have another system's meaning are read as they are.
+        `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so
+        keys that have another system's meaning are read as they are.
 
-        Raises UnknownFormat (E1640 another system's), Incomplete (E0385 not finished, E0301 files missing, E0309 boxes), InconsistentCheckpoint (E0308
-        overlap, E0389, E0394), InputError (E1333, E1334, E0395, E2607), and what the containers raise.
+        Raises UnknownFormat (E1640 another system's), Incomplete (E0385 not finished, E0301 files missing, E0309
+        boxes), InconsistentCheckpoint (E0308 overlap, E0389, E0394), InputError (E1333, E1334, E0395, E2607), and what
+        the containers raise.
         """
         saves = dcp_folders.find(tree.listing())
         if not saves:
             raise UnknownFormat(
-                "no .metadata and no __*_*.distcp: this is no DCP folder", code="E0393", path=tree.display(),
+                "no .metadata and no __*_*.distcp: this is no DCP folder",
+                code="E0393",
+                path=tree.display(),
                 hint="pass the folder that holds .metadata",
-            )  # fmt: skip
+            )
         dcp_folders.check(saves, tree.display())
         listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
         for listing in listings:
@@ -119,10 +130,12 @@ def _check_files(tree: Tree, saves: Sequence[Save], listings: Sequence[Listing])
     missing = [file for file in named if file not in have]
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}", code="E0301",
-            path=tree.display(saves[0].folder + saves[0].metadata[0]), faults=missing[20:SHOWN],
+            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}",
+            code="E0301",
+            path=tree.display(saves[0].folder + saves[0].metadata[0]),
+            faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them; every rank writes its own",
-        )  # fmt: skip
+        )
 
 
 class _Reading:
@@ -206,9 +219,13 @@ class _Reading:
         for path, ref in parted.leaves:
             if isinstance(ref, WrapperRef):
                 raise InputError(
-                    f"a {ref.name} was pickled whole into an object item", code=DTENSOR, path=shown, offset=entry.at,
-                    key=entry.fqn, hint="save the state dict flattened (flatten_state_dict=True)",
-                )  # fmt: skip
+                    f"a {ref.name} was pickled whole into an object item",
+                    code=DTENSOR,
+                    path=shown,
+                    offset=entry.at,
+                    key=entry.fqn,
+                    hint="save the state dict flattened (flatten_state_dict=True)",
+                )
             self._add(path, simple_tensor(TensorKey(""), read.zip.array(ref)))
         if parted.extras is not SLOT and (parted.extras != {} or not parted.leaves):
             self.extras.put(entry.path, parted.extras)
@@ -216,10 +233,12 @@ class _Reading:
     def _notes(self, files: Sequence[str]) -> Iterable[Note]:
         used = set(files)
         stray = [
-            path for path in self.tree.listing()
-            if path not in used and dcp_folders.DATA.fullmatch(path.rpartition("/")[2])
+            path
+            for path in self.tree.listing()
+            if path not in used
+            and dcp_folders.DATA.fullmatch(path.rpartition("/")[2])
             and any(path.startswith(save.folder) for save in self.saves)
-        ]  # fmt: skip
+        ]
         if stray:
             yield Note(
                 "N-stray-files",
@@ -233,9 +252,10 @@ class _Reading:
                     f"{listing.differing[0].fqn}",
                 )
         beside = [
-            name for name in self.tree.names()
+            name
+            for name in self.tree.names()
             if name.startswith(("random_states", "scheduler", "sampler", "custom_checkpoint", "scaler"))
-        ]  # fmt: skip
+        ]
         if beside:
             yield Note("N-beside", f"beside the DCP folders, not read and not carried: {', '.join(beside[:20])}")
 
@@ -297,7 +317,8 @@ def _finish(value: Any) -> Any:
 
 
 def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
-    """The degrees that the boxes show: cuts along dim 0 alone are data shards, cuts along other dims tensor parallel."""
+    """The degrees that the boxes show: cuts along dim 0 alone are data shards, cuts along other dims tensor
+    parallel."""
     rows = columns = both = 1
     for tensor in tensors:
         if len(tensor.chunks) < 2 or not tensor.shape:

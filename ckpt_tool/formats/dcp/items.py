@@ -1,8 +1,8 @@
 """The items of `.distcp` files: what `.metadata` points at.
 
-Each item is one complete `torch.save` zip at [offset, offset + length) of its file: a tensor item holds one bare tensor,
-an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file and every
-item's offset is 0; its entry is found by the item's name. The file's first bytes decide, never its name.
+Each item is one complete `torch.save` zip at [offset, offset + length) of its file: a tensor item holds one bare
+tensor, an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file
+and every item's offset is 0; its entry is found by the item's name. The file's first bytes decide, never its name.
 
 The one idea: thousands of items differ in nothing but their values, so their pickles repeat, and so do the zips around
 them: a pickle is read once and known by its bytes afterwards, a zip by comparison (`formats.dcp.twins`). The storage
@@ -10,8 +10,8 @@ itself is never read.
 
     item at 1577 of __0_0.distcp, 2217 bytes  ->  StoredArray("__0_0.distcp", 1577 + 704, F32, (17, 10), crc=(...))
 
-Source: torch 2.13 `distributed/checkpoint/filesystem.py` (`_write_item`, `_write_files_from_queue`), `hf_utils` constants
-of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item.
+Source: torch 2.13 `distributed/checkpoint/filesystem.py` (`_write_item`, `_write_files_from_queue`), `hf_utils`
+constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item.
 """
 
 from __future__ import annotations
@@ -178,9 +178,12 @@ class Items:
     def _mismatch(self, tensor: TensorEntry, piece: Piece, found: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(
             f"{found}; the metadata says {tensor.dtype.name} {list(piece.shape)} at {list(piece.offset)}",
-            code=MISMATCH, path=self.tree.display(piece.file), offset=piece.at, key=tensor.fqn,
+            code=MISMATCH,
+            path=self.tree.display(piece.file),
+            offset=piece.at,
+            key=tensor.fqn,
             hint="the file is of another save than the metadata: get both from one save",
-        )  # fmt: skip
+        )
 
     # -- safetensors inside -----------------------------------------------------------------------------------------
 
@@ -201,9 +204,12 @@ class Items:
                 isinstance(each, dict) and isinstance(each.get("saved_offsets"), list) for each in info.values()
             ):
                 raise CorruptFile(
-                    f"{SHARDING_INFO} is no table of saved_offsets", code="E0339", path=shown,
-                    place=f"/__metadata__/{SHARDING_INFO}", hint="the header was edited or damaged",
-                )  # fmt: skip
+                    f"{SHARDING_INFO} is no table of saved_offsets",
+                    code="E0339",
+                    path=shown,
+                    place=f"/__metadata__/{SHARDING_INFO}",
+                    hint="the header was edited or damaged",
+                )
             offsets = {name: each["saved_offsets"] for name, each in info.items()}
         return header, {name: row for row, name in enumerate(header.names)}, offsets
 

@@ -9,8 +9,8 @@ up, file names that stay in the folder.
     Metadata.planner_data         {"model.w": ("model", "w")}
     -> TensorEntry("model.w", ("model", "w"), F32, (4, 2), [Piece((0, 0), (2, 2), "__0_0.distcp", 0, 1577), ...])
 
-Facts (torch 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`): a pickle of protocol 4 of
-`Metadata`; `properties` is pickled as the tuple (dtype, layout, requires_grad, memory format, pin_memory);
+Facts (torch 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`): a pickle of protocol 4
+of `Metadata`; `properties` is pickled as the tuple (dtype, layout, requires_grad, memory format, pin_memory);
 MetadataIndex compares by fqn and offset (None for objects); `planner_data` is the only loss-free inverse of the
 flattening, its integers are list positions; non-default planners leave it None; `version` is "1.0.0" from 2.7 on;
 `transform_descriptors` names stream extensions (zstd). With `use_collectives=False` each rank writes
@@ -78,7 +78,8 @@ class TensorEntry:
 class Listing:
     """What one DCP folder says it holds. files: relative to the tree's root. planner: does planner_data say how the
     keys nest? unsafe, globals: of the pickles (see `core.catalog`). reformed: the true shapes of tensors that Megatron
-    stored flattened (`formats.megatron_dist.pieces`). differing: objects that other ranks saved too, and nobody reads."""
+    stored flattened (`formats.megatron_dist.pieces`). differing: objects that other ranks saved too, and nobody
+    reads."""
 
     folder: str
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -112,9 +113,12 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> List
         if not isinstance(value, Record) or value.name != _MODULE + "Metadata":
             pickles.refuse_unsafe(pickled, shown)
             raise InputError(
-                f"the metadata is {_what(value)}, want torch's Metadata", code=FOREIGN, path=shown,
-                hint="another system's checkpoint (ByteCheckpoint, a custom planner): convert it to DCP with that system",
-            )  # fmt: skip
+                f"the metadata is {_what(value)}, want torch's Metadata",
+                code=FOREIGN,
+                path=shown,
+                hint="another system's checkpoint (ByteCheckpoint, a custom planner): convert it to DCP "
+                "with that system",
+            )
         listing.unsafe += [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
         listing.globals.update(dict.fromkeys(map(str, pickled.globals)))
         try:
@@ -156,23 +160,31 @@ class _Reading:
                 self.object(ObjectEntry(fqn, path, *where))
             else:
                 raise CorruptFile(
-                    f"an entry is {_what(entry)}, want tensor or bytes metadata", code="E2603", key=fqn,
+                    f"an entry is {_what(entry)}, want tensor or bytes metadata",
+                    code="E2603",
+                    key=fqn,
                     hint="the metadata is damaged: get the checkpoint again",
-                )  # fmt: skip
+                )
         if self.faults:
             raise InconsistentCheckpoint(
-                self.faults[0], code=CONTRADICTION, path=self.shown, faults=self.faults[1:SHOWN],
+                self.faults[0],
+                code=CONTRADICTION,
+                path=self.shown,
+                faults=self.faults[1:SHOWN],
                 hint="the metadata contradicts itself: this save can't be trusted",
-            )  # fmt: skip
+            )
         if missing:
             raise Incomplete(
-                f"{len(missing)} boxes have no item in any file; the first: {missing[0]}", code=INCOMPLETE,
-                path=self.shown, faults=missing[1:SHOWN],
+                f"{len(missing)} boxes have no item in any file; the first: {missing[0]}",
+                code=INCOMPLETE,
+                path=self.shown,
+                faults=missing[1:SHOWN],
                 hint="the save was cut short or edited: nothing says where these bytes lie",
-            )  # fmt: skip
+            )
 
     def reformed(self, mcore: Any) -> None:
-        """Megatron's own attribute `mcore_data` (core 0.8 to 0.15): fqn -> {`nd_reformulated_orig_global_shape`: shape}."""
+        """Megatron's own attribute `mcore_data` (core 0.8 to 0.15): fqn -> {`nd_reformulated_orig_global_shape`:
+        shape}."""
         for fqn, said in mcore.items() if isinstance(mcore, dict) else ():
             if isinstance(said, dict) and "nd_reformulated_orig_global_shape" in said:
                 shape = said["nd_reformulated_orig_global_shape"]
@@ -197,16 +209,19 @@ class _Reading:
             ):
                 raise CorruptFile(
                     f"storage_data maps {_what(index)} to {_what(info)}, want MetadataIndex and _StorageInfo",
-                    code="E2603", hint="the metadata is damaged, or of a storage that is not a file system",
-                )  # fmt: skip
+                    code="E2603",
+                    hint="the metadata is damaged, or of a storage that is not a file system",
+                )
             fqn, offset = index.get("fqn", str), index.state.get("offset")
             file, at, length = info.get("relative_path", str), info.get("offset"), info.get("length")
             if info.state.get("transform_descriptors"):
                 raise InputError(
-                    f"the item is stored through {list(info.state['transform_descriptors'])}: such streams are not read",
-                    code=COMPRESSED, key=fqn,
+                    f"the item is stored through {list(info.state['transform_descriptors'])}: such streams "
+                    "are not read",
+                    code=COMPRESSED,
+                    key=fqn,
                     hint="load it with torch.distributed.checkpoint and save it again without extensions",
-                )  # fmt: skip
+                )
             if type(at) is not int or type(length) is not int or at < 0 or length < 0:
                 self.faults.append(f"{fqn}: an item of {length!r} bytes at byte {at!r} of {file}")
                 continue
@@ -225,20 +240,24 @@ class _Reading:
             return {}
         if not isinstance(planner, dict):
             raise CorruptFile(
-                f"planner_data is {_what(planner)}, want a dict of paths", code=PLANNER,
+                f"planner_data is {_what(planner)}, want a dict of paths",
+                code=PLANNER,
                 hint="written by another planner than torch's: convert it with the software that wrote it",
-            )  # fmt: skip
+            )
         out: dict[str, Path] = {}
         for fqn, path in planner.items():
             if fqn not in states:
                 continue
-            if not isinstance(path, tuple | list) or not path or not all(
-                type(step) is str or type(step) is int and 0 <= step < 1_000_000 for step in path
-            ):  # fmt: skip
+            if (
+                not isinstance(path, tuple | list)
+                or not path
+                or not all(type(step) is str or type(step) is int and 0 <= step < 1_000_000 for step in path)
+            ):
                 raise CorruptFile(
                     f"planner_data of {str(fqn)[:200]!r} is {_what(path)}, want a path of keys and positions",
-                    code=PLANNER, hint="the metadata is damaged: get the checkpoint again",
-                )  # fmt: skip
+                    code=PLANNER,
+                    hint="the metadata is damaged: get the checkpoint again",
+                )
             out[fqn] = tuple(path)
         return out
 
@@ -282,7 +301,8 @@ class _Reading:
             self.listing.tensors[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
         elif known.shape != shape or known.dtype != dtype:
             self.faults.append(
-                f"{fqn}: {dtype.name} {list(shape)} here, {known.dtype.name} {list(known.shape)} in another rank's metadata"
+                f"{fqn}: {dtype.name} {list(shape)} here, {known.dtype.name} {list(known.shape)} in another "
+                "rank's metadata"
             )
         else:
             known.pieces.extend(pieces)
@@ -292,9 +312,11 @@ class _Reading:
         found = from_torch(name.name) if isinstance(name, Symbol) else None
         if found is None:
             raise InputError(
-                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here", code="E1334",
-                key=fqn, hint="cast the tensor before saving, or leave it out",
-            )  # fmt: skip
+                f"dtype {name.name if isinstance(name, Symbol) else _what(name)} has no twin here",
+                code="E1334",
+                key=fqn,
+                hint="cast the tensor before saving, or leave it out",
+            )
         return found
 
 
@@ -303,9 +325,11 @@ def _size(value: Any, fqn: str) -> tuple[int, ...]:
     if type(value) is tuple and len(value) <= RANK_LIMIT and all(type(n) is int and 0 <= n < 1 << 63 for n in value):
         return value
     raise CorruptFile(
-        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", code="E2603", key=fqn,
+        f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0",
+        code="E2603",
+        key=fqn,
         hint="the metadata is damaged: get the checkpoint again",
-    )  # fmt: skip
+    )
 
 
 def _numel(shape: tuple[int, ...]) -> int:

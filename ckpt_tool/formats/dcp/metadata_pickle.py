@@ -1,17 +1,18 @@
 """The pickle of `.metadata`, written from columns: no object is made for any of a save's 100,000 boxes.
 
-The idea: the pickle has one shape, so it is spelled opcode by opcode; each text and name is written once and fetched from
-the memo afterwards, each torch.Size once made is kept as bytes. Protocol 4, as torch writes it; what may be named is fixed
-here, nothing comes from an input but keys, numbers and file names.
+The idea: the pickle has one shape, so it is spelled opcode by opcode; each text and name is written once and fetched
+from the memo afterwards, each torch.Size once made is kept as bytes. Protocol 4, as torch writes it; what may be named
+is fixed here, nothing comes from an input but keys, numbers and file names.
 
     writer = MetadataPickle()
     writer.tensor("model.w", DTYPES["F32"], (4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])
     writer.obj("epoch")
-    writer.close({"model.w": ("model", "w"), "epoch": ("epoch",)}, [("model.w", (0, 0), 0, "__0_0.distcp", 0, 1577), ...])
+    writer.close({"model.w": ("model", "w"), "epoch": ("epoch",)}, [("model.w", (0, 0), 0, "__0_0.distcp", 0, 1577),
+    ...])
 
-Fields and their order as torch 2.13 `distributed/checkpoint/metadata.py` and `filesystem.py` pickle them; `TensorProperties`
-has the tuple of its `__getstate__` as state. Cost: 3 us a box. What it does not do: anything but this metadata
-(`storage.pickle_writer` is the general one, and the test's yardstick).
+Fields and their order as torch 2.13 `distributed/checkpoint/metadata.py` and `filesystem.py` pickle them;
+`TensorProperties` has the tuple of its `__getstate__` as state. Cost: 3 us a box. What it does not do: anything but
+this metadata (`storage.pickle_writer` is the general one, and the test's yardstick).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Writing a DCP folder: `__{rank}_0.distcp` with one torch.save zip an item, and `.metadata`.
 
-The one idea: an item's zip depends on nothing but dtype and shape, so it is laid out once for each such pair and moved to
-where it belongs; of a checkpoint with 100,000 boxes only a few hundred heads are ever made.
+The one idea: an item's zip depends on nothing but dtype and shape, so it is laid out once for each such pair and moved
+to where it belongs; of a checkpoint with 100,000 boxes only a few hundred heads are ever made.
 
     model.w F32 (4, 2) on dp 2   ->  __0_0.distcp: [objects][zip of rows 0-1]   __1_0.distcp: [zip of rows 2-3]
     .metadata: model.w: chunks [(0, 0) (2, 2), (2, 0) (2, 2)], items (__0_0.distcp, ...), (__1_0.distcp, 0, 1577)
 
-As torch 2.13 writes it (`filesystem.py`, `default_planner.py`, `_traverse.py`): objects before tensors, objects in rank 0's
-file; each box once, by the rank that holds its first replica; the number in a file's name is the rank's place in the mesh
-(tp fastest); no file for a rank that has nothing; metadata of protocol 4, `version` "1.0.0", `planner_data` always. Not
-as torch: items begin at multiples of 64 bytes, so that storages are aligned in the file too; `save_id` and
+As torch 2.13 writes it (`filesystem.py`, `default_planner.py`, `_traverse.py`): objects before tensors, objects in rank
+0's file; each box once, by the rank that holds its first replica; the number in a file's name is the rank's place in
+the mesh (tp fastest); no file for a rank that has nothing; metadata of protocol 4, `version` "1.0.0", `planner_data`
+always. Not as torch: items begin at multiples of 64 bytes, so that storages are aligned in the file too; `save_id` and
 `checkpoint_id` are None, so that equal input gives equal bytes. Empty dicts leave nothing, as with torch itself.
 
 A checkpoint of accelerate keeps its two folders, each with its own `.metadata`; one more at the root lists both, so
@@ -91,9 +91,11 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
         key = dotted(path)
         if key in leaves:
             raise UsageError(
-                f"{leaves[key][0]} and {path} both flatten to {key!r}", code="E0240", key=key,
+                f"{leaves[key][0]} and {path} both flatten to {key!r}",
+                code="E0240",
+                key=key,
                 hint="DCP joins keys by dots: rename one of them, or write another format",
-            )  # fmt: skip
+            )
         leaves[key] = (path, value)
     writer = _Writer(wanted, layout, folders)
     for key, (path, value) in leaves.items():  # objects first, as torch orders a file
@@ -260,9 +262,11 @@ class _Writer:
 def _held(tensor: WantedTensor) -> DType:
     if tensor.dtype.torch is None:
         raise UsageError(
-            f"torch has no {tensor.dtype.name}", code="E0242", key=str(tensor.key),
+            f"torch has no {tensor.dtype.name}",
+            code="E0242",
+            key=str(tensor.key),
             hint="cast it with --dtype, or write safetensors",
-        )  # fmt: skip
+        )
     return tensor.dtype
 
 

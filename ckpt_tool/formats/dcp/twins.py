@@ -1,9 +1,10 @@
 """Items that differ in nothing but their values: the second of a kind is known by comparing it with the first.
 
-A DCP save writes thousands of tensor items of a few dtypes and shapes. The zip around two equal shapes is the same, byte by
-byte, but for four things: the storage's CRC-32 (behind it and in the directory) and torch's serialization id with its
-own. So the first items of a kind are taken apart in full (`storage.torchzip`), then head and end become a `Twin`; of the
-next ones head and end are compared with it, holes aside. Whatever is not equal goes the long way, which says what is
+A DCP save writes thousands of tensor items of a few dtypes and shapes. The zip around two equal shapes is the same,
+byte by byte, but for four things: the storage's CRC-32 (behind it and in the directory) and torch's serialization id
+with its own. So the first items of a kind are taken apart in full (`storage.torchzip`), then head and end become a
+`Twin`; of the next ones head and end are compared with it, holes aside. Whatever is not equal goes the long way, which
+says what is
 wrong: a comparison accepts nothing that the long way would not.
 
     head  [local headers, data.pkl ... data/0's header]    equal

@@ -1,13 +1,15 @@
 """What the module files of a DeepSpeed checkpoint must say alike: names, shapes and order of the flat groups.
 
-The one idea: at stage 3 every data rank writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model stage,
-and the flat tensors of all ranks are cut by one of them. A rank that says otherwise has a flat tensor of another model, or was
-edited; a name that its own module does not have is no parameter of this model.
+The one idea: at stage 3 every data rank writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model
+stage, and the flat tensors of all ranks are cut by one of them. A rank that says otherwise has a flat tensor of another
+model, or was edited; a name that its own module does not have is no parameter of this model.
 
-    zero_pp_rank_1_..._model_states.pt: param_shapes[0] has w2 [23, 10] at place 3, but w1 [10, 23] in zero_pp_rank_0_...
+    zero_pp_rank_1_..._model_states.pt: param_shapes[0] has w2 [23, 10] at place 3, but w1 [10, 23] in
+        zero_pp_rank_0_...
 
-Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_zero_param_shapes`, `_get_zero_frozen_param_attributes`, `_get_buffer_names`).
-Cost: a comparison of some thousand names a rank. What it does not do: compare counters (`deepspeed.read`), or optimizer files.
+Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_zero_param_shapes`, `_get_zero_frozen_param_attributes`,
+`_get_buffer_names`). Cost: a comparison of some thousand names a rank. What it does not do: compare counters
+(`deepspeed.read`), or optimizer files.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ SHOWN = 50
 
 
 def refuse_other_shapes(modules: Mapping[tuple[int, int], ModuleFile], *, stage3: bool) -> None:
-    """Raise InconsistentCheckpoint E0359 for data ranks of one stage that list other parameters, and for lists that contradict
-    the module beside them; all at once. modules: by (data rank, model rank)."""
+    """Raise InconsistentCheckpoint E0359 for data ranks of one stage that list other parameters, and for lists that
+    contradict the module beside them; all at once. modules: by (data rank, model rank)."""
     faults: list[tuple[str, str]] = []
     for (_, mp), file in sorted(modules.items()):
         first = modules[0, mp]
@@ -34,9 +36,12 @@ def refuse_other_shapes(modules: Mapping[tuple[int, int], ModuleFile], *, stage3
     if faults:
         path, what = faults[0]
         raise InconsistentCheckpoint(
-            what, code=DISAGREE, path=path, faults=[f"{path.rpartition('/')[2]}: {what}" for path, what in faults[1:SHOWN]],
+            what,
+            code=DISAGREE,
+            path=path,
+            faults=[f"{path.rpartition('/')[2]}: {what}" for path, what in faults[1:SHOWN]],
             hint="the files come from two runs, or one was edited: fetch one save whole",
-        )  # fmt: skip
+        )
 
 
 def _unlike(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
@@ -53,9 +58,10 @@ def _unlike(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
     yield from _first("frozen_param_shapes", file.frozen.items(), first.frozen.items())
     yield from _first("buffer_names", file.buffers, first.buffers)
     yield from _first(
-        "frozen_param_fragments", ((name, a.dtype.name) for name, a in file.fragments.items()),
+        "frozen_param_fragments",
+        ((name, a.dtype.name) for name, a in file.fragments.items()),
         ((name, a.dtype.name) for name, a in first.fragments.items()),
-    )  # fmt: skip
+    )
     yield from _first("module", file.module, first.module)
     for alias, kept in file.shared.items():  # rank 0's file may be the only one that lists them
         if first.shared.get(alias, kept) != kept:

@@ -2,14 +2,15 @@
 
 The one idea: whatever a writer must know to lay the same training state out again (ZeRO stage, order and groups of the
 flat tensors, ties, buffers, pipeline stages, MoE layers) is one plain value under `deepspeed` in the extras, so that it
-passes through any format that keeps extras; the optimizer's options stand under `optimizer`, one entry a parameter group:
+passes through any format that keeps extras; the optimizer's options stand under `optimizer`, one entry a parameter
+group:
 
     {"deepspeed": {"zero_stage": 1, "dtype": "BF16", "shared": {"head.weight": "embed.weight"}, ...},
      "optimizer": {"param_groups": [{"lr": 0.01, "params": ["embed.weight", ...]}], "scalars": [{"step": 3.0}], ...},
      "global_steps": 3, "lr_scheduler": {...}, ...}
 
-`params` are names in the order in which a flat group holds them (of the whole model: experts of all ranks, parameters of
-all stages). Extras are data of a checkpoint: `Described.from_extras` believes nothing that has not the right type.
+`params` are names in the order in which a flat group holds them (of the whole model: experts of all ranks, parameters
+of all stages). Extras are data of a checkpoint: `Described.from_extras` believes nothing that has not the right type.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ UNUSED = "ckpt_unused"  # in a module file: values that DeepSpeed shall not take
 @dataclass(frozen=True, slots=True)
 class Described:
     """zero_stage: 0-3. plain_bf16: BF16_Optimizer. prefix: of the optimizer files' names. dtype: of the module's
-    parameters, "" where unknown. module: names in the module's order. shared: alias -> kept name. frozen: parameters without
-    optimizer. stages: of a pipeline, for each stage and group the names in flat order; () without one. tied: layer index of
-    each tied key. moe: prefixes of the MoE layers in the order of their numbers.
+    parameters, "" where unknown. module: names in the module's order. shared: alias -> kept name. frozen: parameters
+    without optimizer. stages: of a pipeline, for each stage and group the names in flat order; () without one. tied:
+    layer index of each tied key. moe: prefixes of the MoE layers in the order of their numbers.
     """
 
     zero_stage: int = 1
@@ -76,9 +77,20 @@ class Described:
                 return None
             parts.append(tuple(group for group in groups if group is not None))
         return Described(
-            stage, bool(said.get("plain_bf16")), prefix, dtype, bool(said.get("aligned")), bool(said.get("round_robin")),
-            module, buffers, dict(shared), frozen, tuple(parts), dict(tied), moe,
-        )  # fmt: skip
+            stage,
+            bool(said.get("plain_bf16")),
+            prefix,
+            dtype,
+            bool(said.get("aligned")),
+            bool(said.get("round_robin")),
+            module,
+            buffers,
+            dict(shared),
+            frozen,
+            tuple(parts),
+            dict(tied),
+            moe,
+        )
 
 
 def _strings(value: Any) -> tuple[str, ...] | None:

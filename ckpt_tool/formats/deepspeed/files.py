@@ -1,10 +1,10 @@
 """DeepSpeed's file names: which rank of which kind a file is, and which files a whole checkpoint has.
 
-    bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt    optimizer of data rank 2, model rank 0 ("pp_rank" is the DATA rank)
-    mp_rank_00_model_states.pt                        module of model rank 0 (ZeRO 0-2)
-    zero_pp_rank_2_mp_rank_00_model_states.pt         what data rank 2 says of the module (ZeRO 3)
-    layer_03-model_states.pt                          a layer of a PipelineModule
-    layer_1_expert_3_mp_rank_00_model_states.pt       expert 3 (global number) of MoE layer 1
+    bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt   optimizer of data rank 2, model rank 0 ("pp_rank" is the DATA rank)
+    mp_rank_00_model_states.pt                       module of model rank 0 (ZeRO 0-2)
+    zero_pp_rank_2_mp_rank_00_model_states.pt        what data rank 2 says of the module (ZeRO 3)
+    layer_03-model_states.pt                         a layer of a PipelineModule
+    layer_1_expert_3_mp_rank_00_model_states.pt      expert 3 (global number) of MoE layer 1
 
 Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`),
 `runtime/pipe/module.py` (`ckpt_layer_path`). The model rank of a pipeline is stage * tp + tp rank. Cost: the listing.
@@ -29,7 +29,8 @@ _EXPP = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 @dataclass(slots=True)
 class Files:
     """The files of one checkpoint by kind. optim, model3: (data rank, model rank) -> name. model: model rank -> name.
-    layers: layer index -> name. expp: expert rank -> name of its optimizer without ZeRO. experts: (MoE layer, expert) -> name. refused: (name, why) of kinds that are not read.
+    layers: layer index -> name. expp: expert rank -> name of its optimizer without ZeRO. experts: (MoE layer, expert)
+        -> name. refused: (name, why) of kinds that are not read.
     prefixes: of the optimizer files: `bf16_` or ""."""
 
     optim: dict[tuple[int, int], str] = field(default_factory=dict)

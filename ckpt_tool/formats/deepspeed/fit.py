@@ -1,15 +1,20 @@
-"""Which tensors a DeepSpeed checkpoint of some ZeRO stage has: what is left out, rounded or folded before it is laid out.
+"""Which tensors a DeepSpeed checkpoint of some ZeRO stage has: what is left out, rounded or folded before it is laid
+out.
 
-The one idea: the stages store the same training state with different tensors, and every difference is exact and said in words:
+The one idea: the stages store the same training state with different tensors, and every difference is exact and said in
+words:
 
-    stage 3        no 16-bit weights: those of parameters with an fp32 weight are left out (DeepSpeed rounds them again)
-    from stage 3   the 16-bit weights are the rounding of `master` to the module's dtype, as DeepSpeed makes them on resuming
-    stage 1-3      `step` is one number a group: tensors of one step a parameter are folded, and compared while they are read
-    stage 1-3      fp32 weights without a `master` are their own master
-    stage 0        the optimizer as torch keeps it
+    stage 3       no 16-bit weights: those of parameters with an fp32 weight are left out (DeepSpeed rounds them again)
+    from stage 3
+          the 16-bit weights are the rounding of `master` to the module's dtype, as DeepSpeed makes them on resuming
+    stage 1-3
+          `step` is one number a group: tensors of one step a parameter are folded, and compared while they are read
+    stage 1-3     fp32 weights without a `master` are their own master
+    stage 0       the optimizer as torch keeps it
 
 Without `--zero` the stage is the source's; a source that says none: 1 with fp32 master weights, else 0.
-Source: DeepSpeed 0.19.8 `runtime/zero/stage3.py` (`_rigid_load_state_dict`: fp16 weights are copied from the fp32 ones).
+Source: DeepSpeed 0.19.8 `runtime/zero/stage3.py` (`_rigid_load_state_dict`: fp16 weights are copied from the fp32
+ones).
 """
 
 from __future__ import annotations
@@ -37,9 +42,10 @@ def stage_of(states: Sequence[str], described: Described | None, asked: int | No
     if asked is not None:
         if asked == 0 and has_master and not wrapped:
             raise UsageError(
-                "--zero 0: without ZeRO the optimizer has no fp32 master weights beside the module", code=UNFIT,
+                "--zero 0: without ZeRO the optimizer has no fp32 master weights beside the module",
+                code=UNFIT,
                 hint="write --zero 1, or add --drop master",
-            )  # fmt: skip
+            )
         return asked if trains else 0
     if described is not None and has_master:
         return described.zero_stage
@@ -89,16 +95,20 @@ def _with_masters(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
             index, row = model[name]
             if row.dtype.name != "F32":
                 raise UsageError(
-                    f"{name} has optimizer states but no fp32 master weight, and its weight is {row.dtype.name}", code=UNFIT,
-                    key=name, hint="write --zero 0, which keeps the optimizer as it is; or --drop optimizer",
-                )  # fmt: skip
+                    f"{name} has optimizer states but no fp32 master weight, and its weight is {row.dtype.name}",
+                    code=UNFIT,
+                    key=name,
+                    hint="write --zero 0, which keeps the optimizer as it is; or --drop optimizer",
+                )
             made.append((index, replace(row, key=TensorKey(name, MASTER), path=())))
     lost = stateful - names[MASTER] - names[MODEL]
     if lost:
         raise UsageError(
-            f"{len(lost)} parameters have optimizer states but no weights; the first: {min(lost)}", code=UNFIT, key=min(lost),
+            f"{len(lost)} parameters have optimizer states but no weights; the first: {min(lost)}",
+            code=UNFIT,
+            key=min(lost),
             hint="take the state model or master along, or --drop optimizer",
-        )  # fmt: skip
+        )
     if made:
         dropped.append(
             {"state": MASTER, "tensors": 0, "bytes": 0, "reason": f"{len(made)} fp32 weights are their own master"}
@@ -111,15 +121,23 @@ def _refuse_removed(masters: set[str], removed: Iterable[TensorKey]) -> None:
     names = sorted(key.name for key in removed if key.state == MODEL and key.name in masters)
     if names:
         raise UsageError(
-            f"{names[0]} can't leave the module alone: DeepSpeed needs a weight for every fp32 master", code=UNFIT,
-            key=names[0], faults=names[1:20], hint="remove the twins with it: leave --model-only off",
-        )  # fmt: skip
+            f"{names[0]} can't leave the module alone: DeepSpeed needs a weight for every fp32 master",
+            code=UNFIT,
+            key=names[0],
+            faults=names[1:20],
+            hint="remove the twins with it: leave --model-only off",
+        )
 
 
 def _with_module(
-    rows: Rows, described: Described | None, trained: set[str], shared: Mapping[str, str], casts: dict[TensorKey, DType],
-    dropped: list[dict[str, Any]], configured: str,
-) -> Rows:  # fmt: skip
+    rows: Rows,
+    described: Described | None,
+    trained: set[str],
+    shared: Mapping[str, str],
+    casts: dict[TensorKey, DType],
+    dropped: list[dict[str, Any]],
+    configured: str,
+) -> Rows:
     """The module's weights, rounded from the master where the source has none."""
     have = {row.key.name for _, row in rows if row.key.state == MODEL}
     masters = {row.key.name: (i, row) for i, row in rows if row.key.state == MASTER}
@@ -131,9 +149,11 @@ def _with_module(
             continue
         if dtype not in DTYPES:
             raise UsageError(
-                f"the module has no weights for {name}, and nothing says their dtype", code=UNFIT, key=name,
+                f"the module has no weights for {name}, and nothing says their dtype",
+                code=UNFIT,
+                key=name,
                 hint="write --zero 3, which keeps the fp32 weights alone",
-            )  # fmt: skip
+            )
         index, row = masters[shared.get(name, name) if name not in masters else name]
         key = TensorKey(name, MODEL)
         made.append((index, replace(row, key=key, path=())))

@@ -4,15 +4,15 @@ ZeRO 1 and 2 (and BF16_Optimizer) lay the parameters of a group end to end and c
 ZeRO 3 cuts every parameter by itself:
 
     three parameters of 7, 4 and 3 elements over 2 ranks
-    ZeRO 1, 2   14 -> padded to 16, partitions of 8     rank 0: 7 of the first, 1 of the second; rank 1: 3 and 3, 2 zeros
+    ZeRO 1, 2   14 -> padded to 16, partitions of 8    rank 0: 7 of the first, 1 of the second; rank 1: 3 and 3, 2 zeros
     ZeRO 3      7 -> 4 + 3(+1), 4 -> 2 + 2, 3 -> 2 + 1(+1)     rank 0: 4, 2, 2; rank 1: 3 and a zero, 2, 1 and a zero
 
-Rules. 1, 2: the group's length is rounded up to a multiple of 2 * ranks; with `parameter_alignment` each parameter but the
-last is padded to a multiple of 16 bytes of the 16-bit type. 3: rank r of n holds elements [r * c, (r + 1) * c) of a
-parameter, c = ceil(numel / n), the last ones short (filled with zeros in the file) or empty; a parameter group is split into
-sub-groups, each closed by the parameter that brings its rank's length to `sub_group_size`. Round robin: the parameters of
-a group are dealt to the ranks like cards, then laid hand by hand.
-Source: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py` (__init__, `_round_robin_reorder`), `runtime/bf16_optimizer.py`,
+Rules. 1, 2: the group's length is rounded up to a multiple of 2 * ranks; with `parameter_alignment` each parameter but
+the last is padded to a multiple of 16 bytes of the 16-bit type. 3: rank r of n holds elements [r * c, (r + 1) * c) of a
+parameter, c = ceil(numel / n), the last ones short (filled with zeros in the file) or empty; a parameter group is split
+into sub-groups, each closed by the parameter that brings its rank's length to `sub_group_size`. Round robin: the
+parameters of a group are dealt to the ranks like cards, then laid hand by hand. Source: DeepSpeed 0.19.8
+`runtime/zero/stage_1_and_2.py` (__init__, `_round_robin_reorder`), `runtime/bf16_optimizer.py`,
 `runtime/zero/partition_parameters.py` (`_partition_param`), `runtime/zero/stage3.py` (`_create_fp16_sub_groups`).
 """
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     at: int
 
 
-# -- ZeRO 1 and 2 -------------------------------------------------------------------------------------------------------
+# -- ZeRO 1 and 2 ------------------------------------------------------------------------------------------------------
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int) -> list[int]:
@@ -87,7 +87,7 @@ def undeal(items: Sequence[T], hands: int) -> list[T]:
     return [item for _, item in sorted(zip(order, items, strict=True), key=lambda pair: pair[0])]
 
 
-# -- ZeRO 3 -------------------------------------------------------------------------------------------------------------
+# -- ZeRO 3 ------------------------------------------------------------------------------------------------------------
 
 
 def share(numel: int, ranks: int) -> int:

@@ -1,8 +1,8 @@
 """`deepspeed`: what `DeepSpeedEngine.save_checkpoint` writes: ZeRO 0 to 3, pipelines, DeepSpeed's own experts.
 
-The one idea: every rank's optimizer file is one flat line of numbers a group, and the module files say in which order which
-parameters stand in that line. So each parameter's fp32 weight and moments are a few runs of bytes in a few files, whatever
-the ranks were, and can be laid out for any other number of them.
+The one idea: every rank's optimizer file is one flat line of numbers a group, and the module files say in which order
+which parameters stand in that line. So each parameter's fp32 weight and moments are a few runs of bytes in a few files,
+whatever the ranks were, and can be laid out for any other number of them.
 
     2 ranks of ZeRO 1, parameters a (3 x 2) and b (4)      rank 0 [a a a a a a]  ->  a [master] = rank 0, 0..6
     flat line 10, padded to 12, partitions of 6            rank 1 [b b b b 0 0]      b [master] = rank 1, 0..4
@@ -14,25 +14,27 @@ Specification (DeepSpeed 0.19.8; `runtime/engine.py`, `runtime/zero/stage_1_and_
 * Module file: `module` (name -> tensor; 16-bit at ZeRO 0-2, placeholders without elements at 3, None with a pipeline),
   `buffer_names`, `param_shapes` (for each flat group name -> shape, in flat order), `frozen_param_shapes` and
   `frozen_param_fragments` (stage 2: whole tensors, 3: a share a rank, 1: None, there the module alone has them),
-  `shared_params` {alias: kept name}, `lr_scheduler`, counters, world sizes, `ds_config`, `ds_version`, then all that the
-  client gave.
+  `shared_params` {alias: kept name}, `lr_scheduler`, counters, world sizes, `ds_config`, `ds_version`, then all that
+  the client gave.
 * Optimizer file: `optimizer_state_dict` with, at 1 and 2, `single_partition_of_fp32_groups` (fp32, cut by the padding;
-  not cut by BF16_Optimizer, which states no `zero_stage`), `base_optimizer_state` {state: {group: {step, exp_avg, ...}},
-  param_groups}, `partition_count`, `group_paddings`, `param_alignment_paddings`, `param_slice_mappings`; at 3
+  not cut by BF16_Optimizer, which states no `zero_stage`), `base_optimizer_state` {state: {group: {step, exp_avg,
+  ...}}, param_groups}, `partition_count`, `group_paddings`, `param_alignment_paddings`, `param_slice_mappings`; at 3
   `fp32_flat_groups`, a nested `optimizer_state_dict`, one flat group for each sub-group. Flat rules: `deepspeed.flat`.
-* ZeRO off: the optimizer in the module file as torch has it, in DeepSpeed's wrapper for 16 bits (`deepspeed.off`), or a file
-  for each expert rank (`deepspeed.off_experts`); there `step` is a tensor a parameter.
-* Experts: groups with `moe: True`, cut over the ranks that hold the same experts (`deepspeed.moe`); names are the rank's own.
+* ZeRO off: the optimizer in the module file as torch has it, in DeepSpeed's wrapper for 16 bits (`deepspeed.off`), or a
+  file for each expert rank (`deepspeed.off_experts`); there `step` is a tensor a parameter.
+* Experts: groups with `moe: True`, cut over the ranks that hold the same experts (`deepspeed.moe`); names are the
+    rank's own.
 * Pipelines: one model rank a stage, layer files, tied modules in several stages (`deepspeed.pipe`).
 
-Logical names are DeepSpeed's, experts under global numbers. States: `model` (the module: 16-bit weights, buffers, frozen
-parameters), `master` (fp32), `exp_avg`, `exp_avg_sq`, ... At stage 3 no 16-bit weights exist: `model` has buffers and frozen
-parameters, DeepSpeed rounds the rest from `master` (`--as-model master` makes it the model). `step` is one number a group and
-stands in the extras (`optimizer.scalars`); ranks and groups that disagree are an error. What a writer needs to know beside
-the values travels in the extras under `deepspeed` (`deepspeed.described`). Writing: `deepspeed.target`.
+Logical names are DeepSpeed's, experts under global numbers. States: `model` (the module: 16-bit weights, buffers,
+frozen parameters), `master` (fp32), `exp_avg`, `exp_avg_sq`, ... At stage 3 no 16-bit weights exist: `model` has
+buffers and frozen parameters, DeepSpeed rounds the rest from `master` (`--as-model master` makes it the model). `step`
+is one number a group and stands in the extras (`optimizer.scalars`); ranks and groups that disagree are an error. What
+a writer needs to know beside the values travels in the extras under `deepspeed` (`deepspeed.described`). Writing:
+`deepspeed.target`.
 
-Cost: every file's pickle and directory; a few microseconds a parameter and rank. What it does not do: tensor parallel ranks,
-elastic checkpoints, AutoEP, NVMe: each is refused by name.
+Cost: every file's pickle and directory; a few microseconds a parameter and rank. What it does not do: tensor parallel
+ranks, elastic checkpoints, AutoEP, NVMe: each is refused by name.
 """
 
 from __future__ import annotations
@@ -65,9 +67,13 @@ class _DeepSpeed:
 
     name = "deepspeed"
     holds = Holds(
-        mesh=("pp", "ep", "dp"), zero=1, dialect="keep", own_layout=True,
-        heeds=frozenset({"zero", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
-    )  # fmt: skip
+        mesh=("pp", "ep", "dp"),
+        zero=1,
+        dialect="keep",
+        own_layout=True,
+        heeds=frozenset({"zero", "pp-split"}),
+        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By file names alone."""
@@ -84,15 +90,19 @@ class _DeepSpeed:
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from pickles and directories alone.
 
-        Raises Incomplete E0302 (files, experts missing), InconsistentCheckpoint E0359 (ranks that contradict each other),
-        CorruptFile E0355, InputError E0356 (kinds that are refused by name), and what containers and pickles raise.
+        Raises Incomplete E0302 (files, experts missing), InconsistentCheckpoint E0359 (ranks that contradict each
+        other), CorruptFile E0355, InputError E0356 (kinds that are refused by name), and what containers and pickles
+        raise.
         """
         files = sort_files(tree.names())
         if not files:
             raise UnknownFormat(
-                "no file of DeepSpeed lies directly in the folder", code="E0393", path=tree.display(),
-                hint="pass the folder that holds mp_rank_00_model_states.pt, or the one above it with the file `latest`",
-            )  # fmt: skip
+                "no file of DeepSpeed lies directly in the folder",
+                code="E0393",
+                path=tree.display(),
+                hint="pass the folder that holds mp_rank_00_model_states.pt, or the one above it with the "
+                "file `latest`",
+            )
         reader = Reader(tree, files)
         reader.open()
         if reader.optimizers:
@@ -137,10 +147,15 @@ def _catalog(reader: Reader, module: Module) -> Catalog:
     degrees = {"tp": 1, "pp": reader.pp, "vpp": 1, "ep": reader.ep, "etp": 1, "dp": reader.dp, "cp": 1}
     notes = [*reader.notes, *_notes(reader, module)]
     return Catalog(
-        "deepspeed", tensors, extras, Mesh.of_degrees(degrees),
-        files=reader.files.all(), notes=tuple(notes), unsafe=tuple(reader.unsafe),
+        "deepspeed",
+        tensors,
+        extras,
+        Mesh.of_degrees(degrees),
+        files=reader.files.all(),
+        notes=tuple(notes),
+        unsafe=tuple(reader.unsafe),
         hints={"degrees": degrees, "globals": list(reader.globals)},
-    )  # fmt: skip
+    )
 
 
 def _off(reader: Reader, module: Module) -> Off:
@@ -159,9 +174,11 @@ def _off(reader: Reader, module: Module) -> Off:
     reader.ep = len(files)
     if reader.dp % reader.ep:
         raise InconsistentCheckpoint(
-            f"{reader.ep} expert ranks among {reader.dp} data ranks", code=DISAGREE, path=reader.tree.display(),
+            f"{reader.ep} expert ranks among {reader.dp} data ranks",
+            code=DISAGREE,
+            path=reader.tree.display(),
             hint="the files come from two runs",
-        )  # fmt: skip
+        )
     return off
 
 
@@ -186,8 +203,8 @@ def _described(reader: Reader, module: Module) -> Described:
 
 
 def _optimizer(reader: Reader) -> dict[str, Any]:
-    """The optimizer's options and scalars, once for each parameter group. Raises InconsistentCheckpoint E0359 where ranks or
-    sub-groups disagree in a scalar."""
+    """The optimizer's options and scalars, once for each parameter group. Raises InconsistentCheckpoint E0359 where
+    ranks or sub-groups disagree in a scalar."""
     files = list(reader.optimizers.values())
     scalars: list[dict[str, Any]] = [{} for _ in files[0].param_groups]
     dtypes: dict[str, str] = {}
@@ -198,9 +215,11 @@ def _optimizer(reader: Reader) -> dict[str, Any]:
             for key, value in group.scalars.items():
                 if not same(mine.setdefault(key, value), value):
                     raise InconsistentCheckpoint(
-                        f"{key} is {value!r}, but {mine[key]!r} on another rank", code=DISAGREE, path=file.path,
+                        f"{key} is {value!r}, but {mine[key]!r} on another rank",
+                        code=DISAGREE,
+                        path=file.path,
                         hint="the files come from two steps: fetch one save whole",
-                    )  # fmt: skip
+                    )
     groups = [{**options, "params": names} for options, names in zip(files[0].param_groups, reader.params, strict=True)]
     version = reader.modules[min(reader.modules)].values.get("ds_version")
     rest = {key: item for key, item in files[0].rest.items() if key != "ds_version" or item != version}
@@ -213,8 +232,11 @@ def _notes(reader: Reader, module: Module) -> list[Note]:
         shown = ", ".join(f"{alias} = {kept}" for alias, kept in list(module.shared.items())[:8])
         notes.append(Note("N-tied", f"{len(module.shared)} names share another parameter: {shown}"))
     if reader.stage == 3:
-        notes.append(Note(
-            "N-zero3", "ZeRO 3 keeps no 16-bit weights: DeepSpeed rounds them from the fp32 `master`; the state `model` holds "
-            "buffers and frozen parameters alone (write the weights as a model with --as-model master)",
-        ))  # fmt: skip
+        notes.append(
+            Note(
+                "N-zero3",
+                "ZeRO 3 keeps no 16-bit weights: DeepSpeed rounds them from the fp32 `master`; the state `model` holds "
+                "buffers and frozen parameters alone (write the weights as a model with --as-model master)",
+            )
+        )
     return notes

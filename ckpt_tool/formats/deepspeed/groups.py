@@ -1,8 +1,8 @@
 """The parameter groups to write: which names, in which order, with which options; experts apart, stages apart.
 
 The one idea: groups are taken from `param_groups` in the extras, as any source gives them (names, or numbers with
-`param_names`); names that have no fp32 weight in the output fall out; parameters that no group lists get a group of their
-own, which is said. Then a group is cut by pipeline stage, and a group of experts by expert rank.
+`param_names`); names that have no fp32 weight in the output fall out; parameters that no group lists get a group of
+their own, which is said. Then a group is cut by pipeline stage, and a group of experts by expert rank.
 
     {"lr": 0.1, "params": ["w", "frozen"]}, masters w, b    ->    [w] with lr 0.1, [b] without options and a note
 
@@ -80,8 +80,8 @@ def _names(group: Mapping[str, Any]) -> list[str]:
 
 
 def with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) -> list[Group]:
-    """The groups with experts in groups of their own. Raises UsageError E0287 where `ep` does not divide the ranks or the
-    experts, naming the nearest degrees that do."""
+    """The groups with experts in groups of their own. Raises UsageError E0287 where `ep` does not divide the ranks or
+    the experts, naming the nearest degrees that do."""
     out = []
     found = counts(name for group in groups for name in group.names)
     if ep > 1 and not found:
@@ -91,9 +91,10 @@ def with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) ->
             near = divisors_near(total, ep)
             other = f"; or --dp {max(total // ep, 1) * ep} or {(total // ep + 1) * ep}" if total == dp else ""
             raise UsageError(
-                f"--ep {ep} does not divide the {total} {what}", code=DEGREE,
+                f"--ep {ep} does not divide the {total} {what}",
+                code=DEGREE,
                 hint=f"expert degrees that do: {', '.join(map(str, near))}{other}",
-            )  # fmt: skip
+            )
     for group in groups:
         experts = [name for name in group.names if expert_name_of(name)]
         dense = [name for name in group.names if not expert_name_of(name)]
@@ -109,7 +110,8 @@ def with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) ->
 
 
 def stages_of(groups: Sequence[Group], described: Described | None, pp: int, split: Sequence[int]) -> list[list[Group]]:
-    """The groups of every pipeline stage. Raises UsageError E0288 where stages can't be told from what the source says."""
+    """The groups of every pipeline stage. Raises UsageError E0288 where stages can't be told from what the source
+    says."""
     known = described.stages if described else ()
     if not known:
         if pp > 1:
@@ -130,8 +132,9 @@ def stages_of(groups: Sequence[Group], described: Described | None, pp: int, spl
     if not split or len(split) != pp:
         raise UsageError(
             f"--pp {pp}: which layers a stage gets is decided by the model's partition_method, which stands in no file",
-            code=SPLIT, hint=f"say it with --pp-split (layers of each stage), or keep --pp {len(known)}, or --pp 1",
-        )  # fmt: skip
+            code=SPLIT,
+            hint=f"say it with --pp-split (layers of each stage), or keep --pp {len(known)}, or --pp 1",
+        )
     return _split(groups, split)
 
 
@@ -140,16 +143,19 @@ def _split(groups: Sequence[Group], split: Sequence[int]) -> list[list[Group]]:
     tied = [name for name in names if name.startswith(TIED)]
     if tied:
         raise UsageError(
-            f"--pp-split: {tied[0]} is tied, and no file says which layers use it", code=SPLIT, key=tied[0],
+            f"--pp-split: {tied[0]} is tied, and no file says which layers use it",
+            code=SPLIT,
+            key=tied[0],
             hint="keep --pp as it is, or --pp 1",
-        )  # fmt: skip
+        )
     bounds = [sum(split[: i + 1]) for i in range(len(split))]
     last = max((_layer(name)[1] for name in names), default=0)
     if bounds[-1] <= last:
         raise UsageError(
-            f"--pp-split covers {bounds[-1]} layers, but there is a layer {last}", code=SPLIT,
+            f"--pp-split covers {bounds[-1]} layers, but there is a layer {last}",
+            code=SPLIT,
             hint="count every layer of the PipelineModule, those without parameters too",
-        )  # fmt: skip
+        )
     parts: list[list[str]] = [[] for _ in split]
     for name in sorted(names, key=_layer):
         parts[next(i for i, end in enumerate(bounds) if _layer(name)[1] < end)].append(name)

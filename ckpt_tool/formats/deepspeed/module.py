@@ -1,10 +1,12 @@
-"""The module of a DeepSpeed checkpoint: 16-bit weights, buffers, frozen parameters, ties, layers, experts, client tensors.
+"""The module of a DeepSpeed checkpoint: 16-bit weights, buffers, frozen parameters, ties, layers, experts, client
+tensors.
 
-What lies where, by stage: 0-2 everything in `mp_rank_00_model_states.pt`; with a pipeline in layer files; experts in files of
-their own; at stage 3 buffers in every rank's file, frozen parameters in fragments (`ceil(n / ranks)` elements a rank), and of
-all others NOTHING: their 16-bit values are what DeepSpeed rounds from the fp32 ones when it resumes. `Module` gives the
-tensors as (key, tensor) and remembers what a writer needs. Source: DeepSpeed 0.19.8 `runtime/engine.py`
-(`_common_checkpoint_state`, `load_module_state_dict`), `runtime/pipe/module.py`. Cost: none beyond the pickles.
+What lies where, by stage: 0-2 everything in `mp_rank_00_model_states.pt`; with a pipeline in layer files; experts in
+files of their own; at stage 3 buffers in every rank's file, frozen parameters in fragments (`ceil(n / ranks)` elements
+a rank), and of all others NOTHING: their 16-bit values are what DeepSpeed rounds from the fp32 ones when it resumes.
+`Module` gives the tensors as (key, tensor) and remembers what a writer needs. Source: DeepSpeed 0.19.8
+`runtime/engine.py` (`_common_checkpoint_state`, `load_module_state_dict`), `runtime/pipe/module.py`. Cost: none beyond
+the pickles.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ckpt_tool.formats.state_dict.tree import dotted
 
 
 class Module:
-    """The module's tensors. arrays: name -> where it lies (several places: replicas). order: the names of the module."""
+    """The module's tensors. arrays: name -> where it lies (several places: replicas). order: the names of the
+    module."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -49,7 +52,8 @@ class Module:
             self.shared |= file.shared
 
     def read(self) -> None:
-        """Everything. Raises InconsistentCheckpoint E0359 (shapes that contradict each other), Incomplete E0302 (experts)."""
+        """Everything. Raises InconsistentCheckpoint E0359 (shapes that contradict each other), Incomplete E0302
+        (experts)."""
         for (_, mp), file in sorted(self.reader.modules.items()):
             self._one(file, mp)
         self._layers()
@@ -89,11 +93,12 @@ class Module:
         """Parameters that no optimizer knows: no buffers, no aliases of one that it knows."""
         known = self.reader.flat.shapes
         return [
-            name for name in dict.fromkeys([*self.order, *self.arrays])
+            name
+            for name in dict.fromkeys([*self.order, *self.arrays])
             if name not in known and name not in self.buffers and self.shared.get(name) not in known
-        ]  # fmt: skip
+        ]
 
-    # -- parts --------------------------------------------------------------------------------------------------------------
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _one(self, file: ModuleFile, mp: int) -> None:
         known, stage3 = self.reader.flat.shapes, self.reader.stage == 3
@@ -120,9 +125,12 @@ class Module:
         shape = self.reader.flat.shapes.get(name, places[0].shape if places else array.shape)
         if array.shape != shape:
             raise InconsistentCheckpoint(
-                f"the module has shape {list(array.shape)}, want {list(shape)} as elsewhere", code=DISAGREE,
-                path=self.reader.tree.display(array.path), key=name, hint="the files come from two runs",
-            )  # fmt: skip
+                f"the module has shape {list(array.shape)}, want {list(shape)} as elsewhere",
+                code=DISAGREE,
+                path=self.reader.tree.display(array.path),
+                key=name,
+                hint="the files come from two runs",
+            )
         if places and array.dtype != places[0].dtype:
             return  # a tie kept in another precision: each keeps its own
         if all(
@@ -161,10 +169,13 @@ class Module:
         lost = [name for name in reader.flat.shapes if name not in self.arrays and expert_name_of(name) is None]
         if lost:
             raise Incomplete(
-                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}", code="E0302",
-                path=reader.modules[0, 0].path, key=lost[0], faults=lost[1:100],
+                f"{len(lost)} parameters of the optimizer are not in the module; the first: {lost[0]}",
+                code="E0302",
+                path=reader.modules[0, 0].path,
+                key=lost[0],
+                faults=lost[1:100],
                 hint="module and optimizer come from two runs: fetch the whole save again",
-            )  # fmt: skip
+            )
 
     def _complete_layers(self, known: Mapping[str, Any]) -> None:
         lost = [name for name in known if name not in self.arrays]
@@ -172,9 +183,13 @@ class Module:
             index = lost[0].partition(".")[0]
             file = layer_name(int(index)) if numeral(index) else "of the tied layer"
             raise Incomplete(
-                f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}", code="E0302",
-                path=self.reader.tree.display(), key=lost[0], faults=lost[1:100], hint="fetch the missing layer_*-model_states.pt",
-            )  # fmt: skip
+                f"{len(lost)} parameters are in no layer file; the first: {lost[0]}, missing file: {file}",
+                code="E0302",
+                path=self.reader.tree.display(),
+                key=lost[0],
+                faults=lost[1:100],
+                hint="fetch the missing layer_*-model_states.pt",
+            )
 
     def _experts(self) -> None:
         """The expert files. Every expert that the optimizer knows must have one."""
@@ -189,15 +204,21 @@ class Module:
                 found = expert_name_of(name)
                 if found is None or found.number != number:
                     raise InconsistentCheckpoint(
-                        f"the file of expert {number} holds {name[:200]}", code=DISAGREE, path=reader.tree.display(file), key=name[:200],
+                        f"the file of expert {number} holds {name[:200]}",
+                        code=DISAGREE,
+                        path=reader.tree.display(file),
+                        key=name[:200],
                         hint="the file was renamed: its names say which expert it holds",
-                    )  # fmt: skip
+                    )
                 other = self.moe.setdefault(layer, found.layer)
                 if other != found.layer or name in self.arrays:
                     raise InconsistentCheckpoint(
-                        f"{name[:200]} lies in the files of two MoE layers, or twice", code=DISAGREE,
-                        path=reader.tree.display(file), key=name[:200], hint="a file was renamed, or is of another run",
-                    )  # fmt: skip
+                        f"{name[:200]} lies in the files of two MoE layers, or twice",
+                        code=DISAGREE,
+                        path=reader.tree.display(file),
+                        key=name[:200],
+                        hint="a file was renamed, or is of another run",
+                    )
                 self.dtypes[array.dtype.name] += 1
                 self._add(name, array)
         self._complete_experts()
@@ -225,9 +246,13 @@ class Module:
                     lost[expert_name(layers.get(prefix, 0), expert)] = f"{prefix}{expert}"
         if lost:
             raise Incomplete(
-                f"{len(lost)} experts have no file: {', '.join([*lost][:8])}", code="E0302", path=self.reader.tree.display(),
-                key=next(iter(lost.values())), faults=[*lost][8:100], hint="every expert parallel rank writes its own: fetch them all",
-            )  # fmt: skip
+                f"{len(lost)} experts have no file: {', '.join([*lost][:8])}",
+                code="E0302",
+                path=self.reader.tree.display(),
+                key=next(iter(lost.values())),
+                faults=[*lost][8:100],
+                hint="every expert parallel rank writes its own: fetch them all",
+            )
 
     def _frozen_shares(self) -> None:
         """Frozen parameters at stage 3: a share in every rank's file."""
@@ -252,9 +277,12 @@ class Module:
                         or array.strides is not None
                     ):
                         raise Incomplete(
-                            f"the share of frozen {name} is missing or too small", code="E0302", path=file.path, key=name,
+                            f"the share of frozen {name} is missing or too small",
+                            code="E0302",
+                            path=file.path,
+                            key=name,
                             hint="the ranks' files come from two runs",
-                        )  # fmt: skip
+                        )
                     if start < stop:
                         lying.append(Lying(start, stop, array, 0, 0))
                     dtype = array.dtype

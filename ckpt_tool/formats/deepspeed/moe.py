@@ -22,7 +22,8 @@ _EXPERT = re.compile(r"^(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6
 
 
 class ExpertName(NamedTuple):
-    """`layer` + number + `part` is the name. layer: `moe.deepspeed_moe.experts.deepspeed_experts.`, part: `.w1.weight`."""
+    """`layer` + number + `part` is the name. layer: `moe.deepspeed_moe.experts.deepspeed_experts.`, part:
+    `.w1.weight`."""
 
     layer: str
     number: int
@@ -61,7 +62,8 @@ def global_names(names: Sequence[str], ep_rank: int) -> list[str]:
 def local_names(names: Sequence[str], ep: int) -> list[list[tuple[str, str]]]:
     """For each expert rank its parameters as (name in the whole model, name inside the rank), in a rank's own order.
 
-    names: of one group, all experts. The order of a rank's parameters is the module's: layer by layer, expert by expert.
+    names: of one group, all experts. The order of a rank's parameters is the module's: layer by layer, expert by
+        expert.
     """
     whole = counts(names)
     layers = {layer: number for number, layer in enumerate(whole)}

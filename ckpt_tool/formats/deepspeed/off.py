@@ -3,12 +3,12 @@
     {"module": {"w": T}, "optimizer": {"state": {0: {"step": T, "exp_avg": T}}, "param_groups": [{"params": [0]}]}}
     ->  w, w [step], w [exp_avg]
 
-In 16 bits DeepSpeed wraps it: `optimizer_state_dict` inside, fp32 weights as `fp32_groups` (a list for each parameter group),
-which are the state `master` here. The numbers are named by order and shape (`formats.state_dict.optimizer_ids`), over all stages of a
-pipeline at once; buffers and ties are no candidates. Where that is not unique, the numbers stay, and a note says so; the
-stages of a pipeline can't be told apart then, which is refused. Refused too: `fp32_groups_flat` (the fused wrapper).
-Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`), `runtime/fp16/unfused_optimizer.py`,
-`runtime/fp16/fused_optimizer.py`. Cost: as naming.
+In 16 bits DeepSpeed wraps it: `optimizer_state_dict` inside, fp32 weights as `fp32_groups` (a list for each parameter
+group), which are the state `master` here. The numbers are named by order and shape
+(`formats.state_dict.optimizer_ids`), over all stages of a pipeline at once; buffers and ties are no candidates. Where
+that is not unique, the numbers stay, and a note says so; the stages of a pipeline can't be told apart then, which is
+refused. Refused too: `fp32_groups_flat` (the fused wrapper). Source: DeepSpeed 0.19.8 `runtime/engine.py`
+(`_common_checkpoint_state`), `runtime/fp16/unfused_optimizer.py`, `runtime/fp16/fused_optimizer.py`. Cost: as naming.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Entry(NamedTuple):
 
 
 def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray]) -> Off:
-    """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes the
-    optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be named."""
+    """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes
+    the optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be
+    named."""
     entries: list[Entry] = []
     groups: list[dict[str, Any]] = []
     sizes: list[list[int]] = []  # of each stage, parameters of each group
@@ -64,14 +65,17 @@ def optimizer_off(files: Sequence[ModuleFile], model: Mapping[str, StoredArray])
         return Off({}, {}, [], [])
     if len({len(stage) for stage in sizes}) > 1:
         raise InconsistentCheckpoint(
-            f"the stages have {[len(stage) for stage in sizes][:8]} parameter groups, want as many in each", code="E0359",
-            path=files[0].path, hint="files of two runs lie together",
-        )  # fmt: skip
+            f"the stages have {[len(stage) for stage in sizes][:8]} parameter groups, want as many in each",
+            code="E0359",
+            path=files[0].path,
+            hint="files of two runs lie together",
+        )
     return _named(files, model, entries, groups, sizes, wrapper)
 
 
 class OptimizerPart(NamedTuple):
-    """One file's optimizer. groups: `params` are numbers, from `part_of`'s start on. wrapper: of DeepSpeed's 16-bit one."""
+    """One file's optimizer. groups: `params` are numbers, from `part_of`'s start on. wrapper: of DeepSpeed's 16-bit
+    one."""
 
     groups: list[dict[str, Any]]
     entries: list[Entry]
@@ -93,8 +97,10 @@ def part_of(file: ModuleFile, start: int = 0) -> OptimizerPart:
     if any(path[1:2] == ("fp32_groups_flat",) for path, _ in file.optimizer):
         raise InputError(
             "the optimizer of DeepSpeed's fused 16-bit wrapper without ZeRO: its flat fp32 groups have no names",
-            code=REFUSED, path=file.path, hint="resume it once with ZeRO 1 and save it, or --from torch for the module",
-        )  # fmt: skip
+            code=REFUSED,
+            path=file.path,
+            hint="resume it once with ZeRO 1 and save it, or --from torch for the module",
+        )
     inner = values.get(_INNER, values)
     beside = {key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")}
     mine = _groups(inner.get("param_groups") if isinstance(inner, dict) else None, file.path)
@@ -116,9 +122,11 @@ def _groups(said: Any, path: str) -> list[dict[str, Any]]:
     )
     if not fits or len({n for group in groups for n in group["params"]}) != sum(len(g["params"]) for g in groups):
         raise CorruptFile(
-            "the optimizer's param_groups do not number its parameters once each", code=MALFORMED, path=path,
+            "the optimizer's param_groups do not number its parameters once each",
+            code=MALFORMED,
+            path=path,
             hint="the file is damaged, or of a version of DeepSpeed that is not known here",
-        )  # fmt: skip
+        )
     return groups
 
 
@@ -132,10 +140,13 @@ def _check(entries: Sequence[Entry], path: str) -> None:
         shape = shapes.setdefault(entry.number, entry.array.shape)
         if shape != entry.array.shape or masters and entry.number not in masters:
             raise InconsistentCheckpoint(
-                f"{entry.state} of parameter {entry.number} has shape {list(entry.array.shape)}, another state {list(shape)}, "
+                f"{entry.state} of parameter {entry.number} has shape {list(entry.array.shape)}, another state "
+                f"{list(shape)}, "
                 f"and {len(masters)} parameters have an fp32 weight",
-                code=DISAGREE, path=path, hint="the file was put together of two: fetch it again",
-            )  # fmt: skip
+                code=DISAGREE,
+                path=path,
+                hint="the file was put together of two: fetch it again",
+            )
 
 
 def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]]) -> list[Entry]:
@@ -148,9 +159,11 @@ def _entries(file: ModuleFile, numbers: Mapping[int, int], groups: Sequence[Mapp
         params = groups[int(path[2])]["params"] if _index(path, 2, len(groups)) else []
         if path[1:2] != ("fp32_groups",) or len(path) != 4 or not _index(path, 3, len(params)):
             raise InputError(
-                f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", code=REFUSED, path=file.path,
+                f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood",
+                code=REFUSED,
+                path=file.path,
                 hint="resume it once with ZeRO 1 and save it",
-            )  # fmt: skip
+            )
         out.append(Entry(numbers[params[int(path[3])]], MASTER, array))
     return out
 
@@ -162,9 +175,13 @@ def _index(path: Path, at: int, count: int) -> bool:
 
 
 def _named(
-    files: Sequence[ModuleFile], model: Mapping[str, StoredArray], entries: list[Entry], groups: list[dict[str, Any]],
-    sizes: list[list[int]], wrapper: dict[str, Any],
-) -> Off:  # fmt: skip
+    files: Sequence[ModuleFile],
+    model: Mapping[str, StoredArray],
+    entries: list[Entry],
+    groups: list[dict[str, Any]],
+    sizes: list[list[int]],
+    wrapper: dict[str, Any],
+) -> Off:
     count = len(sizes[0])
     merged = [{"params": [n for group in groups[g::count] for n in group["params"]]} for g in range(count)]
     if count == 1 and all(isinstance(group.get("param_names"), list) for group in groups):
@@ -178,9 +195,11 @@ def _named(
     if not found.names:
         if len(files) > 1:
             raise InputError(
-                f"a pipeline without ZeRO whose optimizers can't be given names: {found.why}", code=REFUSED, path=files[0].path,
+                f"a pipeline without ZeRO whose optimizers can't be given names: {found.why}",
+                code=REFUSED,
+                path=files[0].path,
                 hint="resume it once with ZeRO 1 and save it",
-            )  # fmt: skip
+            )
         notes = [
             Note(
                 "W-optimizer-ids",

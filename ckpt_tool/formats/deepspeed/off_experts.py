@@ -1,11 +1,14 @@
-"""Experts without ZeRO: every expert rank saves its own optimizer, in torch's numbers, of the dense parameters and its experts.
+"""Experts without ZeRO: every expert rank saves its own optimizer, in torch's numbers, of the dense parameters and its
+experts.
 
-    expp_rank_1_mp_rank_00_optim_states.pt  {"optimizer": {"state": {0: ..., 11: ...}, "param_groups": [{...}, {"moe": True, ...}]}}
+    expp_rank_1_mp_rank_00_optim_states.pt
+          {"optimizer": {"state": {0: ..., 11: ...}, "param_groups": [{...}, {"moe": True, ...}]}}
     ->  embed.weight [exp_avg] (a copy of rank 0's), ...deepspeed_experts.2.w1.weight [exp_avg], ...
 
-The one idea: a group is dense or of experts (`moe: True`), and each kind is named by itself: dense numbers follow the module,
-experts' numbers follow the rank's experts layer by layer, expert by expert. The dense states of the ranks are copies and
-get compared. Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_save_moe_checkpoint`), `moe/utils.py`. Cost: as naming.
+The one idea: a group is dense or of experts (`moe: True`), and each kind is named by itself: dense numbers follow the
+module, experts' numbers follow the rank's experts layer by layer, expert by expert. The dense states of the ranks are
+copies and get compared. Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_save_moe_checkpoint`), `moe/utils.py`. Cost: as
+naming.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ _SIZE = re.compile(r"ep_size_(\d{1,6})")
 def optimizer_of_experts(
     files: Mapping[int, ModuleFile], dense: Mapping[str, StoredArray], experts: Mapping[str, StoredArray], shown: str
 ) -> Off:
-    """The optimizers of all expert ranks. files: by expert rank. experts: global names in the order of layers, experts and
-    parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be named."""
+    """The optimizers of all expert ranks. files: by expert rank. experts: global names in the order of layers, experts
+    and parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be
+    named."""
     parts = {rank: part_of(file) for rank, file in sorted(files.items())}
     said = [int(m[1]) for part in parts.values() for g in part.groups if (m := _SIZE.fullmatch(str(g.get("name"))))]
     ep = max([max(files) + 1, *said])
@@ -38,10 +42,14 @@ def optimizer_of_experts(
     lost = [expp_name(rank) for rank in range(ep) if rank not in files]
     if lost or any(count % ep for count in layers.values()):
         raise Incomplete(
-            f"of {ep} expert ranks {len(lost)} have no optimizer: {', '.join(lost[:8])}" if lost else
-            f"{ep} expert ranks have an optimizer, for {sorted(set(layers.values()))} experts", code="E0302",
-            path=shown, hint="every expert rank writes its own: fetch all expp_rank_* files", faults=lost[8:100],
-        )  # fmt: skip
+            f"of {ep} expert ranks {len(lost)} have no optimizer: {', '.join(lost[:8])}"
+            if lost
+            else f"{ep} expert ranks have an optimizer, for {sorted(set(layers.values()))} experts",
+            code="E0302",
+            path=shown,
+            hint="every expert rank writes its own: fetch all expp_rank_* files",
+            faults=lost[8:100],
+        )
     chunks: dict[TensorKey, list[StoredArray]] = {}
     names: list[list[str]] = []
     options: list[dict[str, Any]] = []
@@ -56,9 +64,11 @@ def optimizer_of_experts(
             names = [[] for _ in options]
         if len(options) != len(part.groups):
             raise InconsistentCheckpoint(
-                f"{len(part.groups)} parameter groups, but {len(options)} in expert rank 0's", code=DISAGREE, path=file.path,
+                f"{len(part.groups)} parameter groups, but {len(options)} in expert rank 0's",
+                code=DISAGREE,
+                path=file.path,
                 hint="files of two runs lie together",
-            )  # fmt: skip
+            )
         for entry in part.entries:
             chunks.setdefault(TensorKey(named[entry.number], entry.state), []).append(entry.array)
         for number, group in enumerate(part.groups):
@@ -69,9 +79,12 @@ def optimizer_of_experts(
         first, *others = chunks[key]
         if any(other.shape != first.shape for other in others):
             raise InconsistentCheckpoint(
-                f"{key.state} has several shapes on the expert ranks", code=DISAGREE, path=shown, key=key.name,
+                f"{key.state} has several shapes on the expert ranks",
+                code=DISAGREE,
+                path=shown,
+                key=key.name,
                 hint="files of two runs lie together",
-            )  # fmt: skip
+            )
         box = whole(first.shape)
         copies = [Chunk(box, array, box, number) for number, array in enumerate((first, *others))]
         tensors[key] = LogicalTensor(key, first.shape, first.dtype, tuple(copies))
@@ -87,9 +100,12 @@ def _rank_of(name: str, layers: Mapping[str, int], ep: int) -> int:
 
 
 def _names(
-    groups: Sequence[Mapping[str, Any]], shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
-    dense: Mapping[str, StoredArray], experts: Mapping[str, StoredArray], path: str,
-) -> dict[int, str]:  # fmt: skip
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
+    dense: Mapping[str, StoredArray],
+    experts: Mapping[str, StoredArray],
+    path: str,
+) -> dict[int, str]:
     """Number -> name of one rank's optimizer."""
     out: dict[int, str] = {}
     for moe, arrays in ((False, dense), (True, experts)):
@@ -100,8 +116,10 @@ def _names(
         found = align(mine, here, candidates) if numbers else None
         if found is not None and not found.names:
             raise InputError(
-                f"the optimizer of an expert rank can't be given names: {found.why}", code=REFUSED, path=path,
+                f"the optimizer of an expert rank can't be given names: {found.why}",
+                code=REFUSED,
+                path=path,
                 hint="resume it once with ZeRO 1 and save it",
-            )  # fmt: skip
+            )
         out |= found.names if found is not None else {}
     return out

@@ -1,10 +1,11 @@
 """Writing the optimizer files: a rank's fp32 weights and moments as flat tensors, with what DeepSpeed says of them.
 
-    bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt   {"optimizer_state_dict": {"single_partition_of_fp32_groups": [T], ...}}
+    bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt
+          {"optimizer_state_dict": {"single_partition_of_fp32_groups": [T], ...}}
 
 Keys and their order as DeepSpeed 0.19.8 has them (`runtime/zero/stage_1_and_2.py` and `stage3.py` `state_dict`,
-`runtime/bf16_optimizer.py`); its classes are written from values: a loss scaler from a dict, `fragment_address` from two
-numbers. Cost: a few microseconds a piece. What it does not do: decide anything (`deepspeed.plan`).
+`runtime/bf16_optimizer.py`); its classes are written from values: a loss scaler from a dict, `fragment_address` from
+two numbers. Cost: a few microseconds a piece. What it does not do: decide anything (`deepspeed.plan`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def optimizer_file(plan: Plan, data: int, model: int) -> TargetFile:
     state = _stage3(plan, composer, groups, data) if plan.stage == 3 else _stage12(plan, composer, groups, data)
     config = {**plan.config}
     skeleton = {
-        "optimizer_state_dict": state, "ds_config": with_stage(config, plan.stage),
+        "optimizer_state_dict": state,
+        "ds_config": with_stage(config, plan.stage),
         "ds_version": plan.extras.get("ds_version", VERSION),
-    }  # fmt: skip
+    }
     return composer.file(optim_name(plan.described.prefix, data, model), skeleton)
 
 
@@ -92,16 +94,25 @@ def _stage12(plan: Plan, composer: TorchComposer, groups: Sequence[Group], data:
     base = {"state": {n: state for n, state in states.items() if state}, "param_groups": options}
     if plain:
         return {
-            **_rest(plan, "clip_grad"), "base_optimizer_state": base,
-            "single_partition_of_fp32_groups": flat, "group_paddings": paddings, "partition_count": counts,
-            "ds_version": plan.extras.get("ds_version", VERSION), "param_slice_mappings": mappings,
-        }  # fmt: skip
+            **_rest(plan, "clip_grad"),
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": flat,
+            "group_paddings": paddings,
+            "partition_count": counts,
+            "ds_version": plan.extras.get("ds_version", VERSION),
+            "param_slice_mappings": mappings,
+        }
     return {
-        **_rest(plan, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"), "base_optimizer_state": base,
-        "single_partition_of_fp32_groups": flat, "zero_stage": Symbol(STAGE, (plan.stage,)), "group_paddings": paddings,
-        "param_alignment_paddings": gaps, "partition_count": counts,
-        "ds_version": plan.extras.get("ds_version", VERSION), "param_slice_mappings": mappings,
-    }  # fmt: skip
+        **_rest(plan, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": flat,
+        "zero_stage": Symbol(STAGE, (plan.stage,)),
+        "group_paddings": paddings,
+        "param_alignment_paddings": gaps,
+        "partition_count": counts,
+        "ds_version": plan.extras.get("ds_version", VERSION),
+        "param_slice_mappings": mappings,
+    }
 
 
 def _stage3(plan: Plan, composer: TorchComposer, groups: Sequence[Group], data: int) -> dict[str, Any]:
@@ -121,10 +132,12 @@ def _stage3(plan: Plan, composer: TorchComposer, groups: Sequence[Group], data: 
         options.append({**group.options, "params": mine})
     rest = _rest(plan, "loss_scaler", "dynamic_loss_scale", "overflow")
     return {
-        "zero_stage": Symbol(STAGE, (3,)), **rest, "partition_count": plan.dp,
+        "zero_stage": Symbol(STAGE, (3,)),
+        **rest,
+        "partition_count": plan.dp,
         "optimizer_state_dict": {"state": {n: s for n, s in states.items() if s}, "param_groups": options},
         "fp32_flat_groups": flat,
-    }  # fmt: skip
+    }
 
 
 def _flat(
@@ -150,8 +163,13 @@ def _flat(
 
 
 def _moments(
-    plan: Plan, composer: TorchComposer, group: Group, names: Sequence[tuple[str, str]], pieces: Sequence[Piece], length: int
-) -> dict[str, Any]:  # fmt: skip
+    plan: Plan,
+    composer: TorchComposer,
+    group: Group,
+    names: Sequence[tuple[str, str]],
+    pieces: Sequence[Piece],
+    length: int,
+) -> dict[str, Any]:
     """The states of one flat group: scalars first, as torch's optimizers make them."""
     out: dict[str, Any] = {}
     home = plan.extras.get(OPTIMIZER)

@@ -1,10 +1,11 @@
 """A PipelineModule's names: layer files hold local names, the optimizer's tables hold global ones.
 
-    layer_03-model_states.pt  {"norm.weight": ...}             ->  3.norm.weight
-    layer_00-model_states.pt  {"weight": ..., "word.weight"}   ->  tied_modules.embed.weight, tied_modules.embed.word.weight
+    layer_03-model_states.pt  {"norm.weight": ...}            ->  3.norm.weight
+    layer_00-model_states.pt  {"weight": ..., "word.weight"}  ->
+          tied_modules.embed.weight, tied_modules.embed.word.weight
 
-A tied layer is saved once, by the first stage that has it; its parameters stand as `tied_modules.KEY.NAME` in the tables of
-every stage that uses it. The file does not say its key: it is the one whose names and shapes the file has.
+A tied layer is saved once, by the first stage that has it; its parameters stand as `tied_modules.KEY.NAME` in the
+tables of every stage that uses it. The file does not say its key: it is the one whose names and shapes the file has.
 Source: DeepSpeed 0.19.8 `runtime/pipe/module.py` (`save_state_dict`, `ckpt_layer_path`, `_build`).
 """
 

@@ -2,9 +2,9 @@
 
     z1 of 4 ranks, asked for --dp 3     ->     Plan(stage=1, dp=3, stages=[[Group(18 names)]]), line_of(plan, group, 2)
 
-The one idea: every question that has an answer without looking at a file's bytes is answered here, once, and refused here;
-`deepspeed.state` and `deepspeed.optimizer` only write down. Codes: E0286 states that no stage holds, E0287 degrees, E0288
-pipeline stages. Source: as `deepspeed.target`. Cost: a pass over the parameters for each rank.
+The one idea: every question that has an answer without looking at a file's bytes is answered here, once, and refused
+here; `deepspeed.state` and `deepspeed.optimizer` only write down. Codes: E0286 states that no stage holds, E0287
+degrees, E0288 pipeline stages. Source: as `deepspeed.target`. Cost: a pass over the parameters for each rank.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ DEGREE = "E0287"
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be written, settled once. rows: key -> its number among the wanted tensors. states: the optimizer's, in
-    order. stages: the groups of every pipeline stage."""
+    """What is to be written, settled once. rows: key -> its number among the wanted tensors. states: the optimizer's,
+    in order. stages: the groups of every pipeline stage."""
 
     wanted: Wanted
     described: Described
@@ -110,14 +110,25 @@ def settle(wanted: Wanted) -> Plan:
         )
     if not described.stages and any(name.startswith(TIED) for name in masters):
         notes.append(
-            "these are a pipeline's parameters, but the source does not say which layers hold the tied ones: they are written "
+            "these are a pipeline's parameters, but the source does not say which layers hold the tied ones: they "
+            "are written "
             "as one module, which a PipelineModule does not load (it resumes from a universal checkpoint)"
         )
     config = extras.get("ds_config")
     plan = Plan(
-        wanted, described, stage, dp, pp, ep, rows, states, [], extras, notes,
+        wanted,
+        described,
+        stage,
+        dp,
+        pp,
+        ep,
+        rows,
+        states,
+        [],
+        extras,
+        notes,
         config if isinstance(config, Mapping) else {},
-    )  # fmt: skip
+    )
     if stage or any(expert_name_of(name) for group in groups for name in group.names):
         groups = with_experts(groups, dp, ep, notes)
         if stage == 3 and any(group.ep for group in groups):
@@ -143,9 +154,10 @@ def _degrees(said: Mapping[str, int]) -> dict[str, int]:
     for name in ("tp", "vpp", "etp", "cp"):
         if out[name] > 1 and (name != "etp" or out["etp"] != out["tp"]):
             raise UsageError(
-                f"--{name} {out[name]}: deepspeed is written for data, pipeline and expert ranks", code=DEGREE,
+                f"--{name} {out[name]}: deepspeed is written for data, pipeline and expert ranks",
+                code=DEGREE,
                 hint=f"the nearest that it takes is --{name} 1",
-            )  # fmt: skip
+            )
     return out
 
 
@@ -172,9 +184,12 @@ def _foreign(wanted: Wanted, stage: int, notes: list[str]) -> Described:
         shown = ", ".join(others[:8])
         notes.append(f"{len(others)} tensors of the model have no fp32 weight and are written as buffers: {shown}")
     return Described(
-        stage, prefix="bf16_" if dtype == "BF16" else "", dtype=dtype, module=tuple(t.key.name for t in model),
+        stage,
+        prefix="bf16_" if dtype == "BF16" else "",
+        dtype=dtype,
+        module=tuple(t.key.name for t in model),
         buffers=tuple(others),
-    )  # fmt: skip
+    )
 
 
 def _check_states(plan: Plan, groups: Sequence[Group]) -> None:
@@ -187,22 +202,32 @@ def _check_states(plan: Plan, groups: Sequence[Group]) -> None:
             faults += [f"{name} has no {state}" for name, row in rows if row is None and here]
             faults += [
                 f"{t.key.name}: {state} has shape {list(t.shape)}, its weight {list(plan.shape(t.key.name))}"
-                for t in here if t.shape != plan.shape(t.key.name)
-            ]  # fmt: skip
-            faults += [f"{t.key.name}: {state} is {t.dtype.name}, others {here[0].dtype.name}" for t in here
-                       if t.dtype != here[0].dtype]  # fmt: skip
+                for t in here
+                if t.shape != plan.shape(t.key.name)
+            ]
+            faults += [
+                f"{t.key.name}: {state} is {t.dtype.name}, others {here[0].dtype.name}"
+                for t in here
+                if t.dtype != here[0].dtype
+            ]
     known = {name for group in groups for name in group.names}
-    faults += [f"{t.key.name} has {t.key.state} but no fp32 weight" for t in plan.wanted.tensors
-               if t.key.state in plan.states and t.key.name not in known]  # fmt: skip
+    faults += [
+        f"{t.key.name} has {t.key.state} but no fp32 weight"
+        for t in plan.wanted.tensors
+        if t.key.state in plan.states and t.key.name not in known
+    ]
     if faults:
         raise UsageError(
-            f"the optimizer's states do not fill flat tensors: {faults[0]}", code=UNFIT, faults=faults[1:100],
+            f"the optimizer's states do not fill flat tensors: {faults[0]}",
+            code=UNFIT,
+            faults=faults[1:100],
             hint="write --zero 0 without master weights, another format, or --drop optimizer",
-        )  # fmt: skip
+        )
 
 
 def _set_aside(plan: Plan) -> None:
-    """RNG states of other degrees, and values whose keys DeepSpeed needs, go where nobody takes them for something else."""
+    """RNG states of other degrees, and values whose keys DeepSpeed needs, go where nobody takes them for something
+    else."""
     before = plan.wanted.hints.get("degrees")
     same = not isinstance(before, Mapping) or all(
         before.get(name, 1) == value for name, value in (("dp", plan.dp), ("pp", plan.pp), ("ep", plan.ep))
@@ -231,8 +256,8 @@ def is_random(key: str) -> bool:
 
 
 class Line(NamedTuple):
-    """A rank's flat line of a group at ZeRO 1 or 2. names: (name, name inside the rank). size: elements of the partition,
-    `spare` of them behind the last parameter. gaps: behind each parameter."""
+    """A rank's flat line of a group at ZeRO 1 or 2. names: (name, name inside the rank). size: elements of the
+    partition, `spare` of them behind the last parameter. gaps: behind each parameter."""
 
     names: list[tuple[str, str]]
     pieces: list[Piece]
@@ -252,8 +277,8 @@ def line_of(plan: Plan, group: Group, data: int) -> Line:
 
 
 def borders_of(plan: Plan) -> dict[str, list[int]]:
-    """Where the stages of a pipeline cut a parameter that several of them hold (a tied one): all cut it at all borders, so
-    that equal boxes are copies of each other."""
+    """Where the stages of a pipeline cut a parameter that several of them hold (a tied one): all cut it at all borders,
+    so that equal boxes are copies of each other."""
     seen: dict[str, int] = {}
     for stage in plan.stages:
         for group in stage:

@@ -3,13 +3,13 @@
     mp_rank_00_model_states.pt  {"module": {...}, "param_shapes": [{...}], "lr_scheduler": ..., ...}  -> ModuleFile
     ..._optim_states.pt         {"optimizer_state_dict": {"single_partition_of_fp32_groups": [T], ...}} -> OptimizerFile
 
-The one idea: what differs between ZeRO 1, 2, BF16_Optimizer and ZeRO 3 ends here: an `OptimizerFile` has flat groups, each
-with its fp32 partition, its 1-d states and its scalars (`step`), whatever keys they lay under.
+The one idea: what differs between ZeRO 1, 2, BF16_Optimizer and ZeRO 3 ends here: an `OptimizerFile` has flat groups,
+each with its fp32 partition, its 1-d states and its scalars (`step`), whatever keys they lay under.
 
 Layout of both files (DeepSpeed 0.19.8 `runtime/engine.py` `_common_checkpoint_state`, `runtime/zero/stage_1_and_2.py`
-and `stage3.py` `state_dict`, `runtime/bf16_optimizer.py`, `checkpoint/constants.py`): see `deepspeed.format`. Kinds that are
-refused by name: elastic checkpoints (`base_optimizer_state` is a list), states swapped to NVMe (no `fp32_flat_groups`),
-AutoEP. Cost: each file's pickle and directory, and 4 bytes for each scalar tensor.
+and `stage3.py` `state_dict`, `runtime/bf16_optimizer.py`, `checkpoint/constants.py`): see `deepspeed.format`. Kinds
+that are refused by name: elastic checkpoints (`base_optimizer_state` is a list), states swapped to NVMe (no
+`fp32_flat_groups`), AutoEP. Cost: each file's pickle and directory, and 4 bytes for each scalar tensor.
 """
 
 from __future__ import annotations
@@ -32,22 +32,43 @@ OPTIMIZER, BASE, MASTERS = "optimizer_state_dict", "base_optimizer_state", "sing
 FLAT3 = "fp32_flat_groups"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "BOOL": "<?"}
 # Keys of a module file that say how it is laid out: made anew when it is written.
-LAYOUT_KEYS = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
-})  # fmt: skip
-_OPTIMIZER_LAYOUT = frozenset({
-    BASE, MASTERS, FLAT3, OPTIMIZER, "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count",
-    "param_slice_mappings", "ds_zero_partition_groups",
-})  # fmt: skip
+LAYOUT_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+    }
+)
+_OPTIMIZER_LAYOUT = frozenset(
+    {
+        BASE,
+        MASTERS,
+        FLAT3,
+        OPTIMIZER,
+        "zero_stage",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "param_slice_mappings",
+        "ds_zero_partition_groups",
+    }
+)
 
 
 @dataclass(slots=True)
 class ModuleFile:
-    """A module file. module, fragments: name -> array, in order. shapes: of each flat group (sub-group at stage 3), name ->
-    shape in flat order; None without ZeRO. frozen: shapes of frozen parameters (stage 2 and 3). shared: alias -> kept name.
-    others: tensors of the client's state, at their paths. values: all that is no tensor. optimizer: (path, array) of the
-    optimizer that lies in this file without ZeRO."""
+    """A module file. module, fragments: name -> array, in order. shapes: of each flat group (sub-group at stage 3),
+    name -> shape in flat order; None without ZeRO. frozen: shapes of frozen parameters (stage 2 and 3). shared: alias
+    -> kept name.
+    others: tensors of the client's state, at their paths. values: all that is no tensor. optimizer: (path, array) of
+    the optimizer that lies in this file without ZeRO."""
 
     path: str
     module: dict[str, StoredArray]
@@ -73,8 +94,8 @@ class ModuleFile:
 
 @dataclass(slots=True)
 class FlatGroup:
-    """A flat tensor of this rank. options: of its parameter group, the learning rate and such. states: 1-d arrays as long
-    as the partition. scalars: one value for the whole group. dtypes: of those that were tensors."""
+    """A flat tensor of this rank. options: of its parameter group, the learning rate and such. states: 1-d arrays as
+    long as the partition. scalars: one value for the whole group. dtypes: of those that were tensors."""
 
     master: StoredArray
     options: int
@@ -89,7 +110,8 @@ class FlatGroup:
 
 @dataclass(slots=True)
 class OptimizerFile:
-    """An optimizer file. stage: 1, 2 or 3. plain_bf16: written by BF16_Optimizer. param_groups: options without `params`.
+    """An optimizer file. stage: 1, 2 or 3. plain_bf16: written by BF16_Optimizer. param_groups: options without
+    `params`.
     rest: scalars of the whole optimizer (loss scaler, clip_grad, ...)."""
 
     path: str
@@ -103,19 +125,25 @@ class OptimizerFile:
 
 
 def read_module(tree: Tree, name: str) -> ModuleFile:
-    """A `*_model_states.pt` file. Raises CorruptFile E0355 where it is not laid out as DeepSpeed does, InputError E0356 for
-    AutoEP, and what containers and pickles raise."""
+    """A `*_model_states.pt` file. Raises CorruptFile E0355 where it is not laid out as DeepSpeed does, InputError E0356
+    for AutoEP, and what containers and pickles raise."""
     content, shown = read_content(tree, name), tree.display(name)
     values = dict(_mapping(content.extras, "the file", shown))
     if values.get("ds_autoep_layers"):
         raise _refused("AutoEP experts (ds_autoep_layers): fused experts are not read yet", shown)
     out = ModuleFile(
-        shown, {}, _names(values.get("buffer_names") or [], "buffer_names", shown), _shapes(values, shown),
-        _shape_map(values.get("frozen_param_shapes") or {}, "frozen_param_shapes", shown), {},
+        shown,
+        {},
+        _names(values.get("buffer_names") or [], "buffer_names", shown),
+        _shapes(values, shown),
+        _shape_map(values.get("frozen_param_shapes") or {}, "frozen_param_shapes", shown),
+        {},
         _shared(values.get("shared_params") or {}, shown),
         {key: item for key, item in values.items() if key not in LAYOUT_KEYS or key.endswith("world_size")},
-        unsafe=content.unsafe, ordered=content.ordered, globals=content.globals,
-    )  # fmt: skip
+        unsafe=content.unsafe,
+        ordered=content.ordered,
+        globals=content.globals,
+    )
     if isinstance(values.get("checkpoint_parallel_dimensions"), dict):
         out.values["checkpoint_parallel_dimensions"] = values["checkpoint_parallel_dimensions"]
     left = values.get("module")
@@ -151,8 +179,8 @@ def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchCo
 
 
 def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
-    """An `*_optim_states.pt` file. Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what containers
-    and pickles raise."""
+    """An `*_optim_states.pt` file. Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what
+    containers and pickles raise."""
     content, shown = read_content(tree, name), tree.display(name)
     top = _mapping(content.extras, "the file", shown)
     state = _mapping(top.get(OPTIMIZER), OPTIMIZER, shown)
@@ -178,8 +206,8 @@ def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
 
 
 def _others(tree: Tree, content: TorchContent, flat: str, states: Path, shown: str) -> dict[str, Any]:
-    """Single numbers kept as tensors beside the states. Raises InputError E0356 for a tensor that is none: nothing is left
-    out in silence."""
+    """Single numbers kept as tensors beside the states. Raises InputError E0356 for a tensor that is none: nothing is
+    left out in silence."""
     out = {}
     for path, array in content.leaves:
         inner = path[1:] if path[0] == OPTIMIZER else ()
@@ -212,7 +240,7 @@ def scalar_bytes(value: Any, dtype: Any) -> bytes | None:
     return struct.pack(code, number)
 
 
-# -- parts of an optimizer file -------------------------------------------------------------------------------------------
+# -- parts of an optimizer file ----------------------------------------------------------------------------------------
 
 
 def _flat_groups(
@@ -234,9 +262,14 @@ def _flat_groups(
 
 
 def _states(
-    tree: Tree, arrays: Mapping[Path, StoredArray], prefix: Path, values: Mapping[Any, Any], groups: list[FlatGroup],
-    options: list[dict[str, Any]], shown: str,
-) -> None:  # fmt: skip
+    tree: Tree,
+    arrays: Mapping[Path, StoredArray],
+    prefix: Path,
+    values: Mapping[Any, Any],
+    groups: list[FlatGroup],
+    options: list[dict[str, Any]],
+    shown: str,
+) -> None:
     """Moments and scalars of each flat group."""
     at = (*prefix, "state")
     for path, array in arrays.items():
@@ -250,10 +283,13 @@ def _states(
             group.scalars[state], group.dtypes[state] = _scalar(tree, array, state), array.dtype.name
         elif len(array.shape) != 1 or array.strides is not None or array.numel < group.master.numel:
             raise InconsistentCheckpoint(
-                f"{state} of flat group {number} has shape {list(array.shape)}, its weights have {group.master.numel} elements",
-                code=DISAGREE, path=shown, place=dotted((OPTIMIZER, *path)),
+                f"{state} of flat group {number} has shape {list(array.shape)}, its weights have "
+                f"{group.master.numel} elements",
+                code=DISAGREE,
+                path=shown,
+                place=dotted((OPTIMIZER, *path)),
                 hint="optimizer and weights come from two runs: fetch the whole save again",
-            )  # fmt: skip
+            )
         else:
             group.states[state] = array
     for number, left in values.items():
@@ -323,7 +359,7 @@ def _stage(value: Any, shown: str) -> int:
     return stage
 
 
-# -- parts of a module file -----------------------------------------------------------------------------------------------
+# -- parts of a module file --------------------------------------------------------------------------------------------
 
 
 def _shapes(values: Mapping[str, Any], shown: str) -> list[dict[str, tuple[int, ...]]] | None:

@@ -1,8 +1,8 @@
 """All files of a DeepSpeed checkpoint as one catalog: which must be there, that they are of one save, what they hold.
 
 The one idea: the module files say names and shapes in flat order, the optimizer files hold the flat tensors; a `Reader`
-walks stages, groups and ranks once and gives every piece to `deepspeed.shards.Flat`. Layout and names: `deepspeed.format`.
-Cost: as the pickles, and a few microseconds for each parameter and rank that holds a part of it.
+walks stages, groups and ranks once and gives every piece to `deepspeed.shards.Flat`. Layout and names:
+`deepspeed.format`. Cost: as the pickles, and a few microseconds for each parameter and rank that holds a part of it.
 """
 
 from __future__ import annotations
@@ -60,18 +60,20 @@ class Reader:
     ep: int = 1
     stage: int = 0
 
-    # -- which files ------------------------------------------------------------------------------------------------------
+    # -- which files ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read every file's pickle. Raises Incomplete E0302 naming the missing ones, InputError E0356 for kinds that are
-        not read, InconsistentCheckpoint E0359 for ranks of two saves."""
+        """Read every file's pickle. Raises Incomplete E0302 naming the missing ones, InputError E0356 for kinds that
+        are not read, InconsistentCheckpoint E0359 for ranks of two saves."""
         if self.files.refused:
             name, why = self.files.refused[0]
             raise InputError(
-                f"{why} are not read", code=REFUSED, path=self.tree.display(name),
+                f"{why} are not read",
+                code=REFUSED,
+                path=self.tree.display(name),
                 hint="save it with tensor parallel 1, or as a universal checkpoint",
                 faults=[name for name, _ in self.files.refused[1:SHOWN]],
-            )  # fmt: skip
+            )
         names = {**{(0, mp): name for mp, name in self.files.model.items()}, **self.files.model3}
         if not names:
             raise self._missing([model_name(0)])
@@ -80,9 +82,11 @@ class Reader:
         self.stage = 3 if self.files.model3 else 0
         if self.dp * models > FILES:
             raise CorruptFile(
-                f"dp_world_size {self.dp} and mp_world_size {models} make more ranks than there can be files", code=MALFORMED,
-                path=first.path, hint="the file is damaged",
-            )  # fmt: skip
+                f"dp_world_size {self.dp} and mp_world_size {models} make more ranks than there can be files",
+                code=MALFORMED,
+                path=first.path,
+                hint="the file is damaged",
+            )
         wanted = [(dp, mp) for mp in range(models) for dp in range(self.dp)]
         if self.stage == 3:
             lost = [model3_name(dp, mp) for dp, mp in wanted if (dp, mp) not in names]
@@ -132,9 +136,11 @@ class Reader:
             tp = 1 if self.files.layers else models
         if type(tp) is not int or tp != 1:
             raise InputError(
-                f"tensor parallel {tp}: how each weight is cut stands nowhere in these files", code=REFUSED, path=first.path,
+                f"tensor parallel {tp}: how each weight is cut stands nowhere in these files",
+                code=REFUSED,
+                path=first.path,
                 hint="convert it with its own project to a universal checkpoint, and read that",
-            )  # fmt: skip
+            )
         self.pp = models
         return models
 
@@ -148,16 +154,23 @@ class Reader:
             strangers += [*self.files.model.values()]
         if strangers or len(self.files.prefixes) > 1:
             raise InconsistentCheckpoint(
-                f"{len(strangers) or len(self.files.optim)} files are of another save: {', '.join(sorted(strangers)[:8]) or 'with and without bf16_'}",
-                code=DISAGREE, path=self.tree.display(), faults=sorted(strangers)[8:SHOWN],
-                hint=f"the module says {self.dp} data ranks and {models} model ranks: move the files of the other save away",
-            )  # fmt: skip
+                f"{len(strangers) or len(self.files.optim)} files are of another save: "
+                f"{', '.join(sorted(strangers)[:8]) or 'with and without bf16_'}",
+                code=DISAGREE,
+                path=self.tree.display(),
+                faults=sorted(strangers)[8:SHOWN],
+                hint=f"the module says {self.dp} data ranks and {models} model ranks: move the files of the "
+                "other save away",
+            )
 
     def _missing(self, names: Sequence[str]) -> Incomplete:
         return Incomplete(
-            f"{len(names)} files are missing: {', '.join(names[:8])}", code="E0302", path=self.tree.display(), faults=names[8:SHOWN],
+            f"{len(names)} files are missing: {', '.join(names[:8])}",
+            code="E0302",
+            path=self.tree.display(),
+            faults=names[8:SHOWN],
             hint="every rank writes its own file: fetch them from all machines of the job",
-        )  # fmt: skip
+        )
 
     def _of_one_save(self) -> None:
         """Ranks that disagree in a counter, an option or a scalar are of different steps, or of different runs."""
@@ -169,9 +182,13 @@ class Reader:
                     continue
                 if key in COUNTERS:
                     raise self._other(other.path, str(key), theirs, mine, modules[0].path)
-                self.notes.append(Note(
-                    "W-ranks-differ", f"{key} of {other.path.rpartition('/')[2]} differs from rank 0's, which is kept", other.path
-                ))  # fmt: skip
+                self.notes.append(
+                    Note(
+                        "W-ranks-differ",
+                        f"{key} of {other.path.rpartition('/')[2]} differs from rank 0's, which is kept",
+                        other.path,
+                    )
+                )
         optimizers = list(self.optimizers.values())
         for file in optimizers[1:]:
             first = optimizers[0]
@@ -193,22 +210,31 @@ class Reader:
 
     def _steps(self) -> None:
         """One step counter for all (E10): ranks, groups and stages step together."""
-        found = [(file.path, n, group.scalars["step"]) for file in self.optimizers.values()
-                 for n, group in enumerate(file.groups) if "step" in group.scalars]  # fmt: skip
+        found = [
+            (file.path, n, group.scalars["step"])
+            for file in self.optimizers.values()
+            for n, group in enumerate(file.groups)
+            if "step" in group.scalars
+        ]
         for path, number, step in found:
             if step != found[0][2]:
                 raise InconsistentCheckpoint(
-                    f"step {step} in flat group {number}, but {found[0][2]} in group {found[0][1]} of {found[0][0].rpartition('/')[2]}",
-                    code=DISAGREE, path=path, hint="the files come from two steps: fetch one save whole",
-                )  # fmt: skip
+                    f"step {step} in flat group {number}, but {found[0][2]} in group {found[0][1]} of "
+                    f"{found[0][0].rpartition('/')[2]}",
+                    code=DISAGREE,
+                    path=path,
+                    hint="the files come from two steps: fetch one save whole",
+                )
 
     def _other(self, path: str, what: str, theirs: Any, mine: Any, first: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(
-            f"{what} is {str(theirs)[:80]}, but {str(mine)[:80]} in {first.rpartition('/')[2]}", code=DISAGREE, path=path,
+            f"{what} is {str(theirs)[:80]}, but {str(mine)[:80]} in {first.rpartition('/')[2]}",
+            code=DISAGREE,
+            path=path,
             hint="the files come from two steps or two runs: fetch one save whole",
-        )  # fmt: skip
+        )
 
-    # -- the optimizer ----------------------------------------------------------------------------------------------------
+    # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def flat_tensors(self) -> None:
         """Every piece of every rank's flat groups."""
@@ -219,8 +245,10 @@ class Reader:
             if any(len(rank.groups) != len(shapes) for rank in ranks):
                 raise InconsistentCheckpoint(
                     f"param_shapes lists {len(shapes)} groups, the optimizer has {[len(r.groups) for r in ranks][:8]}",
-                    code=DISAGREE, path=module.path, hint="module and optimizer come from two saves",
-                )  # fmt: skip
+                    code=DISAGREE,
+                    path=module.path,
+                    hint="module and optimizer come from two saves",
+                )
             self.stages.append([[] for _ in ranks[0].param_groups])
             self.stage = ranks[0].stage
             for number, group in enumerate(shapes):
@@ -244,9 +272,11 @@ class Reader:
         moe = bool(options.get("moe")) or any(expert_name_of(name) for name in shapes)
         if ep < 1 or ep > 1 and not moe:
             raise InconsistentCheckpoint(
-                f"partition_count is {count} of {self.dp} data ranks", code=DISAGREE, path=self.modules[0, mp].path,
+                f"partition_count is {count} of {self.dp} data ranks",
+                code=DISAGREE,
+                path=self.modules[0, mp].path,
                 hint="the files come from two runs",
-            )  # fmt: skip
+            )
         self.ep = max(self.ep, ep)
         local, sizes, gaps = list(shapes), numels(shapes), ranks[0].gaps
         gaps = gaps if gaps is not None and len(gaps) == len(sizes) else [0] * len(sizes)
@@ -270,9 +300,10 @@ class Reader:
             if group.master.numel != length:
                 raise InconsistentCheckpoint(
                     f"a flat group of {group.master.numel} elements, its parameters over {self.dp} ranks take {length}",
-                    code=DISAGREE, path=self.optimizers[rank, mp].path,
+                    code=DISAGREE,
+                    path=self.optimizers[rank, mp].path,
                     hint="module and optimizer come from two runs, or a rank of another run lies among them",
-                )  # fmt: skip
+                )
             self._add(group, names, pieces, mp)
 
     def _natural(self, names: list[str], count: int) -> list[str]:
@@ -283,9 +314,12 @@ class Reader:
         for name, shape in zip(names, shapes.values(), strict=True):
             if not self.flat.declare(name, shape):
                 raise InconsistentCheckpoint(
-                    f"shape {list(shape)}, but {list(self.flat.shapes[name])} in another stage", code=DISAGREE, key=name,
-                    path=self.modules[0, mp].path, hint="the stages come from two runs",
-                )  # fmt: skip
+                    f"shape {list(shape)}, but {list(self.flat.shapes[name])} in another stage",
+                    code=DISAGREE,
+                    key=name,
+                    path=self.modules[0, mp].path,
+                    hint="the stages come from two runs",
+                )
 
     def _add(self, group: FlatGroup, names: Sequence[str], pieces: Sequence[Piece], mp: int) -> None:
         self.flat.add(names, pieces, MASTER, group.master, mp)
@@ -300,19 +334,25 @@ class Reader:
         path = self.optimizers[rank, mp].path
         if end > group.master.numel:
             raise InconsistentCheckpoint(
-                f"the fp32 partition has {group.master.numel} elements, its parameters take {end}", code=DISAGREE, path=path,
+                f"the fp32 partition has {group.master.numel} elements, its parameters take {end}",
+                code=DISAGREE,
+                path=path,
                 hint="module and optimizer come from two runs",
-            )  # fmt: skip
+            )
         said, ours = group.mapping, {names[p.param]: (p.stop - p.start, p.at) for p in pieces}
         if (
             said is not None and said != ours and not self.round_robin()
         ):  # dealt out, DeepSpeed states the undealt places
             wrong = next(name for name in (*ours, *said) if said.get(name) != ours.get(name))
             raise InconsistentCheckpoint(
-                f"param_slice_mappings puts {wrong} at {said.get(wrong)} (elements, start), its shape and order at {ours.get(wrong)}",
-                code=DISAGREE, path=path, key=wrong,
-                hint="files of two runs lie together, or a version of DeepSpeed cuts its groups in a way not known here",
-            )  # fmt: skip
+                f"param_slice_mappings puts {wrong} at {said.get(wrong)} (elements, start), its shape and order at "
+                f"{ours.get(wrong)}",
+                code=DISAGREE,
+                path=path,
+                key=wrong,
+                hint="files of two runs lie together, or a version of DeepSpeed cuts its groups in a way "
+                "not known here",
+            )
 
     def _config(self) -> Mapping[str, Any]:
         config = self.modules[min(self.modules)].values.get("ds_config")

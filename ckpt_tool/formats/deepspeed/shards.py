@@ -2,9 +2,9 @@
 
     rank 0 [embed 0..370 | up 0..86]  rank 1 [up 86..230 | ...]   ->   up = chunk of rank 0 + chunk of rank 1
 
-`Flat` collects the pieces of every (name, state) over all ranks; a parameter that two pipeline stages hold (a tied one) is
-cut at both stages' borders, so that equal boxes are replicas and get compared. Pure: arrays in, chunks out.
-Cost: a few microseconds a piece.
+`Flat` collects the pieces of every (name, state) over all ranks; a parameter that two pipeline stages hold (a tied one)
+is cut at both stages' borders, so that equal boxes are replicas and get compared. Pure: arrays in, chunks out. Cost: a
+few microseconds a piece.
 """
 
 from __future__ import annotations

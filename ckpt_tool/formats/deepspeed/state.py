@@ -1,11 +1,13 @@
 """Writing the module files: `mp_rank_*`, `zero_pp_rank_*`, pipeline layers, experts, and what the client gave.
 
-    ZeRO 1, dp 3      mp_rank_00_model_states.pt: module, param_shapes, counters, client state
-    ZeRO 3, dp 3      zero_pp_rank_{0,1,2}_mp_rank_00_model_states.pt: placeholders, buffers, a share of each frozen parameter
+    ZeRO 1, dp 3  mp_rank_00_model_states.pt: module, param_shapes, counters, client state
+    ZeRO 3, dp 3
+          zero_pp_rank_{0,1,2}_mp_rank_00_model_states.pt: placeholders, buffers, a share of each frozen parameter
 
-The one idea: a `ModuleWriter` knows every wanted tensor of the module once, by kind (parameter, frozen, buffer, expert, layer),
-and each file takes its part. Keys and their order as DeepSpeed 0.19.8 `runtime/engine.py` `_common_checkpoint_state` has them.
-Cost: a few microseconds a tensor. What it does not do: optimizer files (`deepspeed.target`).
+The one idea: a `ModuleWriter` knows every wanted tensor of the module once, by kind (parameter, frozen, buffer, expert,
+layer), and each file takes its part. Keys and their order as DeepSpeed 0.19.8 `runtime/engine.py`
+`_common_checkpoint_state` has them. Cost: a few microseconds a tensor. What it does not do: optimizer files
+(`deepspeed.target`).
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class ModuleWriter:
             composer = TorchComposer()
             yield composer.file(expp_name(expert), {"optimizer": self._plain_optimizer(composer, 0, expert)})
 
-    # -- one module file ----------------------------------------------------------------------------------------------------
+    # -- one module file -----------------------------------------------------------------------------------------------
 
     def _file(self, data: int, model: int) -> TargetFile:
         plan, composer = self.plan, TorchComposer()
@@ -79,8 +81,10 @@ class ModuleWriter:
             "param_shapes": self._param_shapes(model) if plan.stage else None,
             "frozen_param_shapes": self._frozen(refs, shapes=True),
             "shared_params": dict(self.shared) if data == model == 0 else {},
-            "frozen_param_fragments": self._fragments(composer, data) if plan.stage == 3 else self._frozen(refs, shapes=False),
-        }  # fmt: skip
+            "frozen_param_fragments": self._fragments(composer, data)
+            if plan.stage == 3
+            else self._frozen(refs, shapes=False),
+        }
         if not plan.stage:
             skeleton["shared_params"] = dict(self.shared) or None
         left = plan.extras.get("module")
@@ -202,8 +206,8 @@ class ModuleWriter:
                 yield (*head, *path), self._whole(composer, tensor.key.name, EXTRAS)
 
     def _plain_optimizer(self, composer: TorchComposer, model: int, expert: int = 0) -> dict[str, Any] | None:
-        """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names beside their
-        numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
+        """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names beside
+        their numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
         plan = self.plan
         numbers: dict[str, int] = {}
         groups, masters = [], []
@@ -226,7 +230,7 @@ class ModuleWriter:
             return inner
         return {**(wrapper or {}), "optimizer_state_dict": inner, "fp32_groups": masters}
 
-    # -- layers and experts ---------------------------------------------------------------------------------------------------
+    # -- layers and experts --------------------------------------------------------------------------------------------
 
     def _layer_files(self) -> Iterator[TargetFile]:
         """Layer files: their names are global, so every stage finds its own."""

@@ -1,17 +1,19 @@
 """Writing: every rank's files of a DeepSpeed checkpoint, for any number of data ranks, expert ranks and ZeRO stage.
 
-The one idea: what `deepspeed.fit` left is laid out by the same flat rules that reading uses (`deepspeed.flat`), so a rank's
-flat tensor is a storage with parts of many parameters in it:
+The one idea: what `deepspeed.fit` left is laid out by the same flat rules that reading uses (`deepspeed.flat`), so a
+rank's flat tensor is a storage with parts of many parameters in it:
 
-    --dp 3, ZeRO 1   latest, global_step3/mp_rank_00_model_states.pt, global_step3/bf16_zero_pp_rank_{0,1,2}_..._optim_states.pt
+    --dp 3, ZeRO 1
+          latest, global_step3/mp_rank_00_model_states.pt, global_step3/bf16_zero_pp_rank_{0,1,2}_..._optim_states.pt
 
-As DeepSpeed 0.19.8 writes: `partition_count`, `group_paddings` of the rank, `param_alignment_paddings`, `param_slice_mappings`
-with the rank's own names, fp32 partitions cut by the padding (whole under BF16_Optimizer), frozen parameters and fragments,
-`shared_params` on the first rank alone, `latest`; its own classes (loss scaler, enum, fragment_address) are written from
-values. `DeepSpeedEngine.load_checkpoint` resumes from it. Counters, scheduler and client state come from the extras; what
-a source does not say is DeepSpeed's default, or missing and named in a note (an optimizer's options).
-RNG states of other degrees are kept under `ckpt_unused`, where nobody takes them for those of the new ranks.
-Cost: a few microseconds a parameter and rank that holds a part of it. What it does not do: tensor parallel ranks.
+As DeepSpeed 0.19.8 writes: `partition_count`, `group_paddings` of the rank, `param_alignment_paddings`,
+`param_slice_mappings` with the rank's own names, fp32 partitions cut by the padding (whole under BF16_Optimizer),
+frozen parameters and fragments, `shared_params` on the first rank alone, `latest`; its own classes (loss scaler, enum,
+fragment_address) are written from values. `DeepSpeedEngine.load_checkpoint` resumes from it. Counters, scheduler and
+client state come from the extras; what a source does not say is DeepSpeed's default, or missing and named in a note (an
+optimizer's options). RNG states of other degrees are kept under `ckpt_unused`, where nobody takes them for those of the
+new ranks. Cost: a few microseconds a parameter and rank that holds a part of it. What it does not do: tensor parallel
+ranks.
 """
 
 from __future__ import annotations

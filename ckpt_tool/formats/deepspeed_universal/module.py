@@ -2,8 +2,8 @@
 
     mp_rank_00_model_states.pt  {"module": {name: T}, "param_shapes": [{name: shape}], "global_steps": 3, ...}
 
-They are copies of the checkpoint's own (`deepspeed.format`), or ours (`deepspeed_universal.target`). Cost: a pickle a file; of
-ZeRO 3's many only the first, and the others where frozen parameters lie in shares.
+They are copies of the checkpoint's own (`deepspeed.format`), or ours (`deepspeed_universal.target`). Cost: a pickle a
+file; of ZeRO 3's many only the first, and the others where frozen parameters lie in shares.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHOWN = 100
 
 @dataclass(slots=True)
 class Modules:
-    """What the module files say. opening: reads a file. values: the first file's plain values. shapes: of each group (stage 3:
-    sub-group), name -> shape. tensors: the model, and what the client kept."""
+    """What the module files say. opening: reads a file. values: the first file's plain values. shapes: of each group
+    (stage 3: sub-group), name -> shape. tensors: the model, and what the client kept."""
 
     tree: Tree
     opening: Callable[[str], TorchContent]
@@ -45,16 +45,19 @@ class Modules:
     notes: list[Note] = field(default_factory=list)
 
     def read(self, files: Files, record: Recorded | None) -> None:
-        """Every file that is needed. Raises Incomplete E0302, InconsistentCheckpoint E0359 (shares of frozen parameters)."""
+        """Every file that is needed. Raises Incomplete E0302, InconsistentCheckpoint E0359 (shares of frozen
+        parameters)."""
         names = [files.model[rank] for rank in sorted(files.model)]
         of_rank = {rank[0]: name for rank, name in sorted(files.model3.items()) if rank[1] == 0}
         if not names:
             names = [name for rank, name in sorted(files.model3.items()) if rank[0] == 0]
         if not names or record is not None and not files.model:  # in ours the stage 3 file has no tensors
             raise Incomplete(
-                f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/", code=MISSING, path=self.tree.display(),
+                f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/",
+                code=MISSING,
+                path=self.tree.display(),
                 hint="copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
-            )  # fmt: skip
+            )
         try:
             contents = for_each(names, self.opening)
         except InputError:
@@ -76,10 +79,13 @@ class Modules:
         self.buffers = [name for name in buffers if isinstance(name, str)] if isinstance(buffers, list | tuple) else []
         sliced = len(names) > 1 and any(path[0] == "module" for content in contents for path, _ in content.leaves)
         if sliced:
-            self.notes.append(Note(
-                "N-sliced-module", f"the 16-bit modules of {len(names)} tensor parallel ranks are not read: the fp32 weights "
-                "below zero/ are whole (write them as the model with --as-model master)",
-            ))  # fmt: skip
+            self.notes.append(
+                Note(
+                    "N-sliced-module",
+                    f"the 16-bit modules of {len(names)} tensor parallel ranks are not read: the fp32 weights "
+                    "below zero/ are whole (write them as the model with --as-model master)",
+                )
+            )
         self._module(contents[0], sliced=sliced)
         self._frozen(contents[0], of_rank)
 
@@ -92,13 +98,17 @@ class Modules:
             mine, theirs = (c.extras if isinstance(c.extras, dict) else {} for c in (content, first))
             faults += [
                 f"{other} has {key} {str(mine.get(key))[:80]}, but {name} {str(theirs.get(key))[:80]}"
-                for key in (*sorted(COUNTERS), *lists) if not same(mine.get(key), theirs.get(key))
-            ]  # fmt: skip
+                for key in (*sorted(COUNTERS), *lists)
+                if not same(mine.get(key), theirs.get(key))
+            ]
         if faults:
             raise InconsistentCheckpoint(
-                faults[0], code=DISAGREE, path=self.tree.display(faults[0].split(" ")[0]), faults=faults[1:SHOWN],
+                faults[0],
+                code=DISAGREE,
+                path=self.tree.display(faults[0].split(" ")[0]),
+                faults=faults[1:SHOWN],
                 hint="the files come from two steps or two runs: fetch one save whole",
-            )  # fmt: skip
+            )
 
     def _module(self, content: TorchContent, *, sliced: bool) -> None:
         """Tensors of the first module file: the model, buffers, what the client kept."""
@@ -145,9 +155,12 @@ class Modules:
         gone = [model3_name(rank, 0) for rank in range(count) if rank not in of_rank]
         if gone:
             raise Incomplete(
-                f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}", code=MISSING,
-                path=self.tree.display(), faults=gone[8:SHOWN], hint="copy every rank's model states into this folder",
-            )  # fmt: skip
+                f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}",
+                code=MISSING,
+                path=self.tree.display(),
+                faults=gone[8:SHOWN],
+                hint="copy every rank's model states into this folder",
+            )
         ranked = [of_rank[rank] for rank in range(1, count)]
         others = for_each(ranked, self.opening)
         same_save = list(zip(others, ranked, strict=True))
@@ -162,9 +175,12 @@ class Modules:
             for rank, part in enumerate(parts):
                 if name not in part or part[name].numel != length:
                     raise InconsistentCheckpoint(
-                        f"rank {rank} holds no share of {length} elements", code=DISAGREE, key=name,
-                        path=self.tree.display(of_rank[rank]), hint="the files come from two runs: fetch one whole",
-                    )  # fmt: skip
+                        f"rank {rank} holds no share of {length} elements",
+                        code=DISAGREE,
+                        key=name,
+                        path=self.tree.display(of_rank[rank]),
+                        hint="the files come from two runs: fetch one whole",
+                    )
                 start, stop = min(rank * length, prod(shape)), min((rank + 1) * length, prod(shape))
                 chunks += _line(shape, part[name], start, stop)
             self._put(LogicalTensor(TensorKey(name), shape, found[name].dtype, tuple(chunks)))
@@ -184,9 +200,12 @@ def shaped(key: TensorKey, array: StoredArray, shape: tuple[int, ...]) -> Logica
     """A tensor of `shape` over an array of that shape, or a flat one. Raises InconsistentCheckpoint E0359."""
     if array.shape != shape and (len(array.shape) != 1 or array.numel != prod(shape)):
         raise InconsistentCheckpoint(
-            f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}", code=DISAGREE, path=array.path,
-            key=str(key), hint="the file comes from another run: fetch the whole checkpoint again",
-        )  # fmt: skip
+            f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}",
+            code=DISAGREE,
+            path=array.path,
+            key=str(key),
+            hint="the file comes from another run: fetch the whole checkpoint again",
+        )
     within = whole(array.shape)
     return LogicalTensor(key, shape, array.dtype, (Chunk(whole(shape), array, within),))
 
@@ -213,6 +232,9 @@ def _shape_map(value: Any, path: str) -> dict[str, tuple[int, ...]]:
 def malformed(message: str, path: str, key: str) -> InputError:
     """A file that is not laid out as DeepSpeed does."""
     return CorruptFile(
-        message, code=MALFORMED, path=path, key=key,
+        message,
+        code=MALFORMED,
+        path=path,
+        key=key,
         hint="the file is damaged, or of a version of DeepSpeed that is not known here",
-    )  # fmt: skip
+    )

@@ -28,17 +28,29 @@ from ckpt_tool.storage.source import Tree
 
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 # Keys of optimizer_state.pt that hold partitions of rank 0, or lay them out.
-_PARTITIONS = frozenset({
-    "fp32_flat_groups", "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage",
-    "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings", "param_groups", KEY,
-    "ds_zero_partition_groups",
-})  # fmt: skip
+_PARTITIONS = frozenset(
+    {
+        "fp32_flat_groups",
+        "optimizer_state_dict",
+        "base_optimizer_state",
+        "single_partition_of_fp32_groups",
+        "zero_stage",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "param_slice_mappings",
+        "param_groups",
+        KEY,
+        "ds_zero_partition_groups",
+    }
+)
 
 
 @dataclass(slots=True)
 class _Param:
-    """A folder below `zero/`. arrays: state -> where it lies. facts: what stands beside the tensor of how tensor parallel
-    ranks cut it, None where it is nothing but `cat_dim: 0`. states: of which there is a file. step: its number."""
+    """A folder below `zero/`. arrays: state -> where it lies. facts: what stands beside the tensor of how tensor
+    parallel ranks cut it, None where it is nothing but `cat_dim: 0`. states: of which there is a file. step: its
+    number."""
 
     arrays: dict[str, StoredArray] = field(default_factory=dict)
     facts: dict[str, Any] | None = None
@@ -78,11 +90,16 @@ class Reader:
         checked = checksums.missing(self.tree, self.tensors.values(), required=required)
         hints = dict(record.hints) if record is not None else {}
         return Catalog(
-            "deepspeed-universal", self.tensors, extras, files=tuple(self.files), notes=(*self.notes, *checked),
-            unsafe=tuple(dict.fromkeys(self.unsafe)), hints={**hints, "globals": list(self.globals)},
-        )  # fmt: skip
+            "deepspeed-universal",
+            self.tensors,
+            extras,
+            files=tuple(self.files),
+            notes=(*self.notes, *checked),
+            unsafe=tuple(dict.fromkeys(self.unsafe)),
+            hints={**hints, "globals": list(self.globals)},
+        )
 
-    # -- which files --------------------------------------------------------------------------------------------------------
+    # -- which files ---------------------------------------------------------------------------------------------------
 
     def _folders(self) -> dict[str, dict[str, str]]:
         """Parameter -> state -> file. Raises UnknownFormat E0393."""
@@ -94,9 +111,11 @@ class Reader:
                 out.setdefault(name, {})[file.removesuffix(".pt")] = path
         if not out:
             raise UnknownFormat(
-                "no parameter below zero/", code="E0393", path=self.tree.display(),
+                "no parameter below zero/",
+                code="E0393",
+                path=self.tree.display(),
                 hint="pass the folder that holds zero/, or the one above it with the file latest_universal",
-            )  # fmt: skip
+            )
         return out
 
     def _open(self, path: str) -> TorchContent:
@@ -110,12 +129,14 @@ class Reader:
         path = "zero/optimizer_state.pt"
         if not self.tree.exists(path):
             raise Incomplete(
-                "zero/optimizer_state.pt is missing: it is written last, so the conversion was not finished", code=MISSING,
-                path=self.tree.display(), hint="run the conversion again; its --input_folder is the whole checkpoint",
-            )  # fmt: skip
+                "zero/optimizer_state.pt is missing: it is written last, so the conversion was not finished",
+                code=MISSING,
+                path=self.tree.display(),
+                hint="run the conversion again; its --input_folder is the whole checkpoint",
+            )
         return self._open(path)
 
-    # -- the folders --------------------------------------------------------------------------------------------------------
+    # -- the folders ---------------------------------------------------------------------------------------------------
 
     def _param(self, name: str, contents: Mapping[str, TorchContent], files: Mapping[str, str]) -> _Param:
         """A folder's files."""
@@ -159,15 +180,21 @@ class Reader:
         for name, states in wanted.items():
             if name not in self.params:
                 raise Incomplete(
-                    "it has no folder below zero/", code=MISSING, path=self.tree.display("zero"), key=name,
+                    "it has no folder below zero/",
+                    code=MISSING,
+                    path=self.tree.display("zero"),
+                    key=name,
                     hint="a part was lost, or the conversion was not finished: run it again",
-                )  # fmt: skip
+                )
             lacks = sorted(states - self.params[name].states)
             if lacks:
                 raise Incomplete(
-                    f"its folder lacks {', '.join(f'{state}.pt' for state in lacks)}", code=MISSING, key=name,
-                    path=self.tree.display(f"zero/{name}"), hint="a part was lost: run the conversion again",
-                )  # fmt: skip
+                    f"its folder lacks {', '.join(f'{state}.pt' for state in lacks)}",
+                    code=MISSING,
+                    key=name,
+                    path=self.tree.display(f"zero/{name}"),
+                    hint="a part was lost: run the conversion again",
+                )
 
     def _states(self, record: Recorded | None) -> None:
         """The folders' tensors, state by state, in the order of the flat groups."""
@@ -191,10 +218,13 @@ class Reader:
                 shape = shapes.get(name) if state != STEP else None
                 self.tensors[key] = shaped(key, array, shape if shape is not None else self._own_shape(name, array))
         if copies:
-            self.notes.append(Note(
-                "N-copies", f"{len(copies)} folders hold an fp32 copy of the module's value alone (buffers, frozen parameters, "
-                f"aliases), no state of their own: {', '.join(copies[:8])}",
-            ))  # fmt: skip
+            self.notes.append(
+                Note(
+                    "N-copies",
+                    f"{len(copies)} folders hold an fp32 copy of the module's value alone (buffers, frozen parameters, "
+                    f"aliases), no state of their own: {', '.join(copies[:8])}",
+                )
+            )
 
     def _own_shape(self, name: str, array: StoredArray) -> tuple[int, ...]:
         """The tensor's shape where param_shapes does not list it: its own, or its model's where it lies flat."""
@@ -203,7 +233,7 @@ class Reader:
             model.shape if model is not None and len(array.shape) == 1 and model.numel == array.numel else array.shape
         )
 
-    # -- options ------------------------------------------------------------------------------------------------------------
+    # -- options -------------------------------------------------------------------------------------------------------
 
     def _groups(self, state: TorchContent) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """(parameter groups with names, their scalars). Raises InconsistentCheckpoint where a group's steps differ."""
@@ -219,9 +249,12 @@ class Reader:
             for name, step in known:
                 if step != known[0][1]:
                     raise InconsistentCheckpoint(
-                        f"step {step}, but {known[0][1]} for {known[0][0]} of the same group", code=DISAGREE, key=name,
-                        path=self.tree.display(f"zero/{name}/step.pt"), hint="the folders come from two steps",
-                    )  # fmt: skip
+                        f"step {step}, but {known[0][1]} for {known[0][0]} of the same group",
+                        code=DISAGREE,
+                        key=name,
+                        path=self.tree.display(f"zero/{name}/step.pt"),
+                        hint="the folders come from two steps",
+                    )
             value = known[0][1] if known else self._step_of_group(state, numbers)
             steps.append({} if value is None else {STEP: value})
         return groups, steps
@@ -254,12 +287,18 @@ class Reader:
         described = Described(
             zero_stage=number if type(number) is int and number in (0, 1, 2, 3) else 1,
             plain_bf16="zero_stage" not in said,
-            dtype=next((t.dtype.name for t in self.tensors.values() if t.key.state == MODEL and t.key.name in trained), ""),
-            module=tuple(model), buffers=tuple(self.module.buffers), shared=self.module.shared,
-            frozen=tuple(
-                n for n in model if n not in trained and n not in self.module.buffers and self.module.shared.get(n) not in trained
+            dtype=next(
+                (t.dtype.name for t in self.tensors.values() if t.key.state == MODEL and t.key.name in trained), ""
             ),
-        )  # fmt: skip
+            module=tuple(model),
+            buffers=tuple(self.module.buffers),
+            shared=self.module.shared,
+            frozen=tuple(
+                n
+                for n in model
+                if n not in trained and n not in self.module.buffers and self.module.shared.get(n) not in trained
+            ),
+        )
         dtypes = {STEP: "F32"} if any(steps) else {}
         optimizer = {"param_groups": groups, "scalars": steps, "scalar_dtypes": dtypes, **rest}
         cuts = {name: param.facts for name, param in self.params.items() if param.facts is not None}

@@ -1,17 +1,17 @@
 """What `ckpt` itself notes in a universal checkpoint: the values that DeepSpeed has no key for, under `ckpt`.
 
-The one idea: DeepSpeed ignores keys that it does not know, so everything that a conversion must not lose lies in one dict in
-`zero/optimizer_state.pt`, while DeepSpeed's own keys are made from it where they can be. A reader that finds the record
-takes the extras from it; one that does not (DeepSpeed wrote the folder) takes DeepSpeed's keys.
+The one idea: DeepSpeed ignores keys that it does not know, so everything that a conversion must not lose lies in one
+dict in `zero/optimizer_state.pt`, while DeepSpeed's own keys are made from it where they can be. A reader that finds
+the record takes the extras from it; one that does not (DeepSpeed wrote the folder) takes DeepSpeed's keys.
 
     {"version": 1, "extras": {...}, "made": ["global_steps", ...], "hints": {"roots": ...}, "step": "group",
      "repeats": ["w", ...], "folders": [[["fp32", "exp_avg", "exp_avg_sq", "step"], ["w", ...]]]}
 
-extras: values whose keys DeepSpeed needs for itself. made: top-level keys of the module file that were made for DeepSpeed
-and are no extras. step: `tensor` (a `step` a parameter came with the source) or `group` (it was made from the extras).
-repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. folders: which parameters have which
-files, so that a lost one is noticed. Data of a checkpoint: believed only as
-far as the types fit. Cost: nothing.
+extras: values whose keys DeepSpeed needs for itself. made: top-level keys of the module file that were made for
+DeepSpeed and are no extras. step: `tensor` (a `step` a parameter came with the source) or `group` (it was made from the
+extras).
+repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. folders: which parameters have
+which files, so that a lost one is noticed. Data of a checkpoint: believed only as far as the types fit. Cost: nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,24 @@ CUTS = (
 )
 TENSORS, STATES = "ckpt_tensors", "ckpt_states"  # in the module file: extras that are tensors, states without a folder
 # Keys of a module file that DeepSpeed lays out; a foreign source's values under these names go into the record.
-OWN_KEYS = frozenset({
-    "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "deepspeed", KEY, TENSORS, STATES,
-})  # fmt: skip
+OWN_KEYS = frozenset(
+    {
+        "module",
+        "optimizer",
+        "buffer_names",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "deepspeed",
+        KEY,
+        TENSORS,
+        STATES,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +59,14 @@ class Recorded:
 
     def to_value(self) -> dict[str, Any]:
         return {
-            "version": 1, "extras": dict(self.extras), "made": list(self.made), "hints": dict(self.hints),
-            "step": self.step, "repeats": sorted(self.repeats),
+            "version": 1,
+            "extras": dict(self.extras),
+            "made": list(self.made),
+            "hints": dict(self.hints),
+            "step": self.step,
+            "repeats": sorted(self.repeats),
             "folders": [[list(states), list(names)] for states, names in self.folders],
-        }  # fmt: skip
+        }
 
     @staticmethod
     def from_value(value: Any) -> Recorded | None:

@@ -1,15 +1,17 @@
 """A universal checkpoint of DeepSpeed as files, for `load_universal_checkpoint`. Layout: `deepspeed_universal`.
 
-The one idea: DeepSpeed resumes from `zero/` alone (fp32 weights, moments, step) and from the counters of the module file; so
-those are made from whatever the source calls them, and everything else goes where DeepSpeed does not look (the record).
+The one idea: DeepSpeed resumes from `zero/` alone (fp32 weights, moments, step) and from the counters of the module
+file; so those are made from whatever the source calls them, and everything else goes where DeepSpeed does not look (the
+record).
 
     w [master], w [exp_avg], ...   -> zero/w/fp32.pt, zero/w/exp_avg.pt, ...
     w without a master             -> zero/w/fp32.pt repeats the model's values
     w [step], or the group's step  -> zero/w/step.pt
     w [model], w [ema]             -> mp_rank_00_model_states.pt: module, ckpt_states
 
-Both `mp_rank_00_...` (ZeRO 1 and 2, pipelines) and `zero_pp_rank_0_mp_rank_00_...` (ZeRO 3, no tensors) are written, and both
-spellings of the optimizer's options, so that the stage may change. Cost: a small pickle for each parameter and state.
+Both `mp_rank_00_...` (ZeRO 1 and 2, pipelines) and `zero_pp_rank_0_mp_rank_00_...` (ZeRO 3, no tensors) are written,
+and both spellings of the optimizer's options, so that the stage may change. Cost: a small pickle for each parameter and
+state.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 @dataclass(slots=True)
 class _Layout:
-    """What is where. folders: parameter -> file (state) -> row of the wanted tensors. beside: rows of the states that get
-    no folder. groups: options of each parameter group; names: of its parameters; steps: its step, None if unknown."""
+    """What is where. folders: parameter -> file (state) -> row of the wanted tensors. beside: rows of the states that
+    get no folder. groups: options of each parameter group; names: of its parameters; steps: its step, None if
+    unknown."""
 
     folders: dict[str, dict[str, int]] = field(default_factory=dict)
     beside: list[int] = field(default_factory=list)
@@ -88,12 +91,15 @@ def _check(tensors: Sequence[WantedTensor]) -> None:
     without = [tensor for tensor in tensors if tensor.dtype.torch is None]
     if without:
         raise UsageError(
-            f"torch has no {without[0].dtype.name}", code=NO_DTYPE, key=str(without[0].key),
-            faults=[str(tensor.key) for tensor in without[1:SHOWN]], hint="cast it with --dtype, or write safetensors",
-        )  # fmt: skip
+            f"torch has no {without[0].dtype.name}",
+            code=NO_DTYPE,
+            key=str(without[0].key),
+            faults=[str(tensor.key) for tensor in without[1:SHOWN]],
+            hint="cast it with --dtype, or write safetensors",
+        )
 
 
-# -- what goes where ------------------------------------------------------------------------------------------------------
+# -- what goes where ---------------------------------------------------------------------------------------------------
 
 
 def _lay_out(wanted: Wanted, extras: Mapping[str, Any]) -> _Layout:
@@ -122,9 +128,12 @@ def _lay_out(wanted: Wanted, extras: Mapping[str, Any]) -> _Layout:
             bare.append(name)
     if bare:
         raise UsageError(
-            f"{len(bare)} parameters have optimizer states, but no weights; the first: {bare[0]}", code="E0291", key=bare[0],
-            faults=bare[1:SHOWN], hint="take the model or the master weights along (--state), or drop these states",
-        )  # fmt: skip
+            f"{len(bare)} parameters have optimizer states, but no weights; the first: {bare[0]}",
+            code="E0291",
+            key=bare[0],
+            faults=bare[1:SHOWN],
+            hint="take the model or the master weights along (--state), or drop these states",
+        )
     for rows in out.folders.values():
         rows |= {"fp32": rows.pop("fp32"), **rows}
     _options(out, wanted, extras)
@@ -134,7 +143,8 @@ def _lay_out(wanted: Wanted, extras: Mapping[str, Any]) -> _Layout:
         )
     if any(expert_name_of(name) for name in out.folders):
         out.notes.append(
-            "experts stand under their global numbers: DeepSpeed's own loader looks for local ones, so it resumes them with "
+            "experts stand under their global numbers: DeepSpeed's own loader looks for local ones, so it "
+            "resumes them with "
             "expert parallel size 1 alone (for others write --to deepspeed)"
         )
     return out
@@ -182,7 +192,8 @@ def _options(out: _Layout, wanted: Wanted, extras: Mapping[str, Any]) -> None:
 
 
 def _homes(extras: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parts of the extras that have an optimizer's groups: one, or several of a chained optimizer (Megatron's experts)."""
+    """The parts of the extras that have an optimizer's groups: one, or several of a chained optimizer (Megatron's
+    experts)."""
     if isinstance(extras.get("param_groups"), list):
         return [extras]
     for key in sorted(OPTIMIZER_ROOTS, key=lambda key: (key != OPTIMIZER, key)):
@@ -207,7 +218,7 @@ def _step_of(layout: _Layout, name: str) -> float | int | None:
     return first
 
 
-# -- files ----------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _tensor(composer: TorchComposer, wanted: Wanted, row: int) -> TensorRef:
@@ -251,10 +262,15 @@ def _made(extras: Mapping[str, Any]) -> dict[str, Any]:
     iteration = extras.get("iteration")
     steps = extras.get("global_steps", iteration)
     return {
-        "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
         "global_steps": steps if type(steps) is int else 0,
-        "global_samples": extras.get("consumed_train_samples", 0), "ds_config": {}, "ds_version": VERSION,
-    }  # fmt: skip
+        "global_samples": extras.get("consumed_train_samples", 0),
+        "ds_config": {},
+        "ds_version": VERSION,
+    }
 
 
 def _top(extras: Mapping[str, Any], layout: _Layout) -> dict[str, Any]:
@@ -271,12 +287,16 @@ def _lists(layout: _Layout, wanted: Wanted) -> dict[str, Any]:
     described = Described.from_extras(wanted.extras) or Described()
     have = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == MODEL}
     return {
-        "buffer_names": [name for name in described.buffers if name in have], "optimizer": None, "param_shapes": shapes,
-        "frozen_param_shapes": None, "frozen_param_fragments": None,
+        "buffer_names": [name for name in described.buffers if name in have],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
         "shared_params": {alias: kept for alias, kept in described.shared.items() if alias in have},
-        "dp_world_size": 1, "mp_world_size": 1,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-    }  # fmt: skip
+    }
 
 
 def _module(wanted: Wanted, top: Mapping[str, Any], layout: _Layout) -> TargetFile:
@@ -317,9 +337,13 @@ def _optimizer_state(wanted: Wanted, extras: Mapping[str, Any], layout: _Layout,
             state[i] = {STEP: _step_tensor(composer, step)}
     version = extras.get("ds_version")
     value = {
-        "zero_stage": stage, **rest, "ds_version": version if isinstance(version, str) else VERSION,
-        "param_groups": groups, "optimizer_state_dict": {"state": state, "param_groups": groups}, KEY: record.to_value(),
-    }  # fmt: skip
+        "zero_stage": stage,
+        **rest,
+        "ds_version": version if isinstance(version, str) else VERSION,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+        KEY: record.to_value(),
+    }
     return composer.file("zero/optimizer_state.pt", value)
 
 

@@ -6,8 +6,8 @@ numbered files (`model-00001-of-00002.safetensors`); `model.safetensors`; all sa
 
     choose(["model.safetensors", "extra.safetensors", "config.json"]).files == ("model.safetensors",)
 
-A name that carries a rank's coordinates (`model.tp00.safetensors`) is a part, not a whole model, and an adapter is none:
-both are left out. Reads nothing.
+A name that carries a rank's coordinates (`model.tp00.safetensors`) is a part, not a whole model, and an adapter is
+none: both are left out. Reads nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +32,35 @@ SHOWN = 20  # names that one message lists
 CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py")
 SIDEFILES = (
     *CODE,
-    "config.json", "generation_config.json", "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template*", "*preprocessor_config.json",
-    "processor_config.json", "params.json", "README.md", "LICENSE*",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "params.json",
+    "README.md",
+    "LICENSE*",
+)
 # What a lone index file's folder is asked for: it is not listed.
 SIDEFILES_BY_NAME = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
 
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
@@ -100,8 +120,8 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
 
 
 def claimed(chosen: FileSet, listing: Iterable[str]) -> frozenset[str]:
-    """The files of the set, by names: those of an index are the files with its stem. DCP's shards beside it count too: they
-    are another model, or the same again."""
+    """The files of the set, by names: those of an index are the files with its stem. DCP's shards beside it count too:
+    they are another model, or the same again."""
     listing = list(listing)
     shards = [name for name in listing if _DCP_SHARD.fullmatch(name)]
     if chosen.index is None:
@@ -202,15 +222,20 @@ def _check_numbers(label: str, found: list[tuple[int, int]], path: str) -> None:
     if len(totals) > 1 or max(have) >= first + total:
         raise InconsistentCheckpoint(
             f"files of two saves lie together: {label}*-of-{' and -of-'.join(f'{n:05d}' for n in totals)}"
-            if len(totals) > 1 else f"{label}{max(have):05d} of {total} files",
-            code=MIXED, path=path, hint="remove the files of the older save",
-        )  # fmt: skip
+            if len(totals) > 1
+            else f"{label}{max(have):05d} of {total} files",
+            code=MIXED,
+            path=path,
+            hint="remove the files of the older save",
+        )
     absent = total - len(have)
     if absent:
         shown = islice((n for n in range(first, first + total) if n not in have), SHOWN)
         names = [f"{label}{number:05d}" for number in shown]
         raise Incomplete(
             f"{absent} of {total} numbers are missing: {', '.join(names)}{', ...' if absent > SHOWN else ''}",
-            code=MISSING, path=path, faults=(f"missing: {name}" for name in names[1:]),
+            code=MISSING,
+            path=path,
+            faults=(f"missing: {name}" for name in names[1:]),
             hint="fetch the missing files; their names count them",
-        )  # fmt: skip
+        )

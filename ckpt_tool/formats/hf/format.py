@@ -74,6 +74,7 @@ class HfSafetensors:
         dialect="hf",
         dtypes=frozenset({"C128"}),
         heeds=frozenset({"max-shard-size"}),
+        safetensors=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
@@ -127,9 +128,11 @@ def _agree(tree: Tree, catalog: Catalog) -> None:
         odd = sorted(theirs ^ mine)
         raise InconsistentCheckpoint(
             f"{BIN_INDEX} and the safetensors files name different tensors, {len(odd)} of them, such as {odd[0]}",
-            code="E2604", path=tree.display(BIN_INDEX),
-            hint="say which is right: --prefer safetensors, or --from torch", faults=odd[1:50],
-        )  # fmt: skip
+            code="E2604",
+            path=tree.display(BIN_INDEX),
+            hint="say which is right: --prefer safetensors, or --from torch",
+            faults=odd[1:50],
+        )
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -262,20 +265,23 @@ def _refuse_missing(tree: Tree, index: Index) -> None:
         raise Incomplete(
             f"{len(missing)} of {len(index.shards)} files are missing: {some};"
             f" they hold {lost} of {len(index)} tensors",
-            code=MISSING_SHARDS, path=tree.display(index.path),
+            code=MISSING_SHARDS,
+            path=tree.display(index.path),
             faults=(f"missing: {file} ({count} tensors)" for file, count in missing[1:100]),
             hint="fetch the missing files into this folder",
-        )  # fmt: skip
+        )
 
 
 def _absent(tree: Tree, absent: list[tuple[str, str]], total: int) -> Incomplete:
     name, file = absent[0]
     return Incomplete(
         f"{len(absent)} of {total} tensors of the index are not in their files; the first: {name[:200]} not in {file}",
-        code=NOT_IN_SHARD, path=tree.display(file), key=name[:200],
+        code=NOT_IN_SHARD,
+        path=tree.display(file),
+        key=name[:200],
         faults=(f"{name[:200]} not in {file}" for name, file in absent[1:100]),
         hint="index and files come from two saves: fetch both again",
-    )  # fmt: skip
+    )
 
 
 def _strangers(tree: Tree, path: str, strangers: list[tuple[str, str]], *, lenient: bool) -> Note:
@@ -292,9 +298,13 @@ def _strangers(tree: Tree, path: str, strangers: list[tuple[str, str]], *, lenie
     if lenient:
         return Note(EXTRA, f"{message}; not read", file, name)
     raise InconsistentCheckpoint(
-        message, code=TWICE if twice else NOT_IN_INDEX, path=tree.display(file), key=name[:200], hint=hint,
+        message,
+        code=TWICE if twice else NOT_IN_INDEX,
+        path=tree.display(file),
+        key=name[:200],
+        hint=hint,
         faults=(f"{name[:200]} in {file}" for name, file in (twice or strangers)[1:100]),
-    )  # fmt: skip
+    )
 
 
 def _total_size(path: str, stated: object, headers: Sequence[Header], *, whole: bool) -> list[Note]:
@@ -314,10 +324,13 @@ def _refuse_twice(tree: Tree, headers: Sequence[Header]) -> None:
     if twice is not None:
         name, file, other = twice
         raise InconsistentCheckpoint(
-            f"tensor {name[:200]} lies in {file} and in {other}", code=TWICE, path=tree.display(other), key=name[:200],
+            f"tensor {name[:200]} lies in {file} and in {other}",
+            code=TWICE,
+            path=tree.display(other),
+            key=name[:200],
             hint="files of two models or two saves lie together (or each is a rank's shard without its offsets):"
             " pass one of them",
-        )  # fmt: skip
+        )
 
 
 def _gather(tree: Tree, headers: Sequence[Header], *, lenient: bool) -> tuple[hf_shards.PartTable, list[Note]]:

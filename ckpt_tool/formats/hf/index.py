@@ -67,24 +67,45 @@ def read_index(tree: Tree, path: str) -> Index:
     for a file name that leaves the folder, InconsistentCheckpoint (E0387) for file names that differ by case alone.
     """
     shown = tree.display(path)
+    index = _quick(tree, path, _check_size(tree, path)) or _strict(tree, path, shown)
+    _check_count(len(index), shown)
+    _check_names({file: names.first() for file, names in index.shards.items()}, shown)
+    return index
+
+
+def read_value(tree: Tree, path: str, *, lacking: bool = False) -> dict[str, Any]:
+    """The index at `path` as a value, checked in the same way: for members beside `weight_map`, and for an empty one.
+    lacking: may it have none?"""
+    _check_size(tree, path)
+    shown = tree.display(path)
+    value = _value(tree, path, shown, lacking=lacking)
+    weight_map: dict[str, str] = value.get("weight_map", {})
+    _check_count(len(weight_map), shown)
+    _check_names({file: name for name, file in reversed(weight_map.items())}, shown)
+    return value
+
+
+def _check_size(tree: Tree, path: str) -> int:
+    """Bytes of the index."""
     size = tree.size(path)
     if size > INDEX_LIMIT:
         raise CorruptFile(
-            f"an index of {size} bytes, want at most {INDEX_LIMIT}", code=TOO_BIG, path=shown,
+            f"an index of {size} bytes, want at most {INDEX_LIMIT}",
+            code=TOO_BIG,
+            path=tree.display(path),
             hint="no real index is this large",
-        )  # fmt: skip
-    index = _quick(tree, path, size) or _strict(tree, path, shown)
-    _check_count(len(index), shown)
-    _check_names(index, shown)
-    return index
+        )
+    return size
 
 
 def _check_count(count: int, shown: str) -> None:
     if count > TENSOR_LIMIT:
         raise CorruptFile(
-            f"an index of {count} tensors, want at most {TENSOR_LIMIT}", code=TOO_BIG, path=shown,
+            f"an index of {count} tensors, want at most {TENSOR_LIMIT}",
+            code=TOO_BIG,
+            path=shown,
             hint="no real checkpoint has as many",
-        )  # fmt: skip
+        )
 
 
 def write_index(weight_map: Mapping[str, str], *, total_parameters: int, total_size: int) -> bytes:
@@ -96,17 +117,21 @@ def write_index(weight_map: Mapping[str, str], *, total_parameters: int, total_s
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
-def _check_names(index: Index, shown: str) -> None:
+def _check_names(files: Mapping[str, str], shown: str) -> None:
+    """files: file -> a tensor of it."""
     folded: dict[str, str] = {}
-    for file, names in index.shards.items():
-        place = strict_json.pointer("weight_map", names.first())
+    for file, name in files.items():
+        place = strict_json.pointer("weight_map", name)
         safe_relative(file, named_in=shown, place=place)
         other = folded.setdefault(file.casefold(), file)
         if other != file:
             raise InconsistentCheckpoint(
                 f"the index names {other!r} and {file!r}, which differ only in case",
-                code=COLLISION, path=shown, place=place, hint="rename one of them, in the index too",
-            )  # fmt: skip
+                code=COLLISION,
+                path=shown,
+                place=place,
+                hint="rename one of them, in the index too",
+            )
 
 
 # -- the quick road ---------------------------------------------------------------------------------------------------
@@ -216,34 +241,46 @@ class _Collected:
 # -- the strict road --------------------------------------------------------------------------------------------------
 
 
-def _strict(tree: Tree, path: str, shown: str) -> Index:
-    """Any index that keeps the rules."""
+def _fault(shown: str, code: str, message: str, *place: str | int) -> CorruptFile:
+    return CorruptFile(
+        message,
+        code=code,
+        path=shown,
+        place=strict_json.pointer(*place) or None,
+        hint="an index is an object with `weight_map`: tensor name -> file name; get it from the source again",
+    )
+
+
+def _value(tree: Tree, path: str, shown: str, *, lacking: bool = False) -> dict[str, Any]:
+    """An object whose `weight_map` is one of texts."""
     value = strict_json.parse(tree.read_whole(path, limit=INDEX_LIMIT), path=shown)
-
-    def fault(code: str, message: str, *place: str | int) -> CorruptFile:
-        return CorruptFile(
-            message, code=code, path=shown, place=strict_json.pointer(*place) or None,
-            hint="an index is an object with `weight_map`: tensor name -> file name; get it from the source again",
-        )  # fmt: skip
-
     if type(value) is not dict:
-        raise fault(FORM, f"the index is {_kind(value)}, want an object")
-    weight_map, metadata = value.get("weight_map"), value.get("metadata", {})
+        raise _fault(shown, FORM, f"the index is {_kind(value)}, want an object")
+    if lacking and "weight_map" not in value:
+        return value
+    weight_map = value.get("weight_map")
     if type(weight_map) is not dict:
         what = f"weight_map is {_kind(weight_map)}" if "weight_map" in value else "the index has no weight_map"
-        raise fault(FORM, f"{what}, want an object", "weight_map")
-    if metadata is not None and type(metadata) is not dict:
-        raise fault(FORM, f"metadata is {_kind(metadata)}, want an object", "metadata")
-    if not weight_map:
-        raise fault(FORM, "weight_map is empty: the index names no tensor", "weight_map")
+        raise _fault(shown, FORM, f"{what}, want an object", "weight_map")
     wrong = [
-        fault(NOT_A_NAME, f"the file name is {_kind(file)}, want a string", "weight_map", name)
+        _fault(shown, NOT_A_NAME, f"the file name is {_kind(file)}, want a string", "weight_map", name)
         for name, file in weight_map.items()
         if type(file) is not str
     ]
     if wrong:
         wrong[0].faults = tuple(f"{each.message} ({each.place})" for each in wrong[1:100])
         raise wrong[0]
+    return value
+
+
+def _strict(tree: Tree, path: str, shown: str) -> Index:
+    """Any index that keeps the rules."""
+    value = _value(tree, path, shown)
+    weight_map, metadata = value["weight_map"], value.get("metadata", {})
+    if metadata is not None and type(metadata) is not dict:
+        raise _fault(shown, FORM, f"metadata is {_kind(metadata)}, want an object", "metadata")
+    if not weight_map:
+        raise _fault(shown, FORM, "weight_map is empty: the index names no tensor", "weight_map")
     shards: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         shards.setdefault(file, []).append(name)

@@ -7,8 +7,8 @@ Each has in `__metadata__`, beside `format` and `DCP_VERSION`, a JSON text
 
 where its part of each tensor begins, in elements; the entry's own shape is the part's shape. A file without the
 text holds whole tensors. Nothing states the tensors' global shapes: they are the largest end of any part, so a tensor
-whose last part is missing reads as a smaller one. The reader checks what it can (file names' counts, cover, overlap) and
-says in a note where a rank's file seems to be missing.
+whose last part is missing reads as a smaller one. The reader checks what it can (file names' counts, cover, overlap)
+and says in a note where a rank's file seems to be missing.
 
 Source: torch 2.13 `distributed/checkpoint/{hf_storage,_hf_utils,filesystem}.py`; a rank that holds nothing writes no
 file, parts of replicated tensors are written by one rank alone. Cost: a few hundred bytes a part.
@@ -105,17 +105,23 @@ def gather(
     if again and not lenient:
         name, path, what = again[0]
         raise InconsistentCheckpoint(
-            what, code=HELD_TWICE, path=shown[path], key=name[:200], faults=[line for _, _, line in again[1:SHOWN]],
-            hint="one file was copied over another, whose parts are lost: fetch both again; if the parts were saved twice on"
+            what,
+            code=HELD_TWICE,
+            path=shown[path],
+            key=name[:200],
+            faults=[line for _, _, line in again[1:SHOWN]],
+            hint="one file was copied over another, whose parts are lost: fetch both again; if the parts were "
+            "saved twice on"
             " purpose, --lenient",
-        )  # fmt: skip
+        )
     notes += [Note("N-copied-file", line, path, name) for name, path, line in again]
     return PartTable(parts), (*notes, *_maybe_missing(parts))
 
 
 def _held_twice(parts: Mapping[str, list[Part]]) -> Iterator[tuple[str, str, str]]:
-    """(tensor, file, what is wrong), at most once a pair of files: torch writes each part once, and all parts of a tensor to files of one number.
-    A file in another's place would go unseen otherwise: without its last part a tensor reads as a smaller one."""
+    """(tensor, file, what is wrong), at most once a pair of files: torch writes each part once, and all parts of a
+    tensor to files of one number. A file in another's place would go unseen otherwise: without its last part a tensor
+    reads as a smaller one."""
     told: set[tuple[str, str]] = set()
     for name, found in parts.items():
         first: dict[tuple[int, ...], str] = {}
@@ -143,8 +149,12 @@ def _maybe_missing(parts: Mapping[str, list[Part]]) -> Iterator[Note]:
     """A note for each file that a rank seems to lack: it has others, and tensors of that file end where the bands of so
     many ranks would not (torch cuts a dim of n over w ranks in bands of ceil(n / w)). A save in which several ranks
     share their parts (HSDP) can look the same, so it is no error."""
-    named = {part.header.path: match for found in parts.values() for part in found
-             if (match := SHARD.search(part.header.path))}  # fmt: skip
+    named = {
+        part.header.path: match
+        for found in parts.values()
+        for part in found
+        if (match := SHARD.search(part.header.path))
+    }
     ranks = {int(match[1]) for match in named.values()}
     files: dict[int, set[int]] = {}
     for match in named.values():
@@ -155,7 +165,8 @@ def _maybe_missing(parts: Mapping[str, list[Part]]) -> Iterator[Note]:
             if cut:
                 yield Note(
                     "W-rank-file-missing",
-                    f"rank {rank} wrote no file {number}, but others: {len(cut)} tensors may lack its part, and nothing in"
+                    f"rank {rank} wrote no file {number}, but others: {len(cut)} tensors may lack its part, "
+                    "and nothing in"
                     f" the files says their shapes: {', '.join(cut[:5])}",
                     next(path for path, match in named.items() if int(match[2]) == number),
                 )
@@ -202,9 +213,13 @@ def _offset_of(name: str, rank: int, offsets: dict[str, object] | None, path: st
 def _bad(message: str, path: str, name: str | None = None) -> CorruptFile:
     place = pointer("__metadata__", INFO) + (pointer(name, OFFSETS) if name is not None else "")
     return CorruptFile(
-        message, code=BAD_INFO, path=path, place=place, key=name and name[:200],
+        message,
+        code=BAD_INFO,
+        path=path,
+        place=place,
+        key=name and name[:200],
         hint="the file's metadata was lost or edited: this shard can't be placed",
-    )  # fmt: skip
+    )
 
 
 def _global_shape(name: str, parts: list[Part]) -> tuple[int, ...]:
@@ -217,8 +232,10 @@ def _global_shape(name: str, parts: list[Part]) -> tuple[int, ...]:
             raise InconsistentCheckpoint(
                 f"{first.header.path} holds a part of {dtype.name} and rank {len(shape)},"
                 f" {part.header.path} one of {kind.dtype.name} and rank {len(kind.shape)}",
-                code=DISAGREE, path=part.header.path, key=name[:200],
+                code=DISAGREE,
+                path=part.header.path,
+                key=name[:200],
                 hint="the files come from two saves: remove the older one's",
-            )  # fmt: skip
+            )
         shape = [max(have, at + extent) for have, at, extent in zip(shape, part.offset, kind.shape, strict=True)]
     return tuple(shape)

@@ -1,16 +1,16 @@
 """What a conversion needs of Megatron's `args`: the degrees, the model's sizes, the optimizer's kind. Read as data.
 
-The one idea: `args` is an `argparse.Namespace` of some 650 attributes, an `Opaque` here. `facts_of` takes the few that decide
-how tensors are cut and ordered, each checked for its type, and `updated` gives a copy for other degrees; all others travel
-untouched.
+The one idea: `args` is an `argparse.Namespace` of some 650 attributes, an `Opaque` here. `facts_of` takes the few that
+decide how tensors are cut and ordered, each checked for its type, and `updated` gives a copy for other degrees; all
+others travel untouched.
 
     facts_of(Opaque("argparse.Namespace", (), {"tensor_model_parallel_size": 2, "swiglu": True})).tp      # 2
 
 Defaults are Megatron's own where an attribute is absent (old versions lack many): degrees 1, num_query_groups = heads,
 expert_tensor_parallel_size = tensor_model_parallel_size.
 
-Sources (NVIDIA/Megatron-LM): 0.16.1 `training/arguments.py` (names, defaults, `validate_args`), `training/checkpointing.py`
-(`generate_state_dict`, `load_args_from_checkpoint`: which of them a later run takes over).
+Sources (NVIDIA/Megatron-LM): 0.16.1 `training/arguments.py` (names, defaults, `validate_args`),
+`training/checkpointing.py` (`generate_state_dict`, `load_args_from_checkpoint`: which of them a later run takes over).
 
 Cost: constant. What it does not do: judge whether the model can take a degree (`megatron.rules`).
 """
@@ -29,11 +29,28 @@ NAMESPACE = "argparse.Namespace"
 DIMS = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
 LOCAL, TE = SPECS = ("local", "te")  # how layers are built: Megatron's own modules, Transformer Engine's
 _OWN = frozenset(("rank", "local_rank", "node_rank"))  # of each process
-_SIZES = ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "kv_channels",
-          "qk_head_dim", "v_head_dim", "padded_vocab_size", "world_size", "use_tp_pp_dp_mapping", "params_dtype",
-          "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-          "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "moe_layer_freq",
-          "consumed_train_samples", "consumed_valid_samples", "curr_iteration")  # fmt: skip
+_SIZES = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "kv_channels",
+    "qk_head_dim",
+    "v_head_dim",
+    "padded_vocab_size",
+    "world_size",
+    "use_tp_pp_dp_mapping",
+    "params_dtype",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "moe_layer_freq",
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "curr_iteration",
+)
 _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
 
 
@@ -110,7 +127,8 @@ def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_spec(args: Mapping[str, Any], spec: object) -> Mapping[str, Any]:
     """`args` for the layer spec that was asked for, one of `SPECS`; None keeps what they say. Transformer Engine's runs
-    experts through one grouped product (Megatron's default way to train them), the local one runs one after the other."""
+    experts through one grouped product (Megatron's default way to train them), the local one runs one after the
+    other."""
     if spec not in SPECS or not args:
         return args
     grouped = {"moe_grouped_gemm": spec == TE, "moe_use_legacy_grouped_gemm": False} if args.get("num_experts") else {}
@@ -177,8 +195,8 @@ def _container(args: Mapping[str, Any], *, te: bool) -> str:
 
 
 def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages, rank: int) -> dict[str, Any]:
-    """A copy of `args` for other degrees and rank number `rank`. Attributes that the source does not have are added only
-    where Megatron needs them to load what was written."""
+    """A copy of `args` for other degrees and rank number `rank`. Attributes that the source does not have are added
+    only where Megatron needs them to load what was written."""
     tp, pp, vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
     world = tp * pp * degrees["dp"] * degrees["cp"]
     chunk = max(stages.counts, default=0)
@@ -226,8 +244,8 @@ class _Watched(dict[str, Any]):
 
 
 def differences(args: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Arguments of two ranks that should be equal and are not: those that decide what the ranks' tensors are, or which step
-    they are of; and all others. A rank's own number aside, Megatron gives every rank the same."""
+    """Arguments of two ranks that should be equal and are not: those that decide what the ranks' tensors are, or which
+    step they are of; and all others. A rank's own number aside, Megatron gives every rank the same."""
     watched = _Watched(args)
     facts_of(watched)
     decide = {*watched.used, *_SIZES}

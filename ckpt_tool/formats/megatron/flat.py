@@ -1,20 +1,22 @@
 """The flat buffers of Megatron's distributed optimizer: which element of a buffer belongs to which parameter.
 
 The one idea: a buffer is filled backwards. Its parameters are walked in REVERSE order of registration; each starts at a
-multiple of 64 elements; buckets close when they are full, or around an embedding that two pipeline stages share; the end
-of a bucket is padded so that the data ranks can share it evenly. Nothing of this is stored: it follows from the order.
+multiple of 64 elements; buckets close when they are full, or around an embedding that two pipeline stages share; the
+end of a bucket is padded so that the data ranks can share it evenly. Nothing of this is stored: it follows from the
+order.
 
     three parameters of 100, 70 and 10 elements, one bucket, 4 data ranks
     walked 10, 70, 100    at 0..10, 64..134, 192..292     unpadded 292, padded to lcm(4, 128) = 384
 
 There is one buffer for each (dtype of the parameter, dtype of its gradient), for each chunk of a virtual pipeline, and,
 where experts are parallel (expert_model_parallel_size > 1), a set of its own for their parameters. `distrib_optim.pt`
-holds a buffer's buckets end to end WITHOUT the padding at their ends (`coalesced`); `dp_reshardable` holds each bucket on
-its own, without it too; data rank r of n owns elements [r*N/n, (r+1)*N/n) of each padded bucket of N elements.
+holds a buffer's buckets end to end WITHOUT the padding at their ends (`coalesced`); `dp_reshardable` holds each bucket
+on its own, without it too; data rank r of n owns elements [r*N/n, (r+1)*N/n) of each padded bucket of N elements.
 
 Sources (NVIDIA/Megatron-LM, core 0.16.1): `core/distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer.__init__`),
-`core/distributed/distributed_data_parallel.py` (sizes of buckets, order of buffers), `core/optimizer/distrib_optimizer.py`
-(`get_parameter_state_dp_zero`: coalesced), `core/models/common/language_module/language_module.py` (`shared_embedding`).
+`core/distributed/distributed_data_parallel.py` (sizes of buckets, order of buffers),
+`core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`: coalesced),
+`core/models/common/language_module/language_module.py` (`shared_embedding`).
 
 Cost: linear. What it does not do: names, shapes, files.
 """
@@ -74,9 +76,9 @@ def lay_flat(
 ) -> FlatBuffer:
     """The buffer of parameters with `numels` elements, given in the order of registration.
 
-    shared: which is an embedding that two stages share (a bucket of its own each). bucket_size: elements at which a bucket
-    closes, None for one bucket. data_ranks: of the group that shares the buffer. Shared and data ranks change nothing of
-    the coalesced form as long as there is one bucket.
+    shared: which is an embedding that two stages share (a bucket of its own each). bucket_size: elements at which a
+    bucket closes, None for one bucket. data_ranks: of the group that shares the buffer. Shared and data ranks change
+    nothing of the coalesced form as long as there is one bucket.
     """
     divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
     alone = tuple(shared) or (False,) * len(numels)

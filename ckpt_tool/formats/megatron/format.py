@@ -1,31 +1,35 @@
-"""`megatron`: Megatron's checkpoints before torch_dist (`--ckpt-format torch`): a folder a rank, each with its own pickles.
+"""`megatron`: Megatron's checkpoints before torch_dist (`--ckpt-format torch`): a folder a rank, each with its own
+pickles.
 
-The one idea: a rank's file is a piece of the model under the rank's own names. Coordinates (from the folder), layers (from
-the stage) and experts (from the expert rank) turn names and shapes into boxes of logical tensors; the optimizer's nameless
-arrays follow the model's order. Nothing of a pickle is run: `args` is read as data.
+The one idea: a rank's file is a piece of the model under the rank's own names. Coordinates (from the folder), layers
+(from the stage) and experts (from the expert rank) turn names and shapes into boxes of logical tensors; the optimizer's
+nameless arrays follow the model's order. Nothing of a pickle is run: `args` is read as data.
 
-    iter_0000002/mp_rank_01_001/model_optim_rng.pt   {"model": {"decoder.layers.0.mlp.linear_fc1.weight": (48, 32)}, ...}
+    iter_0000002/mp_rank_01_001/model_optim_rng.pt  {"model": {"decoder.layers.0.mlp.linear_fc1.weight": (48, 32)}, ...}
     -> decoder.layers.2.mlp.linear_fc1.weight (96, 32), rows 24..48 and 72..96
 
 Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpointing.py` where nothing else is said):
 
-* `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint lies in `iter_%07d` or
-  `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.ranks`).
-* `model_optim_rng.pt`, a zip of `torch.save`: `args` (Namespace), `checkpoint_version` 3.0, `iteration`, `model` (or `model0`,
-  `model1`, ... of a virtual pipeline), `optimizer`, `opt_param_scheduler`, `rng_state`,
+* `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint lies in `iter_%07d`
+  or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.ranks`).
+* `model_optim_rng.pt`, a zip of `torch.save`: `args` (Namespace), `checkpoint_version` 3.0, `iteration`, `model` (or
+  `model0`, `model1`, ... of a virtual pipeline), `optimizer`, `opt_param_scheduler`, `rng_state`,
   `num_floating_point_operations_so_far`; others travel as they are.
-* Names and order: `megatron.names`; layers: `megatron.stages`; boxes: `megatron.rules`. `_extra_state` holds None, or FP8
-  scales (left behind, by name). A tied head on a later stage is a copy of the embedding, as is the embedding of an MTP stage.
-* Optimizer (`megatron.optimizer`): without the distributed one `{optimizer: {state, param_groups}, fp32_from_fp16_params}`, or
-  the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt` with flat buffers (`megatron.flat`).
-  With parallel experts both are lists [dense, experts].
-* What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which Megatron does
-  not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}}, "extras": {...},
-  "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are for).
+* Names and order: `megatron.names`; layers: `megatron.stages`; boxes: `megatron.rules`. `_extra_state` holds None, or
+  FP8 scales (left behind, by name). A tied head on a later stage is a copy of the embedding, as is the embedding of an
+  MTP stage.
+* Optimizer (`megatron.optimizer`): without the distributed one `{optimizer: {state, param_groups},
+  fp32_from_fp16_params}`, or the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt`
+  with flat buffers (`megatron.flat`). With parallel experts both are lists [dense, experts].
+* What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which
+  Megatron does not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
+  "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are
+  for).
 
 States: model, master (fp32), exp_avg, exp_avg_sq, step (a tensor a parameter, where torch's Adam wrote one).
 RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does not do: names of the pre-core classes
-(`language_model.encoder...`), buckets of before February 2024, Mamba's projections over tensor ranks, layer-wise optimizers.
+(`language_model.encoder...`), buckets of before February 2024, Mamba's projections over tensor ranks, layer-wise
+optimizers.
 """
 
 from __future__ import annotations
@@ -45,9 +49,16 @@ class _Megatron:
 
     name = "megatron"
     holds = Holds(
-        all_states=True, extras=True, mesh=("tp", "pp", "vpp", "ep", "etp", "dp", "cp"), replicas=True, zero=1,
-        dialect="megatron", own_layout=True, heeds=frozenset({"spec", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
-    )  # fmt: skip
+        all_states=True,
+        extras=True,
+        mesh=("tp", "pp", "vpp", "ep", "etp", "dp", "cp"),
+        replicas=True,
+        zero=1,
+        dialect="megatron",
+        own_layout=True,
+        heeds=frozenset({"spec", "pp-split"}),
+        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By the names of rank folders."""
@@ -63,8 +74,8 @@ class _Megatron:
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog, from the pickles of every rank. Raises Incomplete (E0302 ranks, layers, experts; E0309 boxes),
-        InconsistentCheckpoint (E0305 ranks that contradict each other, E2004 an optimizer that does not fit, E0379 steps),
-        UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""
+        InconsistentCheckpoint (E0305 ranks that contradict each other, E2004 an optimizer that does not fit, E0379
+        steps), UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""
         from ckpt_tool.formats.megatron.read import read_ranks
 
         return read_ranks(tree)

@@ -1,7 +1,8 @@
 """A legacy Megatron rank's model: which boxes of which logical tensors each of its parameters holds.
 
-The one idea: a parameter of a rank is described once, as slots (a logical tensor's box, and where it lies in an array of the
-rank's own shape); model, fp32 master and moments are arrays of that shape, wherever they lie, so one description serves all:
+The one idea: a parameter of a rank is described once, as slots (a logical tensor's box, and where it lies in an array
+of the rank's own shape); model, fp32 master and moments are arrays of that shape, wherever they lie, so one description
+serves all:
 
     rank TT 1 of 2, stage 1 (layers 2, 3):  decoder.layers.0.mlp.linear_fc1.weight (48, 32)
     -> decoder.layers.2.mlp.linear_fc1.weight (96, 32): rows 24..48 are rows 0..24, rows 72..96 are rows 24..48
@@ -67,8 +68,8 @@ class Cutting:
 
 
 def slots_of(local: str, shape: Sequence[int], rank: Rank, stage: Stage, cutting: Cutting) -> list[Slot]:
-    """Where the rank's parameter `local` of `shape` lies in logical tensors. Raises UnmappedTensor E2003 for names without a
-    rule where tensor ranks share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
+    """Where the rank's parameter `local` of `shape` lies in logical tensors. Raises UnmappedTensor E2003 for names
+    without a rule where tensor ranks share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
     name = names.canonical(names.shift_layer(local, stage.first))
     grouped = names.grouped_of(name)
     if grouped:
@@ -82,9 +83,12 @@ def slots_of(local: str, shape: Sequence[int], rank: Rank, stage: Stage, cutting
     number, size = (rank.etp, cutting.degrees["etp"]) if rule.axis == ETP else (rank.tp, cutting.degrees["tp"])
     if not rule.known and size > 1:
         raise UnmappedTensor(
-            f"no rule says how tensor ranks share {local} {list(shape)}", code=UNMAPPED, key=name, path=rank.path,
+            f"no rule says how tensor ranks share {local} {list(shape)}",
+            code=UNMAPPED,
+            key=name,
+            path=rank.path,
             hint="bring the job to tensor parallel size 1 with its own software, or remove the key (--remove-keys)",
-        )  # fmt: skip
+        )
     full = global_shape(rule, shape, size)
     slots = [Slot(name, full, piece.box, piece.within) for piece in pieces(rule, full, number, size)]
     return _trimmed(slots, cutting.rows) if cutting.rows is not None and name in VOCABULARY else slots
@@ -109,9 +113,12 @@ def _grouped(local: str, grouped: tuple[str, int], shape: Sequence[int], rank: R
     hidden, wide = (shape[0], shape[1]) if which == 1 else (shape[1], shape[0])
     if not count or wide % count:
         raise InconsistentCheckpoint(
-            f"{local} {list(shape)} does not hold {count} experts", code=CONTRADICTION, path=rank.path, key=local,
+            f"{local} {list(shape)} does not hold {count} experts",
+            code=CONTRADICTION,
+            path=rank.path,
+            key=local,
             hint="args.num_experts or args.expert_model_parallel_size contradict the tensor",
-        )  # fmt: skip
+        )
     own = wide // count
     out = []
     for e in range(count):
@@ -134,8 +141,8 @@ class Gathering:
         self._found: dict[TensorKey, tuple[tuple[int, ...], DType, list[Chunk]]] = {}
 
     def add(self, state: str, slots: Iterable[Slot], array: StoredArray) -> None:
-        """`array`, of the rank's own shape, holds `slots` for `state`. Raises InconsistentCheckpoint E0305 when two ranks
-        tell different shapes or dtypes."""
+        """`array`, of the rank's own shape, holds `slots` for `state`. Raises InconsistentCheckpoint E0305 when two
+        ranks tell different shapes or dtypes."""
         for slot in slots:
             key = TensorKey(slot.name, state)
             source = array if slot.view is None else _viewed(array, slot.view)
@@ -143,8 +150,11 @@ class Gathering:
             if known[:2] != (slot.shape, array.dtype):
                 raise InconsistentCheckpoint(
                     f"one rank tells {known[1].name} {list(known[0])}, another {array.dtype.name} {list(slot.shape)}",
-                    code=CONTRADICTION, path=array.path, key=str(key), hint="rank files of different runs lie together",
-                )  # fmt: skip
+                    code=CONTRADICTION,
+                    path=array.path,
+                    key=str(key),
+                    hint="rank files of different runs lie together",
+                )
             known[2].append(Chunk(slot.box, source, slot.within))
 
     def plain(self, key: TensorKey, array: StoredArray) -> None:
@@ -157,9 +167,12 @@ class Gathering:
         known = self._found.get(key)
         if known is None or known[0][1:] != array.shape[1:] or known[1] != array.dtype:
             raise InconsistentCheckpoint(
-                f"rows {list(array.shape)} of a tensor that is not there, or of another shape", code=CONTRADICTION,
-                path=array.path, key=str(key), hint="the file was edited, or rank files of different runs lie together",
-            )  # fmt: skip
+                f"rows {list(array.shape)} of a tensor that is not there, or of another shape",
+                code=CONTRADICTION,
+                path=array.path,
+                key=str(key),
+                hint="the file was edited, or rank files of different runs lie together",
+            )
         shape, dtype, chunks = known
         box = Box((shape[0], *(0,) * (len(shape) - 1)), array.shape)
         chunks.append(Chunk(box, array, whole(array.shape)))
@@ -182,6 +195,4 @@ class Gathering:
 
 
 def _viewed(array: StoredArray, view: View) -> StoredArray:
-    return replace(
-        array, offset=array.offset + array.dtype.nbytes(view.start), shape=view.shape, strides=view.strides
-    )  # fmt: skip
+    return replace(array, offset=array.offset + array.dtype.nbytes(view.start), shape=view.shape, strides=view.strides)

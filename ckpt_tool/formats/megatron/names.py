@@ -1,7 +1,9 @@
-"""Megatron-Core's names: what a rank calls a tensor, what it is called in the whole model, and in which order it stands.
+"""Megatron-Core's names: what a rank calls a tensor, what it is called in the whole model, and in which order it
+stands.
 
-The one idea: a rank's name is the logical name with three things put in the rank's terms: the layer's number counts from
-the chunk's first layer, the expert's from the rank's first expert, and a norm may be stored under the linear that fuses it.
+The one idea: a rank's name is the logical name with three things put in the rank's terms: the layer's number counts
+from the chunk's first layer, the expert's from the rank's first expert, and a norm may be stored under the linear that
+fuses it.
 
     stage 1 of 2 (layers 4..7), expert rank 1 (experts 2, 3)
     decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight      <- the rank's
@@ -13,13 +15,14 @@ Containers of experts, all one logical tensor an expert:
     grouped      mlp.experts.weight1 (h, E*2f) and weight2 (E*f, h), viewed as (E, h, 2f) and (E, f, h), each transposed
 Norms: the local spec's names are the logical ones; Transformer Engine fuses them into the linear that follows.
 
-Order: the flat buffers of the distributed optimizer hold no names, so the order in which modules register their parameters
-is part of the format. `registration_order` gives it from names alone.
+Order: the flat buffers of the distributed optimizer hold no names, so the order in which modules register their
+parameters is part of the format. `registration_order` gives it from names alone.
 
-Sources (NVIDIA/Megatron-LM, core 0.16.1): `core/transformer/transformer_layer.py`, `attention.py`, `multi_latent_attention.py`,
-`mlp.py`, `moe/moe_layer.py`, `moe/experts.py`, `multi_token_prediction.py`, `models/gpt/gpt_model.py` (order of the `self.x =
-build_module(...)` lines); `models/gpt/gpt_layer_specs.py` (which norms TE fuses); 0.19 `multi_token_prediction.py`
-(`mtp_model_layer`). TransformerEngine 2.x `module/layernorm_linear.py`, `grouped_linear.py` (order inside a module).
+Sources (NVIDIA/Megatron-LM, core 0.16.1): `core/transformer/transformer_layer.py`, `attention.py`,
+`multi_latent_attention.py`, `mlp.py`, `moe/moe_layer.py`, `moe/experts.py`, `multi_token_prediction.py`,
+`models/gpt/gpt_model.py` (order of the `self.x = build_module(...)` lines); `models/gpt/gpt_layer_specs.py` (which
+norms TE fuses); 0.19 `multi_token_prediction.py` (`mtp_model_layer`). TransformerEngine 2.x
+`module/layernorm_linear.py`, `grouped_linear.py` (order inside a module).
 
 Cost: a few us a name. What it does not do: shapes, boxes (`megatron.rules`), files.
 """
@@ -159,23 +162,69 @@ def in_container(name: ExpertName, container: str) -> str:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 _FIRST = (
-    "embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings", "encoder", "decoder", "layers",
+    "embedding",
+    "word_embeddings",
+    "position_embeddings",
+    "tokentype_embeddings",
+    "encoder",
+    "decoder",
+    "layers",
     # a layer
-    "input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm", "mlp",
+    "input_layernorm",
+    "self_attention",
+    "pre_cross_attn_layernorm",
+    "cross_attention",
+    "pre_mlp_layernorm",
+    "mlp",
     # attention
-    "core_attention", "linear_proj", "linear_qkv", "linear_q", "linear_kv", "linear_q_proj", "linear_q_down_proj",
-    "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",
+    "core_attention",
+    "linear_proj",
+    "linear_qkv",
+    "linear_q",
+    "linear_kv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "q_layernorm",
+    "k_layernorm",
+    "kv_layernorm",
     # experts
-    "router", "experts", "local_experts", "shared_experts", "linear_fc1", "linear_fc2",
+    "router",
+    "experts",
+    "local_experts",
+    "shared_experts",
+    "linear_fc1",
+    "linear_fc2",
     # MTP
-    "enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer",
-    "final_layernorm", "final_norm", "mtp", "output_layer",
-)  # fmt: skip
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "transformer_layer",
+    "mtp_model_layer",
+    "final_layernorm",
+    "final_norm",
+    "mtp",
+    "output_layer",
+)
 _RANK = {word: i for i, word in enumerate(_FIRST)}
-_LEAVES = {word: i for i, word in enumerate((
-    "softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "weight1", "weight2", "bias",
-    "expert_bias",
-))}  # fmt: skip
+_LEAVES = {
+    word: i
+    for i, word in enumerate(
+        (
+            "softmax_offset",
+            "gate_weight",
+            "layer_norm_weight",
+            "layer_norm_bias",
+            "weight",
+            "weight1",
+            "weight2",
+            "bias",
+            "expert_bias",
+        )
+    )
+}
 _NUMBERED = re.compile(r"(weight|bias)(\d{1,9})")
 
 
@@ -212,7 +261,8 @@ def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], .
 
 
 def experts_count(names: Iterable[str]) -> int:
-    """How many experts a layer has at most, from logical names; 0 without experts. Raises InconsistentCheckpoint E1650."""
+    """How many experts a layer has at most, from logical names; 0 without experts. Raises InconsistentCheckpoint
+    E1650."""
     numbers = [found.expert for name in names if ".experts." in name and (found := expert_of(name))]
     return bounded(max(numbers, default=-1) + 1, len(numbers), "experts by the tensors' names")
 

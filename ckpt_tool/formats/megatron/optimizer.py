@@ -1,18 +1,21 @@
-"""Which parameter stands where in Megatron's optimizer: flat buffers, numbered parameters, groups. Reader and writer ask here.
+"""Which parameter stands where in Megatron's optimizer: flat buffers, numbered parameters, groups. Reader and writer
+ask here.
 
-The one idea: the optimizer's files hold no names. Three orders give them back, all made from the model's own (registration)
-order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart) and the number of a
-parameter (group by group, inside a group in the model's order).
+The one idea: the optimizer's files hold no names. Three orders give them back, all made from the model's own
+(registration)
+order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart) and the number of
+a parameter (group by group, inside a group in the model's order).
 
-    a stage with  w (2-d), w.bias, norm (1-d), v (2-d):   group 0 (decay): w, v -> 0, 1     group 1: w.bias, norm -> 2, 3
+    a stage with  w (2-d), w.bias, norm (1-d), v (2-d):   group 0 (decay): w, v -> 0, 1    group 1: w.bias, norm -> 2, 3
 
-Groups: 1-d tensors have no weight decay (`wd_mult` 0); q and k norms do with `apply_wd_to_qk_layernorm`; embeddings and the
-output layer stand apart with `decoupled_lr`; experts' (`is_expert_parallel`) are an optimizer of their own where experts are
-parallel, and then the optimizer's state is a list [dense, experts].
+Groups: 1-d tensors have no weight decay (`wd_mult` 0); q and k norms do with `apply_wd_to_qk_layernorm`; embeddings and
+the output layer stand apart with `decoupled_lr`; experts' (`is_expert_parallel`) are an optimizer of their own where
+experts are parallel, and then the optimizer's state is a list [dense, experts].
 
-Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/__init__.py` (`_get_param_groups`, `get_standard_config_overrides`),
-`core/optimizer/optimizer.py` (`Float16OptimizerWithFloat16Params`, `ChainedOptimizer`), `core/optimizer/distrib_optimizer.py`,
-`core/distributed/distributed_data_parallel.py`; buckets: `megatron.flat`.
+Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/__init__.py` (`_get_param_groups`,
+`get_standard_config_overrides`), `core/optimizer/optimizer.py` (`Float16OptimizerWithFloat16Params`,
+`ChainedOptimizer`), `core/optimizer/distrib_optimizer.py`, `core/distributed/distributed_data_parallel.py`; buckets:
+`megatron.flat`.
 
 Cost: linear. What it does not do: read or write files.
 """
@@ -117,7 +120,7 @@ def lay_buffers(
     return out
 
 
-# -- groups -------------------------------------------------------------------------------------------------------------
+# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 class GroupKey(NamedTuple):
@@ -146,8 +149,8 @@ def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
 def members_of(
     groups: Sequence[Mapping[str, Any]], params: Sequence[Param], which: Sequence[int], facts: Facts
 ) -> list[list[int]] | None:
-    """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none, or two
-    groups have one key)."""
+    """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none,
+    or two groups have one key)."""
     keys = [key_of_group(group, facts) for group in groups]
     if len(set(keys)) != len(keys):
         return None

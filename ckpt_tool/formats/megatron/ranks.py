@@ -1,15 +1,15 @@
 """The rank folders of a legacy Megatron checkpoint: which coordinates each stands for, and which are missing.
 
-The one idea: a folder's name holds up to three numbers, `mp_rank_TT[_PPP][_EEE]`, and two mean stage or expert rank by what
-`args` say. Tensor rank and expert rank come from one number, the rank within the stage (`r`): TT = r mod TP, EEE = (r div ETP)
-mod EP, and the experts' tensor rank is r mod ETP. So not every pair exists:
+The one idea: a folder's name holds up to three numbers, `mp_rank_TT[_PPP][_EEE]`, and two mean stage or expert rank by
+what `args` say. Tensor rank and expert rank come from one number, the rank within the stage (`r`): TT = r mod TP, EEE =
+(r div ETP) mod EP, and the experts' tensor rank is r mod ETP. So not every pair exists:
 
     TP 2, EP 2, ETP 1:   r = 0 -> 00_000   r = 1 -> 01_001   r = 2 -> 00_000   r = 3 -> 01_001
 
-Dense tensors are cut by TT, experts by EEE and r mod ETP. Who writes: every pair with data rank 0 among the dense ranks (r < TP)
-or among the experts' (r < ETP * EP). Up to core 0.18 only the latter did, so that with TP > EP * ETP some TT were never
-written (NVIDIA/Megatron-LM#4200); with ETP > TP several expert shards share a name and overwrite each other (#1836). A
-reader names what is missing; nothing can bring it back.
+Dense tensors are cut by TT, experts by EEE and r mod ETP. Who writes: every pair with data rank 0 among the dense ranks
+(r < TP) or among the experts' (r < ETP * EP). Up to core 0.18 only the latter did, so that with TP > EP * ETP some TT
+were never written (NVIDIA/Megatron-LM#4200); with ETP > TP several expert shards share a name and overwrite each other
+(#1836). A reader names what is missing; nothing can bring it back.
 
 Sources (NVIDIA/Megatron-LM): core 0.16.1 `training/checkpointing.py` (`get_checkpoint_name`, `save_checkpoint`),
 `core/parallel_state.py` (`RankGenerator`, order tp-cp-ep-dp-pp).
@@ -45,7 +45,8 @@ class Rank(NamedTuple):
 
 
 def rank_folders(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """Every rank folder that holds a model file -> the numbers of its name, in the order of names; {} when there is none."""
+    """Every rank folder that holds a model file -> the numbers of its name, in the order of names; {} when there is
+    none."""
     if tree.single is not None:
         return {}
     found = {}
@@ -112,18 +113,23 @@ def coordinates(
         etp = expert_tensor_rank(tp, ep, degrees, ranks.get(path)) if experts else 0
         if etp is None:
             raise Incomplete(
-                f"the experts' tensor rank of {path} is not known: ETP {degrees['etp']} over TP {degrees['tp']} lets several"
-                " ranks write the same file", code="E2002", path=path,
+                f"the experts' tensor rank of {path} is not known: ETP {degrees['etp']} over TP {degrees['tp']} "
+                "lets several"
+                " ranks write the same file",
+                code="E2002",
+                path=path,
                 hint="Megatron kept one of them: expert shards are lost (NVIDIA/Megatron-LM#1836); save as torch_dist",
-            )  # fmt: skip
+            )
         out.append(Rank(path, tp, pp, ep, etp))
     if beyond:
         shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if name in ("tp", "pp", "ep"))
         raise InconsistentCheckpoint(
             f"{len(beyond)} rank folders lie beyond the degrees that the arguments state ({shown}): {beyond[0]}",
-            code=CONTRADICTION, path=beyond[0], faults=beyond[1:50],
+            code=CONTRADICTION,
+            path=beyond[0],
+            faults=beyond[1:50],
             hint="folders of another run lie among them: keep one run's",
-        )  # fmt: skip
+        )
     _whole(out, degrees, experts=experts)
     return out
 
@@ -154,19 +160,25 @@ def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) 
     hint = "copy them from where the job wrote them: every rank writes its own"
     if experts and degrees["tp"] > degrees["ep"] * degrees["etp"]:
         hint = (
-            "Megatron-Core up to 0.18 never writes them where TP > EP * ETP (NVIDIA/Megatron-LM#4200): go back to a save"
+            "Megatron-Core up to 0.18 never writes them where TP > EP * ETP (NVIDIA/Megatron-LM#4200): go "
+            "back to a save"
             " as torch_dist, or copy them from the job if it was patched"
         )
     elif degrees["etp"] > degrees["tp"]:
         hint = "Megatron writes expert shards of ETP > TP over each other (NVIDIA/Megatron-LM#1836): save as torch_dist"
     raise Incomplete(
-        f"{len(names)} rank folders are missing: {', '.join(names[:8])}", code=MISSING, path=names[0],
-        place=lost[0], hint=hint, faults=lost[:50],
-    )  # fmt: skip
+        f"{len(names)} rank folders are missing: {', '.join(names[:8])}",
+        code=MISSING,
+        path=names[0],
+        place=lost[0],
+        hint=hint,
+        faults=lost[:50],
+    )
 
 
 def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int], list[str]]:
-    """Degrees that Megatron can run: data ranks enough for the experts to be carved out of them. Returns them and notes.
+    """Degrees that Megatron can run: data ranks enough for the experts to be carved out of them. Returns them and
+    notes.
 
     Raises UsageError E0274 for expert degrees that the model or the folder names can't take.
     """
@@ -184,16 +196,19 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
     if experts % out["ep"]:
         valid = divisors(experts)
         raise UsageError(
-            f"--ep {out['ep']}: {experts} experts do not divide by {out['ep']}", code=DEGREES,
+            f"--ep {out['ep']}: {experts} experts do not divide by {out['ep']}",
+            code=DEGREES,
             hint=f"the nearest degrees that do: {nearest(out['ep'], valid)}",
-        )  # fmt: skip
+        )
     if out["tp"] % out["etp"]:
         valid = divisors(out["tp"])
         raise UsageError(
-            f"--etp {out['etp']} with --tp {out['tp']}: folder names hold the dense tensor rank, so that experts of more"
-            " tensor ranks would overwrite each other", code=DEGREES,
+            f"--etp {out['etp']} with --tp {out['tp']}: folder names hold the dense tensor rank, so that "
+            "experts of more"
+            " tensor ranks would overwrite each other",
+            code=DEGREES,
             hint=f"--etp {nearest(out['etp'], valid)} (a divisor of --tp), or --to megatron-dist",
-        )  # fmt: skip
+        )
     grid = out["ep"] * out["etp"]
     if stage_ranks(out) % grid:
         least = lcm(stage_ranks(out), grid) // (out["tp"] * out["cp"])
@@ -203,7 +218,8 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
 
 
 def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], degrees: Mapping[str, int]) -> None:
-    """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong place.
+    """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong
+    place.
 
     ranks: each with its arguments. Converters of one process write one number into all files; then nothing can be said.
     Order of ranks: tp-cp-ep-dp-pp, with --use-tp-pp-dp-mapping tp-cp-ep-pp-dp.
@@ -225,10 +241,12 @@ def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], 
     if faults:
         rank, what = faults[0]
         raise InconsistentCheckpoint(
-            f"the folder's name says {_coordinates(rank, degrees)}, the file in it {what}", code=CONTRADICTION,
-            path=tree.display(f"{rank.path}/{MODEL_FILE}"), faults=[f"{rank.path} holds {what}" for rank, what in faults[1:50]],
+            f"the folder's name says {_coordinates(rank, degrees)}, the file in it {what}",
+            code=CONTRADICTION,
+            path=tree.display(f"{rank.path}/{MODEL_FILE}"),
+            faults=[f"{rank.path} holds {what}" for rank, what in faults[1:50]],
             hint="folders were renamed, or one was copied over another: fetch every rank's own",
-        )  # fmt: skip
+        )
 
 
 def _coordinates(rank: Rank, degrees: Mapping[str, int]) -> str:

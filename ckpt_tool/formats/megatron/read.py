@@ -1,7 +1,8 @@
 """Reading a legacy Megatron checkpoint: every rank's pickles, put into one catalog.
 
-The one idea: three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers of
-each stage and the experts of each rank, and with them where everything is in the whole model; then boxes are gathered.
+The one idea: three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers
+of each stage and the experts of each rank, and with them where everything is in the whole model; then boxes are
+gathered.
 
 Specification: `formats.megatron.format`. Cost: a pickle a rank, some us a parameter and state.
 What it does not do: read values, but for RNG states (some KiB a rank, for up to 64 ranks).
@@ -69,9 +70,11 @@ def read_ranks(tree: Tree) -> Catalog:
     folders = rank_folders(tree)
     if not folders:
         raise UnknownFormat(
-            f"no rank folder (mp_rank_*/{MODEL_FILE})", code="E0393", path=tree.display(),
+            f"no rank folder (mp_rank_*/{MODEL_FILE})",
+            code="E0393",
+            path=tree.display(),
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
-        )  # fmt: skip
+        )
     optims = [file for path in folders if tree.exists(file := f"{path}/{OPTIM_FILE}")]
     contents = by_file((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
     ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
@@ -86,10 +89,12 @@ def _open(tree: Tree, path: str, content: TorchContent) -> _Rank:
         if _is_chunk(head):
             if len(leaf) != 2:
                 raise InputError(
-                    f"{dotted(leaf)[:120]}: a model of the classes before Megatron-Core", code=FORM,
+                    f"{dotted(leaf)[:120]}: a model of the classes before Megatron-Core",
+                    code=FORM,
                     path=tree.display(f"{path}/{MODEL_FILE}"),
-                    hint="load it with a Megatron-LM of that time (tools/checkpoint) and save it with --use-mcore-models",
-                )  # fmt: skip
+                    hint="load it with a Megatron-LM of that time (tools/checkpoint) and save it with "
+                    "--use-mcore-models",
+                )
             keys.setdefault(head, []).append((str(leaf[1]), array))
         elif head == "optimizer":
             rank.optimizer.append((leaf[1:], array))
@@ -161,9 +166,16 @@ class _Reading:
             key = TensorKey(dotted(leaf), EXTRAS)
             tensors[key] = replace(tensors[key], path=leaf)
         catalog = Catalog(
-            "megatron", tensors, self._extras(), Mesh.of_degrees(self.degrees), self._files(), (), tuple(self.notes),
-            tuple(dict.fromkeys(self.unsafe)), self._hints(),
-        )  # fmt: skip
+            "megatron",
+            tensors,
+            self._extras(),
+            Mesh.of_degrees(self.degrees),
+            self._files(),
+            (),
+            tuple(self.notes),
+            tuple(dict.fromkeys(self.unsafe)),
+            self._hints(),
+        )
         try:
             catalog.check()
         except Incomplete as e:
@@ -177,12 +189,14 @@ class _Reading:
         if not lost or len(lost) == len(files):
             return None
         return Incomplete(
-            f"{len(lost)} of {len(files)} ranks lack their {OPTIM_FILE}, which holds their part of the optimizer", code=MISSING,
-            path=self.tree.display(lost[0]), faults=lost[1:50],
+            f"{len(lost)} of {len(files)} ranks lack their {OPTIM_FILE}, which holds their part of the optimizer",
+            code=MISSING,
+            path=self.tree.display(lost[0]),
+            faults=lost[1:50],
             hint="copy it from where the job wrote it, or leave the optimizer behind with --state model",
-        )  # fmt: skip
+        )
 
-    # -- what the ranks agree on -----------------------------------------------------------------------------------------
+    # -- what the ranks agree on ---------------------------------------------------------------------------------------
 
     def _same_run(self) -> None:
         """Raise InconsistentCheckpoint E0305 for ranks of another iteration, of other degrees, or of another model."""
@@ -198,10 +212,12 @@ class _Reading:
         if faults:
             path, what = faults[0]
             raise InconsistentCheckpoint(
-                f"{path} {what} in {self.first.path}", code=CONTRADICTION, path=self.tree.display(f"{path}/{MODEL_FILE}"),
+                f"{path} {what} in {self.first.path}",
+                code=CONTRADICTION,
+                path=self.tree.display(f"{path}/{MODEL_FILE}"),
                 faults=[f"{path} {what}" for path, what in faults[1:50]],
                 hint="rank files of different saves lie together: take all ranks from one",
-            )  # fmt: skip
+            )
 
     def _unlike(self, rank: _Rank) -> Iterator[str]:
         """What a rank says otherwise than the first does; of what decides nothing, a note."""
@@ -214,7 +230,10 @@ class _Reading:
         for key in decide:
             yield f"was written with {key} {_short(args.get(key))}, not {_short(self.args.get(key))} as"
         if others:
-            what = f"{len(others)} arguments differ from those of {self.first.path}, which are kept: {', '.join(others[:10])}"
+            what = (
+                f"{len(others)} arguments differ from those of {self.first.path}, which are kept: "
+                f"{', '.join(others[:10])}"
+            )
             self.notes.append(Note("N0305", what, f"{rank.path}/{MODEL_FILE}"))
         if len(rank.chunks) != len(self.first.chunks):
             yield f"has {len(rank.chunks)} model chunks, not {len(self.first.chunks)} as"
@@ -233,16 +252,20 @@ class _Reading:
         total = sum(counts.get(at, 0) for at in order)
         if self.facts.layers and total != self.facts.layers and any(counts.values()):
             raise Incomplete(
-                f"the ranks hold {total} layers, the arguments say {self.facts.layers}", code=MISSING,
+                f"the ranks hold {total} layers, the arguments say {self.facts.layers}",
+                code=MISSING,
                 path=self.tree.display(self.first.path),
                 faults=[f"stage {p}, chunk {v}: {counts.get((v, p), 0)} layers" for v, p in order][:50],
                 hint="a layer is missing from a rank's file, or files of two models lie together",
-            )  # fmt: skip
+            )
         where = next((i for i, at in enumerate(order) if mtp.get(at)), None)
         made = from_counts(
-            [counts.get(at, 0) for at in order], self.degrees["pp"], len(self.first.chunks),
-            mtp=max(mtp.values(), default=0), mtp_at=where,
-        )  # fmt: skip
+            [counts.get(at, 0) for at in order],
+            self.degrees["pp"],
+            len(self.first.chunks),
+            mtp=max(mtp.values(), default=0),
+            mtp_at=where,
+        )
         self.degrees["vpp"] = len(self.first.chunks)
         return made
 
@@ -254,12 +277,14 @@ class _Reading:
             own = self.facts.experts // ep
         if self.facts.experts and own and own * ep != self.facts.experts:
             raise Incomplete(
-                f"{ep} expert ranks hold {own} experts each, the arguments say {self.facts.experts} in all", code=MISSING,
-                path=self.tree.display(self.first.path), hint="expert tensors are missing from the rank files",
-            )  # fmt: skip
+                f"{ep} expert ranks hold {own} experts each, the arguments say {self.facts.experts} in all",
+                code=MISSING,
+                path=self.tree.display(self.first.path),
+                hint="expert tensors are missing from the rank files",
+            )
         return Cutting(
             self.facts, self.degrees, gated(shapes, self.facts), self._down_shared(shapes), own, self._vocab_rows()
-        )  # fmt: skip
+        )
 
     def _vocab_rows(self) -> int | None:
         """Rows of vocabularies without the zeros that our writer added; None when it added none."""
@@ -280,7 +305,7 @@ class _Reading:
                 return tp > 1 and shape[0] * tp == self.facts.kv_rank + self.facts.rope_dim
         return not any(names.is_fused_norm(name) for name in shapes)
 
-    # -- tensors ---------------------------------------------------------------------------------------------------------
+    # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _model(self, rank: _Rank, out: Gathering) -> Owned:
         params: list[Param] = []
@@ -298,7 +323,10 @@ class _Reading:
                     params.append(Param(name, number, array.shape, array.dtype, array.numel))
                     slots.append(own)
         if dropped:
-            what = f"{len(dropped)} extra states (FP8 scales of Transformer Engine) and plain values of the model stay behind"
+            what = (
+                f"{len(dropped)} extra states (FP8 scales of Transformer Engine) and plain values of the model "
+                "stay behind"
+            )
             self.notes.append(Note("N0301", what, rank.path, dropped[0]))
         path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
         return Owned(params, slots, self.facts, self.degrees, self.stages, rank.where.pp, path)
@@ -317,9 +345,11 @@ class _Reading:
                         out.plain(TensorKey(name, state), array)
                 case _:
                     raise InputError(
-                        f"{OURS}.{dotted(leaf)[:100]}: not a place that this version knows", code=FORM, path=array.path,
+                        f"{OURS}.{dotted(leaf)[:100]}: not a place that this version knows",
+                        code=FORM,
+                        path=array.path,
                         hint="written by a newer version of ckpt?",
-                    )  # fmt: skip
+                    )
 
     def _optimizer(self, rank: _Rank, owned: Owned, out: Gathering) -> None:
         optimizer = rank.extras.get("optimizer")
@@ -344,12 +374,15 @@ class _Reading:
         if len(seen) > 1:
             (a, path), (b, other) = list(seen.items())[:2]
             raise InconsistentCheckpoint(
-                f"the optimizer's step counters disagree: {a:g} and {b:g}", code=STEPS, path=self.tree.display(other),
-                place="optimizer.param_groups", faults=[f"step {a:g} in {path}", f"step {b:g} in {other}"],
+                f"the optimizer's step counters disagree: {a:g} and {b:g}",
+                code=STEPS,
+                path=self.tree.display(other),
+                place="optimizer.param_groups",
+                faults=[f"step {a:g} in {path}", f"step {b:g} in {other}"],
                 hint="the groups were not saved at one time: go back to a save that is whole, or take --state model",
-            )  # fmt: skip
+            )
 
-    # -- the rest --------------------------------------------------------------------------------------------------------
+    # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _extras(self) -> dict[str, Any]:
         out = {key: value for key, value in self.first.extras.items() if not _is_chunk(key) and key != OURS}
@@ -399,7 +432,9 @@ class _Reading:
             "megatron": {
                 "te": any(names.is_fused_norm(name) for name in self.local),
                 "container": next((found for name in self.local if (found := names.container_of(name))), None),
-                "mtp_inner": next((word for word in ("mtp_model_layer",) if any(f".{word}." in n for n in self.local)), None),
+                "mtp_inner": next(
+                    (word for word in ("mtp_model_layer",) if any(f".{word}." in n for n in self.local)), None
+                ),
                 "extra_states": sorted(states),
                 "counts": list(self.stages.counts),
                 "mtp": [i for i, stage in enumerate(self.stages.chunks) if stage.mtp],
@@ -408,7 +443,7 @@ class _Reading:
                 "release": prefix == "release",
                 "distributed": any(self.tree.exists(f"{rank.path}/{OPTIM_FILE}") for rank in self.ranks),
             },
-        }  # fmt: skip
+        }
 
 
 def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:

@@ -1,25 +1,27 @@
 """How Megatron cuts each parameter between tensor-parallel ranks, by name; and which degrees a model can take.
 
-The one idea: a rule is (dim, parts, axis). `dim` is the dim that ranks share, None where each keeps a copy; `parts` is 2 for
-a gated fc1, whose rank r keeps rows r of the gate and rows r of the up half; `axis` says whose ranks share: the dense ones
-(tp) or the experts' (etp). From a rule follow the boxes of a rank, both ways:
+The one idea: a rule is (dim, parts, axis). `dim` is the dim that ranks share, None where each keeps a copy; `parts` is
+2 for a gated fc1, whose rank r keeps rows r of the gate and rows r of the up half; `axis` says whose ranks share: the
+dense ones (tp) or the experts' (etp). From a rule follow the boxes of a rank, both ways:
 
     mlp.linear_fc1.weight [gate; up] of 48 + 48 rows, tp 2, rank 1:
         rows 24..48 of the tensor are rows 0..24 of the rank, rows 72..96 are rows 24..48
 
-    embeddings, output_layer              rows (vocabulary, padded)
-    linear_qkv, linear_q_proj, _up_proj   rows: whole query groups, whole heads (or more ranks than groups share each group)
-    linear_proj, linear_fc2               columns; their biases on every rank
-    linear_fc1                            rows, of each half where gated
-    MLA's down projections                a copy each with Transformer Engine; rows with the local spec
-    MTP's eh_proj                         rows
-    norms, routers, positions             a copy each
+    embeddings, output_layer             rows (vocabulary, padded)
+    linear_qkv, linear_q_proj, _up_proj
+          rows: whole query groups, whole heads (or more ranks than groups share each group)
+    linear_proj, linear_fc2              columns; their biases on every rank
+    linear_fc1                           rows, of each half where gated
+    MLA's down projections               a copy each with Transformer Engine; rows with the local spec
+    MTP's eh_proj                        rows
+    norms, routers, positions            a copy each
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `core/transformer/attention.py`, `mlp.py`,
 `multi_latent_attention.py` (`parallel_mode="duplicated"` for TE), `moe/experts.py`, `moe/shared_experts.py`,
 `multi_token_prediction.py`, `dot_product_attention.py` (`softmax_offset`).
 
-Cost: about a us a name. What it does not do: Mamba's and DeltaNet's segmented projections (they raise where ranks share).
+Cost: about a us a name. What it does not do: Mamba's and DeltaNet's segmented projections (they raise where ranks
+share).
 """
 
 from __future__ import annotations
@@ -54,16 +56,34 @@ class Piece(NamedTuple):
     within: Box
 
 
-_ROWS = frozenset({
-    "word_embeddings", "output_layer", "linear_qkv", "linear_q", "linear_kv", "linear_q_proj", "linear_q_up_proj",
-    "linear_kv_up_proj", "eh_proj",
-})  # fmt: skip
+_ROWS = frozenset(
+    {
+        "word_embeddings",
+        "output_layer",
+        "linear_qkv",
+        "linear_q",
+        "linear_kv",
+        "linear_q_proj",
+        "linear_q_up_proj",
+        "linear_kv_up_proj",
+        "eh_proj",
+    }
+)
 _COLUMNS = frozenset({"linear_proj", "linear_fc2"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
-_COPIES = frozenset({
-    "router", "position_embeddings", "tokentype_embeddings", "enorm", "hnorm", "q_layernorm", "k_layernorm",
-    "kv_layernorm", "lm_head_bias",
-})  # fmt: skip
+_COPIES = frozenset(
+    {
+        "router",
+        "position_embeddings",
+        "tokentype_embeddings",
+        "enorm",
+        "hnorm",
+        "q_layernorm",
+        "k_layernorm",
+        "kv_layernorm",
+        "lm_head_bias",
+    }
+)
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
 
@@ -123,12 +143,12 @@ def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int) -> list[Piece
     return out
 
 
-# -- degrees ------------------------------------------------------------------------------------------------------------
+# -- degrees -----------------------------------------------------------------------------------------------------------
 
 
 class Units(NamedTuple):
-    """What a degree must divide: `amount` of `what` (of tensor `name`). rows: those that a degree must divide which is a
-    multiple of `amount` itself; 0: that is no way to share them."""
+    """What a degree must divide: `amount` of `what` (of tensor `name`). rows: those that a degree must divide which is
+    a multiple of `amount` itself; 0: that is no way to share them."""
 
     amount: int
     what: str
@@ -161,7 +181,8 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
 
 
 def check_degree(flag: str, degree: int, units: Iterable[Units]) -> list[str]:
-    """Notes. Raises UsageError E0273 with the nearest valid degrees when so many ranks can't share everything that they must."""
+    """Notes. Raises UsageError E0273 with the nearest valid degrees when so many ranks can't share everything that they
+    must."""
     every = list(units)
     bad = next((one for one in every if not one.shared_by(degree)), None)
     if bad is None:
@@ -171,9 +192,11 @@ def check_degree(flag: str, degree: int, units: Iterable[Units]) -> list[str]:
     common = gcd(*(one.rows or one.amount for one in every))
     valid = [n for n in range(1, min(common, 65536) + 1) if all(one.shared_by(n) for one in every)]
     raise UsageError(
-        f"--{flag} {degree}: {bad.amount} {bad.what} do not divide by {degree}", code=DEGREE, key=bad.name,
+        f"--{flag} {degree}: {bad.amount} {bad.what} do not divide by {degree}",
+        code=DEGREE,
+        key=bad.name,
         hint=f"the nearest degrees that do: {nearest(degree, valid)}",
-    )  # fmt: skip
+    )
 
 
 def nearest(wanted: int, valid: Sequence[int]) -> str:

@@ -1,13 +1,15 @@
-"""What a rank of a new legacy Megatron checkpoint keeps of the model: its parameters under its own names, in its own order.
+"""What a rank of a new legacy Megatron checkpoint keeps of the model: its parameters under its own names, in its own
+order.
 
-The one idea: `megatron.model` backwards. Every logical tensor is asked for its share on (stage, tensor rank, expert rank); a
-share is a shape and parts, boxes that lie row-major from an element on. Model, master and moments have the same parts.
+The one idea: `megatron.model` backwards. Every logical tensor is asked for its share on (stage, tensor rank, expert
+rank); a share is a shape and parts, boxes that lie row-major from an element on. Model, master and moments have the
+same parts.
 
     decoder.layers.2.mlp.linear_fc1.weight (96, 32) on stage 1 (layers 2, 3), tensor rank 1 of 2
     -> decoder.layers.0.mlp.linear_fc1.weight (48, 32): rows 24..48 from element 0, rows 72..96 from element 768
 
-GroupedMLP's weight1 and weight2 lie transposed: a part is a column. Cost: some us a parameter (a column for GroupedMLP).
-What it does not do: decide (`megatron.wanted`), order the optimizer's arrays.
+GroupedMLP's weight1 and weight2 lie transposed: a part is a column. Cost: some us a parameter (a column for
+GroupedMLP). What it does not do: decide (`megatron.wanted`), order the optimizer's arrays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which layers stand on which pipeline stage: even, uneven and interleaved splits of Megatron, both ways.
 
 The one idea: whatever rule made the split, the layers run through the chunks in one order: chunk 0 of every stage, then
-chunk 1 of every stage, and so on (a chunk is a stage's share of a virtual pipeline; without one there is one a stage). So
-the numbers of layers in that order say all, and a layer's local number is its global one less those before.
+chunk 1 of every stage, and so on (a chunk is a stage's share of a virtual pipeline; without one there is one a stage).
+So the numbers of layers in that order say all, and a layer's local number is its global one less those before.
 
     8 layers, 2 stages, 2 chunks each:  stage 0: [0 1] [4 5]    stage 1: [2 3] [6 7]
     4 layers, 3 stages, decoder_first_pipeline_num_layers 2:    [0 1] [2] [3]
@@ -121,7 +121,8 @@ def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
 
 
 def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: int = 0) -> Stages | None:
-    """The split that Megatron makes of `layers` with these arguments (`megatron.args`); None when they do not divide."""
+    """The split that Megatron makes of `layers` with these arguments (`megatron.args`); None when they do not
+    divide."""
     layout = args.get("pipeline_model_parallel_layout")
     if isinstance(layout, str) and layout:
         made = from_layout(layout, pp)
@@ -133,9 +134,12 @@ def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: i
         counts = _uneven(layers, pp, vpp, first, last)
     else:
         counts = _even(
-            layers, pp, vpp, bool(args.get("account_for_embedding_in_pipeline_split")),
+            layers,
+            pp,
+            vpp,
+            bool(args.get("account_for_embedding_in_pipeline_split")),
             bool(args.get("account_for_loss_in_pipeline_split")),
-        )  # fmt: skip
+        )
     return from_counts(counts, pp, vpp, mtp=mtp) if counts else None
 
 
@@ -175,9 +179,10 @@ def from_wish(split: Sequence[int], pp: int, vpp: int, layers: int, *, mtp: int 
     if counts is None or sum(counts) != layers:
         what = f"{pp} stages" + (f" of {vpp} chunks" if vpp > 1 else "")
         raise UsageError(
-            f"--pp-split {','.join(map(str, split))} does not lay {layers} layers on {what}", code=NO_SPLIT,
+            f"--pp-split {','.join(map(str, split))} does not lay {layers} layers on {what}",
+            code=NO_SPLIT,
             hint=f"give {pp * vpp} numbers that sum to {layers}",
-        )  # fmt: skip
+        )
     return from_counts(counts, pp, vpp, mtp=mtp)
 
 
@@ -190,10 +195,12 @@ def args_of(stages: Stages) -> dict[str, Any]:
     """The arguments that make Megatron split this way: what was even stays plain, one uneven end becomes
     decoder_first/last_pipeline_num_layers, all else a layout string."""
     plain: dict[str, Any] = {
-        "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-        "pipeline_model_parallel_layout": None, "account_for_embedding_in_pipeline_split": False,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "pipeline_model_parallel_layout": None,
+        "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
-    }  # fmt: skip
+    }
     counts, pp, vpp = stages.counts, stages.pp, stages.vpp
     layers = sum(counts)
     moved = any(c.mtp for c in stages.chunks[:-1])
@@ -203,8 +210,9 @@ def args_of(stages: Stages) -> dict[str, Any]:
         for ends in ((counts[0], None), (None, counts[-1]), (counts[0], counts[-1])):
             if _uneven(layers, pp, 1, *ends) == list(counts):
                 return plain | {
-                    "decoder_first_pipeline_num_layers": ends[0], "decoder_last_pipeline_num_layers": ends[1],
-                }  # fmt: skip
+                    "decoder_first_pipeline_num_layers": ends[0],
+                    "decoder_last_pipeline_num_layers": ends[1],
+                }
     parts = [
         ("E" if c.embedding else "") + "t" * c.layers + "m" * c.mtp + ("L" if c.head else "") for c in stages.chunks
     ]

@@ -1,13 +1,14 @@
 """Reading a legacy Megatron rank's optimizer: its flat, numbered and nameless arrays get their names back.
 
-The one idea: names are made from the rank's own model (`megatron.optimizer`) and proved by sizes: a buffer must be exactly as
-long as its parameters make it, a numbered array must have its parameter's shape. What does not fit is an error, not a guess.
+The one idea: names are made from the rank's own model (`megatron.optimizer`) and proved by sizes: a buffer must be
+exactly as long as its parameters make it, a numbered array must have its parameter's shape. What does not fit is an
+error, not a guess.
 
     distrib_optim.pt    {0: {(bf16, f32): {param, exp_avg, exp_avg_sq: f32 [10112]}}}     -> master, exp_avg, exp_avg_sq
     model_optim_rng.pt  optimizer.state {3: {exp_avg, exp_avg_sq, step}}, fp32_from_fp16_params [[...], [...]]
 
-Sources: `megatron.optimizer`, `megatron.flat`. Before 2024-02-13 Megatron wrote buckets apart under a plain dtype, of another
-parameter order (0.16.1 `load_parameter_state_from_dp_zero_legacy`): refused by name.
+Sources: `megatron.optimizer`, `megatron.flat`. Before 2024-02-13 Megatron wrote buckets apart under a plain dtype, of
+another parameter order (0.16.1 `load_parameter_state_from_dp_zero_legacy`): refused by name.
 
 Cost: some us a parameter. What it does not do: layer-wise optimizers (Muon).
 """
@@ -59,21 +60,24 @@ def _parts(owned: Owned, optimizers: Sequence[Any]) -> list[list[int]]:
     expert = [any(map(is_expert_group, groups_of(one))) for one in optimizers]
     if len(optimizers) != 2 or expert[0]:
         raise InputError(
-            f"{len(optimizers)} chained optimizers, want one, or [dense, experts]", code=OLD, path=owned.path,
-            hint="an optimizer a model chunk (--overlap-param-gather-with-optimizer-step) or a layer-wise one is not read:"
+            f"{len(optimizers)} chained optimizers, want one, or [dense, experts]",
+            code=OLD,
+            path=owned.path,
+            hint="an optimizer a model chunk (--overlap-param-gather-with-optimizer-step) or a layer-wise one "
+            "is not read:"
             " take the model with --state model, or save as torch_dist",
-        )  # fmt: skip
+        )
     return [[i for i in every if owned.params[i].expert == part] for part in (False, True)]
 
 
-# -- numbered -----------------------------------------------------------------------------------------------------------
+# -- numbered ----------------------------------------------------------------------------------------------------------
 
 
 def read_numbered(
     owned: Owned, leaves: Iterable[tuple[TreePath, StoredArray]], optimizer: Any, out: Gathering
 ) -> list[TreePath]:
-    """The arrays of a non-distributed optimizer (paths below `optimizer`), put into `out`. Returns the paths of leaves that
-    are none of its own. Raises InconsistentCheckpoint E2004 where they do not fit the model."""
+    """The arrays of a non-distributed optimizer (paths below `optimizer`), put into `out`. Returns the paths of leaves
+    that are none of its own. Raises InconsistentCheckpoint E2004 where they do not fit the model."""
     optimizers = chained(optimizer)
     listed = len(optimizers) > 1 or isinstance(optimizer, list)
     parts = _parts(owned, optimizers)
@@ -122,28 +126,34 @@ def _put(owned: Owned, out: Gathering, number: int, state: str, array: StoredArr
             out.plain(TensorKey(name, state), array)
     else:
         raise InconsistentCheckpoint(
-            f"{state} of shape {list(array.shape)} for a parameter of shape {list(param.shape)}", code=UNFIT,
-            path=array.path, key=f"{slots[0].name} [{state}]", hint="the optimizer is of another model than the weights",
-        )  # fmt: skip
+            f"{state} of shape {list(array.shape)} for a parameter of shape {list(param.shape)}",
+            code=UNFIT,
+            path=array.path,
+            key=f"{slots[0].name} [{state}]",
+            hint="the optimizer is of another model than the weights",
+        )
 
 
 def _unfit(owned: Owned, message: str) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(
-        message, code=UNFIT, path=owned.path,
-        hint="frozen parameters, another model, or a version of Megatron that orders them otherwise: --state model leaves the"
+        message,
+        code=UNFIT,
+        path=owned.path,
+        hint="frozen parameters, another model, or a version of Megatron that orders them otherwise: --state "
+        "model leaves the"
         " optimizer behind; or save once as torch_dist with --dist-ckpt-optim-fully-reshardable",
-    )  # fmt: skip
+    )
 
 
-# -- flat ---------------------------------------------------------------------------------------------------------------
+# -- flat --------------------------------------------------------------------------------------------------------------
 
 
 def read_flat(
     owned: Owned, leaves: Iterable[tuple[TreePath, StoredArray]], optimizer: Any, out: Gathering
 ) -> list[bool]:
     """The arrays of `distrib_optim.pt`, put into `out`. Which of the chained optimizers the file holds. Raises
-    InconsistentCheckpoint E2004 when a buffer is not as long as the model makes it, InputError E0303 for the form before
-    February 2024."""
+    InconsistentCheckpoint E2004 when a buffer is not as long as the model makes it, InputError E0303 for the form
+    before February 2024."""
     optimizers = chained(optimizer)
     parts = _parts(owned, optimizers)
     arrays: dict[tuple[int, int], dict[str, StoredArray]] = {}
@@ -154,10 +164,13 @@ def read_flat(
                 arrays.setdefault((part, number), {})[state] = array
             case _:
                 raise InputError(
-                    f"an optimizer file of another form: {'.'.join(map(str, path))[:120]}", code=OLD, path=array.path,
-                    hint="before 2024-02-13 Megatron wrote buckets apart: load it once with a Megatron of that time to 0.16"
+                    f"an optimizer file of another form: {'.'.join(map(str, path))[:120]}",
+                    code=OLD,
+                    path=array.path,
+                    hint="before 2024-02-13 Megatron wrote buckets apart: load it once with a Megatron of that "
+                    "time to 0.16"
                     " (--ckpt-convert-update-legacy-dist-opt-format)",
-                )  # fmt: skip
+                )
     held = [False] * len(optimizers)
     for part in range(len(optimizers)):
         own = {number: states for (where, number), states in arrays.items() if where == part}
@@ -186,7 +199,8 @@ def _buffers(
             return buffers
     raise _unfit(
         owned,
-        f"flat buffers of {[size for sizes in have for size in dict.fromkeys(sizes)]} elements, the model makes {tried}",
+        f"flat buffers of {[size for sizes in have for size in dict.fromkeys(sizes)]} elements, the model "
+        f"makes {tried}",
     )
 
 

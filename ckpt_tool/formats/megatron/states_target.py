@@ -1,14 +1,15 @@
-"""The optimizer of a new legacy Megatron checkpoint: which of the two forms it takes, its groups, and its arrays of each rank.
+"""The optimizer of a new legacy Megatron checkpoint: which of the two forms it takes, its groups, and its arrays of
+each rank.
 
 The one idea: the form is one for all ranks and follows from what there is. Flat buffers want fp32 master, exp_avg and
 exp_avg_sq of every parameter; numbered arrays take any states; what fits neither (an EMA, states of tensors that are no
 parameters) lies under a key of ours, cut like its parameter.
 
-    states {master, exp_avg, exp_avg_sq} of all    -> distrib_optim.pt, when the job used the distributed optimizer
-    the same and `step`, of torch's Adam           -> optimizer.state {0: {step, exp_avg, exp_avg_sq}}, fp32_from_fp16_params
+    states {master, exp_avg, exp_avg_sq} of all  -> distrib_optim.pt, when the job used the distributed optimizer
+    the same and `step`, of torch's Adam      -> optimizer.state {0: {step, exp_avg, exp_avg_sq}}, fp32_from_fp16_params
 
-Groups carry the source's hyperparameters; one that is not there (experts', when they become parallel) is made from its twin.
-Sources: `megatron.optimizer`. Cost: linear. What it does not do: files (`megatron.target`).
+Groups carry the source's hyperparameters; one that is not there (experts', when they become parallel) is made from its
+twin. Sources: `megatron.optimizer`. Cost: linear. What it does not do: files (`megatron.target`).
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ F32 = DTYPES["F32"]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """flat: distrib_optim.pt? inner: the inner dict alone (fp32 models)? states: those of numbered arrays. cut: (state ->
-    names) that lie under our key, cut like their parameter. whole: numbers of wanted tensors that lie there whole. groups: of
-    each chained optimizer. none: there is no optimizer."""
+    """flat: distrib_optim.pt? inner: the inner dict alone (fp32 models)? states: those of numbered arrays. cut: (state
+    -> names) that lie under our key, cut like their parameter. whole: numbers of wanted tensors that lie there whole.
+    groups: of each chained optimizer. none: there is no optimizer."""
 
     flat: bool
     inner: bool
@@ -91,9 +92,15 @@ class States:
                 cut[state] = frozenset(own - scalars)
         none = not any(state in held for state in taken)
         return Form(
-            flat, not flat and not masters and bool(numbered) and not self._half(), masters, numbered, cut,
-            tuple(whole), () if none else self._groups(), none,
-        )  # fmt: skip
+            flat,
+            not flat and not masters and bool(numbered) and not self._half(),
+            masters,
+            numbered,
+            cut,
+            tuple(whole),
+            () if none else self._groups(),
+            none,
+        )
 
     def _fits(self, state: str, name: str, number: int) -> bool:
         """Can the state be cut like its parameter, or is it a counter of it?"""
@@ -114,7 +121,7 @@ class States:
         said = self.shape.style.distributed
         return exact and (said if said is not None else STEP not in held)
 
-    # -- groups ----------------------------------------------------------------------------------------------------------
+    # -- groups --------------------------------------------------------------------------------------------------------
 
     @property
     def chains(self) -> tuple[bool | None, ...]:
@@ -165,7 +172,7 @@ class States:
                 group["weight_decay"] = 0.0
         return group
 
-    # -- a rank's --------------------------------------------------------------------------------------------------------
+    # -- a rank's ------------------------------------------------------------------------------------------------------
 
     def split(self, shares: Iterable[Iterable[Share]]) -> tuple[list[Param], list[Share]]:
         """A rank's trainable parameters, all chunks, in order."""
@@ -234,8 +241,8 @@ class States:
     def flat(
         self, rank: Rank, shares: Iterable[Iterable[Share]], holds: Sequence[bool], composer: TorchComposer
     ) -> Any:
-        """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of another
-        rank holds it. holds: which chains are this file's."""
+        """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
+        another rank holds it. holds: which chains are this file's."""
         params, own = self.split(shares)
         made: list[Any] = []
         for experts, held in zip(self.chains, holds, strict=True):

@@ -1,14 +1,15 @@
 """Writing a legacy Megatron checkpoint: every rank's files, their pickles known before a value moves.
 
 The one idea: decisions first (`megatron.wanted`), then for each rank its shares (`megatron.shares`) and its part of the
-optimizer (`megatron.states_target`) become a skeleton whose tensors are holes of known size. Which ranks: every existing pair
-of tensor and expert rank of every stage, since each of them reads a file of its own; data ranks share it.
+optimizer (`megatron.states_target`) become a skeleton whose tensors are holes of known size. Which ranks: every
+existing pair of tensor and expert rank of every stage, since each of them reads a file of its own; data ranks share it.
 
     --tp 2 --pp 2, iteration 2:  iter_0000002/mp_rank_{00,01}_{000,001}/{model_optim_rng,distrib_optim}.pt
                                  latest_checkpointed_iteration.txt   "2"
 
-`args` are the source's with the new degrees; without any, the few that a reader needs are made. RNG states are kept when the
-layout is the source's own, else left out and named. Values of classes that the writer may not name are left out, by name.
+`args` are the source's with the new degrees; without any, the few that a reader needs are made. RNG states are kept
+when the layout is the source's own, else left out and named. Values of classes that the writer may not name are left
+out, by name.
 
 Specification: `formats.megatron.format`. Cost: some us a parameter, rank and state. What it does not do: move bytes.
 """
@@ -42,10 +43,21 @@ MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long 
 _OWN = frozenset(
     {"args", "checkpoint_version", "iteration", "model", "optimizer", "rng_state", OURS, "ckpt_vocab_rows"}
 )
-_EXTRA_STATES = frozenset({
-    "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
-    "linear_kv_down_proj", "linear_kv_up_proj", "eh_proj", "output_layer",
-})  # fmt: skip
+_EXTRA_STATES = frozenset(
+    {
+        "linear_proj",
+        "linear_qkv",
+        "linear_fc1",
+        "linear_fc2",
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+        "eh_proj",
+        "output_layer",
+    }
+)
 _SCALE = ("grad_scaler", "scale")
 
 
@@ -94,7 +106,7 @@ class _Writing:
         files += [TargetFile(path, size, copy_of=path) for path, size in self.shape.wanted.sidefiles]
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
-    # -- values that all ranks share -------------------------------------------------------------------------------------
+    # -- values that all ranks share -----------------------------------------------------------------------------------
 
     def _iteration(self) -> int | None:
         said = self.extras.get("iteration")
@@ -134,10 +146,12 @@ class _Writing:
         if not shape.args:
             self.notes.append("the source has no Megatron arguments: degrees and sizes alone are written into args")
             return sizes | {
-                "swiglu": shape.cutting.gated, "use_distributed_optimizer": self.states.form.flat,
-                "mtp_num_layers": facts.mtp or None, "multi_latent_attention": facts.mla,
+                "swiglu": shape.cutting.gated,
+                "use_distributed_optimizer": self.states.form.flat,
+                "mtp_num_layers": facts.mtp or None,
+                "multi_latent_attention": facts.mla,
                 "transformer_impl": "transformer_engine" if shape.style.te else "local",
-            }  # fmt: skip
+            }
         out, refused = {}, []
         for name, value in {**shape.args, **sizes}.items():
             if writable(value):
@@ -197,7 +211,7 @@ class _Writing:
                 kept.append(number)
         return scale, placed, kept
 
-    # -- a rank's model file ---------------------------------------------------------------------------------------------
+    # -- a rank's model file -------------------------------------------------------------------------------------------
 
     def _model_file(self, rank: Rank, shares: list[list[Share]], number: int, *, first: bool) -> TargetFile:
         composer = TorchComposer()
@@ -243,8 +257,14 @@ class _Writing:
 
     def _optimizer(self, rank: Rank, shares: list[list[Share]], composer: TorchComposer) -> Any:
         made = self.states.numbered(rank, shares, composer)
-        scaler = next((one["grad_scaler"] for one in chained(self.extras.get("optimizer"))
-                       if isinstance(one, dict) and isinstance(one.get("grad_scaler"), dict)), None)  # fmt: skip
+        scaler = next(
+            (
+                one["grad_scaler"]
+                for one in chained(self.extras.get("optimizer"))
+                if isinstance(one, dict) and isinstance(one.get("grad_scaler"), dict)
+            ),
+            None,
+        )
         for one in made:
             if scaler is None and self.scale is None or "optimizer" not in one:
                 continue

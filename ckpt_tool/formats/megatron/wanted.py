@@ -1,17 +1,19 @@
-"""What a legacy Megatron checkpoint shall be: the model's sizes, the degrees, the stages, the rows of vocabularies. Decided once.
+"""What a legacy Megatron checkpoint shall be: the model's sizes, the degrees, the stages, the rows of vocabularies.
+Decided once.
 
-The one idea: all that can be wrong with what was asked for is found here, before a file is laid out: a degree that does not
-divide the heads, layers that do not spread over stages, experts that do not part, a vocabulary whose padding is not known.
+The one idea: all that can be wrong with what was asked for is found here, before a file is laid out: a degree that does
+not divide the heads, layers that do not spread over stages, experts that do not part, a vocabulary whose padding is not
+known.
 
     112 rows for a vocabulary of 100 (multiple 16), --tp 2   ->   128 rows, 16 more than there are: zeros
 
-Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are remembered
-(`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`). Our reader undoes
-both, so that the logical tensor never changes and every way back is exact. Where V is not known rows are kept that Megatron
-could mean, else `--vocab-size` is asked for.
+Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are
+remembered (`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`).
+Our reader undoes both, so that the logical tensor never changes and every way back is exact. Where V is not known rows
+are kept that Megatron could mean, else `--vocab-size` is asked for.
 
-Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules named
-below. Cost: a pass over names. What it does not do: boxes and files.
+Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules
+named below. Cost: a pass over names. What it does not do: boxes and files.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class Shape:
 
 
 def decide(wanted: Wanted) -> Shape:
-    """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276 the
-    vocabulary."""
+    """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276
+    the vocabulary."""
     model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
     spec = wanted.options.get("spec")
     args = with_spec(arguments(wanted.extras), spec)
@@ -92,9 +94,7 @@ def decide(wanted: Wanted) -> Shape:
     every = next((wanted.tensors[model[name]].shape[0] for name in VOCABULARY if name in model), None) if rows else None
     if args and facts.layers != stated.layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
-    return Shape(
-        wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, every, (*notes, *more)
-    )  # fmt: skip
+    return Shape(wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, every, (*notes, *more))
 
 
 def _style(wanted: Wanted, facts: Facts, spec: object) -> Style:
@@ -117,9 +117,13 @@ def _completed(facts: Facts, model: Mapping[str, int], experts: int, wanted: Wan
     ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
     tied = EMBEDDING in model and TIED_HEAD not in model and (facts.tied or not facts.stated)
     return replace(
-        facts, layers=names.layers_count(model), mtp=len(ahead), experts=experts or None, tied=tied,
+        facts,
+        layers=names.layers_count(model),
+        mtp=len(ahead),
+        experts=experts or None,
+        tied=tied,
         mla=facts.mla or any(".linear_kv_down_proj." in name for name in model),
-    )  # fmt: skip
+    )
 
 
 def _gated(wanted: Wanted, model: Mapping[str, int], facts: Facts) -> bool:
@@ -128,7 +132,7 @@ def _gated(wanted: Wanted, model: Mapping[str, int], facts: Facts) -> bool:
     return gated({name: wanted.tensors[i].shape for name, i in model.items()}, facts)
 
 
-# -- stages -------------------------------------------------------------------------------------------------------------
+# -- stages ------------------------------------------------------------------------------------------------------------
 
 
 def _stages(
@@ -152,9 +156,12 @@ def _stages(
     if made is None or not layers and pp > 1:
         valid = even_degrees(layers, vpp) if layers else [1]
         raise UsageError(
-            f"--pp {pp}{f' --vpp {vpp}' if vpp > 1 else ''}: {layers} layers do not spread evenly over {pp * vpp} chunks",
-            code=NO_SPLIT, hint=f"--pp that does{f' with --vpp {vpp}' if vpp > 1 else ''}: {nearest(pp, valid)}; or say how with --pp-split",
-        )  # fmt: skip
+            f"--pp {pp}{f' --vpp {vpp}' if vpp > 1 else ''}: {layers} layers do not spread evenly over "
+            f"{pp * vpp} chunks",
+            code=NO_SPLIT,
+            hint=f"--pp that does{f' with --vpp {vpp}' if vpp > 1 else ''}: {nearest(pp, valid)}; or say how "
+            "with --pp-split",
+        )
     return made
 
 
@@ -166,12 +173,15 @@ def _even_only(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _counts_fit(counts: Any, degrees: Any, pp: int, vpp: int, layers: int) -> bool:
     return (
-        isinstance(counts, list) and isinstance(degrees, Mapping) and (degrees.get("pp"), degrees.get("vpp")) == (pp, vpp)
-        and len(counts) == pp * vpp and sum(counts) == layers
-    )  # fmt: skip
+        isinstance(counts, list)
+        and isinstance(degrees, Mapping)
+        and (degrees.get("pp"), degrees.get("vpp")) == (pp, vpp)
+        and len(counts) == pp * vpp
+        and sum(counts) == layers
+    )
 
 
-# -- degrees ------------------------------------------------------------------------------------------------------------
+# -- degrees -----------------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -190,13 +200,16 @@ def _check(
             units[ETP if rule.axis == ETP else "tp"].append(found)
     if unknown:
         raise UsageError(
-            f"--tp {degrees['tp']}: no rule says how tensor ranks share {unknown[0]}", code=NO_RULE, key=unknown[0],
-            faults=unknown[1:50], hint="bring the names into Megatron's (--dialect megatron), or write with --tp 1",
-        )  # fmt: skip
+            f"--tp {degrees['tp']}: no rule says how tensor ranks share {unknown[0]}",
+            code=NO_RULE,
+            key=unknown[0],
+            faults=unknown[1:50],
+            hint="bring the names into Megatron's (--dialect megatron), or write with --tp 1",
+        )
     return [*check_degree("tp", degrees["tp"], units["tp"]), *check_degree("etp", degrees["etp"], units["etp"])]
 
 
-# -- vocabulary ---------------------------------------------------------------------------------------------------------
+# -- vocabulary --------------------------------------------------------------------------------------------------------
 
 
 def _rows(
@@ -214,9 +227,10 @@ def _rows(
         if tp == 1:
             return None, None, ()
         raise UsageError(
-            f"embedding and output layer have {' and '.join(map(str, sorted(found)))} rows", code=VOCAB,
+            f"embedding and output layer have {' and '.join(map(str, sorted(found)))} rows",
+            code=VOCAB,
             hint="cut both to the vocabulary's size with --vocab-size N",
-        )  # fmt: skip
+        )
     (have,) = found
     multiple = bounded(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
     real = wanted.options.get("vocab_size") or bounded(
@@ -234,15 +248,22 @@ def _rows(
         if low != high or not facts.stated:
             raise UsageError(
                 f"--tp {tp}: {have} rows of the vocabulary do not tell its real size: Megatron would pad it to"
-                f" {low} or {high} rows", code=VOCAB, key=EMBEDDING,
+                f" {low} or {high} rows",
+                code=VOCAB,
+                key=EMBEDDING,
                 hint="say the tokenizer's size with --vocab-size N",
-            )  # fmt: skip
+            )
         rows = high
     if rows == have:
         return have, have, ()
     if rows < have:
-        return rows, rows, (
-            f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the {have - rows} rows of padding"
-            " beyond are kept beside, for the way back",
-        )  # fmt: skip
+        return (
+            rows,
+            rows,
+            (
+                f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the "
+                f"{have - rows} rows of padding"
+                " beyond are kept beside, for the way back",
+            ),
+        )
     return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)

@@ -1,16 +1,18 @@
-"""The `dp_reshardable` optimizer of a torch_dist checkpoint: flat buckets without a name in them, given their names back.
+"""The `dp_reshardable` optimizer of a torch_dist checkpoint: flat buckets without a name in them, given their names
+back.
 
-The one idea: the order of a model's parameters is known (`megatron.names`), so is the rule that fills a bucket (walk them
-backwards, start each at a multiple of 64; `megatron.flat`), and the checkpoint says how long each bucket is and, by its
-chunks, where parameters begin and end. So names are put on by the rule and the chunks prove it: a parameter whose ends
-are no chunk's ends is an error, never a guess.
+The one idea: the order of a model's parameters is known (`megatron.names`), so is the rule that fills a bucket (walk
+them backwards, start each at a multiple of 64; `megatron.flat`), and the checkpoint says how long each bucket is and,
+by its chunks, where parameters begin and end. So names are put on by the rule and the chunks prove it: a parameter
+whose ends are no chunk's ends is an error, never a guess.
 
-    optimizer.distributed.dp_group_idx_1.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg  F32 (20288,)
+    optimizer.distributed.dp_group_idx_1.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
+          F32 (20288,)
     dp group 1 of TP 2, PP 1: tensor rank 1     chunks 0-2047, 2048-2079, 2080-2111, 2112-2879 ...
     -> output_layer.weight rows 64-127, decoder.final_layernorm.weight, ...
 
-* dp group: the model-parallel rank, pipeline * TP + tensor; with a `chained_1.` in front it is the experts' optimizer, and
-  the rank counts etp + ETP * (ep + EP * pipeline). Experts have their own buffers only where EP > 1.
+* dp group: the model-parallel rank, pipeline * TP + tensor; with a `chained_1.` in front it is the experts' optimizer,
+  and the rank counts etp + ETP * (ep + EP * pipeline). Experts have their own buffers only where EP > 1.
 * gbuf: buffers of chunk 0 of a virtual pipeline, then of chunk 1, ...; one for each dtype of parameters.
 * bucket: as many parameters, backwards, as reach its length. Gaps hold what was in memory: they are not read.
 * An embedding that first and last stage share lies in both; the copies are replicas, cut at other places.
@@ -19,8 +21,9 @@ are no chunk's ends is an error, never a guess.
   padding at their ends; nothing but the whole length proves the order there.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `optimizer/distrib_optimizer.py` (`sharded_param_state_dp_reshardable`),
-`optimizer/__init__.py` (which group is which), `distributed/distributed_data_parallel.py`. The local shapes are those of the
-model's own chunks. Cost: 10 us a piece. What it does not do: frozen parameters (they are absent and not known to be).
+`optimizer/__init__.py` (which group is which), `distributed/distributed_data_parallel.py`. The local shapes are those
+of the model's own chunks. Cost: 10 us a piece. What it does not do: frozen parameters (they are absent and not known to
+be).
 """
 
 from __future__ import annotations
@@ -93,8 +96,9 @@ def flat_states(
 ) -> dict[TensorKey, LogicalTensor]:
     """The states that lie in flat buckets, under the model's names.
 
-    flat: each bucket's entry and the arrays of its pieces. gathered: coalesced buffers (`Objects`). tensors: the model's. args: Megatron's arguments. Raises
-    InconsistentCheckpoint (E2004) when the model's parameters do not fill the buckets as the rule says.
+    flat: each bucket's entry and the arrays of its pieces. gathered: coalesced buffers (`Objects`). tensors: the
+    model's. args: Megatron's arguments. Raises InconsistentCheckpoint (E2004) when the model's parameters do not fill
+    the buckets as the rule says.
     """
     buckets, dtypes = _buckets(flat, degrees["ep"] > 1, shown)
     faults: list[str] = []
@@ -107,10 +111,13 @@ def flat_states(
             faults.append(e.message)
     first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
     raise InconsistentCheckpoint(
-        f"the model's parameters do not fill the optimizer's flat buckets: {first}", code=MISFIT, path=shown,
+        f"the model's parameters do not fill the optimizer's flat buckets: {first}",
+        code=MISFIT,
+        path=shown,
         hint="the arguments in the checkpoint are not those of the run, or parameters were frozen: save once with "
-        "--dist-ckpt-optim-fully-reshardable", faults=faults[1:],
-    )  # fmt: skip
+        "--dist-ckpt-optim-fully-reshardable",
+        faults=faults[1:],
+    )
 
 
 def _buckets(
@@ -123,9 +130,12 @@ def _buckets(
         found = _KEY.fullmatch(entry.fqn)
         if found is None or len(entry.shape) != 1:
             raise InputError(
-                f"a tensor of the optimizer is under a key of an unknown kind: {entry.fqn[:200]}", code="E0303", path=shown,
-                key=entry.fqn, hint="written by another version: load and save it with that",
-            )  # fmt: skip
+                f"a tensor of the optimizer is under a key of an unknown kind: {entry.fqn[:200]}",
+                code="E0303",
+                path=shown,
+                key=entry.fqn,
+                hint="written by another version: load and save it with that",
+            )
         where = _Where(parallel and found[1] == "1", int(found[2]), int(found[3]))
         order = sorted(range(len(arrays)), key=lambda i: entry.pieces[i].offset)
         starts = [entry.pieces[i].offset[0] for i in order]

@@ -1,18 +1,19 @@
 """The files of a torch_dist checkpoint: which folder is one, whether its save was finished, what `integrity.json` says.
 
-    iter_0000002/.metadata           which box of which tensor lies where (`formats.dcp.metadata`)
-                 __R_S.distcp        rank R's file number S
-                 common.pt           what is no tensor; absent from core 0.19 on (then an item `common_state/shard_0_1`)
-                 metadata.json       {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}, written last
-                 integrity.json      {"algorithm": "sha256", "files": {name: hex}}, optional, core >= 0.19, written after it
+    iter_0000002/.metadata       which box of which tensor lies where (`formats.dcp.metadata`)
+                 __R_S.distcp    rank R's file number S
+                 common.pt       what is no tensor; absent from core 0.19 on (then an item `common_state/shard_0_1`)
+                 metadata.json   {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}, written last
+                 integrity.json  {"algorithm": "sha256", "files": {name: hex}}, optional, core >= 0.19, written after it
 
-The names tell a finished save from a broken one: without metadata.json it was not finished. NeMo keeps the same files in
-`weights/`. Source: NVIDIA/Megatron-LM main of August 2026, `dist_checkpointing/core.py` (`CheckpointingConfig`),
+The names tell a finished save from a broken one: without metadata.json it was not finished. NeMo keeps the same files
+in `weights/`. Source: NVIDIA/Megatron-LM main of August 2026, `dist_checkpointing/core.py` (`CheckpointingConfig`),
 `serialization.py` (order of writing), `validation.py` (`save_integrity_manifest`: every file directly in the folder but
 itself, SHA-256 in lower-case hex).
 
-Hashes: reading headers must not read 100 GB, so files up to `HASHED` bytes (.metadata, common.pt, small shards) are hashed
-when the folder is opened, the rest where all values are read anyway (`ckpt verify`): the note says how many are left.
+Hashes: reading headers must not read 100 GB, so files up to `HASHED` bytes (.metadata, common.pt, small shards) are
+hashed when the folder is opened, the rest where all values are read anyway (`ckpt verify`): the note says how many are
+left.
 """
 
 from __future__ import annotations
@@ -102,24 +103,29 @@ def check(tree: Tree, folder: str) -> None:
     for name, what in ((METADATA, "the list of its tensors"), (CONFIG, "which is written last")):
         if name not in names:
             raise Incomplete(
-                f"the save was not finished: there is no {name}, {what}", code=UNFINISHED, path=tree.display(folder),
+                f"the save was not finished: there is no {name}, {what}",
+                code=UNFINISHED,
+                path=tree.display(folder),
                 hint="take the last checkpoint that was finished, or copy the missing file from where the job wrote it",
-            )  # fmt: skip
+            )
     shown = tree.display(folder + CONFIG)
     config = strict_json.parse(tree.read_whole(folder + CONFIG, limit=1 << 20), path=shown)
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
     if backend != "torch_dist":
         raise InputError(
-            f"the backend is {str(backend)[:100]!r}, want 'torch_dist'", code=BACKEND, path=shown, place="/sharded_backend",
+            f"the backend is {str(backend)[:100]!r}, want 'torch_dist'",
+            code=BACKEND,
+            path=shown,
+            place="/sharded_backend",
             hint="zarr checkpoints (core 0.7 and before) are not read: load and save them with core 0.14",
-        )  # fmt: skip
+        )
 
 
 def check_integrity(tree: Tree, folder: str) -> list[Note]:
     """Hold the files against `integrity.json`, if there is one.
 
-    Raises CorruptFile E2005 (form, a hash that differs), Incomplete E0301 (a file that is not there), UnsafeInput E0410 (a
-    name that leaves the folder); all faults at once. Returns a note when large files were left for `verify`.
+    Raises CorruptFile E2005 (form, a hash that differs), Incomplete E0301 (a file that is not there), UnsafeInput E0410
+    (a name that leaves the folder); all faults at once. Returns a note when large files were left for `verify`.
     """
     path = folder + INTEGRITY
     if not tree.exists(path):
@@ -142,17 +148,23 @@ def _hashes(tree: Tree, path: str) -> dict[str, str]:
     algorithm = said.get("algorithm", "sha256") if isinstance(said, dict) else None
     if algorithm != "sha256" or not isinstance(files, dict):
         raise CorruptFile(
-            f"the manifest has algorithm {str(algorithm)[:40]!r} and files {type(files).__name__}, want 'sha256' and an object",
-            code=DAMAGED, path=shown, hint="written by another version, or edited: remove it to read without it",
-        )  # fmt: skip
+            f"the manifest has algorithm {str(algorithm)[:40]!r} and files {type(files).__name__}, want 'sha256' "
+            "and an object",
+            code=DAMAGED,
+            path=shown,
+            hint="written by another version, or edited: remove it to read without it",
+        )
     out = {}
     for name, value in files.items():
         safe_relative(name, named_in=shown, place=strict_json.pointer("files", name))
         if not isinstance(value, str) or not _HEX.fullmatch(value):
             raise CorruptFile(
-                "a hash is no SHA-256 in hex", code=DAMAGED, path=shown, place=strict_json.pointer("files", name),
+                "a hash is no SHA-256 in hex",
+                code=DAMAGED,
+                path=shown,
+                place=strict_json.pointer("files", name),
                 hint="the manifest was edited or damaged: remove it to read without it",
-            )  # fmt: skip
+            )
         out[name] = value.lower()
     return out
 
@@ -162,16 +174,20 @@ def _faults(tree: Tree, folder: str, hashes: dict[str, str]) -> Iterator[CkptErr
         path = folder + name
         if not tree.exists(path):
             yield Incomplete(
-                f"{INTEGRITY} lists {name}, which is not there", code="E0301", path=tree.display(path),
+                f"{INTEGRITY} lists {name}, which is not there",
+                code="E0301",
+                path=tree.display(path),
                 hint="copy the missing file from where the job wrote it",
-            )  # fmt: skip
+            )
             continue
         have = sha256(tree, path)
         if have != want:
             yield CorruptFile(
-                f"its SHA-256 is {have[:16]}..., {INTEGRITY} says {want[:16]}...", code=DAMAGED, path=tree.display(path),
+                f"its SHA-256 is {have[:16]}..., {INTEGRITY} says {want[:16]}...",
+                code=DAMAGED,
+                path=tree.display(path),
                 hint="the file is damaged or was changed after the save: get it again",
-            )  # fmt: skip
+            )
 
 
 def sha256(tree: Tree, path: str) -> str:

@@ -1,8 +1,8 @@
 """`megatron-dist`: Megatron's `torch_dist` checkpoints: model, optimizer and what belongs to them, without Megatron.
 
-The one idea: the folder is a DCP (`formats.dcp.format`) whose keys, shapes and objects follow Megatron's rules; this format
-undoes the rules (stacked layers, stacked experts, parted gate and up, flat optimizer buckets), so that every parameter has
-one name and one shape, whatever degrees wrote it, and does them again when it writes.
+The one idea: the folder is a DCP (`formats.dcp.format`) whose keys, shapes and objects follow Megatron's rules; this
+format undoes the rules (stacked layers, stacked experts, parted gate and up, flat optimizer buckets), so that every
+parameter has one name and one shape, whatever degrees wrote it, and does them again when it writes.
 
     decoder.layers.mlp.linear_fc1.weight  BF16 (4, 96, 32)  in boxes (1, 24, 32)    4 layers, TP 2, gate and up
     -> decoder.layers.0.mlp.linear_fc1.weight (96, 32) of 4 chunks, ... decoder.layers.3.mlp.linear_fc1.weight
@@ -10,18 +10,20 @@ one name and one shape, whatever degrees wrote it, and does them again when it w
 
 Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is said; `megatron/core/`):
 
-* Folder (`megatron_dist.folder`): `.metadata`, `__R_S.distcp`, `common.pt` (core <= 0.18) or an item `common_state/shard_0_1`
-  (core >= 0.19), `metadata.json` last. A parent folder's `latest_checkpointed_iteration.txt` names the iteration.
-* `.metadata`: torch's, with attributes of Megatron's own: `all_local_plans` (0.16), `mcore_data` (0.8-0.15); core 0.15 pickles
-  a subclass `MCoreMetadata`. `planner_data` is None: keys do not nest.
-* Keys (`megatron_dist.keys`), boxes (`megatron_dist.pieces`), objects (`megatron_dist.objects`). Only the first replica of a
-  shard is stored. Gate and up of a gated fc1 are boxes of one tensor [gate; up]. Tied weights are stored once.
+* Folder (`megatron_dist.folder`): `.metadata`, `__R_S.distcp`, `common.pt` (core <= 0.18) or an item
+  `common_state/shard_0_1` (core >= 0.19), `metadata.json` last. A parent folder's `latest_checkpointed_iteration.txt`
+  names the iteration.
+* `.metadata`: torch's, with attributes of Megatron's own: `all_local_plans` (0.16), `mcore_data` (0.8-0.15); core 0.15
+  pickles a subclass `MCoreMetadata`. `planner_data` is None: keys do not nest.
+* Keys (`megatron_dist.keys`), boxes (`megatron_dist.pieces`), objects (`megatron_dist.objects`). Only the first replica
+  of a shard is stored. Gate and up of a gated fc1 are boxes of one tensor [gate; up]. Tied weights are stored once.
 * Optimizer, by `content_metadata.distrib_optim_sharding_type` of the common state:
   none: `optimizer.state.{fp32_param,exp_avg,exp_avg_sq}.KEY`; one step for all in the common state (`common_step`);
   `fully_reshardable` (0.15-): `optimizer.state.{param,...}.KEY`;
   `fully_sharded_model_space` (0.6-0.15): `optimizer.state.{fp32_param,...}.KEY`, flattened ranges;
   `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
-  (`megatron_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in the common state, or with the flat buckets as objects a rank.
+  (`megatron_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in
+  the common state, or with the flat buckets as objects a rank.
 * Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
 
 Writing: `formats.megatron_dist.target`. Cost: 0.1 ms a box. What it does not do: zarr (core <= 0.15 can read it),
@@ -75,9 +77,21 @@ class _MegatronDist:
 
     name = "megatron-dist"
     holds = Holds(
-        all_states=True, extras=True, mesh=("tp", "pp", "ep", "etp", "dp", "cp", "vpp"), replicas=False, zero=0,
-        dialect="megatron", own_layout=True, heeds=frozenset({"spec", "pp-split"}), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
-    )  # fmt: skip
+        all_states=True,
+        extras=True,
+        mesh=("tp", "pp", "ep", "etp", "dp", "cp", "vpp"),
+        replicas=False,
+        zero=0,
+        dialect="megatron",
+        own_layout=True,
+        heeds=frozenset({"spec", "pp-split"}),
+        # Megatron's `load_args_from_checkpoint` wants the iteration; weights without one have 0
+        with_args={"checkpoint_version": 3.0, "iteration": 0},
+        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+    )
+
+    hashed = staticmethod(megatron_dist_folder.hashed)
+    late_faults = staticmethod(megatron_dist_folder.late_faults)
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By `metadata.json`, or `common.pt` beside items."""
@@ -120,14 +134,17 @@ def _check_files(tree: Tree, folder: str, listing: Listing) -> None:
     missing = [file for file in listing.files if file not in have]
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}", code="E0301",
-            path=tree.display(folder + dcp_folders.METADATA), faults=missing[20:SHOWN],
+            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}",
+            code="E0301",
+            path=tree.display(folder + dcp_folders.METADATA),
+            faults=missing[20:SHOWN],
             hint="copy the missing files from where the job wrote them; __R_S.distcp is rank R's",
-        )  # fmt: skip
+        )
 
 
 class _Parameter:
-    """A logical tensor while its chunks are gathered. halves: rows of the gate's and the up's half, where they lie apart."""
+    """A logical tensor while its chunks are gathered. halves: rows of the gate's and the up's half, where they lie
+    apart."""
 
     __slots__ = ("chunks", "dtype", "halves", "shape")
 
@@ -214,7 +231,7 @@ class _Reading:
             "globals": list(globals_),
         }
 
-    # -- tensors --------------------------------------------------------------------------------------------------------
+    # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _entry(self, entry: TensorEntry, arrays: list[StoredArray]) -> None:
         """One stored tensor: its chunks go to the parameters that lie in it."""
@@ -222,9 +239,12 @@ class _Reading:
         shape = self.listing.reformed.get(entry.fqn, entry.shape)
         if len(shape) < key.leads or prod(n or 1 for n in shape[: key.leads]) > POSITIONS:
             raise InconsistentCheckpoint(
-                f"a tensor of shape {list(shape)} under a key of {key.leads} stacked dims", code=CONTRADICTION,
-                path=self.tree.display(self.folder), key=entry.fqn, hint="the key is of a kind that this version does not know",
-            )  # fmt: skip
+                f"a tensor of shape {list(shape)} under a key of {key.leads} stacked dims",
+                code=CONTRADICTION,
+                path=self.tree.display(self.folder),
+                key=entry.fqn,
+                hint="the key is of a kind that this version does not know",
+            )
         self.styles.update(dict.fromkeys(styles_of(key)))
         own = shape[key.leads :]
         for at in product(*(range(n) for n in shape[: key.leads])):
@@ -234,9 +254,12 @@ class _Reading:
                 found = self.found.get(TensorKey(name_of(key, at), key.state))
                 if found is None or len(inner.box.offset) != len(own):
                     raise InconsistentCheckpoint(
-                        f"a box at {list(chunk.box.offset)} leaves the tensor of shape {list(shape)}", code=CONTRADICTION,
-                        path=inner.array.path, key=entry.fqn, hint="the metadata contradicts itself",
-                    )  # fmt: skip
+                        f"a box at {list(chunk.box.offset)} leaves the tensor of shape {list(shape)}",
+                        code=CONTRADICTION,
+                        path=inner.array.path,
+                        key=entry.fqn,
+                        hint="the metadata contradicts itself",
+                    )
                 (found.chunks if key.half is None else found.halves.setdefault(key.half, [])).append(inner)
 
     def _parameter(self, key: DistKey, at: tuple[int, ...], shape: tuple[int, ...], entry: TensorEntry) -> None:
@@ -249,10 +272,12 @@ class _Reading:
             return
         if key.half is None or key.half in known.halves or (known.shape, known.dtype) != (shape, entry.dtype):
             raise InconsistentCheckpoint(
-                f"{name} is stored twice, once under {entry.fqn}", code=CONTRADICTION,
-                path=self.tree.display(self.folder + dcp_folders.METADATA), key=str(name),
+                f"{name} is stored twice, once under {entry.fqn}",
+                code=CONTRADICTION,
+                path=self.tree.display(self.folder + dcp_folders.METADATA),
+                key=str(name),
                 hint="two spellings of one tensor in one save: nothing says which counts",
-            )  # fmt: skip
+            )
         known.halves.setdefault(key.half, [])
 
     def _tensors(self) -> dict[TensorKey, LogicalTensor]:
@@ -263,9 +288,12 @@ class _Reading:
                 missing = [which for number, which in enumerate(("gate (_w)", "up (_v)")) if number not in found.halves]
                 if missing:
                     raise Incomplete(
-                        f"the {missing[0]} half of a gated fc1 is missing", code=INCOMPLETE, key=str(key),
-                        path=self.tree.display(self.folder), hint="both halves are stored under keys of their own",
-                    )  # fmt: skip
+                        f"the {missing[0]} half of a gated fc1 is missing",
+                        code=INCOMPLETE,
+                        key=str(key),
+                        path=self.tree.display(self.folder),
+                        hint="both halves are stored under keys of their own",
+                    )
                 chunks = [*found.halves[0], *(moved(chunk, shape[0]) for chunk in found.halves[1])]
                 shape = (2 * shape[0], *shape[1:])
             if not chunks and key.state != MODEL and 0 not in shape:
@@ -297,14 +325,18 @@ class _Reading:
         return out
 
 
-# -- degrees ------------------------------------------------------------------------------------------------------------
+# -- degrees -----------------------------------------------------------------------------------------------------------
 
 
 _ARGUMENTS = (
-    ("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size"),
-    ("vpp", "virtual_pipeline_model_parallel_size"), ("ep", "expert_model_parallel_size"),
-    ("etp", "expert_tensor_parallel_size"), ("dp", "data_parallel_size"), ("cp", "context_parallel_size"),
-)  # fmt: skip
+    ("tp", "tensor_model_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+    ("vpp", "virtual_pipeline_model_parallel_size"),
+    ("ep", "expert_model_parallel_size"),
+    ("etp", "expert_tensor_parallel_size"),
+    ("dp", "data_parallel_size"),
+    ("cp", "context_parallel_size"),
+)
 
 
 def _arguments(objects: Objects) -> dict[str, Any]:

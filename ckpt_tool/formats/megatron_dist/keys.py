@@ -1,10 +1,11 @@
 """The keys of a torch_dist checkpoint and the logical names of its tensors, both ways.
 
-The one idea: a key is a name with two holes. In "homogeneous" checkpoints all layers share one key and lie along a first
-dim; all experts share one key and lie along the next. So a key tells how many leading dims are positions (`leads`), and
-the name of a position is the key with the numbers put back, its norms under the local spec's alias:
+The one idea: a key is a name with two holes. In "homogeneous" checkpoints all layers share one key and lie along a
+first dim; all experts share one key and lie along the next. So a key tells how many leading dims are positions
+(`leads`), and the name of a position is the key with the numbers put back, its norms under the local spec's alias:
 
-    decoder.layers.self_attention.linear_qkv.layer_norm_weight  (L, h)     -> decoder.layers.{0..L-1}.input_layernorm.weight
+    decoder.layers.self_attention.linear_qkv.layer_norm_weight  (L, h)
+          -> decoder.layers.{0..L-1}.input_layernorm.weight
     decoder.layers.mlp.experts.experts.linear_fc1.weight  (L, E, 2f, h)
         -> decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight  (2f, h)
     decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight_w, ..._v  (f, h)    singleton shards: gate and up apart
@@ -13,9 +14,10 @@ the name of a position is the key with the numbers put back, its norms under the
 
 Sources (NVIDIA/Megatron-LM): core 0.16.1 `transformer/transformer_block.py` (`sharded_state_dict`: which layers share a
 key), `transformer/moe/experts.py` and `extensions/transformer_engine.py` (`experts.experts.`, `experts.<global>.` with
-`singleton_local_shards`), `transformer/mlp.py` (`_w`, `_v`), `models/gpt/gpt_layer_specs.py` (`sharded_state_dict_keys_map`:
-the local spec stores its norms under the fused linear's name), `dist_checkpointing/optimizer.py`, `optimizer/optimizer.py`
-(`chained_K.` in front), `optimizer/distrib_optimizer.py` (`param`), core 0.14 (`fp32_param`). NeMo puts `module.` in front.
+`singleton_local_shards`), `transformer/mlp.py` (`_w`, `_v`), `models/gpt/gpt_layer_specs.py`
+(`sharded_state_dict_keys_map`: the local spec stores its norms under the fused linear's name),
+`dist_checkpointing/optimizer.py`, `optimizer/optimizer.py` (`chained_K.` in front), `optimizer/distrib_optimizer.py`
+(`param`), core 0.14 (`fp32_param`). NeMo puts `module.` in front.
 
 Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models' own aliases.
 """
@@ -99,14 +101,14 @@ def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
     return canonical(name)
 
 
-# -- how a source spells its keys, to spell them so again ----------------------------------------------------------------
+# -- how a source spells its keys, to spell them so again --------------------------------------------------------------
 
 STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, HALVES = "stacked-layers", "stacked-experts", "singletons", "halves"
 
 
 def styles_of(key: DistKey) -> tuple[str, ...]:
-    """What a key tells about its checkpoint: stacked layers or experts, singleton shards, `fused:ALIAS` or `plain:ALIAS`
-    for a norm that may be stored either way."""
+    """What a key tells about its checkpoint: stacked layers or experts, singleton shards, `fused:ALIAS` or
+    `plain:ALIAS` for a norm that may be stored either way."""
     out = [STACKED_LAYERS] if key.layers else []
     out += [STACKED_EXPERTS] if key.experts else []
     out += [SINGLETONS] if key.half is not None or _EXPERTS in key.key and not key.experts else []

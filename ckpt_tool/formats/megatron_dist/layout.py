@@ -1,17 +1,19 @@
-"""Where every tensor of a new torch_dist checkpoint goes: its key, its place among stacked ones, its boxes, their ranks.
+"""Where every tensor of a new torch_dist checkpoint goes: its key, its place among stacked ones, its boxes, their
+ranks.
 
-The one idea: the inverse of reading. A name gives back its key and its position (layer, expert); tensors whose positions
-fill a grid of one shape are one stored tensor with leading dims, cut as Megatron's ranks would have cut it:
+The one idea: the inverse of reading. A name gives back its key and its position (layer, expert); tensors whose
+positions fill a grid of one shape are one stored tensor with leading dims, cut as Megatron's ranks would have cut it:
 
     decoder.layers.0...3.mlp.linear_fc1.weight (96, 32), TP 2, gated
-    -> decoder.layers.mlp.linear_fc1.weight (4, 96, 32): boxes (l, 0) (l, 48) by tensor rank 0, (l, 24) (l, 72) by rank 1,
-       each (1, 24, 32), written by the first data rank of the stage that holds layer l
+    -> decoder.layers.mlp.linear_fc1.weight (4, 96, 32): boxes (l, 0) (l, 48) by tensor rank 0, (l, 24) (l, 72) by rank
+       1, each (1, 24, 32), written by the first data rank of the stage that holds layer l
 
-The cuts are for the writers' and readers' ease: Megatron loads any. So what does not divide and may be padded when loaded
-(the vocabulary, `allow_shape_mismatch`) stays whole, while heads, feed-forward rows and experts that don't divide are a
-degree that the model can't take. Keys are spelled as the source spelled them (`styles`), else as its arguments make
-Megatron 0.16.1 spell them: stacked unless layers differ (`transformer/transformer_block.py`), norms as the layer spec
-stores them (`models/gpt/gpt_layer_specs.py`). Rank numbers: `tp-cp-ep-dp-pp`, tp fastest (`core/mesh.py`).
+The cuts are for the writers' and readers' ease: Megatron loads any. So what does not divide and may be padded when
+loaded (the vocabulary, `allow_shape_mismatch`) stays whole, while heads, feed-forward rows and experts that don't
+divide are a degree that the model can't take. Keys are spelled as the source spelled them (`styles`), else as its
+arguments make Megatron 0.16.1 spell them: stacked unless layers differ (`transformer/transformer_block.py`), norms as
+the layer spec stores them (`models/gpt/gpt_layer_specs.py`). Rank numbers: `tp-cp-ep-dp-pp`, tp fastest
+(`core/mesh.py`).
 
 Cost: about 10 us a box. What it does not do: bytes and files (`megatron_dist.target`), objects (`megatron_dist.state`).
 """
@@ -42,7 +44,8 @@ _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL
 
 
 class Item(NamedTuple):
-    """One stored box. offset, shape: in the stored tensor. box: in wanted tensor number `tensor`. rank: who writes it."""
+    """One stored box. offset, shape: in the stored tensor. box: in wanted tensor number `tensor`. rank: who writes
+    it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -131,9 +134,10 @@ class DistLayout:
         if found is None:
             near = nearest(pp, even_degrees(layers, vpp))
             raise UsageError(
-                f"{layers} layers do not divide by {pp} stages" + (f" of {vpp} chunks" if vpp > 1 else ""), code=STAGES,
+                f"{layers} layers do not divide by {pp} stages" + (f" of {vpp} chunks" if vpp > 1 else ""),
+                code=STAGES,
                 hint=f"the nearest degrees that do: {near}; or give --pp-split",
-            )  # fmt: skip
+            )
         return found
 
     def _check(self) -> None:
@@ -144,9 +148,10 @@ class DistLayout:
         if self.experts and self.experts % ep:
             near = nearest(ep, divisors(self.experts))
             raise UsageError(
-                f"--ep {ep}: {self.experts} experts do not divide by {ep}", code=EXPERTS,
+                f"--ep {ep}: {self.experts} experts do not divide by {ep}",
+                code=EXPERTS,
                 hint=f"the nearest degrees that do: {near}",
-            )  # fmt: skip
+            )
         units: dict[str, list[Units]] = {TP: [], ETP: []}
         for _, tensor in self.tensors:
             rule = self._rule(tensor)
@@ -166,7 +171,8 @@ class DistLayout:
         if self.experts and out["dp"] * others % grid:
             out["dp"] = lcm(out["dp"] * others, grid) // others
             self.notes.append(
-                f"data ranks raised from {degrees['dp']} to {out['dp']}: {out['ep']} expert ranks are carved out of them"
+                f"data ranks raised from {degrees['dp']} to {out['dp']}: {out['ep']} expert ranks are "
+                "carved out of them"
             )
         return out
 
@@ -219,9 +225,11 @@ class DistLayout:
         made = parse(self.fqn(tensor.key.state, key))
         if made != DistKey(tensor.key.state, key, layers, experts) or name_of(made, tuple(at)) != name:
             raise UsageError(
-                f"megatron-dist would read {name!r} back under another name", code=UNHELD, key=str(tensor.key),
+                f"megatron-dist would read {name!r} back under another name",
+                code=UNHELD,
+                key=str(tensor.key),
                 hint="rename or remove it (--remove-keys), or choose another format",
-            )  # fmt: skip
+            )
         return made, tuple(at)
 
     def _moe(self, name: str) -> bool:

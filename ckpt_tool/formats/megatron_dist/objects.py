@@ -1,22 +1,23 @@
 """What a torch_dist checkpoint holds besides tensors: the common state, RNG states, extra states, optimizer objects.
 
-The one idea: every object item is `torch.save([object])` under a key `NAME/shard_POSITION_SHAPE`; all of them become plain
-values in the extras, where a legacy checkpoint has them:
+The one idea: every object item is `torch.save([object])` under a key `NAME/shard_POSITION_SHAPE`; all of them become
+plain values in the extras, where a legacy checkpoint has them:
 
-    common.pt or common_state/shard_0_1            {"args": Namespace, "iteration": 2, ...}  -> the extras themselves
-    optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1   [{"param_groups": [...]}]     -> extras["optimizer"]["optimizer"]
-    chained_1.optimizer.distributed...             the experts' optimizer                    -> extras["optimizer"][1]["optimizer"]
-    rng_state/shard_0.1_2.2                        pipeline stage 0, tensor rank 1           -> extras["rng_state"]["mp_rank_01_000"]
-    decoder.layers.mlp.linear_fc1._extra_state/shard_3_4   None, or FP8 scales               -> nothing, or a note
-    anything else                                                                            -> extras["sharded_objects"][KEY]
+    common.pt or common_state/shard_0_1  {"args": Namespace, "iteration": 2, ...}  -> the extras themselves
+    optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1  [{"param_groups": [...]}]
+          -> extras["optimizer"]["optimizer"]
+    chained_1.optimizer.distributed...   the experts' optimizer         -> extras["optimizer"][1]["optimizer"]
+    rng_state/shard_0.1_2.2           pipeline stage 0, tensor rank 1           -> extras["rng_state"]["mp_rank_01_000"]
+    decoder.layers.mlp.linear_fc1._extra_state/shard_3_4   None, or FP8 scales         -> nothing, or a note
+    anything else                                                                      -> extras["sharded_objects"][KEY]
 
 Small tensors inside objects become bytes (RNG states: 5056 of them) or NumPy arrays in the extras, values like others.
 The hyperparameters of all model-parallel ranks are one, their step counters are held against each other.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/strategies/torch.py` (`_mcore_to_torch_sharded_object`),
 `serialization.py` of core 0.19 (`common_state`), `optimizer/distrib_optimizer.py` (`sharded_state_dict`), training
-`checkpointing.py` (`get_rng_state`: keyed by pipeline and tensor rank). Cost: 60 us an object; extra states that repeat 10 us.
-What it does not do: carry FP8 scales (a note says how many there are).
+`checkpointing.py` (`get_rng_state`: keyed by pipeline and tensor rank). Cost: 60 us an object; extra states that repeat
+10 us. What it does not do: carry FP8 scales (a note says how many there are).
 """
 
 from __future__ import annotations
@@ -49,15 +50,25 @@ EXTRA_STATE = "_extra_state"
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _TENSOR_LIMIT = 1 << 20  # bytes of a tensor inside an object that becomes a value
-_NUMPY = {"U8": "|u1", "I8": "|i1", "BOOL": "|b1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F16": "<f2", "F32": "<f4",
-          "F64": "<f8"}  # fmt: skip
+_NUMPY = {
+    "U8": "|u1",
+    "I8": "|i1",
+    "BOOL": "|b1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
 _SMALL = 4096  # bytes of an object item that is compared whole
 
 
 @dataclass(slots=True)
 class Objects:
-    """What was found. extras: as the catalog has them. leaves: tensors of the common state. extra_states: base key of each
-    extra state -> its shape. buckets: (chained number, dp group, name) -> value. filled: extra states that hold something."""
+    """What was found. extras: as the catalog has them. leaves: tensors of the common state. extra_states: base key of
+    each extra state -> its shape. buckets: (chained number, dp group, name) -> value. filled: extra states that hold
+    something."""
 
     extras: dict[str, Any] = field(default_factory=dict)
     leaves: list[tuple[Path, StoredArray]] = field(default_factory=list)
@@ -73,8 +84,8 @@ class Objects:
 
 
 def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], items: Items) -> Objects:
-    """Everything that is no tensor entry. Raises Incomplete (E0301) without a common state, InconsistentCheckpoint (E0379)
-    for step counters that differ, and what pickles and containers raise."""
+    """Everything that is no tensor entry. Raises Incomplete (E0301) without a common state, InconsistentCheckpoint
+    (E0379) for step counters that differ, and what pickles and containers raise."""
     out = Objects()
     shards = {fqn: parse_object(fqn) for fqn in entries}
     states = [entry for fqn, entry in entries.items() if _is_extra(shards[fqn])]
@@ -122,8 +133,8 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
 
 
 def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The rank of an RNG state as a legacy checkpoint names its folder: (pp, tp) of (PP, TP) -> `mp_rank_01_000`; where a
-    third number tells the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
+    """The rank of an RNG state as a legacy checkpoint names its folder: (pp, tp) of (PP, TP) -> `mp_rank_01_000`; where
+    a third number tells the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
     if len(at) not in (2, 3):
         return ".".join(map(str, at))
     stage = f"_{at[0]:03d}" if shape[0] > 1 else ""
@@ -138,7 +149,7 @@ def _base(key: Any) -> str:
     return key.base if key is not None else ""
 
 
-# -- the common state ---------------------------------------------------------------------------------------------------
+# -- the common state --------------------------------------------------------------------------------------------------
 
 
 def _common(tree: Tree, folder: str, stated: Mapping[str, ReadObject], out: Objects) -> None:
@@ -153,10 +164,12 @@ def _common(tree: Tree, folder: str, stated: Mapping[str, ReadObject], out: Obje
         return
     if not stated:
         raise Incomplete(
-            f"there is neither {COMMON} nor an item {COMMON_STATE}: arguments, iteration and hyperparameters are missing",
-            code=MISSING, path=tree.display(folder),
+            f"there is neither {COMMON} nor an item {COMMON_STATE}: arguments, iteration and "
+            "hyperparameters are missing",
+            code=MISSING,
+            path=tree.display(folder),
             hint="copy common.pt from where the job's first rank wrote it",
-        )  # fmt: skip
+        )
     one = next(iter(stated.values()))
     parted = part(_only(one, tree))
     shown = tree.display(one.entry.file)
@@ -172,13 +185,16 @@ def _only(read: ReadObject, tree: Tree) -> Any:
     if isinstance(read.value, list) and len(read.value) == 1:
         return read.value[0]
     raise InputError(
-        f"an object item holds {type(read.value).__name__}, want a list of one object", code="E0303",
-        path=tree.display(read.entry.file), offset=read.entry.at, key=read.entry.fqn,
+        f"an object item holds {type(read.value).__name__}, want a list of one object",
+        code="E0303",
+        path=tree.display(read.entry.file),
+        offset=read.entry.at,
+        key=read.entry.fqn,
         hint="written by something else than megatron-core: load and save it with that",
-    )  # fmt: skip
+    )
 
 
-# -- objects ------------------------------------------------------------------------------------------------------------
+# -- objects -----------------------------------------------------------------------------------------------------------
 
 
 def _value(tree: Tree, read: ReadObject, out: Objects) -> Any:
@@ -194,9 +210,12 @@ def _plain(tree: Tree, read: ReadObject, value: Any, depth: int) -> Any:
     """`value` as extras hold it; tensors as NumPy arrays."""
     if depth > 100:
         raise CorruptFile(
-            "an object nests deeper than 100 levels", code="E0398", path=tree.display(read.entry.file),
-            key=read.entry.fqn, hint="the file is damaged or made to harm",
-        )  # fmt: skip
+            "an object nests deeper than 100 levels",
+            code="E0398",
+            path=tree.display(read.entry.file),
+            key=read.entry.fqn,
+            hint="the file is damaged or made to harm",
+        )
     if isinstance(value, TensorRef | WrapperRef):
         return _array(tree, read, value)
     if isinstance(value, dict):
@@ -214,16 +233,22 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
     kind = _NUMPY.get(ref.dtype.name)
     if isinstance(ref, WrapperRef) or kind is None or ref.dtype.nbytes(_numel(ref.shape)) > _TENSOR_LIMIT:
         raise InputError(
-            f"an object holds a {ref.dtype.name} tensor of shape {list(ref.shape)}: too much for a value", code="E2607",
-            path=tree.display(read.entry.file), offset=read.entry.at, key=read.entry.fqn,
+            f"an object holds a {ref.dtype.name} tensor of shape {list(ref.shape)}: too much for a value",
+            code="E2607",
+            path=tree.display(read.entry.file),
+            offset=read.entry.at,
+            key=read.entry.fqn,
             hint="the object is of a kind that this version does not know",
-        )  # fmt: skip
+        )
     array = read.zip.array(ref)
     if not ref.contiguous:
         raise InputError(
-            "a tensor inside an object is not contiguous", code="E2607", path=tree.display(read.entry.file),
-            key=read.entry.fqn, hint="the object is of a kind that this version does not know",
-        )  # fmt: skip
+            "a tensor inside an object is not contiguous",
+            code="E2607",
+            path=tree.display(read.entry.file),
+            key=read.entry.fqn,
+            hint="the object is of a kind that this version does not know",
+        )
     data = read_array(tree, array)
     if kind == "|u1" and len(ref.shape) == 1:
         return data
@@ -238,7 +263,8 @@ def _numel(shape: Iterable[int]) -> int:
 
 
 def _filled(tree: Tree, entries: list[ObjectEntry], items: Items) -> list[str]:
-    """The extra states that hold something. They repeat: of a length that is known to hold None, the pickle is compared."""
+    """The extra states that hold something. They repeat: of a length that is known to hold None, the pickle is
+    compared."""
     known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)
 
     def holds(entry: ObjectEntry) -> bool:
@@ -277,19 +303,24 @@ def _gathered(
             parameters = dtypes[0] if isinstance(dtypes, tuple) and dtypes else None
             if not lines or not isinstance(parameters, Symbol) or any(len(ref.shape) != 1 for ref in lines.values()):
                 raise InputError(
-                    "a gathered optimizer state is not coalesced", code="E0303", path=tree.display(read.entry.file),
-                    offset=read.entry.at, key=read.entry.fqn,
-                    hint="written before core 0.6: load it with --ckpt-convert-update-legacy-dist-opt-format and save it",
-                )  # fmt: skip
+                    "a gathered optimizer state is not coalesced",
+                    code="E0303",
+                    path=tree.display(read.entry.file),
+                    offset=read.entry.at,
+                    key=read.entry.fqn,
+                    hint="written before core 0.6: load it with "
+                    "--ckpt-convert-update-legacy-dist-opt-format and save it",
+                )
             kind = parameters.name.removeprefix("torch.")
             yield chained, group, number, kind, {state: read.zip.array(ref) for state, ref in lines.items()}
 
 
-# -- the distributed optimizer's own objects ----------------------------------------------------------------------------
+# -- the distributed optimizer's own objects ---------------------------------------------------------------------------
 
 
 def _hyperparameters(tree: Tree, groups: Mapping[int, Mapping[int, dict[str, Any]]], out: Objects) -> None:
-    """One copy of what each model-parallel rank stored: param_groups, loss scaler. Raises E0379 when counters differ."""
+    """One copy of what each model-parallel rank stored: param_groups, loss scaler. Raises E0379 when counters
+    differ."""
     if not groups:
         return
     said = out.extras.get("optimizer")
@@ -300,9 +331,11 @@ def _hyperparameters(tree: Tree, groups: Mapping[int, Mapping[int, dict[str, Any
             if _steps(one) != _steps(first):
                 raise InconsistentCheckpoint(
                     f"the optimizer's steps are {_steps(one)} in dp group {number} and {_steps(first)} in dp group"
-                    f" {min(by_group)}", code=STEPS, path=tree.display(),
+                    f" {min(by_group)}",
+                    code=STEPS,
+                    path=tree.display(),
                     hint="files of two saves are mixed: get all of them from one",
-                )  # fmt: skip
+                )
         if chained < 0:
             optimizer |= first
         else:
@@ -328,8 +361,11 @@ def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> 
     (have,) = struct.unpack("<f", read_array(tree, array))
     if have not in told:
         raise InconsistentCheckpoint(
-            f"a parameter was stepped {have:g} times, its group {told.pop():g} times", code=STEPS,
-            path=tree.display(array.path), offset=array.offset, place=".".join(map(str, path)),
+            f"a parameter was stepped {have:g} times, its group {told.pop():g} times",
+            code=STEPS,
+            path=tree.display(array.path),
+            offset=array.offset,
+            place=".".join(map(str, path)),
             hint="the common state is of two saves: go back to a save that is whole, or take --state model",
-        )  # fmt: skip
+        )
     return True

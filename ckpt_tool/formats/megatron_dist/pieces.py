@@ -1,17 +1,18 @@
 """From the stored pieces of a torch_dist checkpoint to the chunks of logical tensors.
 
-The one idea: whatever the writer did to a tensor, a piece is still a box of the tensor that the key means; once that box is
-known, leading positions (layer, expert) are taken off it and the rest is a chunk.
+The one idea: whatever the writer did to a tensor, a piece is still a box of the tensor that the key means; once that
+box is known, leading positions (layer, expert) are taken off it and the rest is a chunk.
 
     (L, 2f, h) piece at (3, 24, 0) of (1, 24, h)     -> layer 3, rows 24-47
-    fully_sharded_model_space, core 0.6-0.15: a tensor (X, Y) whose ranks hold (x, y) is stored as (X/x, Y/y, x*y), and data
-    ranks hold slices of the last dim: (128, 32) over 2 ranks is (2, 1, 2048), the piece at (1, 0, 1000) of 1048 elements
-    begins at element 1000 of the lower half                                      -> rows 95.25-127, at most 2n - 1 boxes
+    fully_sharded_model_space, core 0.6-0.15: a tensor (X, Y) whose ranks hold (x, y) is stored as (X/x, Y/y, x*y), and
+    data ranks hold slices of the last dim: (128, 32) over 2 ranks is (2, 1, 2048), the piece at (1, 0, 1000) of 1048
+    elements
+    begins at element 1000 of the lower half                                     -> rows 95.25-127, at most 2n - 1 boxes
 
 The true shape of such a tensor stands in `.metadata`, attribute `mcore_data` (`nd_reformulated_orig_global_shape`);
 one-dimensional tensors have it since core 0.11, before that they lay as they are. Source: NVIDIA/Megatron-LM core 0.14
-`dist_checkpointing/strategies/torch.py` (`sharded_tensor_to_torch_sharded_tensor`, `mcore_data`), removed from core 0.16
-(pull request 2126: current Megatron cannot load them).
+`dist_checkpointing/strategies/torch.py` (`sharded_tensor_to_torch_sharded_tensor`, `mcore_data`), removed from core
+0.16 (pull request 2126: current Megatron cannot load them).
 
 Cost: about 5 us a chunk. What it does not do: find the bytes (`formats.dcp.items`), know names (`megatron_dist.keys`).
 """
@@ -54,9 +55,11 @@ def _cell(entry: TensorEntry, true_shape: At) -> At:
     cell = tuple(size // n for size, n in zip(true_shape, grid, strict=True)) if fits else ()
     if not fits or prod(cell) != numel:
         raise InconsistentCheckpoint(
-            f"stored as {list(entry.shape)}, which is no flattened form of {list(true_shape)}", code=CONTRADICTION,
-            key=entry.fqn, hint="the metadata contradicts itself: get the checkpoint again",
-        )  # fmt: skip
+            f"stored as {list(entry.shape)}, which is no flattened form of {list(true_shape)}",
+            code=CONTRADICTION,
+            key=entry.fqn,
+            hint="the metadata contradicts itself: get the checkpoint again",
+        )
     return cell
 
 
@@ -64,9 +67,12 @@ def _flattened(piece: Piece, array: StoredArray, cell: At) -> Iterator[Chunk]:
     start, count = piece.offset[-1], piece.shape[-1]
     if prod(piece.shape[:-1]) != 1:
         raise InconsistentCheckpoint(
-            f"a piece of shape {list(piece.shape)} covers several cells of the grid", code=CONTRADICTION,
-            path=piece.file, offset=piece.at, hint="no version of Megatron writes this: get the checkpoint again",
-        )  # fmt: skip
+            f"a piece of shape {list(piece.shape)} covers several cells of the grid",
+            code=CONTRADICTION,
+            path=piece.file,
+            offset=piece.at,
+            hint="no version of Megatron writes this: get the checkpoint again",
+        )
     line = array.view(0, (count,), _line_stride(array))
     corner = tuple(i * n for i, n in zip(piece.offset[:-1], cell, strict=True))
     done = 0

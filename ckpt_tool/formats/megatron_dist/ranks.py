@@ -1,8 +1,8 @@
 """Which parameters each model-parallel rank of a torch_dist checkpoint had, in the order of its flat buffers.
 
 The one idea: nothing in the checkpoint lists a rank's parameters, but it follows: the stage tells the layers
-(`megatron.stages`), the model's own chunks tell how tensor-parallel ranks cut a tensor (the r-th box is rank r's, gate and
-up count apart), the arguments tell how its layer names and groups things (Transformer Engine or local modules, the
+(`megatron.stages`), the model's own chunks tell how tensor-parallel ranks cut a tensor (the r-th box is rank r's, gate
+and up count apart), the arguments tell how its layer names and groups things (Transformer Engine or local modules, the
 container of experts), and `megatron.names.registration_order` puts them in order.
 
     TP 2: linear_fc1.weight in boxes gate_0, gate_1, up_0, up_1   ->   rank 1 holds [gate_1; up_1]
@@ -32,9 +32,9 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 class Segment(NamedTuple):
     """A part of a parameter's line that lies in one logical tensor.
 
-    start, numel: elements of the parameter's line. shape: in which the line is walked. corner: where the walked box (0, 0,
-    ...) lies in the logical tensor. transposed: the walked dims are (columns, rows) of it. split: at this column of the
-    walked shape the up half begins, whose rows lie `jump` further down than the column says. first: begins a copy.
+    start, numel: elements of the parameter's line. shape: in which the line is walked. corner: where the walked box (0,
+    0, ...) lies in the logical tensor. transposed: the walked dims are (columns, rows) of it. split: at this column of
+    the walked shape the up half begins, whose rows lie `jump` further down than the column says. first: begins a copy.
     """
 
     name: str

@@ -1,17 +1,18 @@
 """What a new torch_dist checkpoint says besides tensors: the common state, RNG states, extra states, objects.
 
-The one idea: the extras are the common state; what belongs to ranks goes back to objects under its keys where the ranks are
-still the same, and is named in a note where they are not: an RNG state is never given to another rank.
+The one idea: the extras are the common state; what belongs to ranks goes back to objects under its keys where the ranks
+are still the same, and is named in a note where they are not: an RNG state is never given to another rank.
 
-    {"args": Namespace, "iteration": 2, "optimizer": {"optimizer": {"param_groups": [...]}}, "rng_state": {"mp_rank_00": [...]}}
+    {"args": Namespace, "iteration": 2, "optimizer": {"optimizer": {"param_groups": [...]}}, "rng_state": {"mp_rank_00":
+    [...]}}
     -> common.pt (degrees in args, `content_metadata`, `param_state_sharding_type` set anew), rng_state/shard_0.0_1.1
 
-The optimizers: Megatron keeps one for dense and one for expert parameters where EP > 1, else one for all. Going from the one
-to the other, the experts' is a copy of the groups that hold matrices (and biases, where experts have some), marked
-`is_expert_parallel`; going back it goes: the groups are the same.
-Extra states are what the source had, or None for every module in which Megatron looks for one: `None` is what a run without
-FP8 stores. Source: as `megatron_dist.objects`; core 0.16.1 `optimizer/__init__.py`, training `checkpointing.py` (`no_save_rng`
-and `no_save_optim` tell a loading job not to look for what is not there).
+The optimizers: Megatron keeps one for dense and one for expert parameters where EP > 1, else one for all. Going from
+the one to the other, the experts' is a copy of the groups that hold matrices (and biases, where experts have some),
+marked `is_expert_parallel`; going back it goes: the groups are the same. Extra states are what the source had, or None
+for every module in which Megatron looks for one: `None` is what a run without FP8 stores. Source: as
+`megatron_dist.objects`; core 0.16.1 `optimizer/__init__.py`, training `checkpointing.py` (`no_save_rng` and
+`no_save_optim` tell a loading job not to look for what is not there).
 
 What it does not do: files (`megatron_dist.target`).
 """
@@ -36,8 +37,18 @@ from ckpt_tool.formats.torch.content import TorchComposer
 
 FULLY = "fully_reshardable"
 OURS = ("rng_state", "sharded_objects")  # extras that are objects here
-_LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
-           "linear_kv_down_proj", "linear_kv_up_proj", "eh_proj")  # fmt: skip
+_LINEAR = (
+    "linear_proj",
+    "linear_qkv",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "eh_proj",
+)
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_dp(\d{3,}))?")
 _BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 
@@ -84,7 +95,7 @@ def _content(extras: Mapping[str, Any], layout: DistLayout) -> dict[str, Any]:
     return {**kept, **ours}
 
 
-# -- the optimizers' hyperparameters ------------------------------------------------------------------------------------
+# -- the optimizers' hyperparameters -----------------------------------------------------------------------------------
 
 
 def _optimizers(value: Any, layout: DistLayout, *, distributed: bool) -> Any:
@@ -154,7 +165,7 @@ def _experts_of(one: Mapping[Any, Any], layout: DistLayout) -> dict[Any, Any]:
     return {**one, "param_groups": groups}
 
 
-# -- objects ------------------------------------------------------------------------------------------------------------
+# -- objects -----------------------------------------------------------------------------------------------------------
 
 
 def _same_ranks(wanted: Wanted, layout: DistLayout, dims: Iterable[str]) -> bool:

@@ -1,24 +1,27 @@
-"""Writing a torch_dist checkpoint: `latest_checkpointed_iteration.txt` and `iter_NNNNNNN/` with `.metadata`, `.distcp` files, the
-common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` takes it.
+"""Writing a torch_dist checkpoint: `latest_checkpointed_iteration.txt` and `iter_NNNNNNN/` with `.metadata`, `.distcp`
+files, the common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` takes it.
 
-The one idea: everything of Megatron's is decided by `megatron_dist.layout` (keys, boxes, ranks) and `megatron_dist.state`
-(objects, common state); what is left is a DCP of items, each a torch zip that depends on nothing but dtype and shape.
+The one idea: everything of Megatron's is decided by `megatron_dist.layout` (keys, boxes, ranks) and
+`megatron_dist.state` (objects, common state); what is left is a DCP of items, each a torch zip that depends on nothing
+but dtype and shape.
 
     iter_0000002/__0_0.distcp   [zip of embedding rows 0-63][zip of linear_qkv (1, 32, 32)] ... [objects]
     iter_0000002/.metadata      keys, boxes, where each item lies; planner_data None, as Megatron's planner leaves it
 
 * One file a rank that writes: the first replica of each box. Items begin at multiples of 64 bytes (Megatron's do not;
   offsets are read from the metadata), identifiers are None, so that equal input gives equal bytes.
-* The optimizer is written as `fully_reshardable` (megatron-core >= 0.15), whatever the source had; without the distributed
-  optimizer under `fp32_param`. What Megatron has no place for (EMA) lies under `optimizer.state.NAME.KEY` and is ignored by
-  it. A step counter a parameter lies there too, and the first of them in the common state (`common_step`), where Megatron
+* The optimizer is written as `fully_reshardable` (megatron-core >= 0.15), whatever the source had; without the
+  distributed optimizer under `fp32_param`. What Megatron has no place for (EMA) lies under `optimizer.state.NAME.KEY`
+  and is ignored by it. A step counter a parameter lies there too, and the first of them in the common state
+  (`common_step`), where Megatron
   looks: it has one for all.
 * `common.pt` (core <= 0.18 needs it, later ones read it), or an item `common_state/shard_0_1` when the source had that.
 * `integrity.json` when the source had one: SHA-256 of every file beside it, filled in when the values have moved.
 * Without an iteration the folder is `release`, which Megatron takes for weights without one.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/serialization.py`, `strategies/torch.py`, training
-`checkpointing.py` (names of folders and pointer file). Cost: 20 us a box. What it does not do: `dp_reshardable`, async saves.
+`checkpointing.py` (names of folders and pointer file). Cost: 20 us a box. What it does not do: `dp_reshardable`, async
+saves.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _WHOLE = re.compile(r"consolidated(-\d{5}-of-\d{5})?\.safetensors|consolidated\.
 
 
 class MetaFiles(NamedTuple):
-    """shards: `consolidated.NN.pth`, by number. safetensors: instead of them `consolidated*.safetensors` with whole tensors,
-    and their index."""
+    """shards: `consolidated.NN.pth`, by number. safetensors: instead of them `consolidated*.safetensors` with whole
+    tensors, and their index."""
 
     shards: tuple[str, ...] = ()
     safetensors: tuple[str, ...] = ()
@@ -39,22 +39,26 @@ def choose(names: Iterable[str]) -> MetaFiles | None:
 
 
 def check(shards: tuple[str, ...], *, path: str) -> None:
-    """Raise Incomplete (E1400) or InconsistentCheckpoint (E1401) where the numbers alone show that shards are missing or
-    of two saves. path: the folder, for messages."""
+    """Raise Incomplete (E1400) or InconsistentCheckpoint (E1401) where the numbers alone show that shards are missing
+    or of two saves. path: the folder, for messages."""
     numbers = [_number(name) for name in shards]
     twice = [name for name, number in zip(shards, numbers, strict=True) if numbers.count(number) > 1]
     if twice:
         raise InconsistentCheckpoint(
-            f"one shard lies there twice: {' and '.join(twice[:2])}", code=MIXED, path=path,
+            f"one shard lies there twice: {' and '.join(twice[:2])}",
+            code=MIXED,
+            path=path,
             hint="remove the files of the older save",
-        )  # fmt: skip
+        )
     absent = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if absent:
         raise Incomplete(
-            f"{len(absent)} of {numbers[-1] + 1} shards are missing: consolidated.{absent[0]:02d}.pth", code=MISSING,
-            path=path, faults=[f"missing: consolidated.{number:02d}.pth" for number in absent[1:50]],
+            f"{len(absent)} of {numbers[-1] + 1} shards are missing: consolidated.{absent[0]:02d}.pth",
+            code=MISSING,
+            path=path,
+            faults=[f"missing: consolidated.{number:02d}.pth" for number in absent[1:50]],
             hint="fetch the missing files; their names count them from 00",
-        )  # fmt: skip
+        )
 
 
 def _number(name: str) -> int:

@@ -3,25 +3,30 @@
 The one idea: the number in a file's name is the rank, the names of tensors say along which dim ranks share them, and
 params.json says how much there must be in all. So shards join, and are cut anew, without anybody's code being run.
 
-    consolidated.00.pth {"layers.0.attention.wo.weight": (4096, 2048), ...}, consolidated.01.pth, params.json {"dim": 4096, ...}
+    consolidated.00.pth {"layers.0.attention.wo.weight": (4096, 2048), ...}, consolidated.01.pth, params.json {"dim":
+    4096, ...}
     ->  layers.0.attention.wo.weight (4096, 4096), columns 0..2048 and 2048..4096
 
 Specification (meta-llama/llama, July 2023, and llama-models, July 2025: `model.py`, `generation.py`, `checkpoint.py`):
 
-* Files `consolidated.%02d.pth` from 00, sorted by name; a loader wants as many as it has ranks. Each is a `torch.save` of one
-  flat dict (a zip since torch 1.6, the stream before), BF16 or F16, with nothing but tensors. Beside them `params.json`, a
-  tokenizer, `checklist.chk`.
-* Names: `tok_embeddings.weight`, `norm.weight`, `output.weight`, `layers.N.{attention.w{q,k,v,o}, feed_forward.w{1,2,3},
-  attention_norm, ffn_norm}.weight`; `rope.freqs` in Llama 1 and 2, a buffer that loaders compute anew.
-* Ranks: `formats.meta.rules`. Sizes: `formats.meta.params`. Norms and `rope.freqs` lie whole in every shard; that copies are
-  equal is checked while bytes pass. With more shards than heads of keys, neighbours hold the same head.
-* Query and key rows lie with the two halves of a rotation side by side; what that is to other systems is the dialect's matter.
-* Mistral AI: the same names, `consolidated.safetensors` (or several with an index) with whole tensors and `params.json`, in a
-  folder without Hugging Face's files (`mistral_inference` 1.6 `transformer.py`). Read only: what is written is `.pth`.
+* Files `consolidated.%02d.pth` from 00, sorted by name; a loader wants as many as it has ranks. Each is a `torch.save`
+  of one flat dict (a zip since torch 1.6, the stream before), BF16 or F16, with nothing but tensors. Beside them
+  `params.json`, a tokenizer, `checklist.chk`.
+* Names: `tok_embeddings.weight`, `norm.weight`, `output.weight`, `layers.N.{attention.w{q,k,v,o},
+  feed_forward.w{1,2,3}, attention_norm, ffn_norm}.weight`; `rope.freqs` in Llama 1 and 2, a buffer that loaders compute
+  anew.
+* Ranks: `formats.meta.rules`. Sizes: `formats.meta.params`. Norms and `rope.freqs` lie whole in every shard; that
+  copies are equal is checked while bytes pass. With more shards than heads of keys, neighbours hold the same head.
+* Query and key rows lie with the two halves of a rotation side by side; what that is to other systems is the dialect's
+    matter.
+* Mistral AI: the same names, `consolidated.safetensors` (or several with an index) with whole tensors and
+  `params.json`, in a folder without Hugging Face's files (`mistral_inference` 1.6 `transformer.py`). Read only: what is
+  written is `.pth`.
 
 A wrong count of shards, shapes that differ between shards or do not come to what params.json says, layers that are not
-there, tensors in some shards alone are errors, all at once. Without params.json one shard is read as it is; several are not.
-Cost: a pickle a shard. What it does not do: Llama 4 and multimodal tensors in several shards (nothing here says how they are
+there, tensors in some shards alone are errors, all at once. Without params.json one shard is read as it is; several are
+not. Cost: a pickle a shard. What it does not do: Llama 4 and multimodal tensors in several shards (nothing here says
+how they are
 cut: E1404), quantised releases' scales.
 """
 
@@ -44,9 +49,15 @@ class _Meta:
 
     name = "meta"
     holds = Holds(
-        all_states=False, extras=False, mesh=("tp",), replicas=True, dialect="meta", own_layout=True,
+        all_states=False,
+        extras=False,
+        mesh=("tp",),
+        replicas=True,
+        dialect="meta",
+        own_layout=True,
+        config="params.json",
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
-    )  # fmt: skip
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By names alone. Of a hub's folder that holds the model twice, transformers opens its own files."""
@@ -67,15 +78,18 @@ class _Meta:
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
         """The catalog. Options: `lenient` (bool) leaves out tensors that no rule can join; `require_checksums` (bool).
 
-        Raises Incomplete (E1400 shards, E1402 params.json, E1406 layers, E1407 tensors missing), InconsistentCheckpoint (E1401
-        two saves, E1403 shapes, E1408 shards that differ), UnmappedTensor E1404, CorruptFile E1405 (params.json), E1409.
+        Raises Incomplete (E1400 shards, E1402 params.json, E1406 layers, E1407 tensors missing), InconsistentCheckpoint
+        (E1401 two saves, E1403 shapes, E1408 shards that differ), UnmappedTensor E1404, CorruptFile E1405
+        (params.json), E1409.
         """
         chosen = _choose(tree)
         if chosen is None:
             raise UnknownFormat(
-                "no consolidated.NN.pth lies directly in the folder", code="E0393", path=tree.display(),
+                "no consolidated.NN.pth lies directly in the folder",
+                code="E0393",
+                path=tree.display(),
                 hint="pass the folder that holds them and params.json",
-            )  # fmt: skip
+            )
         if chosen.safetensors:
             return _safetensors(tree, chosen.safetensors, options)
         from ckpt_tool.formats.meta.read import read_shards

@@ -3,9 +3,9 @@
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "multiple_of": 1024, ...}
     -> Sizes(dim=4096, layers=32, heads=32, kv=8, head=128, vocab=128256)
 
-Sources: llama-models (July 2025) `models/llama3/args.py`; mistral-inference 1.6 `args.py` (head_dim, hidden_dim); a `model`
-level around it, as some releases have, is stepped into (transformers 4.45, `convert_llama_weights_to_hf.py`). What it does
-not do: the width of the MLP from `multiple_of` and `ffn_dim_multiplier` (`families.config.meta`).
+Sources: llama-models (July 2025) `models/llama3/args.py`; mistral-inference 1.6 `args.py` (head_dim, hidden_dim); a
+`model` level around it, as some releases have, is stepped into (transformers 4.45, `convert_llama_weights_to_hf.py`).
+What it does not do: the width of the MLP from `multiple_of` and `ffn_dim_multiplier` (`families.config.meta`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MOST = 1 << 40  # of any size: what no model comes near
 
 
 class Sizes(NamedTuple):
-    """heads, kv: of queries, of keys and values. head: elements of one. vocab: None where the file leaves it to the tokenizer."""
+    """heads, kv: of queries, of keys and values. head: elements of one. vocab: None where the file leaves it to the
+    tokenizer."""
 
     dim: int
     layers: int
@@ -41,9 +42,12 @@ def read_params(tree: Tree) -> Mapping[str, Any] | None:
     value = parse(tree.read_whole(PARAMS, limit=LIMIT), path=tree.display(PARAMS))
     if not isinstance(value, dict):
         raise CorruptFile(
-            "params.json is no JSON object", code=WRONG, path=tree.display(PARAMS), offset=0,
+            "params.json is no JSON object",
+            code=WRONG,
+            path=tree.display(PARAMS),
+            offset=0,
             hint="fetch it again: it states the model's sizes",
-        )  # fmt: skip
+        )
     return value
 
 

@@ -1,9 +1,10 @@
 """Reading: the shards of Meta's ranks joined to whole tensors, from pickles and directories alone.
 
-    shards (16, 4), (16, 4) of layers.0.attention.wq.weight, 32 rows by params.json   ->   one tensor, two boxes of 16 rows
+    shards (16, 4), (16, 4) of layers.0.attention.wq.weight, 32 rows by params.json  ->
+          one tensor, two boxes of 16 rows
 
-Shapes times shards must come to what params.json says; whoever misses a shard is told how many rows there are and how many
-are wanted. All faults of a pass come at once. Cost: a pickle a shard, then some 5 us a tensor and shard.
+Shapes times shards must come to what params.json says; whoever misses a shard is told how many rows there are and how
+many are wanted. All faults of a pass come at once. Cost: a pickle a shard, then some 5 us a tensor and shard.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 
 NO_PARAMS, SHAPE, NO_RULE, LAYERS, ABSENT, UNLIKE, NESTED = (
-    "E1402", "E1403", "E1404", "E1406", "E1407", "E1408", "E1409",
-)  # fmt: skip
+    "E1402",
+    "E1403",
+    "E1404",
+    "E1406",
+    "E1407",
+    "E1408",
+    "E1409",
+)
 _AGAIN = "files and params.json come from two saves: fetch both again"
 _MORE = "a shard is missing, or params.json is another model's: fetch the folder again"
 
@@ -57,9 +64,11 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     params = read_params(tree)
     if params is None and len(names) > 1:
         raise Incomplete(
-            f"params.json is missing: how {len(names)} shards make up a tensor depends on the heads", code=NO_PARAMS,
-            path=tree.display(PARAMS), hint="fetch it into this folder: it lies beside every release",
-        )  # fmt: skip
+            f"params.json is missing: how {len(names)} shards make up a tensor depends on the heads",
+            code=NO_PARAMS,
+            path=tree.display(PARAMS),
+            hint="fetch it into this folder: it lies beside every release",
+        )
     files = for_each(names, lambda name: read_content(tree, name))
     sizes = sizes_of(params, tree.display(PARAMS)) if params is not None else None
     shards = _Shards(names, [_flat(tree, name, file) for name, file in zip(names, files, strict=True)], sizes)
@@ -77,10 +86,18 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     sidefiles = tuple(name for name in tree.names() if hf_files.is_sidefile(name))
     notes += checksums.missing(tree, tensors.values(), required=required)
     return Catalog(
-        "meta", tensors, mesh=Mesh.of(tp=len(names)), files=names, sidefiles=sidefiles, notes=tuple(notes),
+        "meta",
+        tensors,
+        mesh=Mesh.of(tp=len(names)),
+        files=names,
+        sidefiles=sidefiles,
+        notes=tuple(notes),
         unsafe=tuple(line for file in files for line in file.unsafe),
-        hints={"meta": hints_of(params, _embedding_dim(tensors)), "globals": list(dict.fromkeys(g for f in files for g in f.globals))},
-    )  # fmt: skip
+        hints={
+            "meta": hints_of(params, _embedding_dim(tensors)),
+            "globals": list(dict.fromkeys(g for f in files for g in f.globals)),
+        },
+    )
 
 
 def hints_of(params: Mapping[str, Any] | None, embedding: int | None) -> dict[str, Any]:
@@ -106,9 +123,11 @@ def _flat(tree: Tree, name: str, file: TorchContent) -> dict[str, StoredArray]:
     if deep is not None or file.extras not in ({}, None):
         more = ".".join(map(str, deep)) if deep is not None else ", ".join(map(str, list(file.extras)[:3]))
         raise CorruptFile(
-            f"want names and tensors alone, found {more[:200]}", code=NESTED, path=tree.display(name),
+            f"want names and tensors alone, found {more[:200]}",
+            code=NESTED,
+            path=tree.display(name),
             hint="a training state: read it with --from torch, a file at a time",
-        )  # fmt: skip
+        )
     return {str(path[0]): array for path, array in file.leaves}
 
 
@@ -119,16 +138,24 @@ def _joined(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]) -> 
     there = [array for array in arrays if array is not None]
     first = there[0]
     if absent is not None:
-        faults.append(Incomplete(
-            f"{absent} lacks it, {first.path} has it", code=ABSENT, path=tree.display(absent), key=name, hint=_AGAIN
-        ))  # fmt: skip
+        faults.append(
+            Incomplete(
+                f"{absent} lacks it, {first.path} has it", code=ABSENT, path=tree.display(absent), key=name, hint=_AGAIN
+            )
+        )
         return None
     odd = next((array for array in there if (array.shape, array.dtype) != (first.shape, first.dtype)), None)
     if odd is not None:
-        faults.append(InconsistentCheckpoint(
-            f"{odd.dtype.name} {list(odd.shape)} in {odd.path}, {first.dtype.name} {list(first.shape)} in {first.path}",
-            code=UNLIKE, path=tree.display(odd.path), key=name, hint="the shards come from two saves: fetch them again",
-        ))  # fmt: skip
+        faults.append(
+            InconsistentCheckpoint(
+                f"{odd.dtype.name} {list(odd.shape)} in {odd.path}, {first.dtype.name} {list(first.shape)} in "
+                f"{first.path}",
+                code=UNLIKE,
+                path=tree.display(odd.path),
+                key=name,
+                hint="the shards come from two saves: fetch them again",
+            )
+        )
         return None
     return _checked(tree, shards, name, _placed(shards, name, there, faults), faults)
 
@@ -140,10 +167,15 @@ def _placed(shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: l
         return simple_tensor(TensorKey(name), first, (name,))
     sizes, cut = shards.sizes, cut_of(name)
     if cut is None or sizes is None:
-        faults.append(UnmappedTensor(
-            f"nothing says how {count} shards share it", code=NO_RULE, path=first.path, key=name,
-            hint="it is no tensor of Meta's Llama; --lenient leaves such tensors out",
-        ))  # fmt: skip
+        faults.append(
+            UnmappedTensor(
+                f"nothing says how {count} shards share it",
+                code=NO_RULE,
+                path=first.path,
+                key=name,
+                hint="it is no tensor of Meta's Llama; --lenient leaves such tensors out",
+            )
+        )
         return None
     if cut == EITHER:
         cut = 1 if len(first.shape) == 2 and first.shape[1] * count == sizes.dim else 0
@@ -179,10 +211,15 @@ def _checked(
     of = (
         f"{len(shards.names)} shards come to {list(tensor.shape)}" if len(shards.names) > 1 else f"{list(tensor.shape)}"
     )
-    faults.append(InconsistentCheckpoint(
-        f"{of}, params.json wants {shown}", code=SHAPE, path=tree.display(tensor.chunks[0].array.path), key=name,
-        hint=_MORE,
-    ))  # fmt: skip
+    faults.append(
+        InconsistentCheckpoint(
+            f"{of}, params.json wants {shown}",
+            code=SHAPE,
+            path=tree.display(tensor.chunks[0].array.path),
+            key=name,
+            hint=_MORE,
+        )
+    )
     return None
 
 
@@ -196,10 +233,14 @@ def _check_layers(tree: Tree, shards: _Shards, faults: list[CkptError]) -> None:
     for numbers, what in ((absent, "missing"), (more, "more than n_layers")):
         if numbers and have:
             some = ", ".join(map(str, numbers))
-            faults.append(Incomplete(
-                f"layers {some} of {layers} are {what}", code=LAYERS, path=tree.display(shards.names[0]),
-                hint=_AGAIN,
-            ))  # fmt: skip
+            faults.append(
+                Incomplete(
+                    f"layers {some} of {layers} are {what}",
+                    code=LAYERS,
+                    path=tree.display(shards.names[0]),
+                    hint=_AGAIN,
+                )
+            )
 
 
 def _raise(faults: list[CkptError], notes: list[Note], *, lenient: bool) -> None:

@@ -1,7 +1,7 @@
 """Writing: `consolidated.NN.pth`, a file a tensor parallel rank, and `params.json`.
 
-Every shard is a flat dict of names and tensors, as Meta's loaders expect: `torch.load(weights_only=True)` reads it. All that
-can be wrong with the degree is told at once, before a byte moves.
+Every shard is a flat dict of names and tensors, as Meta's loaders expect: `torch.load(weights_only=True)` reads it. All
+that can be wrong with the degree is told at once, before a byte moves.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def _tp(degrees: Mapping[str, int]) -> int:
     foreign = [name for name, size in degrees.items() if size > 1 and name != "tp"]
     if foreign:
         raise UsageError(
-            f"--{foreign[0]} {degrees[foreign[0]]}: Meta's checkpoints have tensor parallel shards alone", code=DEGREE,
+            f"--{foreign[0]} {degrees[foreign[0]]}: Meta's checkpoints have tensor parallel shards alone",
+            code=DEGREE,
             hint="give --tp, or leave the degree off",
-        )  # fmt: skip
+        )
     return degrees.get("tp", 1)
 
 
@@ -72,10 +73,14 @@ def _cuts(
     if params is None or strange:
         what = f"nothing says how {strange[0]} is cut" if strange else "nothing tells the number of heads"
         raise UsageError(
-            f"--tp {tp}: {what}", code=UNSURE, key=strange[0] if strange else None, faults=strange[1:50],
-            hint="--dialect meta names it as Meta does; --tp 1 keeps it whole" if strange
+            f"--tp {tp}: {what}",
+            code=UNSURE,
+            key=strange[0] if strange else None,
+            faults=strange[1:50],
+            hint="--dialect meta names it as Meta does; --tp 1 keeps it whole"
+            if strange
             else "give the model's config.json with --config FILE, or --tp 1",
-        )  # fmt: skip
+        )
     notes = []
     if hints.get("embedding") in (0, 1):
         dim = int(hints["embedding"])
@@ -100,9 +105,11 @@ def _check(tensors: Sequence[WantedTensor], cuts: Sequence[int], tp: int, sizes:
     if faults:
         near = [degree for degree in divisors_near(sizes.kv, tp) if degree != tp]
         raise UsageError(
-            f"--tp {tp} does not divide {faults[0]}", code=INDIVISIBLE, faults=faults[1:50],
+            f"--tp {tp} does not divide {faults[0]}",
+            code=INDIVISIBLE,
+            faults=faults[1:50],
             hint=f"degrees that divide the heads: {', '.join(map(str, near))}",
-        )  # fmt: skip
+        )
 
 
 def _shard(tensors: Sequence[WantedTensor], cuts: Sequence[int], rank: int, tp: int) -> TargetFile:

@@ -1,1 +1,2 @@
-"""`paddle`: PaddlePaddle's files of ranks. `format` is the specification; files, rules and layout serve the other two formats too."""
+"""`paddle`: PaddlePaddle's files of ranks. `format` is the specification; files, rules and layout serve the other two
+formats too."""

@@ -1,8 +1,9 @@
-"""What a unified checkpoint holds beside its tensors: the scheduler's and the scaler's state, and what other formats brought.
+"""What a unified checkpoint holds beside its tensors: the scheduler's and the scaler's state, and what other formats
+brought.
 
     scheduler.pdparams       extras["scheduler"] {"last_epoch": 2, "last_lr": 0.001}
     scaler.pdparams          extras["scaler"]; its arrays are tensors of the state `extras`, named scaler.scale
-    ckpt_extras.json         ours: plain values of other formats, in the JSON form of `core.extras`; Paddle does not look at it
+    ckpt_extras.json  ours: plain values of other formats, in the JSON form of `core.extras`; Paddle does not look at it
     ckpt_extras.safetensors  ours: tensors of the state `extras` of other formats
 
 Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`SCHEDULER_NAME`, `SCALER_NAME`: paddle.save of plain dicts).
@@ -12,26 +13,27 @@ Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`SCHEDULER_NAME`, `SCALER_NAME
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.extras import from_json, to_json
 from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import CorruptFile
-from ckpt_tool.formats.paddle.file import PaddleComposer, chunks_of, read_paddle
+from ckpt_tool.errors import CkptError, CorruptFile
+from ckpt_tool.formats.paddle.pickle_file import PaddleComposer, chunks_of, read_paddle
 from ckpt_tool.formats.torch.content import Part
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 
 if TYPE_CHECKING:  # reading needs none of these
-    from ckpt_tool.core.target import TargetFile, WantedTensor
+    from ckpt_tool.core.target import TargetFile, Wanted, WantedTensor
 
 EXTRAS_FILE, EXTRAS_TENSORS = "ckpt_extras.json", "ckpt_extras.safetensors"
 PICKLED = ("scheduler", "scaler")
 LIMIT = 64_000_000  # bytes of a file of plain values
 CODE = "E1360"
+CONFIG, CONFIG_LIMIT = "config.json", 16 << 20  # bytes
 
 
 class Beside(NamedTuple):
@@ -44,7 +46,7 @@ class Beside(NamedTuple):
 
 
 def read_extras(tree: Tree) -> Beside:
-    """What lies beside. Raises what pickles, JSON and headers raise."""
+    """What is stored beside the tensors of the ranks. Raises what pickles, JSON and headers raise."""
     names = tree.names()
     extras: dict[str, Any] = {}
     tensors: dict[TensorKey, LogicalTensor] = {}
@@ -77,13 +79,37 @@ def read_extras(tree: Tree) -> Beside:
     return Beside(extras, tensors, tuple(files), tuple(unsafe))
 
 
-def extras_files(
-    extras: Mapping[str, Any], tensors: Sequence[tuple[int, WantedTensor]], *, paddle: bool
-) -> list[TargetFile]:
-    """The files of plain values and of tensors of the state `extras`. tensors: (number among the wanted, tensor). paddle:
-    do they come from a Paddle job, so that its scheduler is one that Paddle understands?"""
+def read_config(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
+    """What is known of the model: --config, else config.json beside the files; --family says the model type."""
+    given = options.get("config")
+    config: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        config = dict(given)
+    elif lies_beside(tree, CONFIG):
+        value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
+        config = dict(value) if isinstance(value, dict) else {}
+    family = options.get("family")
+    return {**config, "model_type": family} if isinstance(family, str) and family else config
+
+
+def lies_beside(tree: Tree, name: str) -> bool:
+    """Is a file in the folder? A lone file's folder is not listed, so it is tried."""
+    if tree.single is None:
+        return tree.exists(name)
+    try:
+        tree.fd(name)
+    except CkptError:
+        return False
+    return True
+
+
+def extras_files(wanted: Wanted, extras: Mapping[str, Any]) -> list[TargetFile]:
+    """The files of the plain values `extras` and of the wanted tensors of the state `extras`. Schedulers and scalers
+    are written as Paddle's where they come from a Paddle job."""
     from ckpt_tool.core.target import TargetArray, TargetFile, whole_file
 
+    paddle = wanted.hints.get("dialect") == "paddle"
+    tensors = [(number, tensor) for number, tensor in enumerate(wanted.tensors) if tensor.key.state == EXTRAS]
     out = []
     rest = dict(extras)
     for what in PICKLED if paddle else ():
@@ -104,8 +130,10 @@ def extras_files(
     if tensors:
         named = [(tensor.key.name, tensor.dtype, tensor.shape) for _, tensor in tensors]
         head, offsets, size = build_header(named, {"format": "np"})
-        arrays = tuple(TargetArray(number, whole(tensor.shape), offset)
-                       for (number, tensor), offset in zip(tensors, offsets, strict=True))  # fmt: skip
+        arrays = tuple(
+            TargetArray(number, whole(tensor.shape), offset)
+            for (number, tensor), offset in zip(tensors, offsets, strict=True)
+        )
         out.append(TargetFile(EXTRAS_TENSORS, size, ((0, head),), arrays))
     return out
 
@@ -113,9 +141,13 @@ def extras_files(
 def _fits(what: str, tensor: WantedTensor) -> bool:
     """Is it an array of the scaler's (or scheduler's) dict?"""
     prefix, found, name = tensor.key.name.partition(".")
-    return bool(found) and prefix == what and "." not in name and tensor.dtype.name not in ("BF16", "U16") and (
-        tensor.dtype.name[:2] != "F8"
-    )  # fmt: skip
+    return (
+        bool(found)
+        and prefix == what
+        and "." not in name
+        and tensor.dtype.name not in ("BF16", "U16")
+        and (tensor.dtype.name[:2] != "F8")
+    )
 
 
 def _plain(value: Any) -> bool:

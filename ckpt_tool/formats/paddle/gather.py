@@ -1,46 +1,152 @@
 """Logical tensors of a Paddle job, gathered from what each rank's files hold.
 
-The one idea: a tensor is held by groups of ranks. A group, one (stage, tensor rank), or expert rank, has one copy of one part: an
-array, or under sharding v2 flat slices of it that its sharding ranks keep, in their order and with padding behind. Parts of all
-tensor ranks tile the tensor; a group more for the same part is a copy, compared when it is read.
+The one idea: a tensor is held by groups of ranks. A group, one (stage, tensor rank), or expert rank, has one copy of
+one part: an array, or under sharding v2 flat slices of it that its sharding ranks keep, in their order and with padding
+behind. Parts of all tensor ranks tile the tensor; a group more for the same part is a copy, compared when it is read.
 
     q_proj.weight (16, 32), tp 2, sharding v2 over 2 ranks: a group's part is (16, 16), 256 elements
     tp00_shard00: [200]   tp00_shard01: [312]     rows 0..12 and half of row 12; the rest, then 256 elements of padding
 
-Specification: `formats.paddle.rules` (parts), PaddleFormers 1.2.0 `trainer/utils/reshard/sharding_v2.py` (`merge_tensors`: slices
-by rank, joined and cut to the parameter's size; betas are whole everywhere). Cost: some us a tensor and rank.
-What it does not do: read files or tell whose a tensor is (`formats.paddle.read`).
+Where no config states how many key and value heads there are, the values decide: ranks whose k_proj differ hold
+different heads, ranks whose k_proj are equal to the bit hold the same ones. A tensor of one value throughout (zeros,
+ones) shows nothing. All states of a tensor are compared: weights in few bits may be equal by chance, their moments are
+not. Up to 1 MiB a rank and state is read for one tensor of each kind; nothing where a config or a meta states it.
+
+Experts: Paddle's model classes keep a list as long as there are experts, with holes for those of other ranks, so names
+bear global numbers. A class that lists its own alone counts from 0 on every rank, and then the same names stand in the
+files of all expert ranks: rank e's expert i is number e * own + i.
+
+    2 expert ranks, both hold experts.0, experts.1; config: 4 experts      rank 1's experts.1 -> experts.3
+    the same, config: 2 experts                                            copies of one another
+
+Without a config the same names are taken for local ones: copies of all experts on all expert ranks would not be expert
+parallelism.
+
+Specification: `formats.paddle.rules` (parts), PaddleFormers 1.2.0 `trainer/utils/reshard/sharding_v2.py`
+(`merge_tensors`: slices by rank, joined and cut to the parameter's size; betas are whole everywhere),
+`transformers/moe_layer.py`, `nn/moe_deepep/modular_moe_layer.py`, `model_utils.py` (`global_expert_id_offset`). Cost:
+some us a tensor and rank. What it does not do: read files or find whose a tensor is (`formats.paddle.read`); grouped
+experts in one tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.box import Box, flat_boxes, whole
+from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.soundness import MOMENTS
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
-from ckpt_tool.formats.paddle.accumulators import SCALARS
-from ckpt_tool.formats.paddle.file import Saved, chunks_of
-from ckpt_tool.formats.paddle.ranks import CONTRADICTION, Degrees, Where
-from ckpt_tool.formats.paddle.rules import Cut, experts_are_cut, is_expert, joined_shape, local_boxes, stored_cut
+from ckpt_tool.formats.paddle.job import ALIGNMENT, Degrees, Rank, padded
+from ckpt_tool.formats.paddle.names import SCALARS
+from ckpt_tool.formats.paddle.pickle_file import Boxes, Saved, chunks_of, run_chunks
+from ckpt_tool.formats.paddle.ranks import CONTRADICTION, two_jobs
+from ckpt_tool.formats.paddle.rules import (
+    Cut,
+    experts_are_cut,
+    is_expert,
+    joined_shape,
+    local_boxes,
+    stored_cut,
+    text_config,
+)
+from ckpt_tool.storage.records import read_array
+from ckpt_tool.storage.source import Tree
+
+# -- parts or copies, by values ----------------------------------------------------------------------------------------
+
+LOOKED_AT = 1 << 20  # bytes of each rank's array
+
+
+def differ(tree: Tree, lists: Sequence[Sequence[StoredArray]]) -> bool | None:
+    """Do ranks' arrays hold different values? lists: of each state of a tensor the ranks' arrays, of one shape and
+    dtype. None: they can't tell."""
+    found = [_differ(tree, arrays) for arrays in lists]
+    return True if True in found else False if False in found else None
+
+
+def _differ(tree: Tree, arrays: Sequence[StoredArray]) -> bool | None:
+    if len(arrays) < 2 or any(array.strides is not None for array in arrays):
+        return None
+    first = arrays[0]
+    width = max(first.dtype.bits // 8, 1)
+    nbytes = min(first.dtype.nbytes(first.numel), LOOKED_AT // width * width)
+    if not nbytes:
+        return None
+    seen = read_array(tree, first, nbytes)
+    if any(read_array(tree, other, nbytes) != seen for other in arrays[1:]):
+        return True
+    return None if seen == seen[:width] * (nbytes // width) else False
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"((?:^|\.)experts\.)(\d{1,9})(?=\.)")
+_COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """local: experts of one rank, 0 where names bear global numbers. own: ranks hold experts that others do not
+    have."""
+
+    local: int = 0
+    own: bool = False
+
+    def logical(self, name: str, ep: int) -> str:
+        """The name with the global number."""
+        if not self.local or not ep:
+            return name
+        return _NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + ep * self.local}", name, count=1)
+
+    def is_apart(self, name: str) -> bool:
+        """May other ranks of the stage lack it?"""
+        return self.own and is_expert(name)
+
+
+def number_experts(
+    held: Mapping[tuple[int, int, int], set[str]], degrees: Degrees, config: Mapping[str, Any], *, parted: bool = True
+) -> Numbering:
+    """How experts are numbered. held: the names of each (tp, pp, ep). parted: False where a meta says that every rank
+    has all (no expert is kept out of the gradients' synchronisation)."""
+    numbers: dict[tuple[int, int, int], frozenset[int]] = {}
+    for at, names in held.items():
+        mine = frozenset(int(found[2]) for name in names if (found := _NUMBER.search(name)))
+        if mine:
+            numbers[at] = mine
+    if degrees.ep == 1:
+        apart = any(
+            not a & b for (x, a) in numbers.items() for (y, b) in numbers.items() if x[1] == y[1] and x[0] != y[0]
+        )
+        return Numbering(0, apart)  # experts spread over the tensor ranks
+    if not parted:
+        return Numbering()
+    by_rank = {ep: frozenset().union(*(n for at, n in numbers.items() if at[2] == ep)) for (_, _, ep) in numbers}
+    sets = set(by_rank.values())
+    count = next(iter(sets), frozenset())
+    if len(by_rank) == degrees.ep and len(sets) == 1 and count == frozenset(range(len(count))):
+        stated = next((n for key in _COUNTS if type(n := text_config(config).get(key)) is int), None)
+        if stated is None or stated != len(count):
+            return Numbering(len(count), True)
+        return Numbering(0, False)
+    return Numbering(0, True)
+
+
+# -- gathering ---------------------------------------------------------------------------------------------------------
 
 SLICES, TWICE = "E1316", "E1317"
 _NUMBERS = re.compile(r"\d+")
-_PADDING = 256  # bytes that slices are padded to, times the sharding ranks
-
-Pieces = list[tuple[Box, Box]]  # (in the logical tensor, in the part)
 
 
 class Held(NamedTuple):
     """What one file holds of a key. buffered: it may be a slice of a fused buffer (v2)."""
 
-    where: Where
+    where: Rank
     saved: Saved
     dtype: DType
     buffered: bool
@@ -48,9 +154,10 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Gathering:
-    """All keys while files are taken apart. config: the model's. shapes: structured name -> shape of a tensor rank's part.
-    distributed: what the meta says of it. sliced: the states are slices (v2), None where nothing states it. apart: is a name an
-    expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state) hold different values (`paddle.evidence`)?"""
+    """All keys while files are taken apart. config: the model's. shapes: structured name -> shape of a tensor rank's
+    part. distributed: what the meta says of it. sliced: the states are slices (v2), None where nothing states it.
+    apart: is a name an expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state)
+    hold different values (`paddle.gather`)?"""
 
     degrees: Degrees
     config: Mapping[str, Any]
@@ -68,10 +175,7 @@ class Gathering:
         """A rank's part of `name` has `shape`. Raises InconsistentCheckpoint E0305 when another rank's has another."""
         known = self.shapes.setdefault(name, shape)
         if known != shape:
-            raise InconsistentCheckpoint(
-                f"a part of shape {list(shape)}, another rank's is {list(known)}", code=CONTRADICTION, path=path, key=name,
-                hint="files of two jobs lie together: keep those of one",
-            )  # fmt: skip
+            raise two_jobs(CONTRADICTION, f"a part of shape {list(shape)}, another rank's is {list(known)}", path, name)
 
     def hold(self, key: TensorKey, held: Held) -> None:
         """Note what a file holds. Raises InconsistentCheckpoint E1317 when one file holds a key twice."""
@@ -80,9 +184,12 @@ class Gathering:
         group = self._found.setdefault(key, {}).setdefault((where.pp, where.tp, own), [])
         if any(other.saved.parts[0].path == held.saved.parts[0].path for other in group):
             raise InconsistentCheckpoint(
-                f"two tensors of one file are both its {key.state}: {'.'.join(map(str, held.saved.path))[:200]}", code=TWICE,
-                path=held.saved.parts[0].path, key=str(key), hint="the file or the table of names was edited",
-            )  # fmt: skip
+                f"two tensors of one file are both its {key.state}: {'.'.join(map(str, held.saved.path))[:200]}",
+                code=TWICE,
+                path=held.saved.parts[0].path,
+                key=str(key),
+                hint="the file or the table of names was edited",
+            )
         group.append(held)
 
     def keys(self) -> Iterable[TensorKey]:
@@ -93,8 +200,8 @@ class Gathering:
         return ((pp, tp) for pp, tp, _ in self._found[key])
 
     def tensors(self, order: Iterable[str]) -> dict[TensorKey, LogicalTensor]:
-        """All tensors, by state; names in `order` (others behind). Raises InconsistentCheckpoint E0305, E1316, InputError
-        E1310."""
+        """All tensors, by state; names in `order` (others behind). Raises InconsistentCheckpoint E0305, E1316,
+        InputError E1310."""
         names = dict.fromkeys([*order, *(key.name for key in self._found)])
         states = dict.fromkeys(key.state for key in self._found)
         out = {}
@@ -105,7 +212,7 @@ class Gathering:
                     out[key] = self._tensor(key)
         return out
 
-    # -- one tensor -------------------------------------------------------------------------------------------------------
+    # -- one tensor ----------------------------------------------------------------------------------------------------
 
     def _tensor(self, key: TensorKey) -> LogicalTensor:
         groups = self._found[key]
@@ -143,7 +250,8 @@ class Gathering:
         return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
 
     def _apart_in_shape(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...]) -> bool:
-        """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are not."""
+        """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are
+        not."""
         if key.state in (MODEL, MASTER, EMA) or key.state in MOMENTS or self.degrees.tp > 1 or self.sliced:
             return False
         return all(len(group) == 1 and group[0].saved.shape != local for group in groups)
@@ -156,9 +264,12 @@ class Gathering:
                 raise self._differ(key, one, f"shapes {list(shape)} and {list(one.saved.shape)}")
             if key.state in SCALARS and prod(shape) != 1:
                 raise InconsistentCheckpoint(
-                    f"{key.state} has shape {list(shape)}: it is one number a parameter", code=CONTRADICTION,
-                    path=one.saved.parts[0].path, key=str(key), hint="the file was edited or damaged: fetch it again",
-                )  # fmt: skip
+                    f"{key.state} has shape {list(shape)}: it is one number a parameter",
+                    code=CONTRADICTION,
+                    path=one.saved.parts[0].path,
+                    key=str(key),
+                    hint="the file was edited or damaged: fetch it again",
+                )
             chunks += [replace(c, replica=copy) for c in chunks_of(one.saved, whole(shape), dtype=one.dtype)]
         return LogicalTensor(key, shape, held[0].dtype, tuple(chunks))
 
@@ -172,14 +283,14 @@ class Gathering:
             try:
                 cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=distributed)
             except InputError:
-                told = self._told(name)
-                if told is None:
+                seen = self._by_values(name)
+                if seen is None:
                     raise
-                cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=told)
+                cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=seen)
             self._cuts[name] = cut
         return cut
 
-    def _told(self, name: str) -> bool | None:
+    def _by_values(self, name: str) -> bool | None:
         """Is it parted? By the values of one tensor of its kind, in all states that ranks keep whole."""
         kind = _NUMBERS.sub("#", name)
         if kind not in self._kinds:
@@ -194,13 +305,11 @@ class Gathering:
         return self._kinds[kind]
 
     def parted_heads(self) -> bool | None:
-        """Do the ranks hold parts of keys and values, as far as their values told? None where nobody asked."""
-        told = [parted for kind, parted in self._kinds.items() if kind.endswith(".k_proj.weight")]
-        return told[0] if told else None
+        """Do the ranks hold parts of keys and values, as far as their values show? None where nothing needed it."""
+        seen = [parted for kind, parted in self._kinds.items() if kind.endswith(".k_proj.weight")]
+        return seen[0] if seen else None
 
-    def _parts(
-        self, key: TensorKey, local: tuple[int, ...], pieces: Pieces, group: list[Held]
-    ) -> Iterable[list[Chunk]]:
+    def _parts(self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[Held]) -> Iterable[list[Chunk]]:
         """The copies that one group holds, as chunks of the logical tensor."""
         group = sorted(group, key=lambda held: self._turn(key.name, held.where))
         if self.sliced is not False and group[0].buffered and self._are_slices(local, group):
@@ -212,67 +321,47 @@ class Gathering:
                 raise self._differ(key, held, f"shapes {list(local)} and {list(held.saved.shape)}")
             yield [chunk for there, here in pieces for chunk in chunks_of(held.saved, there, here, held.dtype)]
 
-    def _turn(self, name: str, where: Where) -> int:
+    def _turn(self, name: str, where: Rank) -> int:
         """The rank within the group that shares the states of `name`."""
-        degrees = self.degrees
-        if degrees.ep > 1 and not degrees.by_data and self.apart(name):
-            return (where.shard * degrees.tp + where.tp) // degrees.ep
-        return where.shard
+        return where.moe_shard if self.apart(name) else where.shard
 
     def _are_slices(self, local: tuple[int, ...], group: list[Held]) -> bool:
         if any(len(held.saved.shape) != 1 for held in group):
             return False
         return bool(self.sliced) or any(held.saved.shape != local for held in group)
 
-    def _from_slices(self, key: TensorKey, local: tuple[int, ...], pieces: Pieces, group: list[Held]) -> list[Chunk]:
+    def _from_slices(self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[Held]) -> list[Chunk]:
         turns = [self._turn(key.name, held.where) for held in group]
         total, numel = sum(held.saved.shape[0] for held in group), prod(local)
         if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded(key.name, numel):
             raise InconsistentCheckpoint(
-                f"slices of {[held.saved.shape[0] for held in group]} elements from sharding ranks {turns} do not make up"
-                f" {numel} with padding to {_PADDING} bytes a rank", code=SLICES, path=group[0].saved.parts[0].path, key=str(key),
+                f"slices of {[held.saved.shape[0] for held in group]} elements from sharding ranks {turns} do not "
+                f"make up {numel} with padding to {ALIGNMENT} bytes a rank",
+                code=SLICES,
+                path=group[0].saved.parts[0].path,
+                key=str(key),
                 hint="files of two jobs lie together, or the model's shapes are another's",
-            )  # fmt: skip
+            )
         chunks: list[Chunk] = []
         at = 0
         for held in group:
             for array in held.saved.parts:
                 array = replace(array, dtype=held.dtype)
-                chunks += _slice_chunks(array, local, pieces, at, min(at + array.numel, numel))
+                chunks += run_chunks(array, local, pieces, min(at, numel), min(at + array.numel, numel))
                 at += array.numel
         return chunks
 
     def _padded(self, name: str, numel: int) -> set[int]:
-        """Elements that a parameter may take in a fused buffer: the next multiple of 256 bytes times the ranks. One that has a
-        master is of 16 bits. Never fewer: where a slice was lost, the others must not make a whole."""
-        degrees = self.degrees
-        ranks = degrees.sharding
-        if degrees.ep > 1 and not degrees.by_data and self.apart(name):
-            ranks = max(degrees.tp * degrees.sharding // degrees.ep, 1)
+        """Elements that a parameter may take in a fused buffer: the next multiple of 256 bytes times the ranks. One
+        that has a master is of 16 bits. Never fewer: where a slice was lost, the others must not make a whole."""
+        ranks = self.degrees.moe_sharding if self.apart(name) else self.degrees.sharding
         widths = (2,) if TensorKey(name, MASTER) in self._found else (2, 4)
-        units = [_PADDING // width * ranks for width in widths]
-        return {-(-numel // unit) * unit for unit in units}
+        return {padded(numel, width, ranks) for width in widths}
 
     def _differ(self, key: TensorKey, held: Held, what: str) -> InconsistentCheckpoint:
-        return InconsistentCheckpoint(
+        return two_jobs(
+            CONTRADICTION,
             f"ranks hold it with different {'types' if 'shapes' not in what else ''}{what}".replace("  ", " "),
-            code=CONTRADICTION, path=held.saved.parts[0].path, key=str(key),
-            hint="files of two jobs lie together: keep those of one",
-        )  # fmt: skip
-
-
-def _slice_chunks(array: StoredArray, local: tuple[int, ...], pieces: Pieces, start: int, stop: int) -> list[Chunk]:
-    """Elements [start, stop) of a part's row-major line, which `array` begins with, as chunks of the logical tensor."""
-    out: list[Chunk] = []
-    at = start
-    if stop <= start:
-        return out
-    for run in flat_boxes(local, start, stop):
-        view = array.view(at - start, run.shape)
-        at += run.numel
-        for there, here in pieces:
-            shared = run & here
-            if shared is not None:
-                shift = tuple(t - h for t, h in zip(there.offset, here.offset, strict=True))
-                out.append(Chunk(shared.translate(shift), view, shared.translate(run.offset, sign=-1)))
-    return out
+            held.saved.parts[0].path,
+            str(key),
+        )

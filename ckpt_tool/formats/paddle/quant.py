@@ -1,7 +1,9 @@
-"""Quantised optimizer states of Paddle (`ckpt_quant_stage` O1 and O2): what is stored, and under which states it is shown.
+"""Quantised optimizer states of Paddle (`ckpt_quant_stage` O1 and O2): what is stored, and under which states it is
+shown.
 
-The one idea: a quantised moment is no moment until somebody dequantises it, so it gets a state of its own that no trainer
-mistakes for one, and its scales travel beside it under the same parameter. Nothing is lost by moving them as they are.
+The one idea: a quantised moment is no moment until somebody dequantises it, so it gets a state of its own that no
+trainer mistakes for one, and its scales travel beside it under the same parameter. Nothing is lost by moving them as
+they are.
 
     file key                    dtype, shape        state                        stage
     K/moment1_0                 I8 as K             exp_avg@int8                 O1
@@ -14,12 +16,12 @@ mistakes for one, and its scales travel beside it under the same parameter. Noth
 Arithmetic (b = 127, 255, 7, 15; rows of O2 in groups of 32 along axis 0; scales broadcast over the last axis; of a 1-d
 parameter in O1 there is one scale, shape ()):
 
-    O1   exp_avg = q / 127 * scale                          exp_avg_sq = (1 / r - 1e-8)^2, r = q / 255 * (max - min) + min
-    O2   exp_avg = (q >> 4) * scale / 7                     r = (q & 15) / 15 * (max - min) + min
+    O1   exp_avg = q / 127 * scale                        exp_avg_sq = (1 / r - 1e-8)^2, r = q / 255 * (max - min) + min
+    O2   exp_avg = (q >> 4) * scale / 7                   r = (q & 15) / 15 * (max - min) + min
 
 O2 stores no `K/moment1_0`, though the index still names it; `total_size` counts what was there before quantising.
 Source: PaddleFormers 1.2.0 `quantization/unified_checkpoint_quantization.py`, `checkpoint_quantization_utils.py`
-(`qdq_weight`, `asymmetry_qdq_weight`, `group_wise_quant_dequant`, `merge_int4`). The arithmetic is `run.dequantize`.
+(`qdq_weight`, `asymmetry_qdq_weight`, `group_wise_quant_dequant`, `merge_int4`). The arithmetic is `quantised`.
 
 A catalog that holds such states says so: `hints["quantised"] == {"kind": "paddle", "stage": "O1"}`.
 """
@@ -38,7 +40,8 @@ GROUP = 32  # rows of O2 that share a scale
 
 
 class Quantised(NamedTuple):
-    """One state to be made: `made` (F32, of the shape of `stored`) from `stored` and its scales, all of one parameter."""
+    """One state to be made: `made` (F32, of the shape of `stored`) from `stored` and its scales, all of one
+    parameter."""
 
     made: str
     stored: str
@@ -47,10 +50,7 @@ class Quantised(NamedTuple):
 
 RECIPES: Mapping[str, Sequence[Quantised]] = {
     "O1": (Quantised("exp_avg", FIRST8, (FIRST_SCALES,)), Quantised("exp_avg_sq", SECOND8, (SECOND_LOW, SECOND_HIGH))),
-    "O2": (
-        Quantised("exp_avg", PACKED, (FIRST_SCALES,)),
-        Quantised("exp_avg_sq", PACKED, (SECOND_LOW, SECOND_HIGH)),
-    ),
+    "O2": (Quantised("exp_avg", PACKED, (FIRST_SCALES,)), Quantised("exp_avg_sq", PACKED, (SECOND_LOW, SECOND_HIGH))),
 }
 STATES = frozenset((FIRST8, FIRST_SCALES, SECOND8, SECOND_LOW, SECOND_HIGH, PACKED))
 

@@ -1,44 +1,60 @@
-"""Reading a Paddle checkpoint a rank: every file's pickle, the metas, put into one catalog.
+"""Reading a path that holds files of paddle.save: ranks' files in a folder, or one file alone, as one catalog.
 
-The one idea: three passes over values that are small. Pickles of all files give names and shapes of a rank's parts; tables of
-names (of the model files, or model_meta.json) say whose the optimizer's tensors are; then parts are gathered.
+    checkpoint-100/  model_state.tp0{0,1}.pdparams  optimizer.tp0{0,1}.pdopt  scheduler.pdparams  config.json
+                     training_args.bin  rng_state_0.pth                              named in a note, never unpickled
+    fc.pdparams      a state dict;   train.pd   {"model": {...}, "epoch": 3}: names by where tensors hang
+
+Three passes over values that are small: pickles of all files give names and shapes of a rank's parts; tables of names
+(of the model files, or model_meta.json) show whose the optimizer's tensors are; then parts are gathered.
 
 Specification: `formats.paddle.format`. Cost: a pickle a file, some us a tensor and file.
-What it does not do: read values.
+What it does not do: read values, gather parts (`formats.paddle.gather`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.tensor import EMA, MASTER, MODEL, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
-from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, SCHEDULER, Owner, Table
-from ckpt_tool.formats.paddle.evidence import differ
-from ckpt_tool.formats.paddle.experts import Numbering, number_experts
-from ckpt_tool.formats.paddle.file import PaddleContent, Saved, read_paddle
-from ckpt_tool.formats.paddle.gather import Gathering, Held
-from ckpt_tool.formats.paddle.meta import CONTRADICTS, StageMeta, read_meta
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.formats.hf.files import is_sidefile
+from ckpt_tool.formats.paddle.extras import lies_beside, read_config, read_extras
+from ckpt_tool.formats.paddle.gather import Gathering, Held, Numbering, differ, number_experts
+from ckpt_tool.formats.paddle.job import Rank
+from ckpt_tool.formats.paddle.names import MASTER_WEIGHTS, SCHEDULER, Owner, Table, without_master
+from ckpt_tool.formats.paddle.pickle_file import PaddleContent, Saved, chunks_of, read_paddle
 from ckpt_tool.formats.paddle.ranks import (
     CONTRADICTION,
+    CONTRADICTS,
     EMA_FILE,
     MISSING,
     MODEL_FILE,
+    OPTIMIZER_FILE,
     RankFile,
-    Where,
+    StageMeta,
     check_whole,
     degrees_of,
+    rank_file,
+    rank_files,
+    rank_of,
+    read_meta,
+    two_jobs,
 )
 from ckpt_tool.formats.paddle.rules import HEADS, is_expert, text_config
+from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.source import Tree
+
+# -- files of ranks ----------------------------------------------------------------------------------------------------
 
 NO_NAME, NO_DTYPE, NESTED = "E1313", "E1314", "E1318"
 STATIC_NAMES, FROZEN, BY_VALUES = "N1301", "N1302", "N1304"
@@ -56,7 +72,7 @@ class Reading:
         self.degrees = degrees_of(tree, files, self.meta.degrees)
         if tree.single is None:
             check_whole(tree, files, self.degrees)
-        self.where = {file.name: self.degrees.where(file) for file in files}
+        self.where = {file.name: rank_of(file, self.degrees) for file in files}
         self.contents = by_file((file.name for file in files), lambda name: read_paddle(tree, name))
         self.notes: list[Note] = []
         self.config = config
@@ -64,8 +80,12 @@ class Reading:
         self._collect_names(extra)
         self.numbering = self._numbering()
         self.gathering = Gathering(
-            self.degrees, self._with_sizes(), sliced=self._strategy(), apart=self.numbering.is_apart, differ=self._differ
-        )  # fmt: skip
+            self.degrees,
+            self._with_sizes(),
+            sliced=self._strategy(),
+            apart=self.numbering.is_apart,
+            differ=self._differ,
+        )
         self.bf16 = self._says_bf16()
 
     def catalog(self, extras: dict[Any, Any], sidefiles: Iterable[str], beside: Iterable[str]) -> Catalog:
@@ -84,19 +104,25 @@ class Reading:
         parted = self.gathering.parted_heads()
         seen = {} if parted is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": parted}}
         catalog = Catalog(
-            "paddle", tensors, self._extras() | seen | extras, Mesh.of_degrees(self.degrees.to_json()),
-            (*self.contents, *self.meta.files, *beside), tuple(sidefiles), tuple(self.notes),
-            tuple(dict.fromkeys(line for content in contents for line in content.unsafe)), self._hints(),
-        )  # fmt: skip
+            "paddle",
+            tensors,
+            self._extras() | seen | extras,
+            Mesh.of_degrees(self.degrees.to_json()),
+            (*self.contents, *self.meta.files, *beside),
+            tuple(sidefiles),
+            tuple(self.notes),
+            tuple(dict.fromkeys(line for content in contents for line in content.unsafe)),
+            self._hints(),
+        )
         catalog.check()
         return catalog
 
     # -- names --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, where: Where) -> tuple[int, int, int]:
+    def _stage(self, where: Rank) -> tuple[int, int, int]:
         return (where.tp, where.pp, where.ep)
 
-    def _meta_of(self, where: Where) -> StageMeta | None:
+    def _meta_of(self, where: Rank) -> StageMeta | None:
         stages = self.meta.stages
         return stages.get((where.tp, where.pp, where.ep)) or stages.get((where.tp, where.pp, 0))
 
@@ -110,21 +136,23 @@ class Reading:
             if file.kind == MODEL_FILE:
                 self._add_names(self.where[file.name], self.contents[file.name], self.tree.display(file.name))
         for name in extra:
-            self._add_names(Where(0, 0, 0, 0), read_paddle(self.tree, name), self.tree.display(name))
+            self._add_names(self.degrees.rank(0, 0, 0), read_paddle(self.tree, name), self.tree.display(name))
 
-    def _add_names(self, where: Where, content: PaddleContent, shown: str) -> None:
+    def _add_names(self, where: Rank, content: PaddleContent, shown: str) -> None:
         mine = self._names.setdefault(self._stage(where), {})
         for saved in content.leaves:
             if len(saved.path) != 1 or not saved.name:
                 continue
             name = str(saved.path[0])
             if mine.setdefault(name, saved.name) != saved.name:
-                raise InconsistentCheckpoint(
-                    f"model_meta.json calls it {mine[name][:100]}, the model file {saved.name[:100]}", code=CONTRADICTS,
-                    path=shown, key=name, hint="files of two jobs lie together: keep those of one",
-                )  # fmt: skip
+                raise two_jobs(
+                    CONTRADICTS,
+                    f"model_meta.json calls it {mine[name][:100]}, the model file {saved.name[:100]}",
+                    shown,
+                    name,
+                )
 
-    def _table(self, where: Where) -> Table | None:
+    def _table(self, where: Rank) -> Table | None:
         """The table for a rank's optimizer; None where no table of its (tensor rank, stage) is known."""
         own = self._names.get(self._stage(where))
         if own is None and self.degrees.ep > 1:  # data ranks without a model file of their own
@@ -140,7 +168,7 @@ class Reading:
         flags = {p.no_sync for stage in self.meta.stages.values() for n, p in stage.params.items() if is_expert(n)}
         return number_experts(held, self.degrees, self.config, parted=flags != {False})
 
-    def _logical(self, name: str, where: Where) -> str:
+    def _logical(self, name: str, where: Rank) -> str:
         return self.numbering.logical(name, where.ep)
 
     def _order(self) -> list[str]:
@@ -166,16 +194,20 @@ class Reading:
         for saved in content.leaves:
             if len(saved.path) != 1:
                 raise InputError(
-                    f"a tensor at {dotted(saved.path)[:120]}: a rank's model file is a flat dict", code=NESTED,
-                    path=self.tree.display(file.name), hint="pass the file itself: a single one may nest",
-                )  # fmt: skip
+                    f"a tensor at {dotted(saved.path)[:120]}: a rank's model file is a flat dict",
+                    code=NESTED,
+                    path=self.tree.display(file.name),
+                    hint="pass the file itself: a single one may nest",
+                )
             name = str(saved.path[0])
             param = stage.params.get(name) if stage else None
             if param is not None and param.shape != saved.shape:
-                raise InconsistentCheckpoint(
-                    f"stored with shape {list(saved.shape)}, the meta states {list(param.shape)}", code=CONTRADICTS,
-                    path=self.tree.display(file.name), key=name, hint="files of two jobs lie together: keep those of one",
-                )  # fmt: skip
+                raise two_jobs(
+                    CONTRADICTS,
+                    f"stored with shape {list(saved.shape)}, the meta states {list(param.shape)}",
+                    self.tree.display(file.name),
+                    name,
+                )
             logical = self._logical(name, where)
             self.gathering.shape(logical, saved.shape, self.tree.display(file.name))
             dtype = self.dtype(saved, param.dtype if param else None)
@@ -196,20 +228,25 @@ class Reading:
             self.gathering.hold(key, Held(where, saved, self.dtype(saved, None), buffered))
         if unknown:
             raise InputError(
-                f"{len(unknown)} of {len(content.leaves)} tensors are of parameters that no table names: {unknown[0][:120]}",
-                code=NO_NAME, path=self.tree.display(file.name), faults=[f"no name: {key[:200]}" for key in unknown[1:50]],
-                hint="Paddle's own names change with the job: put the model's file of the same rank (model_state...pdparams)"
+                f"{len(unknown)} of {len(content.leaves)} tensors are of parameters that no table names: "
+                f"{unknown[0][:120]}",
+                code=NO_NAME,
+                path=self.tree.display(file.name),
+                faults=[f"no name: {key[:200]}" for key in unknown[1:50]],
+                hint="Paddle's own names change with the job: put the model's file of the same rank "
+                "(model_state...pdparams)"
                 " or model_meta.json of the same save beside it",
-            )  # fmt: skip
+            )
         if table is None and content.leaves:
             self._note(
-                STATIC_NAMES, "no model file or meta tells the names of the parameters: Paddle's own (static) ones are shown",
+                STATIC_NAMES,
+                "no model file or meta tells the names of the parameters: Paddle's own (static) ones are shown",
                 file.name,
-            )  # fmt: skip
+            )
 
     def _refuse_others_shares(self, file: RankFile, content: PaddleContent, table: Table | None) -> None:
-        """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks: it is
-        one of theirs. (Experts are dealt inside a group of their own.)"""
+        """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks:
+        it is one of theirs. (Experts are dealt inside a group of their own.)"""
         where = self.where[file.name]
         stage = self._meta_of(where)
         if stage is None or not stage.owners or table is None:
@@ -220,17 +257,19 @@ class Reading:
             owner = table.owner(path[0]) if len(path) == 1 and file.kind != EMA_FILE else None
             static = path[1] if path[0] == MASTER_WEIGHTS and len(path) == 2 else owner.static if owner else ""
             rank = stage.owners.get(static, where.shard)
-            single = prod(saved.shape) == 1  # a number of a parameter may lie on every rank
+            single = prod(saved.shape) == 1  # a number of a parameter may be on every rank
             if rank != where.shard and not single and not is_expert(table.structured.get(static, "")):
                 others.append(f"{dotted(saved.path)[:200]} is sharding rank {rank}'s")
         if others:
             raise InconsistentCheckpoint(
-                f"{len(others)} of {len(content.leaves)} tensors belong to other sharding ranks: {others[0]}", code=CONTRADICTION,
-                path=self.tree.display(file.name), faults=others[1:50],
+                f"{len(others)} of {len(content.leaves)} tensors belong to other sharding ranks: {others[0]}",
+                code=CONTRADICTION,
+                path=self.tree.display(file.name),
+                faults=others[1:50],
                 hint=f"{stage.shown} says who owns what: another rank's file was copied here, or it is of another save",
-            )  # fmt: skip
+            )
 
-    def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Where) -> TensorKey | None:
+    def _key_of(self, file: RankFile, saved: Saved, table: Table | None, where: Rank) -> TensorKey | None:
         path = [str(step) for step in saved.path]
         average = file.kind == EMA_FILE
         if path[0] == MASTER_WEIGHTS and len(path) == 2:
@@ -256,20 +295,22 @@ class Reading:
             return True
         return any(
             saved.path[0] == MASTER_WEIGHTS
-            for file in self.files if file.kind != MODEL_FILE
+            for file in self.files
+            if file.kind != MODEL_FILE
             for saved in self.contents[file.name].leaves
-        )  # fmt: skip
+        )
 
     def dtype(self, saved: Saved, stated: DType | None) -> DType:
-        """What a stored array's bits are. Raises InputError E1314 where nothing says it, E1312 where the meta contradicts."""
+        """What a stored array's bits are. Raises InputError E1314 where nothing says it, E1312 where the meta
+        contradicts."""
         return element_type(saved, stated, bf16=self.bf16)
 
     def _differ(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
-        told = differ(self.tree, lists)
-        if told is not None:
-            what = "the ranks' differ, so they are parts" if told else "the ranks' are equal, so they are copies"
+        differing = differ(self.tree, lists)
+        if differing is not None:
+            what = "the ranks' differ, so they are parts" if differing else "the ranks' are equal, so they are copies"
             self.notes.append(Note(BY_VALUES, f"how ranks share it is told by its values: {what}", key=name))
-        return told
+        return differing
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -286,10 +327,13 @@ class Reading:
                 lost = sorted(every - ranks.get(tp, set()))
                 if lost:
                     raise InconsistentCheckpoint(
-                        f"tensor rank {tp} of stage {pp} lacks {len(lost)} parameters that others have", code=CONTRADICTION,
-                        path=self.tree.display(), key=lost[0], faults=lost[1:50],
+                        f"tensor rank {tp} of stage {pp} lacks {len(lost)} parameters that others have",
+                        code=CONTRADICTION,
+                        path=self.tree.display(),
+                        key=lost[0],
+                        faults=lost[1:50],
                         hint="a file was cut short, or files of two jobs lie together",
-                    )  # fmt: skip
+                    )
 
     def _all_there(self) -> None:
         """Every parameter that a meta deals to a rank must be there; others that it names may be frozen: a note."""
@@ -304,15 +348,20 @@ class Reading:
                     continue
                 if static in stage.owners:
                     raise Incomplete(
-                        f"sharding rank {stage.owners[static]} should hold it, no file does", code=MISSING,
-                        path=stage.shown, key=name, hint="a file was cut short, or is of another save",
-                    )  # fmt: skip
+                        f"sharding rank {stage.owners[static]} should hold it, no file does",
+                        code=MISSING,
+                        path=stage.shown,
+                        key=name,
+                        hint="a file was cut short, or is of another save",
+                    )
                 frozen[self.numbering.logical(name, ep)] = None
         if frozen:
             self._note(
-                FROZEN, f"{len(frozen)} parameters that model_meta.json names are in no file (frozen ones are not saved):"
-                f" {', '.join(sorted(frozen)[:3])}", self.meta.files[0],
-            )  # fmt: skip
+                FROZEN,
+                f"{len(frozen)} parameters that model_meta.json names are in no file (frozen ones are not saved):"
+                f" {', '.join(sorted(frozen)[:3])}",
+                self.meta.files[0],
+            )
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -324,9 +373,11 @@ class Reading:
             for key, value in (extras if isinstance(extras, dict) else {}).items():
                 if out.setdefault(key, value) != value and key == SCHEDULER:
                     raise InconsistentCheckpoint(
-                        f"{SCHEDULER} is {str(value)[:80]}, another rank's {str(out[key])[:80]}", code=CONTRADICTION,
-                        path=self.tree.display(file.name), hint="files of two saves lie together: keep those of one step",
-                    )  # fmt: skip
+                        f"{SCHEDULER} is {str(value)[:80]}, another rank's {str(out[key])[:80]}",
+                        code=CONTRADICTION,
+                        path=self.tree.display(file.name),
+                        hint="files of two saves lie together: keep those of one step",
+                    )
         return out
 
     def _with_sizes(self) -> Mapping[str, Any]:
@@ -383,34 +434,34 @@ class Reading:
 
 
 def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
-    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8. stated: by the meta. A tensor that has a name of
-    its own was one of Paddle's, which has no unsigned 16-bit integers. bf16: what a bare array of them is.
+    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8. stated: by the meta. A tensor that has a
+    name of its own was one of Paddle's, which has no unsigned 16-bit integers. bf16: what a bare array of them is.
 
-    Raises InputError E1314 where nothing says what U16 is, InconsistentCheckpoint E1312 where the meta contradicts the file."""
+    Raises InputError E1314 where nothing says what U16 is, InconsistentCheckpoint E1312 where the meta contradicts the
+    file."""
     path, key = saved.parts[0].path, dotted(saved.path)[:200]
     if stated is not None and stated != saved.dtype:
         marked = {"U16": ("BF16",), "I8": ("F8_E4M3", "F8_E5M2")}.get(saved.dtype.name, ())
         if stated.name not in marked:
-            raise InconsistentCheckpoint(
-                f"stored as {saved.dtype.name}, the meta states {stated.name}", code=CONTRADICTS, path=path, key=key,
-                hint="files of two jobs lie together: keep those of one",
-            )  # fmt: skip
+            raise two_jobs(CONTRADICTS, f"stored as {saved.dtype.name}, the meta states {stated.name}", path, key)
         return stated
     if stated is not None or saved.dtype.name != "U16":
         return saved.dtype
     if not bf16 and not saved.name:
         raise InputError(
-            "unsigned 16-bit integers, which is how Paddle stores bfloat16 too, and nothing says which they are", code=NO_DTYPE,
-            path=path, key=key,
+            "unsigned 16-bit integers, which is how Paddle stores bfloat16 too, and nothing says which they are",
+            code=NO_DTYPE,
+            path=path,
+            key=key,
             hint='pass the model\'s config.json with --config, or a file with {"torch_dtype": "bfloat16"}',
-        )  # fmt: skip
+        )
     return DTYPES["BF16"]
 
 
 def says_bf16(config: Mapping[str, Any]) -> bool:
     """Does a config say that the model is bfloat16?"""
-    said = [config.get("torch_dtype"), config.get("dtype"), text_config(config).get("torch_dtype")]
-    return any(isinstance(name, str) and from_name(name) is DTYPES["BF16"] for name in said)
+    stated = [config.get("torch_dtype"), config.get("dtype"), text_config(config).get("torch_dtype")]
+    return any(isinstance(name, str) and from_name(name) is DTYPES["BF16"] for name in stated)
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,3 +471,158 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if key in config:
             kept[key] = config[key]
     return kept
+
+
+# -- a folder ----------------------------------------------------------------------------------------------------------
+
+JOB, UNREAD = "N1303", "N1305"
+_JOB_FILES = re.compile(
+    r"training_args\.bin|trainer_state\.(?:bin|json)|rng_state.*\.pth|static_name_to_dyg_name\.json|\.saving_info"
+)
+_SIDE = re.compile(r"(?:lora|vera|lokr|reft|prefix)_config\.json")
+_DATA = (".pdparams", ".pdopt", ".pd", ".safetensors", ".distcp")
+_SIGNAL = re.compile(r"saved_signal_\d+")
+_MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
+
+
+def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
+    """The catalog. Raises what `formats.paddle.format` says."""
+    config = read_config(tree, options)
+    if tree.single is not None:
+        return _read_one(tree, tree.single, config, lenient=bool(options.get("lenient")))
+    names = tree.names()
+    files = rank_files(names, prefer=options.get("prefer"))
+    if not files:
+        raise UnknownFormat(
+            "no model_state*.pdparams or optimizer*.pdopt",
+            code="E0393",
+            path=tree.display(),
+            hint="pass the folder of a checkpoint, or a file; of models with different names say which with "
+            "--prefer STEM",
+        )
+    if not options.get("lenient"):
+        _refuse_lost_optimizer(tree, names, files)
+    beside = read_extras(tree)
+    tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in beside.tensors.items()}
+    reading = Reading(tree, files, config)
+    job = [name for name in names if _JOB_FILES.fullmatch(name)]
+    if job:
+        message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
+        reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
+    sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
+    read = {*(file.name for file in files), *beside.files}
+    unread = [name for name in tree.seen(names) if name.endswith(_DATA) and name not in read]
+    if unread:
+        reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
+    catalog = reading.catalog(beside.extras, sides, beside.files)
+    if not options.get("lenient") and not catalog.unsafe:  # what asks for code is reported first
+        _refuse_lost_masters(tree, reading)
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
+
+
+def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) -> None:
+    """Raise Incomplete E0302 where ranks noted that they saved their optimizer, and no file of it is there."""
+    signals = [name for name in names if _SIGNAL.fullmatch(name)]
+    if signals and not any(file.kind == OPTIMIZER_FILE for file in files):
+        raise Incomplete(
+            f"{signals[0]} says that a rank saved its optimizer, but there is no optimizer*.pdopt",
+            code=MISSING,
+            path=tree.display(signals[0]),
+            hint="fetch it; without it, remove the saved_signal files or pass --lenient",
+        )
+
+
+def _refuse_lost_masters(tree: Tree, reading: Reading) -> None:
+    """Raise Incomplete E0302 where an optimizer's tensors are called after masters that their file lacks."""
+    _refuse_lost_averages(tree, reading)
+    for file in reading.files:
+        if file.kind == OPTIMIZER_FILE:
+            leaves = reading.contents[file.name].leaves
+            lost = without_master((saved.path, saved.shape) for saved in leaves)
+            if lost:
+                raise Incomplete(
+                    f"moments of {len(lost)} master weights that the file does not hold",
+                    code=MISSING,
+                    path=tree.display(file.name),
+                    key=lost[0][:200],
+                    faults=[f"no master: {key[:200]}" for key in lost[1:50]],
+                    hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
+                )
+
+
+def _refuse_lost_averages(tree: Tree, reading: Reading) -> None:
+    """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
+
+    def masters(file: RankFile) -> set[str]:
+        leaves = reading.contents[file.name].leaves
+        return {str(saved.path[1]) for saved in leaves if saved.path[0] == MASTER_WEIGHTS and len(saved.path) == 2}
+
+    if not any(masters(file) for file in reading.files if file.kind == EMA_FILE):
+        return  # averages of fp32 parameters alone
+    optimizers = {(*sorted(file.at.items()),): masters(file) for file in reading.files if file.kind == OPTIMIZER_FILE}
+    for file in reading.files:
+        lost = (
+            sorted(optimizers.get((*sorted(file.at.items()),), set()) - masters(file)) if file.kind == EMA_FILE else []
+        )
+        if lost:
+            raise Incomplete(
+                f"averages of {len(lost)} master weights are not in the file",
+                code=MISSING,
+                path=tree.display(file.name),
+                key=lost[0][:200],
+                hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
+            )
+
+
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
+def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -> Catalog:
+    file = rank_file(name)
+    if file is None or not _is_flat(file, content := read_paddle(tree, name)):
+        return _nested(tree, name, config, content if file is not None else read_paddle(tree, name))
+    if (file.at or file.of > 1) and not lenient:
+        raise Incomplete(
+            f"{name} is one rank's file of several",
+            code=MISSING,
+            path=tree.display(name),
+            hint="pass the folder: a rank's file alone is a part of every tensor; --lenient shows the "
+            "parts as they are",
+        )
+    file = file._replace(at={}, part=1, of=1)
+    extra = []
+    if file.kind != MODEL_FILE:
+        model = f"{_MODEL_STEM.get(file.stem, file.stem)}.pdparams"
+        extra = [model] if lies_beside(tree, model) else []
+    reading = Reading(tree, [file], config, extra)
+    catalog = reading.catalog({}, (), ())
+    if not lenient and not catalog.unsafe:
+        _refuse_lost_masters(tree, reading)
+    return catalog
+
+
+def _is_flat(file: RankFile, content: PaddleContent) -> bool:
+    """Is it a state dict, or an optimizer's?"""
+    if file.kind == MODEL_FILE:
+        return all(len(saved.path) == 1 for saved in content.leaves)
+    return all(len(saved.path) == 1 or saved.path[0] == MASTER_WEIGHTS for saved in content.leaves)
+
+
+def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleContent) -> Catalog:
+    """Any other state: names and states by where its tensors hang."""
+    bf16 = says_bf16(config) or any(MASTER_WEIGHTS in saved.path for saved in content.leaves)
+    extras = content.extras if isinstance(content.extras, dict) else {"value": content.extras}
+    named = name_leaves([Leaf(saved.path, saved.shape) for saved in content.leaves], extras, path=name)
+    tensors = {}
+    for key, saved in zip(named.keys, content.leaves, strict=True):
+        dtype = element_type(saved, None, bf16=bf16)
+        chunks = chunks_of(saved, whole(saved.shape), dtype=dtype)
+        tensors[key] = LogicalTensor(key, saved.shape, dtype, chunks, saved.path)
+    hints = {
+        **named.roots.to_hints(),
+        "dialect": "paddle",
+        "paddle": {"kind": "nested", "config": plain_config(config)},
+    }
+    return Catalog(
+        "paddle", tensors, extras, files=(name,), notes=tuple(named.notes), unsafe=tuple(content.unsafe), hints=hints
+    )

@@ -1,27 +1,32 @@
 """What tensor parallelism does to a Paddle parameter, and which weights Hugging Face files hold transposed: by name.
 
-The one idea: the module's own name says its layer class, and the class says the cut. A column parallel layer cuts the last
-axis (Paddle's Linear weights are [in, out]) and its bias, a row parallel one axis 0 and no bias, an embedding its rows. Two
-kinds hold several matrices side by side, of which each rank has a share of each:
+The one idea: the module's own name says its layer class, and the class says the cut. A column parallel layer cuts the
+last axis (Paddle's Linear weights are [in, out]) and its bias, a row parallel one axis 0 and no bias, an embedding its
+rows. Two kinds hold several matrices side by side, of which each rank has a share of each:
 
     up_gate_proj [h, 2f], tp 2    logical [gate | up]    rank 0: [g_0 | u_0], rank 1: [g_1 | u_1]    Cut(1, (1, 1))
     qkv_proj, grouped a kv head   logical = ranks laid end to end                                    Cut(1)
 
-Specification, from `_get_tensor_parallel_mappings` of PaddleNLP 3.0.0b4 and PaddleFormers 0.4.0 (every model folder), from
-`transformers/conversion_utils.py` (`normal_fuse_split_tp`, `naive_fuse_split_tp`: two or three matrices, the third form with
-`num_kv_groups`), from the layers of PaddleFormers 1.2.0 (`nn/linear.py`, `nn/lm_head.py`, `nn/mlp.py`, `peft/lora`):
+Specification, from `_get_tensor_parallel_mappings` of PaddleNLP 3.0.0b4 and PaddleFormers 0.4.0 (every model folder),
+from `transformers/conversion_utils.py` (`normal_fuse_split_tp`, `naive_fuse_split_tp`: two or three matrices, the third
+form with `num_kv_groups`), from the layers of PaddleFormers 1.2.0 (`nn/linear.py`, `nn/lm_head.py`, `nn/mlp.py`,
+`peft/lora`):
 
 * embed_tokens: rows; lm_head: its vocabulary axis, [vocab, hidden] in PaddleFormers and where tied, [hidden, vocab] in
-  PaddleNLP (told by `hidden_size` and the shape). Neither is cut where tp does not divide the vocabulary (PaddleNLP).
+  PaddleNLP (derived from `hidden_size` and the shape). Neither is cut where tp does not divide the vocabulary
+  (PaddleNLP).
 * k_proj, v_proj, kv_b_proj: cut only where tp divides `num_key_value_heads`; else every rank holds them whole.
-* Routed experts: whole under expert parallelism, in DeepSeek always, in ERNIE when `moe_group` is the tensor group; else cut.
+* Routed experts: whole under expert parallelism, in DeepSeek always, in ERNIE when `moe_group` is the tensor group;
+    else cut.
 * LoRA: column layers cut lora_B, row layers lora_A. Norms, routers, latent projections (q_a, kv_a): whole.
-* `ernie` (PaddleFormers' pretraining class) with grouped query heads, and Phi-3: qkv_proj is three matrices [Q | K | V].
+* `ernie` (PaddleFormers' pretraining class) with grouped query heads, and Phi-3: qkv_proj is three matrices [Q | K |
+    V].
 * gpt-oss: experts are plain parameters of every rank, a rank's sinks are its heads'.
 * HF: `transpose_weight_keys` of PaddleFormers 1.2.0; only 2-d `.weight` without "lora" in the key.
 
-Order of judgement: the model type's own table, then the table of names that mean one thing everywhere; then nothing is known
-and the tensor is named in an error. Cost: a dict look-up. What it does not do: GLM's old per-head [q k v], T5's buckets.
+Order of judgement: the model type's own table, then the table of names that mean one thing everywhere; then nothing is
+known and the tensor is named in an error. Cost: a dict look-up. What it does not do: GLM's old per-head [q k v], T5's
+buckets.
 """
 
 from __future__ import annotations
@@ -36,14 +41,13 @@ from ckpt_tool.errors import InputError, UsageError
 
 UNKNOWN_STORED, UNKNOWN_WANTED, UNEVEN = "E1310", "E1265", "E1266"
 
-COLUMN, ROW, GATED, THREE, KV, VOCAB, HEAD, MIX, WHOLE = (
-    "column", "row", "gated", "three", "kv", "vocab", "head", "mix", "whole",
-)  # fmt: skip
+COLUMN, ROW, GATED, THREE, KV = "column", "row", "gated", "three", "kv"
+VOCAB, HEAD, MIX, WHOLE = "vocab", "head", "mix", "whole"
 
 
 class Cut(NamedTuple):
-    """dim: the axis that ranks share, None when each holds the whole. parts: relative sizes of the matrices that lie side
-    by side along it, each shared by all ranks; () for one."""
+    """dim: the axis that ranks share, None when each holds the whole. parts: relative sizes of the matrices that are
+    stored side by side along it, each shared by all ranks; () for one."""
 
     dim: int | None
     parts: tuple[int, ...] = ()
@@ -52,26 +56,36 @@ class Cut(NamedTuple):
 HEADS = "paddle_heads"  # an extra of ours: {"tensor_ranks": 2, "parted": True}, seen where no config tells
 _NOT = Cut(None)
 _GATED = ("up_gate_proj", "gate_up_fused_proj", "gate_up_proj")
-_MODULES: dict[str, str] = {
-    **dict.fromkeys(("q_proj", "up_proj", "gate_proj", "qkv_proj", "q_b_proj", "linear1", "fc1", "w3"), COLUMN),
-    **dict.fromkeys(("o_proj", "down_proj", "out_proj", "linear2", "fc2", "dense_4h_to_h", "c_proj"), ROW),
-    **dict.fromkeys(_GATED, GATED),
-    **dict.fromkeys(("k_proj", "v_proj", "kv_b_proj"), KV),
-    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte"), VOCAB),
-    **dict.fromkeys(("lm_head", "output_layer"), HEAD),
-    **dict.fromkeys(("eh_proj", "mtp_linear_proj"), MIX),
-    **dict.fromkeys(
-        ("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa", "moe_statics", "score", "classifier",
-         "embed_positions", "position_embeddings", "rotary_emb"), WHOLE,
-    ),
-}  # fmt: skip
+_KINDS = {
+    COLUMN: "q_proj up_proj gate_proj qkv_proj q_b_proj linear1 fc1 w3",
+    ROW: "o_proj down_proj out_proj linear2 fc2 dense_4h_to_h c_proj",
+    GATED: " ".join(_GATED),
+    KV: "k_proj v_proj kv_b_proj",
+    VOCAB: "embed_tokens word_embeddings wte",
+    HEAD: "lm_head output_layer",
+    MIX: "eh_proj mtp_linear_proj",
+    WHOLE: "gate router shared_expert_gate q_a_proj kv_a_proj_with_mqa moe_statics score classifier embed_positions "
+    "position_embeddings rotary_emb",
+}
+_MODULES = {module: kind for kind, modules in _KINDS.items() for module in modules.split()}
 _PAIRS: dict[str, str] = {  # parent.module, where the module alone says nothing
-    "mlp.w1": COLUMN, "mlp.w2": COLUMN, "experts.w1": COLUMN, "experts.w2": ROW, "shared_head.head": HEAD,
-    "self_attention.dense": ROW, "attention.dense": ROW, "attn.c_attn": THREE,
-    **{f"{a}.{m}": COLUMN for a in ("SelfAttention", "EncDecAttention") for m in ("q", "k", "v", "relative_attention_bias")},
+    "mlp.w1": COLUMN,
+    "mlp.w2": COLUMN,
+    "experts.w1": COLUMN,
+    "experts.w2": ROW,
+    "shared_head.head": HEAD,
+    "self_attention.dense": ROW,
+    "attention.dense": ROW,
+    "attn.c_attn": THREE,
+    **{
+        f"{a}.{m}": COLUMN
+        for a in ("SelfAttention", "EncDecAttention")
+        for m in ("q", "k", "v", "relative_attention_bias")
+    },
     **{f"{a}.o": ROW for a in ("SelfAttention", "EncDecAttention")},
-    **{f"DenseReluDense.{m}": COLUMN for m in ("wi", "wi_0", "wi_1")}, "DenseReluDense.wo": ROW,
-}  # fmt: skip
+    **{f"DenseReluDense.{m}": COLUMN for m in ("wi", "wi_0", "wi_1")},
+    "DenseReluDense.wo": ROW,
+}
 _OF_MODEL: dict[str, dict[str, str]] = {
     "bloom": {"query_key_value": COLUMN, "dense_h_to_4h": COLUMN},
     "chatglm": {"query_key_value": COLUMN, "dense_h_to_4h": COLUMN},
@@ -82,7 +96,7 @@ _OF_MODEL: dict[str, dict[str, str]] = {
     "ernie": {"qkv_proj": THREE},
     "phi3": {"qkv_proj": THREE},
     "gpt_oss": {"experts": WHOLE},
-}  # fmt: skip
+}
 _NAIVE = frozenset(  # experts that tensor ranks never part
     ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "ernie4_5_moe", "ernie4_5_moe_vl")
 )
@@ -91,26 +105,31 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
 _TENSOR_GROUPS = frozenset(("mp", "model", "tp", "mpdp"))
 
 
-# -- the cut ------------------------------------------------------------------------------------------------------------
+# -- the cut -----------------------------------------------------------------------------------------------------------
 
 
 def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> Cut:
     """How `tp` ranks part tensor `name` whose whole shape is `shape`. config: the model's config.json, {} where none is
-    known. ep: expert parallel ranks. Raises UsageError E1265 (no rule, or one that needs the config), E1266 (uneven)."""
+    known. ep: expert parallel ranks. Raises UsageError E1265 (no rule, or one that needs the config), E1266
+    (uneven)."""
     if tp == 1 or not shape:
         return _NOT
     cut = _judge(name, shape, shape, config, tp, ep, False)
     if isinstance(cut, str):
         raise UsageError(
-            f"{cut}, so how --tp {tp} parts it is not known", code=UNKNOWN_WANTED, key=name,
+            f"{cut}, so how --tp {tp} parts it is not known",
+            code=UNKNOWN_WANTED,
+            key=name,
             hint="pass the model's config.json with --config, or --tp 1",
-        )  # fmt: skip
+        )
     if cut.dim is not None and not divides(shape, cut, tp):
         length = shape[cut.dim] // max(sum(cut.parts), 1) if cut.parts else shape[cut.dim]
         raise UsageError(
-            f"dim {cut.dim} of {list(shape)} does not part evenly over {tp} ranks", code=UNEVEN, key=name,
+            f"dim {cut.dim} of {list(shape)} does not part evenly over {tp} ranks",
+            code=UNEVEN,
+            key=name,
             hint=f"degrees near that do: {', '.join(map(str, divisors_near(length, tp)))}",
-        )  # fmt: skip
+        )
     return cut
 
 
@@ -123,16 +142,18 @@ def stored_cut(
     ep: int = 1,
     distributed: bool | None = None,
 ) -> Cut:
-    """The same of a tensor that lies in `tp` files, each with a part of shape `local`. distributed: what model_meta.json says;
-    it settles what else the config's sizes would. Raises InputError E1310."""
+    """The same of a tensor that is stored in `tp` files, each with a part of shape `local`. distributed: what
+    model_meta.json says; it settles what else the config's sizes would. Raises InputError E1310."""
     if tp == 1 or not local or distributed is False:
         return _NOT
     cut = _judge(name, local, None, config, tp, ep, bool(distributed))
     if isinstance(cut, str):
         raise InputError(
-            f"{cut}, so how {tp} ranks parted it is not known", code=UNKNOWN_STORED, key=name,
+            f"{cut}, so how {tp} ranks parted it is not known",
+            code=UNKNOWN_STORED,
+            key=name,
             hint="pass the model's config.json with --config: it names the model and its sizes",
-        )  # fmt: skip
+        )
     return cut
 
 
@@ -145,8 +166,8 @@ def _judge(
     ep: int,
     cut: bool,
 ) -> Cut | str:
-    """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's. cut: it is known to be
-    a part."""
+    """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's. cut: it is known
+    to be a part."""
     facts = text_config(config)
     kind, leaf = _kind(name, facts)
     if kind is None:
@@ -173,8 +194,8 @@ def _judge(
 
 
 def _seen_parted(facts: Mapping[str, Any], tp: int) -> bool | None:
-    """Would `tp` ranks part keys and values, going by what another job's ranks were seen to do (HEADS)? Heads that n ranks
-    part are parted by fewer that divide n; heads that n ranks do not part are not parted by any multiple of n."""
+    """Would `tp` ranks part keys and values, going by what another job's ranks were seen to do (HEADS)? Heads that n
+    ranks part are parted by fewer that divide n; heads that n ranks do not part are not parted by any multiple of n."""
     seen = facts.get(HEADS)
     ranks, parted = (seen.get("tensor_ranks"), seen.get("parted")) if isinstance(seen, Mapping) else (None, None)
     if type(ranks) is not int or ranks < 1 or type(parted) is not bool:
@@ -185,7 +206,7 @@ def _seen_parted(facts: Mapping[str, Any], tp: int) -> bool | None:
 def _vocabulary(
     kind: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, facts: Mapping[str, Any], tp: int, cut: bool
 ) -> str:
-    """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where it can't be told."""
+    """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where nothing shows it."""
     axis = 0 if kind == VOCAB or len(shape) == 1 else head_axis(shape, facts, tp if whole is None else 1)
     rows = whole[axis] if whole is not None else _int(facts, "vocab_size", "padded_vocab_size")
     if (
@@ -224,7 +245,8 @@ _NLP_ONLY = ("mixtral",)  # models that PaddleNLP alone has
 
 
 def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> int:
-    """The vocabulary's axis of an lm_head; `share` ranks have a part each. [vocab, hidden] where the sizes are alike."""
+    """The vocabulary's axis of an lm_head; `share` ranks have a part each. [vocab, hidden] where the sizes are
+    alike."""
     hidden, vocab = _int(facts, "hidden_size"), _int(facts, "vocab_size", "padded_vocab_size")
     fits = [
         axis
@@ -254,6 +276,16 @@ def _kind(name: str, facts: Mapping[str, Any]) -> tuple[str | None, str]:
     return own or _PAIRS.get(".".join(words[-3:-1])) or _MODULES.get(module), leaf
 
 
+def module_of(name: str) -> str:
+    """The module's name, by which Paddle chooses what is transposed.
+
+    >>> module_of("model.layers.3.mlp.gate_proj.weight")
+    'gate_proj'
+    """
+    words = [word for word in name.split(".") if not word.isdecimal()]
+    return words[-2] if len(words) > 1 else words[-1] if words else name
+
+
 def is_fused(name: str) -> bool:
     """Is it gate and up in one tensor (their weight, bias or lora_B)?"""
     words = [word for word in name.split(".") if not word.isdecimal()]
@@ -261,8 +293,8 @@ def is_fused(name: str) -> bool:
 
 
 def side_by_side(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Relative widths of the matrices that a column parallel tensor holds side by side, each shared by all ranks; () for one
-    matrix, and for [Q | K | V] of a model whose heads are not known."""
+    """Relative widths of the matrices that a column parallel tensor holds side by side, each shared by all ranks; ()
+    for one matrix, and for [Q | K | V] of a model whose heads are not known."""
     if is_fused(name):
         return (1, 1)
     facts = text_config(config)
@@ -284,7 +316,7 @@ def experts_are_cut(config: Mapping[str, Any], ep: int) -> bool:
     return ep == 1 and model_type_of(facts) not in _NAIVE and facts.get("moe_group") not in _TENSOR_GROUPS
 
 
-# -- geometry -----------------------------------------------------------------------------------------------------------
+# -- geometry ----------------------------------------------------------------------------------------------------------
 
 
 def divides(shape: tuple[int, ...], cut: Cut, tp: int) -> bool:
@@ -323,7 +355,7 @@ def local_boxes(shape: tuple[int, ...], cut: Cut, tp: int, rank: int) -> tuple[t
     return local, boxes
 
 
-# -- configs ------------------------------------------------------------------------------------------------------------
+# -- configs -----------------------------------------------------------------------------------------------------------
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -334,8 +366,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def model_type_of(config: Mapping[str, Any]) -> str:
     """`model_type`, "" where the config has none (or something that is no text)."""
-    said = config.get("model_type")
-    return said if isinstance(said, str) else ""
+    stated = config.get("model_type")
+    return stated if isinstance(stated, str) else ""
 
 
 def _int(facts: Mapping[str, Any], *keys: str) -> int | None:
@@ -346,7 +378,7 @@ def _int(facts: Mapping[str, Any], *keys: str) -> int | None:
     return None
 
 
-# -- Hugging Face -------------------------------------------------------------------------------------------------------
+# -- Hugging Face ------------------------------------------------------------------------------------------------------
 
 _SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _VISION = (*_SEVEN, "qkv", "proj")
@@ -359,9 +391,8 @@ _TRANSPOSED: dict[str, tuple[str, ...]] = {  # patterns of modules, as PaddleFor
         ("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
         (*_VISION, "fc1", "fc2", "mlp", r"spatial_linear\.\d+", r"temporal_linear\.\d+", "lm_head"),
     ),
-    "deepseek_v3": (
-        "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj", "gate",
-        "eh_proj",
+    "deepseek_v3": tuple(
+        "kv_a_proj_with_mqa kv_b_proj o_proj q_a_proj q_b_proj gate_proj up_proj down_proj gate eh_proj".split()
     ),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     **dict.fromkeys(("gemma3_text", "gemma3"), (*_SEVEN, "lm_head")),
@@ -369,7 +400,7 @@ _TRANSPOSED: dict[str, tuple[str, ...]] = {  # patterns of modules, as PaddleFor
     "qwen2_5_vl": (*_VISION, r"merger.mlp\.\d+"),
     "qwen3_vl": (*_VISION, r"linear_fc\d+"),
     "qwen3_next": (*_SEVEN, "gate", "in_proj_ba", "in_proj_qkvz", "out_proj", "shared_expert_gate"),
-}  # fmt: skip
+}
 
 
 def transposed_in_hf(name: str, ndim: int, config: Mapping[str, Any]) -> bool | None:

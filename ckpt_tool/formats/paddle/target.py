@@ -1,55 +1,72 @@
-"""Writing Paddle's files of ranks: model, optimizer and average of every rank, their pickles known before a value moves.
+"""Writing Paddle's files of ranks: model, optimizer and average of every rank, their pickles known before a value
+moves.
 
-The one idea: `paddle.layout` says what every rank keeps, `paddle.static` what Paddle calls it, and a file is a dict of holes:
+`paddle.layout` decides what every rank keeps, `paddle.names` what Paddle calls it, and a file is a dict of holes:
 
-    --tp 2 --dp 2    model_state.tp00_shard00.pdparams   {structured name: part}              and the names of names
-                     optimizer.tp00_shard00.pdopt        {static_fp32_master_0_moment1_0: part, ..., "master_weights": {static:
+    --tp 2 --dp 2    model_state.tp00_shard00.pdparams  {structured name: part}              and the names of names
+                     optimizer.tp00_shard00.pdopt
+                           {static_fp32_master_0_moment1_0: part, ..., "master_weights": {static:
                                                           part}, "LR_Scheduler": {...}}
-                     model_meta.json                     degrees, names, shapes and owners of all
+                     model_meta.json                    degrees, names, shapes and owners of all
 
-Kinds. `sharding_io` (the states are shared: `model_meta.json`, a model file a rank): every parameter lies on one sharding rank,
-by owner (v1) or place in the list modulo the ranks (v2), as Paddle does for fp32 jobs. Of bf16 jobs Paddle leaves the weights
-out and rounds the masters again when it loads; we write the weights that there are: its loader does not look at them, and no bit
-is lost that is not the rounding. `plain` (nobody shares, or the source was so): a model file a tensor and expert rank.
+Kinds. `sharding_io` (the states are shared: `model_meta.json`, a model file a rank): every parameter is on one
+sharding rank, by owner (v1) or place in the list modulo the ranks (v2), as Paddle does for fp32 jobs. Of bf16 jobs
+Paddle leaves the weights out and rounds the masters again when it loads; we write the weights that there are: its
+loader does not look at them, and no bit is lost that is not the rounding. `plain` (nobody shares, or the source was
+so): a model file a tensor and expert rank.
 
-What the source lacks: static names are made; the scheduler is written if it is Paddle's; foreign plain values lie in
+The tensors that are written hold the same training state as the source's, some of them made of others (`fit`):
+
+    tied embeddings  one tensor in a process, and its states once: under the embedding; with pipeline stages the first
+                     and the last hold one each, so states stand under both names
+    float32 weights  of a bf16 model have no master in a job; a unified checkpoint's copies of them are left out
+    bf16 weights     a source of `sharding_io` may have none: without shared states they are the fp32 masters rounded to
+                     bf16, as Paddle's loader rounds them; what others with masters alone computed in, nobody knows
+
+What the source lacks: static names are made; the scheduler is written if it is Paddle's; foreign plain values stand in
 `ckpt_extras.json`, which Paddle does not look at. Accumulators under their own name keep it: `<static>_NAME_0`.
-Sources: PaddleFormers 1.2.0 `trainer/trainer.py`, `trainer/training_args.py` (suffixes), `trainer/utils/sharding_io.py`;
-paddlepaddle 3.3.1 `optimizer/optimizer.py` (`state_dict`). Code: E1254 a state that can't be cut. Cost: some ten us a parameter,
-rank and state. What it does not do: decide degrees (`paddle.layout`), make what is missing (`paddle.fit`).
+Sources: PaddleFormers 1.2.0 `trainer/trainer.py`, `trainer/training_args.py` (suffixes),
+`trainer/utils/sharding_io.py` (`_recover_params_from_master_weights`), `nn/pp_model.py` (`SharedLayerDesc`), runs of
+tied models; paddlepaddle 3.3.1 `optimizer/optimizer.py` (`state_dict`). Code: E1254 a state that can't be cut. Cost:
+some ten us a parameter, rank and state. What it does not do: decide degrees (`paddle.layout`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
-from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
+from ckpt_tool.core.box import whole
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.paddle.accumulators import MASTER_WEIGHTS, SCHEDULER, STATES
-from ckpt_tool.formats.paddle.degrees import V1, config_of, paddle_hints
+from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle.extras import extras_files
-from ckpt_tool.formats.paddle.file import ArrayRef, Named, PaddleComposer
-from ckpt_tool.formats.paddle.layout import Block, Laid, Rank, Share, settle
-from ckpt_tool.formats.paddle.meta import NAME as META
-from ckpt_tool.formats.paddle.parameters import Parameter
-from ckpt_tool.formats.paddle.rules import HEADS
-from ckpt_tool.formats.paddle.slices import Span
-from ckpt_tool.formats.paddle.static import static_names
+from ckpt_tool.formats.paddle.job import V1, Rank
+from ckpt_tool.formats.paddle.layout import Block, Laid, Parameter, Share, config_of, paddle_hints, settle
+from ckpt_tool.formats.paddle.names import (
+    ACCUMULATORS,
+    EMBEDDINGS,
+    HEAD,
+    MASTER_WEIGHTS,
+    SCHEDULER,
+    static_key,
+    static_names,
+)
+from ckpt_tool.formats.paddle.pickle_file import ArrayRef, Boxes, Named, PaddleComposer, pieces
+from ckpt_tool.formats.paddle.ranks import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, Param, StageMeta, file_name, meta_json
+from ckpt_tool.formats.paddle.ranks import NAME as META
+from ckpt_tool.formats.paddle.rules import HEADS, text_config
 from ckpt_tool.formats.torch.content import Part
+
+# -- the whole output --------------------------------------------------------------------------------------------------
 
 UNCUT = "E1254"
 PLAIN, IO = "plain", "sharding_io"
-INFIX = "_fp32_master_0"
-_ACCUMULATORS = {state: name for name, state in STATES.items()}
-_CODES = {
-    "BOOL": 1, "U8": 2, "I8": 3, "I16": 5, "U32": 6, "I32": 7, "U64": 8, "I64": 9, "F32": 10, "F64": 11, "C64": 12,
-    "C128": 13, "F16": 15, "BF16": 16,
-}  # fmt: skip
 
 
 def paddle_target(wanted: Wanted) -> Target:
@@ -77,23 +94,24 @@ class _Writing:
         self.meta = self.kind == IO or bool(nameless)
         if nameless and self.kind == PLAIN:
             self.notes.append(
-                f"{len(nameless)} parameters have no weights but their fp32 masters, and no model file holds them: a Paddle job"
+                f"{len(nameless)} parameters have no weights but their fp32 masters, and no model file holds them: "
+                "a Paddle job"
                 " that shares no states does not load that (--as-model master --dtype bf16 writes them as the model)"
             )
         present = dict.fromkeys(tensor.key.state for tensor in wanted.tensors)
-        order = [*_ACCUMULATORS, *(s for s in present if s not in (*_ACCUMULATORS, MODEL, MASTER, EMA, EXTRAS))]
+        order = [*ACCUMULATORS, *(s for s in present if s not in (*ACCUMULATORS, MODEL, MASTER, EMA, EXTRAS))]
         self.states = [state for state in order if state in present]
         self.optimizes = bool(self.states) or MASTER in present
         self.averages = EMA in present
         self.kept = self._kept_names()
         self.statics: dict[tuple[int, int, int], dict[str, str]] = {}
         paddle = wanted.hints.get("dialect") == "paddle"
-        said = wanted.extras.get(SCHEDULER, wanted.extras.get("scheduler")) if paddle else None
-        self.scheduler = said if isinstance(said, Mapping) else None
+        stated = wanted.extras.get(SCHEDULER, wanted.extras.get("scheduler")) if paddle else None
+        self.scheduler = stated if isinstance(stated, Mapping) else None
 
     def target(self) -> Target:
         files: list[TargetFile] = []
-        for rank in self.laid.ranks():
+        for rank in self.laid.degrees.ranks():
             if self._writes_model(rank):
                 files.append(self._model_file(rank))
             if self.optimizes:
@@ -101,23 +119,23 @@ class _Writing:
             if self.averages:
                 files.append(self._average_file(rank))
         if self.meta:
-            files.append(whole_file(META, json.dumps(self._meta()).encode("ascii")))
+            files.append(whole_file(META, self._meta()))
         if self.optimizes:  # a rank's mark that its optimizer's file is whole
-            files += [whole_file(f"saved_signal_{rank.number}", b"1") for rank in self.laid.ranks()]
+            files += [whole_file(f"saved_signal_{rank.number}", b"1") for rank in self.laid.degrees.ranks()]
         files += self._extras()
         copies = [TargetFile(path, size, copy_of=path) for path, size in self.wanted.sidefiles]
         taken = {file.path for file in files}
         copies = [file for file in copies if file.path not in taken]
         config = config_of(self.wanted)
         if config and not any(file.path == "config.json" for file in copies):
-            said = {key: value for key, value in config.items() if key != HEADS}
+            stated = {key: value for key, value in config.items() if key != HEADS}
             files += (
-                [whole_file("config.json", json.dumps(said, indent=2, default=str).encode("ascii"))] if said else []
+                [whole_file("config.json", json.dumps(stated, indent=2, default=str).encode("ascii"))] if stated else []
             )
         self._say()
         return Target("paddle", (*files, *copies), notes=tuple(dict.fromkeys(self.notes)))
 
-    # -- names -----------------------------------------------------------------------------------------------------------
+    # -- names ---------------------------------------------------------------------------------------------------------
 
     def _kept_names(self) -> Mapping[str, str]:
         """The source's static names, where every stage and expert rank holds what it held; {} else."""
@@ -133,7 +151,7 @@ class _Writing:
             return {}
         if not all(type(names.get(name)) is str for name in self.laid.parameters):
             return {}
-        for rank in self.laid.ranks():  # one name, one tensor; tied ones aside
+        for rank in self.laid.degrees.ranks():  # one name, one tensor; tied ones aside
             here = [block.parameter for block in self.laid.blocks(rank)]
             present = {p.name for p in here}
             if len({names[p.name] for p in here}) < sum(p.alias not in present for p in here):
@@ -153,15 +171,14 @@ class _Writing:
                 self.statics[key] = static_names(names, aliases, pipeline=self.laid.degrees.pp > 1)
         return self.statics[key]
 
-    def _suffix(self, rank: Rank, *, shard: bool, expert: bool = False) -> str:
+    def _path(self, stem: str, kind: str, rank: Rank, *, shard: bool, expert: bool = False) -> str:
         d = self.laid.degrees
-        tokens = [f"tp{rank.tp:02d}"] if d.tp > 1 else []
-        tokens += [f"pp{rank.pp:02d}"] if d.pp > 1 else []
-        tokens += [f"shard{rank.shard:02d}"] if shard and d.sharding > 1 else []
-        tokens += [f"moe_sharding{rank.ep:02d}"] if expert and d.ep > 1 else []
-        return f".{'_'.join(tokens)}" if tokens else ""
+        at = {"tp": (rank.tp, d.tp), "pp": (rank.pp, d.pp)}
+        at |= {"shard": (rank.shard, d.sharding)} if shard else {}
+        at |= {"moe_sharding": (rank.ep, d.ep)} if expert else {}
+        return file_name(stem, kind, {token: number for token, (number, degree) in at.items() if degree > 1})
 
-    # -- the model -------------------------------------------------------------------------------------------------------
+    # -- the model -----------------------------------------------------------------------------------------------------
 
     def _number(self, state: str, parameter: Parameter) -> int | None:
         """The wanted tensor that is the parameter's state, or the one of the parameter that it is tied to."""
@@ -178,7 +195,7 @@ class _Writing:
         return rank.moe_shard == 0 if self.laid.degrees.ep > 1 else rank.shard == 0
 
     def _model_blocks(self, rank: Rank) -> list[Block]:
-        """The parameters that lie in the rank's model file."""
+        """The parameters that are stored in the rank's model file."""
         blocks = self.laid.blocks(rank)
         if self.kind == PLAIN:
             return list(blocks)
@@ -206,14 +223,16 @@ class _Writing:
             if number is not None:
                 state[block.parameter.name] = self._array(composer, Share(block, None), number)
         static = self._static(rank)
-        suffix = self._suffix(rank, shard=self.kind == IO, expert=self.kind == PLAIN)
-        return composer.file(f"{self._stem()}{suffix}.pdparams", state, {name: static[name] for name in state})
+        path = self._path(self._stem(), MODEL_FILE, rank, shard=self.kind == IO, expert=self.kind == PLAIN)
+        return composer.file(path, state, {name: static[name] for name in state})
 
     def _stem(self) -> str:
-        said = paddle_hints(self.wanted).get("stem")  # a unified checkpoint's is another format's word
-        return said if type(said) is str and said.isidentifier() and said.endswith("model_state") else "model_state"
+        stated = paddle_hints(self.wanted).get("stem")  # a unified checkpoint's is another format's word
+        if type(stated) is str and stated.isidentifier() and stated.endswith("model_state"):
+            return stated
+        return "model_state"
 
-    # -- the optimizer and the average -------------------------------------------------------------------------------------
+    # -- the optimizer and the average ---------------------------------------------------------------------------------
 
     def _array(self, composer: PaddleComposer, share: Share, number: int) -> ArrayRef:
         """A rank's part of a wanted tensor: a share of its parameter, or the whole where it is a number of its own."""
@@ -223,13 +242,17 @@ class _Writing:
                 return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
             if block.of > 1 or share.span is not None:
                 raise UsageError(
-                    f"the state {tensor.key.state} has shape {list(tensor.shape)}, its parameter {list(block.parameter.shape)}: "
-                    "how ranks share it is not known", code=UNCUT, key=tensor.key.name,
-                    hint="write it with --tp 1 and --zero 0 or --sharding v1, with --dequantize if it is quantised, or --drop optimizer",
-                )  # fmt: skip
+                    f"the state {tensor.key.state} has shape {list(tensor.shape)}, its parameter "
+                    f"{list(block.parameter.shape)}: how ranks share it is not known",
+                    code=UNCUT,
+                    key=tensor.key.name,
+                    hint="write it with --tp 1 and --zero 0 or --sharding v1, with --dequantize if it is quantised, or "
+                    "--drop optimizer",
+                )
             return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
         shape = block.shape if share.span is None else (share.span.length,)
-        return composer.tensor(shape, tensor.dtype, parts_of(block, number, share.span))
+        span = share.span and (share.span.start, share.span.stop)
+        return composer.tensor(shape, tensor.dtype, parts_of(number, block.shape, block.boxes, span))
 
     def _optimizer_file(self, rank: Rank) -> TargetFile:
         composer, static = PaddleComposer(), self._static(rank)
@@ -239,25 +262,24 @@ class _Writing:
             number = self._number(MASTER, share.block.parameter)
             if number is not None:
                 name = static[share.block.parameter.name]
-                masters[name] = Named(name + INFIX, self._array(composer, share, number))
+                masters[name] = Named(static_key(name, MASTER), self._array(composer, share, number))
         arrays: dict[str, ArrayRef] = {}
         for state in self.states:
             for share in shares:
                 number = self._number(state, share.block.parameter)
                 if number is not None:
                     name = static[share.block.parameter.name]
-                    infix = INFIX if name in masters else ""
-                    key = f"{name}{infix}_{_ACCUMULATORS.get(state, state)}_0"
+                    key = static_key(name, state, mastered=name in masters)
                     arrays[key] = self._array(composer, share, number)
         scheduler = {} if self.scheduler is None else {SCHEDULER: dict(self.scheduler)}
-        path = f"optimizer{self._suffix(rank, shard=True)}.pdopt"
+        path = self._path("optimizer", OPTIMIZER_FILE, rank, shard=True)
         if not masters:
             return composer.file(path, {**arrays, **scheduler}, {key: key for key in arrays})
         named = {key: Named(key, ref) for key, ref in arrays.items()}
         return composer.file(path, {**named, MASTER_WEIGHTS: masters, **scheduler}, None)
 
     def _average_file(self, rank: Rank) -> TargetFile:
-        """Averages of parameters with a master as the masters lie, others whole where their weight lies."""
+        """Averages of parameters with a master as the masters are, others whole where their weight is stored."""
         composer, static = PaddleComposer(), self._static(rank)
         state: dict[str, Any] = {}
         masters: dict[str, Named] = {}
@@ -266,7 +288,7 @@ class _Writing:
             number = self._number(EMA, parameter)
             if number is not None and self._number(MASTER, parameter) is not None:
                 name = static[parameter.name]
-                masters[name] = Named(name + INFIX, self._array(composer, share, number))
+                masters[name] = Named(static_key(name, MASTER), self._array(composer, share, number))
         blocks = self._model_blocks(rank)
         if self.kind == PLAIN:
             blocks = [block for block in blocks if self.laid.group_rank(block, rank) == 0]
@@ -276,49 +298,37 @@ class _Writing:
             if number is not None and self._number(MASTER, parameter) is None:
                 name = static[parameter.name]
                 state[parameter.name] = Named(name, self._array(composer, Share(block, None), number))
-        return composer.file(f"ema{self._suffix(rank, shard=True)}.pdopt", {MASTER_WEIGHTS: masters, **state}, None)
+        path = self._path("ema", EMA_FILE, rank, shard=True)
+        return composer.file(path, {MASTER_WEIGHTS: masters, **state}, None)
 
-    # -- the rest ----------------------------------------------------------------------------------------------------------
+    # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self) -> bytes:
         """`model_meta.json`."""
         d = self.laid.degrees
-        metas: dict[str, Any] = {}
-        for rank in self.laid.ranks():
-            key = f"tp{rank.tp:02d}_pp{rank.pp:02d}" + (f"_ep{rank.ep:02d}" if d.ep > 1 else "")
-            if key in metas:
-                continue
-            static, blocks = self._static(rank), self.laid.blocks(rank)
-            owner = self.laid.owner_of(rank) if d.version == V1 else {}
-            metas[key] = {
-                "param2rank": {static[name]: to for name, to in sorted(owner.items(), key=lambda item: item[1])},
-                "structure_name_mapping": {block.parameter.name: static[block.parameter.name] for block in blocks},
-                "param_meta": {block.parameter.name: self._described(block) for block in blocks},
-                "param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"],
-                "sharding_strategy": "ShardingV1" if d.version in (V1, "") else "ShardingV2",
-                "enable_overlap": False,
-            }
-        config = {
-            "pp_degree": d.pp, "mp_degree": d.tp, "sharding_degree": d.sharding, "ep_degree": d.ep,
-            "moe_sharding_degree": d.moe_sharding if d.ep > 1 else 0,
-        }  # fmt: skip
-        return {"parallel_config": config, "sharding_metas": metas}
+        stages: dict[tuple[int, int, int], StageMeta] = {}
+        for rank in d.ranks():
+            if (at := (rank.tp, rank.pp, rank.ep)) not in stages:
+                static, blocks = self._static(rank), self.laid.blocks(rank)
+                owner = self.laid.owner_of(rank) if d.version == V1 else {}
+                owners = {static[name]: to for name, to in sorted(owner.items(), key=lambda item: item[1])}
+                names = {block.parameter.name: static[block.parameter.name] for block in blocks}
+                params = {block.parameter.name: self._described(block) for block in blocks}
+                stages[at] = StageMeta(names, params, owners, d.version or V1)
+        return meta_json(d, stages)
 
-    def _described(self, block: Block) -> list[Any]:
-        """[shape, dtype, is_distributed, no_sync], as Paddle notes them."""
+    def _described(self, block: Block) -> Param:
         expert = block.parameter.expert is not None
         no_sync = expert and not self.laid.by_tensor
         apart = block.cut.dim is not None or expert or block.parameter.name.endswith(".e_score_correction_bias")
-        return [list(block.shape), _CODES[block.parameter.dtype.name], apart, no_sync]
+        return Param(block.shape, block.parameter.dtype, apart, no_sync)
 
     def _extras(self) -> list[TargetFile]:
         """Files of plain values and of tensors that are no parameter's."""
         extras = {key: value for key, value in self.wanted.extras.items() if key != SCHEDULER or self.scheduler is None}
-        paddle = self.wanted.hints.get("dialect") == "paddle"
         if self.scheduler is not None and "scheduler" not in extras:
             extras["scheduler"] = dict(self.scheduler)
-        tensors = [(i, tensor) for i, tensor in enumerate(self.wanted.tensors) if tensor.key.state == EXTRAS]
-        return extras_files(extras, tensors, paddle=paddle)
+        return extras_files(self.wanted, extras)
 
     def _say(self) -> None:
         """What a user should know of what was written."""
@@ -326,8 +336,8 @@ class _Writing:
         rounded = [p.name for p in trained if (MODEL, p.name) in self.at and self._number(MASTER, p) is not None]
         if self.kind == IO and rounded:
             self.notes.append(
-                f"{len(rounded)} weights are written beside their fp32 masters: Paddle's sharding_io leaves them out and rounds"
-                " the masters again when it loads; it does not look at them"
+                f"{len(rounded)} weights are written beside their fp32 masters: Paddle's sharding_io leaves them out "
+                "and rounds the masters again when it loads; it does not look at them"
             )
         if self.laid.degrees.version == V1 and self.laid.degrees.ep > 1:
             self.notes.append(
@@ -336,23 +346,120 @@ class _Writing:
         powers = {"beta1_pow_acc", "beta2_pow_acc"}
         if {"exp_avg", "exp_avg_sq"} <= set(self.states) and not powers <= set(self.states):
             self.notes.append(
-                "the source has no beta1_pow_acc and beta2_pow_acc, which Paddle's Adam asks for: they are left out, not guessed"
+                "the source has no beta1_pow_acc and beta2_pow_acc, which Paddle's Adam asks for: they are left "
+                "out, not guessed"
             )
 
 
-def parts_of(block: Block, number: int, span: Span | None) -> list[Part]:
+def parts_of(number: int, shape: tuple[int, ...], boxes: Boxes, span: tuple[int, int] | None = None) -> list[Part]:
     """Wanted tensor `number` as it fills a block, or the span of its line that begins at element 0 of an array."""
-    steps = contiguous_strides(block.shape)
-    first = 0 if span is None else span.start
-    boxes: Sequence[Box] = [whole(block.shape)] if span is None else flat_boxes(block.shape, span.start, span.stop)
-    out = []
-    for box in boxes:
-        for there, here in block.boxes:
-            shared = box & here
-            if shared is None:
-                continue
-            start = sum(o * s for o, s in zip(shared.offset, steps, strict=True)) - first
-            reach = sum((n - 1) * s for n, s in zip(shared.shape, steps, strict=True)) + 1
-            logical = shared.translate(here.offset, sign=-1).translate(there.offset)
-            out.append(Part(number, logical, start, None if reach == shared.numel else steps))
+    start, stop = span or (0, prod(shape))
+    return [Part(number, box, at, steps) for box, at, steps in pieces(shape, boxes, start, stop)]
+
+
+# -- which tensors -----------------------------------------------------------------------------------------------------
+
+Rows = list[tuple[int, LogicalTensor]]
+
+
+def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+    """The tensors to write. Raises UsageError as `paddle.layout.settle` does."""
+    rows: Rows = list(enumerate(tensors))
+    dropped: list[dict[str, Any]] = []
+    casts: dict[TensorKey, DType] = {}
+    wanted, laid = _settled(rows, extras, options)
+    rows = _without_copies(with_head(rows, laid, dropped), dropped)
+    wanted, laid = _settled(rows, extras, options)
+    rows = _tied(rows, laid, dropped)
+    own = paddle_hints(wanted)
+    if kind_of(laid, wanted) == PLAIN and own.get("kind") == IO:  # so they are bf16; of other sources nobody knows
+        rows = with_weights(rows, options, casts, dropped)
+    return Fitted(tuple(rows), casts, tuple(dropped))
+
+
+def _settled(rows: Rows, extras: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Wanted, Laid]:
+    listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows)
+    stated = options.get("hints")
+    wanted = Wanted(listed, extras, stated if isinstance(stated, Mapping) else {}, options=options)
+    return wanted, settle(wanted)
+
+
+def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+    """The tied head beside the embedding, as Paddle's files have it, where the config says that they are one."""
+    names = {row.key.name for _, row in rows if row.key.state == MODEL}
+    if text_config(laid.config).get("tie_word_embeddings") is not True or HEAD in names:
+        return rows
+    found = [(i, row) for i, row in rows if row.key.state == MODEL and row.key.name.endswith(EMBEDDINGS)]
+    if len(found) != 1 or len(found[0][1].shape) != 2:
+        return rows
+    index, row = found[0]
+    dropped.append(made_of("the tied head is written beside the embedding, as Paddle's files have it"))
+    return [*rows, (index, replace(row, key=TensorKey(HEAD, MODEL), path=()))]
+
+
+def _without_copies(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
+    """Without masters of the float32 weights of a bf16 model (router gates): unified checkpoints copy these weights
+    among the masters, jobs keep none, and a job whose optimizer file has one refuses it."""
+    kinds = {row.key.name: row.dtype.name for _, row in rows if row.key.state == MODEL}
+    if set(kinds.values()) <= {"F32"}:
+        return rows
+    copies = [row for _, row in rows if row.key.state == MASTER and kinds.get(row.key.name) == "F32"]
+    if not copies:
+        return rows
+    reason = "copies of float32 weights, of which Paddle's jobs keep no master"
+    dropped.append(
+        {"state": MASTER, "tensors": len(copies), "bytes": sum(row.nbytes for row in copies), "reason": reason}
+    )
+    gone = {row.key for row in copies}
+    return [(index, row) for index, row in rows if row.key not in gone]
+
+
+def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+    """States of a tied pair under the names that their stages have."""
+    head = next((p for p in laid.parameters.values() if p.alias is not None), None)
+    if head is None or head.alias is None:
+        return rows
+    first, last = head.alias, head.name
+    apart = laid.parameters[first].stages != head.stages
+    held: dict[str, dict[str, tuple[int, LogicalTensor]]] = {}
+    for index, row in rows:
+        if row.key.name in (first, last) and row.key.state not in (MODEL, EXTRAS):
+            held.setdefault(row.key.state, {})[row.key.name] = (index, row)
+    out: Rows = []
+    for index, row in rows:
+        own = held.get(row.key.state, {}) if row.key.name in (first, last) and row.key.state != MODEL else {}
+        if not own or apart or row.key.name == first:
+            out.append((index, row))
+        if apart and len(own) == 1:
+            other = last if row.key.name == first else first
+            out.append((index, replace(row, key=TensorKey(other, row.key.state), path=())))
+            dropped.append(made_of(f"of the tied {first} it stands on the first and on the last stage", row.key.state))
+        elif own and not apart and row.key.name == last and len(own) == 1:
+            out.append((index, replace(row, key=TensorKey(first, row.key.state), path=())))
+            dropped.append(made_of(f"of {last} it stands under {first}, to which it is tied", row.key.state))
+        elif own and not apart and row.key.name == last:
+            reason = f"{last} is tied to {first}: Paddle keeps it once"
+            dropped.append(made_of(reason, row.key.state) | {"tensors": 1, "bytes": row.nbytes})
     return out
+
+
+def with_weights(
+    rows: Rows, options: Mapping[str, Any], casts: dict[TensorKey, DType], dropped: list[dict[str, Any]]
+) -> Rows:
+    """Weights of the model where the source has masters alone; none anew that was removed by name."""
+    have = {row.key.name for _, row in rows if row.key.state == MODEL}
+    have |= {key.name for key in options.get("removed", ()) if key.state == MODEL}
+    made: Rows = []
+    for index, row in rows:
+        if row.key.state == MASTER and row.key.name not in have:
+            key = TensorKey(row.key.name, MODEL)
+            made.append((index, replace(row, key=key, path=())))
+            casts[key] = DTYPES["BF16"]
+    if not made:
+        return rows
+    dropped.append(made_of(f"{len(made)} weights are the fp32 masters rounded to BF16, as Paddle's loader rounds them"))
+    return made + rows
+
+
+def made_of(reason: str, state: str = MODEL) -> dict[str, Any]:
+    return {"state": state, "tensors": 0, "bytes": 0, "reason": reason}

@@ -1,24 +1,43 @@
-"""Which folders of a tree are flex checkpoints, and whether their saves were finished: by file names alone.
+"""Which folders of a tree are flex checkpoints, whether their saves were finished, and what their keys mean: by names
+alone.
 
     model_state/ optimizer_state/ master_weight/ [ema_state/]     the Trainer's folders, each a save of its own
     0.metadata, 0_0.distcp, 1_0.distcp                            a plain paddle.distributed.save_state_dict
     0.metadata, 0_0.safetensors, ...                              the same with safetensors=True
 
-`R_N.distcp` is rank R's file of save N, `N.metadata` says what is where. Rules (PaddlePaddle 3.3.1 `flex_checkpoint/dcp/
-{save,load}_state_dict.py`, `utils.py`): N is 0, or the highest N that lies there (the documentation says one more); a folder
-with several saves is one that was written into again: the highest N is the newest, and what `load_merged_state_dict` takes.
-`N.metadata.lock` lies there while the metadata is being written. `flex-ckpt.auto_generated.metadata` in a Hugging Face folder
-is a cache that Paddle makes when it opens one: no save. Reads nothing.
+`R_N.distcp` is rank R's file of save N, `N.metadata` says what is where. Rules (PaddlePaddle 3.3.1
+`flex_checkpoint/dcp/ {save,load}_state_dict.py`, `utils.py`): N is 0, or the highest N that is there (the
+documentation says one more); a folder with several saves is one that was written into again: the highest N is the
+newest, and what `load_merged_state_dict` takes. `N.metadata.lock` is there while the metadata is being written.
+`flex-ckpt.auto_generated.metadata` in a Hugging Face folder is a cache that Paddle makes when it opens one: no save.
+
+    model_state/       model.norm.weight                   model.norm.weight, model
+    master_weight/     model.norm.weight.w_0               model.norm.weight, master
+    optimizer_state/   model.norm.weight.moment1_0         model.norm.weight, exp_avg
+    optimizer_state/   model.norm.weight.beta1_pow_acc_0   model.norm.weight, beta1_pow_acc     (F32 [1])
+    optimizer_state/   model.norm.weight.anything_0        model.norm.weight, anything
+    ema_state/         model.norm.weight[.w_0]             model.norm.weight, ema
+
+In a plain `save_state_dict` folder nothing but the keys shows what is what: the accumulators' suffixes count there,
+`.w_0` too unless it ends a static name (`linear_0.w_0`), and of a nested dict the first level where it is called as a
+model or an optimizer is. Source: PaddlePaddle 3.3.1 `optimizer/adamw.py` (`sharded_state_dict`), PaddleFormers 1.2.0
+`trainer/trainer.py` (`_save_flex_optimizer_state`), `trainer/utils/zero_cost_checkpoint.py` (EMA). Reads nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.paddle.names import KINDS, kind_of
+from ckpt_tool.formats.state_dict.paths import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
+from ckpt_tool.formats.state_dict.tree import dotted
+
+# -- saves -------------------------------------------------------------------------------------------------------------
 
 MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER, EMA_FOLDER = (
     "model_state",
@@ -34,8 +53,9 @@ _LOCK = re.compile(r"(\d{1,9})\.metadata\.lock")
 
 
 class Save(NamedTuple):
-    """One save. folder: "" for the root, else with a slash at its end. unique: N. metadata: its file's name, None where there
-    is none. data: the names of its data files, by rank. lock: a lock that lies beside it. older: other N with files."""
+    """One save. folder: "" for the root, else with a slash at its end. unique: N. metadata: its file's name, None where
+    there is none. data: the names of its data files, by rank. lock: a lock that is beside it. older: other N with
+    files."""
 
     folder: str
     unique: int
@@ -51,7 +71,8 @@ class Save(NamedTuple):
 
 
 def find(listing: Iterable[str]) -> list[Save]:
-    """The saves of a tree: the Trainer's folders in their order, or the plain save at the root; [] when there is neither."""
+    """The saves of a tree: the Trainer's folders in their order, or the plain save at the root; [] when there is
+    neither."""
     names: dict[str, list[str]] = {}
     for path in listing:
         folder, slash, name = path.rpartition("/")
@@ -105,55 +126,69 @@ def why(saves: Sequence[Save]) -> str:
 
 
 def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenient: bool = False) -> list[Note]:
-    """Raise Incomplete E1330 for a save that was not finished (an EMA without metadata aside: Paddle wrote such) or a folder
-    that is not there, InputError E1331 for files of both kinds in a folder, or two checkpoints in one. shown: the root.
-    lenient: take a Trainer's folders one by one."""
+    """Raise Incomplete E1330 for a save that was not finished (an EMA without metadata aside: Paddle wrote such) or a
+    folder that is not there, InputError E1331 for files of both kinds in a folder, or two checkpoints in one. shown:
+    the root. lenient: take a Trainer's folders one by one."""
     notes: list[Note] = []
     if not lenient:
         _refuse_lost_folder({save.kind for save in saves}, shown)
     if saves[0].folder and any(METADATA.fullmatch(name) for name in root_names):
         raise InputError(
-            f"two checkpoints in one folder: {saves[0].folder} and a plain save beside it", code=MIXED, path=shown,
+            f"two checkpoints in one folder: {saves[0].folder} and a plain save beside it",
+            code=MIXED,
+            path=shown,
             hint="pass a folder that holds one of them alone",
-        )  # fmt: skip
+        )
     for save in saves:
         where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown
         if save.lock:
             raise Incomplete(
                 f"save {save.unique} was not finished: {save.lock} lies there while the metadata is being written",
-                code=UNFINISHED, path=f"{where}/{save.lock}",
+                code=UNFINISHED,
+                path=f"{where}/{save.lock}",
                 hint="wait until the job is done; if it died, take the checkpoint before",
-            )  # fmt: skip
+            )
         if save.metadata is None and save.kind != EMA_FOLDER:
             raise Incomplete(
-                f"save {save.unique} was not finished: {save.unique}.metadata is missing, which says where everything lies",
-                code=UNFINISHED, path=f"{where}/{save.unique}.metadata",
+                f"save {save.unique} was not finished: {save.unique}.metadata is missing, which says where "
+                "everything lies",
+                code=UNFINISHED,
+                path=f"{where}/{save.unique}.metadata",
                 hint="fetch it from where the job wrote it, or take the checkpoint before",
-            )  # fmt: skip
+            )
         kinds = {name.rpartition(".")[2] for name in save.data}
         if len(kinds) > 1:
             raise InputError(
-                "files of both kinds, .distcp and .safetensors, in one save", code=MIXED, path=where,
+                "files of both kinds, .distcp and .safetensors, in one save",
+                code=MIXED,
+                path=where,
                 hint="they are of two saves: remove those of the older one",
-            )  # fmt: skip
+            )
         if save.older:
-            notes.append(Note(
-                "N-several-saves", f"{len(save.older) + 1} saves in {save.folder or 'the folder'}: number {save.unique} is "
-                f"the newest and is taken; {', '.join(map(str, save.older[:10]))} lie beside it", where,
-            ))  # fmt: skip
+            notes.append(
+                Note(
+                    "N-several-saves",
+                    f"{len(save.older) + 1} saves in {save.folder or 'the folder'}: number {save.unique} is "
+                    f"the newest and is taken; {', '.join(map(str, save.older[:10]))} lie beside it",
+                    where,
+                )
+            )
     return notes
 
 
 def refuse_other_save(save: Save, files: Iterable[str], shown: str) -> None:
-    """Raise InconsistentCheckpoint E1632 for metadata that names data files of another save than its own number, though files
-    of its own lie beside it. files: those that it names. shown: the metadata's path."""
+    """Raise InconsistentCheckpoint E1632 for metadata that names data files of another save than its own number, though
+    files of its own are beside it. files: those that it names. shown: the metadata's path."""
     names = [name.rpartition("/")[2] for name in files]
     foreign = [name for name in names if (found := DATA.fullmatch(name)) and int(found[2]) != save.unique]
     if foreign and save.data:
         raise InconsistentCheckpoint(
-            f"the metadata of save {save.unique} names files of another save: {foreign[0]}", code=OTHER_SAVE, path=shown,
-            faults=foreign[1:50], hint="it was copied over that of its own save: fetch it again",
-        )  # fmt: skip
+            f"the metadata of save {save.unique} names files of another save: {foreign[0]}",
+            code=OTHER_SAVE,
+            path=shown,
+            faults=foreign[1:50],
+            hint="it was copied over that of its own save: fetch it again",
+        )
 
 
 def _refuse_lost_folder(kinds: Set[str], shown: str) -> None:
@@ -161,7 +196,89 @@ def _refuse_lost_folder(kinds: Set[str], shown: str) -> None:
     lost = [folder for folder in FOLDERS if folder != EMA_FOLDER and folder not in kinds]
     if lost and kinds - {"", FOLDERS[0]}:
         raise Incomplete(
-            f"no save in {lost[0]}/, which the Trainer writes beside {', '.join(sorted(kinds))}", code=UNFINISHED,
+            f"no save in {lost[0]}/, which the Trainer writes beside {', '.join(sorted(kinds))}",
+            code=UNFINISHED,
             path=f"{shown.rstrip('/')}/{lost[0]}",
-            hint="fetch the folder (a link in its place is followed with --follow-symlinks); --lenient takes those that are there",
-        )  # fmt: skip
+            hint="fetch the folder (a link in its place is followed with --follow-symlinks); --lenient takes those "
+            "that are there",
+        )
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+MASTER_SUFFIX = ".w_0"
+_STATIC = re.compile(r"(?:.*[./])?[A-Za-z]+(?:_[A-Za-z]+)*_\d+")  # linear_0, create_parameter_3, layer_norm_1
+
+
+def trainer_key(kind: str, key: str) -> TensorKey:
+    """Name and state of a key in the Trainer's folder `kind`."""
+    if kind == MODEL_FOLDER:
+        return TensorKey(key, MODEL)
+    if kind in (MASTER_FOLDER, EMA_FOLDER):
+        return TensorKey(key.removesuffix(MASTER_SUFFIX), MASTER if kind == MASTER_FOLDER else EMA)
+    if key.endswith(MASTER_SUFFIX):
+        return TensorKey(key.removesuffix(MASTER_SUFFIX), MASTER)
+    name, dot, last = key.rpartition(".")
+    if not dot or not name or not last:
+        return TensorKey(key, MODEL)
+    return TensorKey(name, KINDS.get(last, last.removesuffix("_0") or last))
+
+
+class Plain(NamedTuple):
+    """Keys of a plain folder. keys: one for each (key, path) that was given. roots: role -> the first level of its
+    path."""
+
+    keys: list[TensorKey]
+    roots: Mapping[str, str]
+
+
+def plain_keys(entries: Iterable[tuple[str, Path]]) -> Plain:
+    """Names and states of a plain folder's keys. Where two keys would get one name, all keep their own."""
+    entries = list(entries)
+    roots: dict[str, str] = {}
+    keys = []
+    for key, path in entries:
+        role = _role(path)
+        if role:
+            roots.setdefault(role, path[0])  # type: ignore[arg-type]
+            key = dotted(path[1:])
+        keys.append(_plain_key(key, role))
+    if len(set(keys)) != len(keys):
+        return Plain([TensorKey(key) for key, _ in entries], {})
+    return Plain(keys, roots)
+
+
+def _role(path: Path) -> str:
+    """What the first level of a nested path says: `model`, `optimizer`, `master`, `ema`, "" for nothing."""
+    if len(path) < 2:
+        return ""
+    roles = ((MODEL, MODEL_ROOTS), ("optimizer", OPTIMIZER_ROOTS), (MASTER, MASTER_ROOTS), (EMA, EMA_ROOTS))
+    return next((role for role, names in roles if path[0] in names), "")
+
+
+def _plain_key(key: str, role: str) -> TensorKey:
+    name, dot, last = key.rpartition(".")
+    if role == EMA:
+        return TensorKey(key.removesuffix(MASTER_SUFFIX), EMA)
+    if role == MASTER:
+        return TensorKey(key.removesuffix(MASTER_SUFFIX), MASTER)
+    if dot and name and last in KINDS:
+        return TensorKey(name, KINDS[last])
+    if key.endswith(MASTER_SUFFIX) and not _STATIC.fullmatch(name):
+        return TensorKey(name, MASTER)
+    return TensorKey(key, MODEL)
+
+
+def suffix_of(key: TensorKey) -> str:
+    """What a tensor's key has behind its name, masters and accumulators; "" for the model. Raises UsageError E1271 for
+    a state that would be read as another, E1606 for one of a tensor without a name."""
+    if key.state == MODEL:
+        return ""
+    if key.state == MASTER and key.name:
+        return MASTER_SUFFIX
+    return f".{kind_of(key, {}, '.', ('_0', 'w_0'))}"
+
+
+def folder_of(key: TensorKey) -> str:
+    """The Trainer's folder of a tensor."""
+    return {MODEL: MODEL_FOLDER, MASTER: MASTER_FOLDER, EMA: EMA_FOLDER}.get(key.state, OPTIMIZER_FOLDER)

@@ -1,4 +1,5 @@
-"""The `N.metadata` of a flex checkpoint: which box, or which flat part of which box, of which tensor lies in which file.
+"""The `N.metadata` of a flex checkpoint: which box, or which flat part of which box, of which tensor is stored in which
+file.
 
 The one idea: the pickle is turned at once into columns of plain integers (`Shard`), each held against its tensor: a box
 inside its shape, a range inside its box, a file name that stays in the folder.
@@ -7,10 +8,11 @@ inside its shape, a range inside its box, a file name that stays in the folder.
     storage_metadata     {LocalTensorIndex("w", (0, 0), True, (0, 20), None, (8, 4)): "0_0.distcp", ...}
       -> Entry("w", ("w",), BF16, (16, 4), [Shard((0, 0), (8, 4), (0, 20), "0_0.distcp", 0), ...])
 
-Facts (PaddlePaddle 3.3.1, `flex_checkpoint/dcp/metadata.py`; older versions call the module `paddle.distributed.checkpoint.
-metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`, `local_shape`; newer ones add `model_type`,
-`checkpoint_version` and two commits): a pickle of protocol 4 of `Metadata`. `flattened_range` counts elements of the local
-block's row-major line, not of the whole tensor, and its ends need not be rows. A key's shards were deduplicated by box and
+Facts (PaddlePaddle 3.3.1, `flex_checkpoint/dcp/metadata.py`; older versions call the module
+`paddle.distributed.checkpoint. metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`,
+`local_shape`; newer ones add `model_type`, `checkpoint_version` and two commits): a pickle of protocol 4 of `Metadata`.
+`flattened_range` counts elements of the local block's row-major line, not of the whole tensor, and its ends need not be
+rows. A key's shards were deduplicated by box and
 range: the file named holds it; with `save_replicas` every copy is listed and `replica_id` 0 is the one to load.
 `flat_mapping` says how the keys nested.
 
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.source import Tree, safe_relative
@@ -38,17 +41,10 @@ SHOWN = 100  # faults that one message lists
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _MODULES = (MODULE, "paddle.distributed.checkpoint.metadata")
 
-# Paddle's names of dtypes. What is stored where NumPy has no such type: `formats.paddle.file`.
-DTYPE_NAMES: dict[str, str] = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
-    "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64", "complex128": "C128",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-
 
 class Shard(NamedTuple):
-    """A block of a tensor and where it lies. offset, shape: of the block. span: the part of its row-major line that is
-    stored, None for all of it in its own shape. file: relative to the root. replica: 0 the one to load."""
+    """A block of a tensor and where it is stored. offset, shape: of the block. span: the part of its row-major line
+    that is stored, None for all of it in its own shape. file: relative to the root. replica: 0 the one to load."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -70,8 +66,8 @@ class Entry:
 
 @dataclass(slots=True)
 class Listing:
-    """What one save says it holds. entries: by key, in the metadata's order. files: relative to the root. nested: does any
-    key nest? unsafe, globals: of the pickle (see `core.catalog`)."""
+    """What one save says it holds. entries: by key, in the metadata's order. files: relative to the root. nested: does
+    any key nest? unsafe, globals: of the pickle (see `core.catalog`)."""
 
     folder: str
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -84,8 +80,8 @@ class Listing:
 def read_metadata(tree: Tree, folder: str, name: str) -> Listing:
     """The listing of `folder` ("" or "name/") from its metadata file.
 
-    Raises InconsistentCheckpoint E1332 (contradictions), InputError E1333 (not Paddle's metadata), E1334 (a dtype that has no
-    twin here), E1335 (a key that no file holds), UnsafeInput E0410 (a file name that leaves the folder), E0420.
+    Raises InconsistentCheckpoint E1332 (contradictions), InputError E1333 (not Paddle's metadata), E1334 (a dtype that
+    has no twin here), E1335 (a key that no file holds), UnsafeInput E0410 (a file name that leaves the folder), E0420.
     """
     path = folder + name
     shown = tree.display(path)
@@ -94,9 +90,11 @@ def read_metadata(tree: Tree, folder: str, name: str) -> Listing:
     if not isinstance(value, Record) or value.name not in [f"{module}.Metadata" for module in _MODULES]:
         pickles.refuse_unsafe(pickled, shown)
         raise InputError(
-            f"the metadata is {_what(value)}, want Paddle's Metadata", code=FOREIGN, path=shown,
+            f"the metadata is {_what(value)}, want Paddle's Metadata",
+            code=FOREIGN,
+            path=shown,
             hint="the file is damaged, or of another system",
-        )  # fmt: skip
+        )
     reading = _Reading(folder, shown)
     reading.listing.unsafe += [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
     reading.listing.globals += map(str, pickled.globals)
@@ -153,16 +151,19 @@ class _Reading:
             self.faults.append(f"{key}: a file holds it, but nothing says its shape and dtype")
         if self.faults:
             raise InconsistentCheckpoint(
-                self.faults[0], code=CONTRADICTION, path=self.shown, faults=self.faults[1:SHOWN],
+                self.faults[0],
+                code=CONTRADICTION,
+                path=self.shown,
+                faults=self.faults[1:SHOWN],
                 hint="the metadata contradicts itself: this save can't be trusted",
-            )  # fmt: skip
+            )
 
     def damaged(self, what: str, key: str | None = None) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(
             what, code=CONTRADICTION, path=self.shown, key=key, hint="the metadata is damaged: get the checkpoint again"
         )
 
-    # -- rows -----------------------------------------------------------------------------------------------------------
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
     def storage(self, rows: Mapping[Any, Any]) -> dict[str, list[_Stored]]:
         """storage_metadata by key."""
@@ -183,10 +184,15 @@ class _Reading:
             replica = index.state.get("replica_id") or 0
             if type(replica) is not int or replica < 0:
                 raise self.damaged(f"replica {_what(replica)}", key)
-            out.setdefault(key, []).append(_Stored(
-                self.sizes(index.get("global_offset"), key), None if shape is None else self.sizes(shape, key),
-                self.span(index.state, key), replica, safe[file],
-            ))  # fmt: skip
+            out.setdefault(key, []).append(
+                _Stored(
+                    self.sizes(index.get("global_offset"), key),
+                    None if shape is None else self.sizes(shape, key),
+                    self.span(index.state, key),
+                    replica,
+                    safe[file],
+                )
+            )
         return out
 
     def stated(self, row: Any, key: str) -> _Stated:
@@ -194,9 +200,12 @@ class _Reading:
             raise self.damaged(f"an entry is {_what(row)}, want LocalTensorMetadata", key)
         whole = row.state.get("global_shape")
         return _Stated(
-            self.sizes(row.get("global_offset"), key), self.sizes(row.get("local_shape"), key), self.span(row.state, key),
-            row.get("dtype", str), None if whole is None else self.sizes(whole, key),
-        )  # fmt: skip
+            self.sizes(row.get("global_offset"), key),
+            self.sizes(row.get("local_shape"), key),
+            self.span(row.state, key),
+            row.get("dtype", str),
+            None if whole is None else self.sizes(whole, key),
+        )
 
     def sizes(self, value: Any, key: str) -> tuple[int, ...]:
         if isinstance(value, tuple | list) and len(value) <= RANK_LIMIT:
@@ -222,15 +231,18 @@ class _Reading:
     def paths(self, rows: Mapping[Any, Any]) -> dict[str, Path]:
         out: dict[str, Path] = {}
         for key, path in rows.items():
-            if not isinstance(key, str) or not isinstance(path, tuple | list) or not path or not all(
-                type(step) is str for step in path
-            ):  # fmt: skip
+            if (
+                not isinstance(key, str)
+                or not isinstance(path, tuple | list)
+                or not path
+                or not all(type(step) is str for step in path)
+            ):
                 raise self.damaged(f"flat_mapping of {str(key)[:200]!r} is {_what(path)}, want a path of keys")
             out[key] = tuple(path)
             self.listing.nested = self.listing.nested or len(path) > 1
         return out
 
-    # -- one key --------------------------------------------------------------------------------------------------------
+    # -- one key -------------------------------------------------------------------------------------------------------
 
     def entry(self, key: str, stated: list[_Stated], stored: list[_Stored], path: Path) -> None:
         if not stated:
@@ -242,9 +254,12 @@ class _Reading:
         dtype = DTYPE_NAMES.get(stated[0].dtype)
         if dtype is None:
             raise InputError(
-                f"dtype {pickles.shown(stated[0].dtype)} has no twin here", code=UNKNOWN_DTYPE, path=self.shown, key=key,
+                f"dtype {pickles.shown(stated[0].dtype)} has no twin here",
+                code=UNKNOWN_DTYPE,
+                path=self.shown,
+                key=key,
                 hint="cast the tensor before saving, or leave it out",
-            )  # fmt: skip
+            )
         shape = self.whole(key, stated)
         if shape is None:
             return
@@ -252,32 +267,36 @@ class _Reading:
         self.compare(key, stated, stored, shape)
         if not stored and 0 not in shape:
             raise InputError(
-                "no file holds it: storage_metadata does not name the key", code=PLACELESS, path=self.shown, key=key,
+                "no file holds it: storage_metadata does not name the key",
+                code=PLACELESS,
+                path=self.shown,
+                key=key,
                 hint="the save was cut short or edited: nothing says where its bytes lie",
-            )  # fmt: skip
+            )
         self.listing.entries[key] = Entry(key, path, DTYPES[dtype], shape, shards)
 
     def whole(self, key: str, stated: list[_Stated]) -> tuple[int, ...] | None:
-        """The tensor's shape: what the shards say; old metadata says nothing, then it ends where the last block ends."""
-        said = {row.whole for row in stated if row.whole is not None}
-        ranks = {len(row.offset) for row in stated} | {len(row.shape) for row in stated} | {len(s) for s in said}
-        if len(said) > 1 or len(ranks) > 1:
+        """The tensor's shape: what the shards say; old metadata says nothing, then it ends where the last block
+        ends."""
+        given = {row.whole for row in stated if row.whole is not None}
+        ranks = {len(row.offset) for row in stated} | {len(row.shape) for row in stated} | {len(s) for s in given}
+        if len(given) > 1 or len(ranks) > 1:
             self.faults.append(
-                f"{key}: its shards do not agree on its shape: {', '.join(map(str, sorted(said)))[:200]}"
+                f"{key}: its shards do not agree on its shape: {', '.join(map(str, sorted(stated)))[:200]}"
             )
             return None
-        if said:
-            return said.pop()
+        if given:
+            return given.pop()
         ends = [[o + n for o, n in zip(row.offset, row.shape, strict=True)] for row in stated]
         return tuple(max(column) for column in zip(*ends, strict=True))
 
     def compare(self, key: str, stated: list[_Stated], stored: list[_Stored], whole: tuple[int, ...]) -> None:
-        """Note where the two halves do not list the same blocks: what is stated and lies nowhere, what lies somewhere and is
-        not stated, what is stated and leaves the tensor. Old metadata says no shapes in its second half."""
+        """Note where the two halves do not list the same blocks: what is stated and stored nowhere, stored somewhere
+        and is not stated, what is stated and leaves the tensor. Old metadata says no shapes in its second half."""
         shaped = all(row.shape is not None for row in stored)
-        said = {(row.offset, row.shape if shaped else None, row.span): row for row in stated}
+        given = {(row.offset, row.shape if shaped else None, row.span): row for row in stated}
         have = {(row.offset, row.shape if shaped else None, row.span): row for row in stored}
-        for where, row in said.items():
+        for where, row in given.items():
             if 0 in row.shape or row.span is not None and row.span[0] == row.span[1]:
                 continue
             if where not in have and stored:
@@ -286,7 +305,7 @@ class _Reading:
                 self.faults.append(f"{key}: {_block(row)} leaves the tensor of shape {list(whole)}")
         for where, held in have.items():
             empty = held.shape is not None and 0 in held.shape or held.span is not None and held.span[0] == held.span[1]
-            if where not in said and not empty:
+            if where not in given and not empty:
                 self.faults.append(f"{key}: {held.file} holds {_block(held)}, which state_dict_metadata does not state")
 
     def shard(self, key: str, row: _Stored, stated: list[_Stated], whole: tuple[int, ...]) -> Shard | None:
@@ -307,7 +326,8 @@ class _Reading:
             return None
         if row.span is not None and row.span[1] > prod(shape):
             self.faults.append(
-                f"{key}: elements {row.span[0]} to {row.span[1]} leave the block of shape {list(shape)} at {list(row.offset)}"
+                f"{key}: elements {row.span[0]} to {row.span[1]} leave the block of shape {list(shape)} at "
+                f"{list(row.offset)}"
             )
             return None
         return Shard(row.offset, shape, row.span, row.file, row.replica)
@@ -324,9 +344,10 @@ def _dict(value: Any) -> Mapping[Any, Any]:
         return {}
     if not isinstance(value, dict):
         raise InconsistentCheckpoint(
-            f"a part of the metadata is {_what(value)}, want a dict", code=CONTRADICTION,
+            f"a part of the metadata is {_what(value)}, want a dict",
+            code=CONTRADICTION,
             hint="the metadata is damaged: get the checkpoint again",
-        )  # fmt: skip
+        )
     return value
 
 

@@ -1,48 +1,245 @@
 """Writing a flex checkpoint: the Trainer's folders, or the plain folder that a source was.
 
-The one idea: for every rank the items that it would hand to `paddle.distributed.save_state_dict` (`paddle_flex.items`), folder by
-folder, and from those the files that Paddle itself would have written: data files by `paddle.file`, metadata as a pickle of
+The one idea: for every rank the items that it would hand to `paddle.distributed.save_state_dict`, folder by folder, and
+from those the files that Paddle itself would have written: data files by `paddle.pickle_file`, metadata as a pickle of
 its records.
 
-    model_state/0.metadata, R_0.distcp      every block of the model that rank R computes with
-    optimizer_state/, master_weight/        its share of the states: blocks (v1), or flattened ranges without padding (v2)
-    ema_state/                              where there are averages: as the masters; of fp32 parameters as the model
-    model_meta.json                         beside averages: the degrees
-    scheduler.pdparams, saved_signal_R      the scheduler's values; "1" for each rank that is done
+    model_state/0.metadata, R_0.distcp    every block of the model that rank R computes with
+    optimizer_state/, master_weight/      its share of the states: blocks (v1), or flattened ranges without padding (v2)
+    ema_state/                            where there are averages: as the masters; of fp32 parameters as the model
+    model_meta.json                       beside averages: the degrees
+    scheduler.pdparams, saved_signal_R    the scheduler's values; "1" for each rank that is done
 
-The Trainer's loader wants all three folders, each with one metadata file, so they are there even when nothing is in them
-(47 bytes a rank). States that Paddle has no suffix for are kept as `NAME.STATE_0` in `optimizer_state/`, where its loader looks
-for the keys it knows alone. Without degrees one rank holds everything and no rule of tensor parallelism is asked.
+The Trainer's loader wants all three folders, each with one metadata file, so they are there even when nothing is in
+them (47 bytes a rank). States that Paddle has no suffix for are kept as `NAME.STATE_0` in `optimizer_state/`, where its
+loader looks for the keys it knows alone. Without degrees one rank holds everything and no rule of tensor parallelism is
+needed.
 
-Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`_save_flex_model_state`, `_save_flex_optimizer_state`, `_load_flex_checkpoint`),
-PaddlePaddle 3.3.1 `flex_checkpoint/dcp/save_state_dict.py`, `dygraph_sharding_optimizer.py` (`sharded_state_dict`: ranges).
-Cost: some 20 us an item. What it does not do: replicas (`replicate_saved_into_local`), asynchronous saves.
+An `Item` is one local tensor with its place in the global one, made from the layout's blocks and shares
+(`paddle.layout`); what Paddle's own save does with them, all ranks' items in a row, is then repeated to the letter:
+
+    equal items (key, offset, range, shape) are stored once, in the file that has the least items so far; of those in
+    the order of their names ("10_0.distcp" before "2_0.distcp")
+
+so LayerNorms of a TP 2 job land in `1_0.distcp`, whose rank listed nothing else first.
+
+Which tensors there are (`fit`), and what is made of others:
+
+    tied embeddings  both names stand in model_state/; states stand once, under the name that is first in the alphabet
+                     (lm_head.weight before model.embed_tokens.weight); with pipeline stages each stage looks for its
+                     own name
+    bf16 weights     model_state/ has them, although a job with sharding v2 rounds its masters instead; where the source
+                     has masters alone they are those, rounded to bf16
+
+Names that the source has and Paddle would not look for stay beside: its loader asks for the keys it knows. Paddle cuts
+k_proj and v_proj where tensor ranks divide the number of key and value heads, and keeps them whole otherwise; here the
+loader goes by the recorded boxes alone, so either way is right. Without a config they are cut where their width
+divides, and a note says so.
+
+Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`_save_flex_model_state`, `_save_flex_optimizer_state`,
+`_load_flex_checkpoint`), PaddlePaddle 3.3.1 `flex_checkpoint/dcp/save_state_dict.py` (`balanced_dedup_key_in_dict`),
+`utils.py` (`merge_state_dict_metadata`), `load_state_dict.py` (read items are matched by boxes),
+`dygraph_sharding_optimizer.py` (`sharded_state_dict`: ranges), `optimizer/adamw.py` (`sharded_state_dict`: the first of
+the sorted names), runs of tied models. Cost: some 20 us an item. What it does not do: replicas
+(`replicate_saved_into_local`), asynchronous saves.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import whole
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path
-from ckpt_tool.formats.paddle.degrees import nothing_shared
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, Path, TensorKey
+from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle.extras import extras_files
-from ckpt_tool.formats.paddle.file import PaddleComposer
-from ckpt_tool.formats.paddle.layout import Laid, Rank, Share, paddle_hints, settle
-from ckpt_tool.formats.paddle_flex.folders import EMA_FOLDER, MASTER_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER
-from ckpt_tool.formats.paddle_flex.heads import with_heads
-from ckpt_tool.formats.paddle_flex.items import Item, Kept, block_item, file_name, kept, parts_of, whole_item
-from ckpt_tool.formats.paddle_flex.keys import MASTER_SUFFIX, folder_of, suffix_of
-from ckpt_tool.formats.paddle_flex.metadata import DTYPE_NAMES, MODULE
+from ckpt_tool.formats.paddle.job import Degrees, Rank
+from ckpt_tool.formats.paddle.layout import Block, Laid, Share, config_of, nothing_shared, paddle_hints, settle
+from ckpt_tool.formats.paddle.names import static_key
+from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES, Boxes, PaddleComposer
+from ckpt_tool.formats.paddle.ranks import meta_json
+from ckpt_tool.formats.paddle.rules import joined_shape, text_config
+from ckpt_tool.formats.paddle.target import Rows, made_of, parts_of, with_head, with_weights
+from ckpt_tool.formats.paddle_flex.folders import (
+    EMA_FOLDER,
+    MASTER_FOLDER,
+    MASTER_SUFFIX,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    folder_of,
+    suffix_of,
+)
+from ckpt_tool.formats.paddle_flex.metadata import MODULE
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.pickle_frames import plan_framed
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.safetensors_file import build_header
+
+# -- items -------------------------------------------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """One local tensor. name: its own (static) name. offset, shape, whole: of its block in the global tensor. span: the
+    part of the block's line that is stored, None for all of it. boxes: what fills the block, of wanted tensor
+    `number`."""
+
+    key: str
+    path: Path
+    name: str
+    dtype: DType
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    span: tuple[int, int] | None
+    number: int
+    boxes: Boxes
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes items of two ranks one."""
+        return self.key, self.offset, self.span, self.shape
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape if self.span is None else (self.span[1] - self.span[0],)
+
+
+def whole_item(key: str, path: Path, name: str, tensor: WantedTensor, number: int) -> Item:
+    """A tensor that every rank holds whole."""
+    shape, box = tensor.shape, whole(tensor.shape)
+    return Item(key, path, name, tensor.dtype, (0,) * len(shape), shape, shape, None, number, ((box, box),))
+
+
+def block_item(
+    key: str, name: str, tensor: WantedTensor, number: int, block: Block, span: tuple[int, int] | None
+) -> Item:
+    """A rank's block of a tensor, or a range of its line. The global tensor is the blocks laid end to end."""
+    shape = joined_shape(block.shape, block.cut, block.of)
+    return Item(key, (key,), name, tensor.dtype, block.offset, block.shape, shape, span, number, block.boxes)
+
+
+class Kept(NamedTuple):
+    """A save of all ranks. files: rank -> the items that its file keeps, in their order. storage: (item, rank) in the
+    order of the metadata. stated: the different shards of each key, in order."""
+
+    files: Mapping[int, list[Item]]
+    storage: Sequence[tuple[Item, int]]
+    stated: Mapping[str, list[Item]]
+
+
+def kept(ranks: Iterable[tuple[int, Sequence[Item]]], unique: int = 0) -> Kept:
+    """What each rank's file keeps of its items. ranks: (rank, its items), in the order of ranks."""
+    homes: dict[tuple[object, ...], list[int]] = {}
+    first: dict[tuple[object, ...], Item] = {}
+    stated: dict[str, list[Item]] = {}
+    mine: dict[int, Sequence[Item]] = {}
+    indexes: dict[int, list[tuple[object, ...]]] = {}  # of a list of items: ranks may share one
+    for rank, items in ranks:
+        mine[rank] = items
+        found = indexes.get(id(items))
+        if found is None:
+            found = indexes[id(items)] = [item.identity for item in items]
+        for item, index in zip(items, found, strict=True):
+            if index not in first:
+                first[index] = item
+                stated.setdefault(item.key, []).append(item)
+            homes.setdefault(index, []).append(rank)
+    load = dict.fromkeys(mine, 0)
+    names = {rank: file_name(rank, unique) for rank in mine}
+    owner: dict[tuple[object, ...], int] = {}
+    for index, candidates in homes.items():
+        owner[index] = min(candidates, key=lambda r: (load[r], names[r]))
+        load[owner[index]] += 1
+    files = {rank: [item for item in items if owner[item.identity] == rank] for rank, items in mine.items()}
+    return Kept(files, [(first[index], rank) for index, rank in owner.items()], stated)
+
+
+def file_name(rank: int, unique: int = 0, *, safetensors: bool = False) -> str:
+    return f"{rank}_{unique}.{'safetensors' if safetensors else 'distcp'}"
+
+
+# -- heads that nobody states ------------------------------------------------------------------------------------------
+
+_STATED = ("num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_head")
+_KEYS = (".k_proj.weight", ".v_proj.weight", ".kv_b_proj.weight")
+
+
+def with_heads(wanted: Wanted) -> tuple[Wanted, tuple[str, ...]]:
+    """`wanted` with a number of key and value heads that its tensor ranks can take, and the note that says so."""
+    tp = (wanted.options.get("degrees") or {}).get("tp", 1)
+    config = config_of(wanted)
+    facts = text_config(config)
+    widths = {row.shape[-1] for row in wanted.tensors if row.key.name.endswith(_KEYS) and row.shape}
+    if tp == 1 or not widths or any(type(facts.get(key)) is int for key in _STATED):
+        return wanted, ()
+    parted = all(width % tp == 0 for width in widths)
+    options = {**wanted.options, "config": {**config, "num_key_value_heads": tp if parted else 1}}
+    how = f"cut for --tp {tp}" if parted else "whole on every rank"
+    note = (
+        f"keys and values are {how}: no config says how many heads they have, and Paddle's loader goes "
+        "by the recorded boxes"
+    )
+    return replace(wanted, options=options), (note,)
+
+
+# -- which tensors -----------------------------------------------------------------------------------------------------
+
+
+def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+    """The tensors to write. Raises UsageError as `paddle.layout.settle` does."""
+    rows: Rows = list(enumerate(tensors))
+    if _is_plain(options):
+        return Fitted(tuple(rows))
+    dropped: list[dict[str, Any]] = []
+    casts: dict[TensorKey, DType] = {}
+    rows = with_head(rows, _settled(rows, extras, options), dropped)
+    rows = _tied(rows, _settled(rows, extras, options), dropped)
+    rows = with_weights(rows, options, casts, dropped)
+    return Fitted(tuple(rows), casts, tuple(dropped))
+
+
+def _is_plain(options: Mapping[str, Any]) -> bool:
+    """Will a plain folder be written again?"""
+    hints = options.get("hints")
+    own = hints.get("paddle") if isinstance(hints, Mapping) else None
+    degrees: Mapping[str, int] = options.get("degrees") or {}
+    return isinstance(own, Mapping) and own.get("flex") == "plain" and all(size == 1 for size in degrees.values())
+
+
+def _settled(rows: Rows, extras: Mapping[str, Any], options: Mapping[str, Any]) -> Laid:
+    listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows)
+    stated = options.get("hints")
+    wanted = Wanted(listed, extras, stated if isinstance(stated, Mapping) else {}, options=options)
+    return settle(with_heads(wanted)[0])
+
+
+def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
+    """States of a tied pair under every name by which Paddle's loader asks for them, beside those that there are."""
+    head = next((p for p in laid.parameters.values() if p.alias is not None), None)
+    if head is None or head.alias is None:
+        return rows
+    pair = head.alias, head.name
+    under = pair if laid.parameters[head.alias].stages != head.stages else (min(pair),)
+    have = {row.key for _, row in rows}
+    made: Rows = []
+    for index, row in rows:
+        if row.key.name in pair and row.key.state not in (MODEL, EXTRAS):
+            keys = [TensorKey(name, row.key.state) for name in under]
+            fresh = [key for key in keys if key not in have]
+            have.update(fresh)
+            made += [(index, replace(row, key=key, path=())) for key in fresh]
+    for state in dict.fromkeys(row.key.state for _, row in made):
+        where = f"its {state} stands under {' and '.join(under)}, where Paddle asks for it"
+        dropped.append(made_of(f"{' and '.join(pair)} are tied: {where}", state))
+    return rows + made
+
+
+# -- the whole output --------------------------------------------------------------------------------------------------
 
 _PADDLE_NAMES = {name: paddle for paddle, name in DTYPE_NAMES.items()}
 META = "model_meta.json"
@@ -50,7 +247,8 @@ ALWAYS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER)
 
 
 def flex_target(wanted: Wanted) -> Target:
-    """The folder. Raises UsageError E1271 (a state without a name), and as `paddle.layout.settle` where ranks are asked for."""
+    """The folder. Raises UsageError E1271 (a state without a name), and as `paddle.layout.settle` where ranks are
+    wanted."""
     notes: list[str] = []
     plain = _plain_items(wanted)
     if plain is not None:
@@ -63,13 +261,12 @@ def flex_target(wanted: Wanted) -> Target:
             notes.append(nothing_shared(wanted.options["sharding"]))
         if paddle_hints(wanted).get("flex") == "plain" and wanted.source_format == "paddle-flex":
             notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
-    extra = [(number, tensor) for number, tensor in enumerate(wanted.tensors) if tensor.key.state == EXTRAS]
-    files += extras_files(wanted.extras, extra, paddle=wanted.hints.get("dialect") == "paddle")
+    files += extras_files(wanted, wanted.extras)
     files += [TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles]
     return Target("paddle-flex", tuple(files), notes=tuple(notes))
 
 
-# -- the Trainer's folders ------------------------------------------------------------------------------------------------
+# -- the Trainer's folders ---------------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -78,9 +275,9 @@ class _Writer:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.at = {tensor.key: number for number, tensor in enumerate(wanted.tensors)}
-        stated, said = with_heads(wanted)
+        stated, given = with_heads(wanted)
         self.laid = settle(stated) if _wants_ranks(wanted) else None
-        self.notes = (*self.laid.notes, *said) if self.laid else ()
+        self.notes = (*self.laid.notes, *given) if self.laid else ()
         self.own = paddle_hints(wanted)
         names = self.own.get("names")
         self.names: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
@@ -108,18 +305,14 @@ class _Writer:
 
     def _meta(self) -> bytes:
         """The degrees, which Paddle's callbacks for averages hold against their own before they take any."""
-        d = self.laid.degrees if self.laid else None
-        config = {
-            "pp_degree": d.pp if d else 1, "mp_degree": d.tp if d else 1, "sharding_degree": d.sharding if d else 1,
-            "ep_degree": d.ep if d else 1, "moe_sharding_degree": d.moe_sharding if d and d.ep > 1 else 0,
-        }  # fmt: skip
-        return json.dumps({"parallel_config": config, "sharding_metas": {}}).encode("ascii")
+        degrees = self.laid.degrees if self.laid else Degrees()
+        return meta_json(degrees, {})
 
     def ranks(self) -> list[tuple[int, dict[str, list[Item]]]]:
         """(rank, its items by folder), in the order of ranks. What the layout gives to no rank, rank 0 holds whole."""
         if self.laid is None:
             return [(0, self._whole(range(len(self.wanted.tensors))))]
-        out = [(rank.number, self._rank(self.laid, rank)) for rank in self.laid.ranks()]
+        out = [(rank.number, self._rank(self.laid, rank)) for rank in self.laid.degrees.ranks()]
         out.sort(key=lambda pair: pair[0])
         given = {item.number for _, items in out for folder in items.values() for item in folder}
         rest = self._whole(number for number in range(len(self.wanted.tensors)) if number not in given)
@@ -139,8 +332,11 @@ class _Writer:
     def _rank(self, laid: Laid, rank: Rank) -> dict[str, list[Item]]:
         model, averages = self._blocks(laid, rank.pp, rank.tp, rank.ep)
         out: dict[str, list[Item]] = {
-            MODEL_FOLDER: model, OPTIMIZER_FOLDER: [], MASTER_FOLDER: [], EMA_FOLDER: [*averages],
-        }  # fmt: skip
+            MODEL_FOLDER: model,
+            OPTIMIZER_FOLDER: [],
+            MASTER_FOLDER: [],
+            EMA_FOLDER: [*averages],
+        }
         shares = [
             (share, name)
             for share in laid.shares(rank)
@@ -156,9 +352,10 @@ class _Writer:
         return out
 
     def _make_blocks(self, laid: Laid, pp: int, tp: int, ep: int) -> tuple[list[Item], list[Item]]:
-        """Items of the model, and of the averages that lie as the model does: the same for all ranks that share states."""
+        """Items of the model, and of the averages that are stored as the model is: the same for all ranks that share
+        states."""
         found: tuple[list[Item], list[Item]] = ([], [])
-        for block in laid.blocks(laid.rank(pp, tp, 0)._replace(ep=ep)):
+        for block in laid.blocks(laid.degrees.rank(pp, tp, 0)._replace(ep=ep)):
             for state, items in zip((MODEL, EMA), found, strict=True):
                 number = self.by_state.get(state, {}).get(block.parameter.name)
                 if number is not None and (state == MODEL or not self.key(self.tensor(number)).endswith(MASTER_SUFFIX)):
@@ -196,14 +393,12 @@ class _Writer:
         return tensor.key.name + MASTER_SUFFIX
 
     def name(self, tensor: WantedTensor) -> str:
-        """The tensor's own name, as Paddle's optimizer makes it of the parameter's; the structured one where none is known."""
+        """The tensor's own name, as Paddle's optimizer makes it of the parameter's; the structured one where none is
+        known."""
         static = self.names.get(tensor.key.name)
         base = static if isinstance(static, str) else tensor.key.name
-        if tensor.key.state == MODEL:
-            return base
-        if tensor.key.name in self.by_state.get(MASTER, {}):
-            base += "_fp32_master_0"
-        return base if tensor.key.state in (MASTER, EMA) else f"{base}_{suffix_of(tensor.key)[1:]}"
+        mastered = tensor.key.state != MODEL and tensor.key.name in self.by_state.get(MASTER, {})
+        return static_key(base, tensor.key.state, mastered=mastered)
 
 
 def _wants_ranks(wanted: Wanted) -> bool:
@@ -211,7 +406,7 @@ def _wants_ranks(wanted: Wanted) -> bool:
     return any(size > 1 for size in degrees.values())
 
 
-# -- a plain folder -------------------------------------------------------------------------------------------------------
+# -- a plain folder ----------------------------------------------------------------------------------------------------
 
 
 def _plain_items(wanted: Wanted) -> list[Item] | None:
@@ -219,8 +414,8 @@ def _plain_items(wanted: Wanted) -> list[Item] | None:
     own = paddle_hints(wanted)
     if own.get("flex") != "plain" or wanted.source_format != "paddle-flex" or _wants_ranks(wanted):
         return None
-    said = own.get("roots")
-    roots: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
+    stated = own.get("roots")
+    roots: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
     items: list[Item] = []
     for number, tensor in enumerate(wanted.tensors):
         if tensor.key.state == EXTRAS:
@@ -234,7 +429,7 @@ def _plain_items(wanted: Wanted) -> list[Item] | None:
 
 def _plain_path(tensor: WantedTensor, roots: Mapping[str, Any]) -> Path | None:
     """The path that a plain save's reader gives this name and state back from; None where there is none."""
-    from ckpt_tool.formats.paddle_flex.keys import plain_keys
+    from ckpt_tool.formats.paddle_flex.folders import plain_keys
 
     leaf = tensor.key.name + (MASTER_SUFFIX if tensor.key.state == EMA else suffix_of(tensor.key))
     group = tensor.key.state if tensor.key.state in (MODEL, EMA, MASTER) else "optimizer"
@@ -252,7 +447,7 @@ def _plain_files(wanted: Wanted, items: list[Item]) -> list[TargetFile]:
     return _save_files("", kept([(0, items)]), safetensors=bool(paddle_hints(wanted).get("safetensors")))
 
 
-# -- files ----------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _save_files(folder: str, save: Kept, *, safetensors: bool = False) -> list[TargetFile]:
@@ -267,14 +462,22 @@ def _save_files(folder: str, save: Kept, *, safetensors: bool = False) -> list[T
 
 def _distcp(path: str, items: Sequence[Item]) -> TargetFile:
     composer = PaddleComposer()
-    state = {item.key: composer.tensor(item.stored_shape, item.dtype, parts_of(item)) for item in items}
+    state = {
+        item.key: composer.tensor(
+            item.stored_shape, item.dtype, parts_of(item.number, item.shape, item.boxes, item.span)
+        )
+        for item in items
+    }
     return composer.file(path, state, {item.key: item.name for item in items})
 
 
 def _safetensors(path: str, items: Sequence[Item]) -> TargetFile:
     head, offsets, size = build_header([(item.key, item.dtype, item.stored_shape) for item in items], {})
-    arrays = tuple(TargetArray(item.number, whole(item.shape), offset)
-                   for item, offset in zip(items, offsets, strict=True) if prod(item.shape))  # fmt: skip
+    arrays = tuple(
+        TargetArray(item.number, whole(item.shape), offset)
+        for item, offset in zip(items, offsets, strict=True)
+        if prod(item.shape)
+    )
     return TargetFile(path, size, ((0, head),), arrays)
 
 
@@ -295,13 +498,21 @@ def _metadata(save: Kept, *, safetensors: bool) -> Record:
 
 def _stated(item: Item) -> dict[str, Any]:
     return {
-        "global_offset": item.offset, "local_shape": item.shape, "dtype": _PADDLE_NAMES[item.dtype.name],
-        "global_shape": item.whole, "is_flattened": item.span is not None, "flattened_range": item.span,
-    }  # fmt: skip
+        "global_offset": item.offset,
+        "local_shape": item.shape,
+        "dtype": _PADDLE_NAMES[item.dtype.name],
+        "global_shape": item.whole,
+        "is_flattened": item.span is not None,
+        "flattened_range": item.span,
+    }
 
 
 def _index(item: Item) -> dict[str, Any]:
     return {
-        "tensor_key": item.key, "global_offset": item.offset, "is_flattened": item.span is not None,
-        "flattened_range": item.span, "replica_id": None, "local_shape": item.shape,
-    }  # fmt: skip
+        "tensor_key": item.key,
+        "global_offset": item.offset,
+        "is_flattened": item.span is not None,
+        "flattened_range": item.span,
+        "replica_id": None,
+        "local_shape": item.shape,
+    }

@@ -1,28 +1,169 @@
-"""Which files of a folder are a Paddle unified checkpoint, by their names (and the first bytes of one of them).
+"""The files of a Paddle unified checkpoint: which they are, what their indexes state, and whether they hold it.
 
     model-00001-of-00002.safetensors     model.safetensors.index.json             peft_model-... for LoRA
     master_weights-...                   master_weights.safetensors.index.json
     optimizer-...                        optimizer.safetensors.index.json
-    optimizer.tp00_pp00_shard01.safetensors, optimizer.tp00.safetensors_shard_0001     a rank's own (ignore_merge_optimizer)
+    optimizer.tp00_pp00_shard01.safetensors, optimizer.tp00.safetensors_shard_0001
+          a rank's own (ignore_merge_optimizer)
     .model_weight.done.3                 rank 3 finished writing its model (async_save)
 
-The one idea: a folder is ours if it has Paddle's optimizer or master weights, a LoRA of Paddle's, or model files whose
-header says `"format": "np"`: Paddle's layout (one `model.safetensors` needs no index). A model alone that says `"pt"`, or nothing, is in the Hugging Face layout and
-is a Hugging Face model. What claims a folder here is more specific than a claim on its safetensors files alone.
+A folder is ours if it has Paddle's optimizer or master weights, a LoRA of Paddle's, or model files whose header says
+`"format": "np"`: Paddle's layout (one `model.safetensors` needs no index). A model alone that says `"pt"`, or nothing,
+is in the Hugging Face layout and is a Hugging Face model. What claims a folder here is more specific than a claim on
+its safetensors files alone.
 
-Source: PaddleFormers 1.2.0 `utils/env.py` (names), `trainer/training_args.py` (`optimizer_name_suffix`: parts of degree 1
-are left out), `trainer/unified_checkpoint/async_handler.py` (markers). Reads 4 KiB of one file at most.
+    {"metadata": {"total_size": 78680},
+     "weight_map": {"lm_head.weight/moment1_0": "optimizer-00001-of-00001.safetensors", ...},
+     "master_weights": true}
+
+An index is the authority on names and files, and every word beside `weight_map` means something: `type` ("lora"),
+`master_weights`, `ckpt_quant_stage` ("O1", "O2"), `quant_ckpt_resume_times`, `optim_shard_num`. An optimizer index
+without `weight_map` means that ranks wrote files of their own (`ignore_merge_optimizer`), as Paddle's loader takes it.
+`total_size` may be a float in old files (a bool counted an eighth of a byte). An empty `weight_map` is no fault: the
+dict of the states was empty. Every header that an index names is read, and what is missing, foreign or there twice is
+named at once. Two things are no fault: the scales of a quantised optimizer, which no index names, and the first moments
+of stage O2, which it names though they are packed into the second.
+
+    file        key                                  name, state
+    model       model.norm.weight                    model.norm.weight, model
+    masters     model.norm.weight                    model.norm.weight, master
+    optimizer   model.norm.weight/moment1_0          model.norm.weight, exp_avg
+    optimizer   model.norm.weight/beta1_pow_acc_0    model.norm.weight, beta1_pow_acc      (F32 [1])
+    optimizer   model.norm.weight/anything_0         model.norm.weight, anything
+
+A key is parted at its last `/` (Paddle's structured names have none). Quantised moments: `formats.paddle.quant`.
+
+Source: PaddleFormers 1.2.0 `utils/env.py` (names), `trainer/training_args.py` (`optimizer_name_suffix`: parts of degree
+1 are left out), `trainer/unified_checkpoint/{async_handler,unified_checkpoint,utils,load_save_single_card}.py`
+(markers; indexes of indent 4 in the order of the state dict, made before `quant_unified_optimizer` changes the keys;
+`generate_base_static_name`: `FP32_MASTER` is no part of a key). Cost: two preads a file, 2 us and 200 bytes a tensor;
+detection reads 4 KiB of one file at most.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.errors import Incomplete
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, TensorKey
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats.hf.index import read_value
+from ckpt_tool.formats.paddle import quant
+from ckpt_tool.formats.paddle.names import KINDS, kind_of
+from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+NO_TYPE = "E1350"
+_QUANTISED = {
+    quant.FIRST8: "moment1_0",
+    quant.SECOND8: "moment2_0",
+    quant.PACKED: "moment2_0",
+    quant.FIRST_SCALES: "moment1_0" + quant.SYMMETRIC,
+    quant.SECOND_LOW: "moment2_0" + quant.LOW,
+    quant.SECOND_HIGH: "moment2_0" + quant.HIGH,
+}
+
+
+def optimizer_key(key: str, dtype: DType, *, path: str) -> TensorKey:
+    """Name and state of an optimizer file's key. Raises CorruptFile E1350 for a key without a type."""
+    name, found, kind = key.rpartition("/")
+    if not found or not name or not kind:
+        raise CorruptFile(
+            "an optimizer key without a type: want NAME/TYPE",
+            code=NO_TYPE,
+            path=path,
+            key=key[:200],
+            hint="the file holds something else than a Paddle optimizer: was a model file renamed?",
+        )
+    if "@" in kind:
+        for suffix in quant.SUFFIXES:
+            if kind.endswith(suffix):
+                base = kind.removesuffix(suffix)
+                return TensorKey(name, KINDS.get(base, base.removesuffix("_0")) + suffix)
+    state = KINDS.get(kind, kind.removesuffix("_0"))
+    if state == "exp_avg" and dtype.name == "I8":
+        return TensorKey(name, quant.FIRST8)
+    if state == "exp_avg_sq" and dtype.name in ("U8", "I8"):
+        return TensorKey(name, quant.SECOND8 if dtype.name == "U8" else quant.PACKED)
+    return TensorKey(name, state)
+
+
+def file_key(key: TensorKey) -> str:
+    """The key of a tensor in its file. Raises UsageError E1271 for a state whose name Paddle uses for another, E1606
+    for one of a tensor without a name."""
+    if key.state in (MODEL, MASTER, EMA):
+        return key.name
+    return f"{key.name}/{kind_of(key, _QUANTISED, '/')}"
+
+
+# -- indexes -----------------------------------------------------------------------------------------------------------
+
+
+class PaddleIndex(NamedTuple):
+    """weight_map: tensor -> file, in the index's order; None where the optimizer was not merged. stated: the other
+    members."""
+
+    path: str
+    weight_map: Mapping[str, str] | None
+    total_size: int | None
+    stated: Mapping[str, Any]
+
+    def files(self) -> dict[str, list[str]]:
+        """File -> its tensors, in order of first mention."""
+        out: dict[str, list[str]] = {}
+        for name, file in (self.weight_map or {}).items():
+            out.setdefault(file, []).append(name)
+        return out
+
+    @property
+    def stage(self) -> str:
+        """`O1` or `O2` for a quantised optimizer, else ""."""
+        stated = self.stated.get("ckpt_quant_stage")
+        return stated if stated in ("O1", "O2") else ""
+
+
+AGAIN = "index and files come from two saves: fetch both again"
+
+
+def two_saves(code: str, what: str, path: str, key: str, others: Iterable[str]) -> InconsistentCheckpoint:
+    """The error about tensors `key` and `others`, of which an index and files contradict each other."""
+    faults = [each[:200] for each in others]
+    return InconsistentCheckpoint(what, code=code, path=path, key=key[:200], faults=faults, hint=AGAIN)
+
+
+def read_index(tree: Tree, path: str, *, merged: bool = True) -> PaddleIndex:
+    """The index at `path`. merged: must it have a `weight_map`?
+
+    Raises CorruptFile (E0336 form, E0337 size, E0338 a value that is no text, and what JSON raises), UnsafeInput
+    (E0410) for a file name that leaves the folder, InconsistentCheckpoint (E0387) for names that differ by case alone.
+    """
+    value = read_value(tree, path, lacking=not merged)
+    stated = {key: item for key, item in value.items() if key not in ("weight_map", "metadata")}
+    return PaddleIndex(path, value.get("weight_map"), _stated_total(value.get("metadata")), stated)
+
+
+def _stated_total(metadata: Any) -> int | None:
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(stated, bool) or not isinstance(stated, int | float) or abs(stated) >= 1 << 62:
+        return None
+    return int(stated)
+
+
+def write_index(weight_map: Mapping[str, str], total_size: int, stated: Mapping[str, Any] | None = None) -> bytes:
+    """The index as Paddle writes it. total_size: bytes. stated: the members after `weight_map`."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map), **(stated or {})}
+    return json.dumps(index, indent=4).encode("ascii")
+
+
+# -- which files -------------------------------------------------------------------------------------------------------
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -106,7 +247,8 @@ def why(tree: Tree) -> str | None:
 
 
 def claimed(names: Iterable[str]) -> frozenset[str]:
-    """The files of the checkpoint, by names: of a model and its LoRA the LoRA, of a whole file and numbered ones the latter."""
+    """The files of the checkpoint, by names: of a model and its LoRA the LoRA, of a whole file and numbered ones the
+    latter."""
     names = set(names)
     found = classify(names)
     files = {file.path for ranks in found.ranks.values() for file in ranks}
@@ -119,8 +261,8 @@ def claimed(names: Iterable[str]) -> frozenset[str]:
 
 
 def says_paddle_layout(tree: Tree, path: str) -> bool:
-    """Does the file's header begin with metadata that says `np`, or a model type, as ours do? False for links and whatever
-    is no safetensors file."""
+    """Does the file's header begin with metadata that says `np`, or a model type, as ours do? False for links and
+    whatever is no safetensors file."""
     if tree.listing().get(path, -1) < 10:
         return False
     return _NP.match(tree.head(path, _HEAD)[8:]) is not None
@@ -137,16 +279,21 @@ def check_markers(tree: Tree, files: UnifiedFiles) -> None:
     ranks: set[int] = set().union(*done.values())
     if max(ranks) >= 0:
         ranks = set(range(max(ranks) + 1))
-    parts = [part for part, stem in (("model", MODEL_STEM), ("optimizer", OPTIMIZER_STEM), ("master", MASTER_STEM))
-             if stem in files.indexes or stem in files.ranks or part == "model" and PEFT_STEM in files.indexes]  # fmt: skip
+    parts = [
+        part
+        for part, stem in (("model", MODEL_STEM), ("optimizer", OPTIMIZER_STEM), ("master", MASTER_STEM))
+        if stem in files.indexes or stem in files.ranks or part == "model" and PEFT_STEM in files.indexes
+    ]
     missing = [f".{part}_weight.done.{rank}" for part in parts for rank in sorted(ranks - done.get(part, set()))]
     if missing:
         raise Incomplete(
             f"an asynchronous save that did not finish: {len(missing)} marks are missing, the first {missing[0]}",
-            code=UNFINISHED, path=tree.display(missing[0]), faults=missing[1:50],
+            code=UNFINISHED,
+            path=tree.display(missing[0]),
+            faults=missing[1:50],
             hint="wait until the job's writers are done, or take the checkpoint before; if its marks were only lost,"
             " remove the others (.*.done.*) too",
-        )  # fmt: skip
+        )
 
 
 def check_indexes(tree: Tree, files: UnifiedFiles) -> None:
@@ -154,13 +301,15 @@ def check_indexes(tree: Tree, files: UnifiedFiles) -> None:
     for stem, paths in files.numbered.items():
         if stem not in files.indexes:
             raise Incomplete(
-                f"{paths[0]} without {stem}{INDEX_SUFFIX}: the index says what belongs to the checkpoint", code=LOST_INDEX,
-                path=tree.display(stem + INDEX_SUFFIX), hint="fetch the index from the source again",
-            )  # fmt: skip
+                f"{paths[0]} without {stem}{INDEX_SUFFIX}: the index says what belongs to the checkpoint",
+                code=LOST_INDEX,
+                path=tree.display(stem + INDEX_SUFFIX),
+                hint="fetch the index from the source again",
+            )
 
 
 def notes_of(tree: Tree, taken: Iterable[str], sidefiles: Iterable[str]) -> list[Note]:
-    """What lies beside and is not read: files of the job, files that no index names, anything else."""
+    """What is beside and is not read: files of the job, files that no index names, anything else."""
     known = {*taken, *sidefiles}
     job, stray, other = list[str](), list[str](), list[str]()
     for name in tree.seen(tree.names()):
@@ -184,3 +333,135 @@ def notes_of(tree: Tree, taken: Iterable[str], sidefiles: Iterable[str]) -> list
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+# -- files held against their index ------------------------------------------------------------------------------------
+
+MISSING_FILES, NOT_IN_FILE, NOT_IN_INDEX, TWICE = "E0380", "E0381", "E0382", "E0383"
+
+
+class Part(NamedTuple):
+    """What one index names. rows: tensor -> (header, row), in the index's order, scales of a quantised optimizer last.
+    again: the same tensors in other files: slices of sharding v2, else a fault."""
+
+    listed: PaddleIndex
+    headers: list[Header]
+    rows: dict[str, tuple[Header, int]]
+    again: dict[str, list[tuple[Header, int]]]
+    notes: list[Note]
+
+
+def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> Part:
+    """The headers of every file that `index` names, held against it.
+
+    Raises Incomplete (E0380 files, E0381 tensors), InconsistentCheckpoint (E0383 a tensor in two files, E0382 one that
+    the index does not name).
+    """
+    named = index.files()
+    _refuse_missing(tree, index, named)
+    headers = for_each(named, lambda file: read_header(tree, file, lenient=lenient))
+    rows: dict[str, tuple[Header, int]] = {}
+    more: dict[str, tuple[Header, int]] = {}
+    again: dict[str, list[tuple[Header, int]]] = {}
+    strangers: dict[str, list[str]] = {}
+    absent, notes = list[tuple[str, str]](), list[Note]()
+    for header in headers:
+        where = {name: row for row, name in enumerate(header.names)}
+        for name in named[header.path]:
+            if name in where:
+                rows[name] = (header, where.pop(name))
+            else:
+                absent.append((name, header.path))
+        scales = {name: row for name, row in where.items() if name.endswith(quant.SUFFIXES)}
+        more |= {name: (header, row) for name, row in scales.items()}
+        for name, row in where.items():
+            if name in (index.weight_map or {}):
+                again.setdefault(name, []).append((header, row))
+        strangers[header.path] = [name for name in where if name not in scales and name not in again]
+    _refuse_absent(tree, index, absent, rows, more)
+    for file, unknown in strangers.items():
+        notes += _strangers(tree, file, unknown, lenient=lenient)
+    order = index.weight_map or {}
+    rows = {name: rows[name] for name in order if name in rows} | more
+    notes += _total(index, rows, again)
+    notes += [Note("W-header", warning, header.path) for header in headers for warning in header.warnings]
+    return Part(index, headers, rows, again, notes)
+
+
+def _refuse_missing(tree: Tree, index: PaddleIndex, named: Mapping[str, Sequence[str]]) -> None:
+    listing = tree.listing()
+    missing = [file for file in named if file not in listing]
+    if missing:
+        lost = sum(len(named[file]) for file in missing)
+        raise Incomplete(
+            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}; they hold {lost} of"
+            f" {len(index.weight_map or ())} tensors",
+            code=MISSING_FILES,
+            path=tree.display(index.path),
+            faults=(f"missing: {file}" for file in missing[1:100]),
+            hint="fetch the missing files into this folder; of a job on several machines, from all of them",
+        )
+
+
+def _strangers(tree: Tree, path: str, names: Sequence[str], *, lenient: bool) -> list[Note]:
+    """Tensors of a file that its index does not know: an error, or a note with --lenient."""
+    if not names:
+        return []
+    message = f"{len(names)} tensors lie in the index's files, but not in the index; the first: {names[0][:200]}"
+    if lenient:
+        return [Note("W-extra-tensors", f"{message}; not read", path, names[0])]
+    raise two_saves(NOT_IN_INDEX, message, tree.display(path), names[0], names[1:50])
+
+
+def refuse_twice(tree: Tree, part: Part) -> None:
+    """Raise InconsistentCheckpoint E0383 for a tensor that is stored in two files."""
+    for name, found in part.again.items():
+        other = found[0][0].path
+        what = f"tensor {name[:200]} lies in {part.rows[name][0].path} and in {other}"
+        raise two_saves(TWICE, what, tree.display(other), name, list(part.again)[1:50])
+
+
+def _refuse_absent(
+    tree: Tree,
+    index: PaddleIndex,
+    absent: list[tuple[str, str]],
+    rows: Mapping[str, object],
+    more: Mapping[str, object],
+) -> None:
+    """Tensors that the index names and no file holds, but for the first moments that O2 packs into the second."""
+    lost = [
+        (name, path)
+        for name, path in absent
+        if not (
+            index.stage == "O2"
+            and name.endswith("/moment1_0")
+            and (name + quant.SYMMETRIC in more or name + quant.SYMMETRIC in rows)
+            and name.removesuffix("1_0") + "2_0" in rows
+        )
+    ]
+    if lost:
+        name, path = lost[0]
+        raise Incomplete(
+            f"{len(lost)} of {len(index.weight_map or ())} tensors of the index are not in their files; the first:"
+            f" {name[:200]} not in {path}",
+            code=NOT_IN_FILE,
+            path=tree.display(path),
+            key=name[:200],
+            faults=(f"{name[:200]} not in {path}" for name, path in lost[1:100]),
+            hint=AGAIN,
+        )
+
+
+def _total(
+    index: PaddleIndex, rows: Mapping[str, tuple[Header, int]], again: Mapping[str, Sequence[tuple[Header, int]]]
+) -> list[Note]:
+    """A note where the index states another size than its tensors have. A quantised optimizer's is of before."""
+    if index.total_size is None or index.stage:
+        return []
+    actual = sum(header.kinds[row].nbytes for header, row in rows.values())
+    actual += sum(header.kinds[row].nbytes for found in again.values() for header, row in found)
+    bools = sum(prod(h.kinds[r].shape) for h, r in rows.values() if h.kinds[r].dtype.name == "BOOL")
+    if index.total_size in (actual, actual - bools + bools // 8):
+        return []
+    message = f"the index states total_size {index.total_size}, the tensors have {actual} bytes"
+    return [Note("W-total-size", message, index.path)]

@@ -2,26 +2,28 @@
 
 Specification
 -------------
-A folder `checkpoint-STEP/` with up to three kinds of safetensors files, each with an index (`formats.paddle_unified.index`):
+A folder `checkpoint-STEP/` with up to three kinds of safetensors files, each with an index
+(`formats.paddle_unified.files`):
 
-    model-00001-of-00002.safetensors            weights, bf16, NAME                (LoRA: peft_model-*, index type "lora")
+    model-00001-of-00002.safetensors            weights, bf16, NAME              (LoRA: peft_model-*, index type "lora")
     master_weights-00001-of-00002.safetensors   fp32 master weights, NAME; weights that are fp32 anyway, copied
     optimizer-00001-of-00002.safetensors        NAME/moment1_0, /moment2_0, /beta1_pow_acc_0, /beta2_pow_acc_0
 
-* Every tensor is whole: tensor ranks are merged before writing (fused gate and up to plain [gate | up]), stages and expert
-  ranks write their own keys under global names, sharding ranks whole tensors. The numbers in the names mean nothing; the
-  index is the authority. Names are structured names; Linear weights are [in, out].
-* The model file alone may be in the Hugging Face layout, [out, in], and says so: `__metadata__.format` is "pt", else "np".
-  Which weights: a list a model class. See `formats.paddle_unified.layout` for how that is settled.
+* Every tensor is whole: tensor ranks are merged before writing (fused gate and up to plain [gate | up]), stages and
+  expert ranks write their own keys under global names, sharding ranks whole tensors. The numbers in the names mean
+  nothing; the index is the authority. Names are structured names; Linear weights are [in, out].
+* The model file alone may be in the Hugging Face layout, [out, in], and says so: `__metadata__.format` is "pt", else
+  "np". Which weights: a list a model class. See `formats.paddle_unified.read` for how that is settled.
 * Options of the job: skip_save_model_weight (the master weights are the model files), remove_master_weight, async_save
-  (marks `.model_weight.done.RANK`), ignore_merge_optimizer (a rank's own files, `formats.paddle_unified.ranks`), quantised
-  moments (`formats.paddle.quant`). PaddleNLP 3.0 wrote bf16 as U16.
-* Tied embeddings: a job of one process stores the optimizer's states under the last name (lm_head.weight), one of several
-  under both. Either is shown as it is stored. Written from another format: under both, which either job loads.
+  (marks `.model_weight.done.RANK`), ignore_merge_optimizer (a rank's own files, `formats.paddle_unified.ranks`),
+  quantised moments (`formats.paddle.quant`). PaddleNLP 3.0 wrote bf16 as U16.
+* Tied embeddings: a job of one process stores the optimizer's states under the last name (lm_head.weight), one of
+  several under both. Either is shown as it is stored. Written from another format: under both, which either job loads.
 * Beside: config.json, tokenizer, scheduler.pdparams, scaler.pdparams (`formats.paddle.extras`); pickles of the job
   (training_args.bin, trainer_state.bin, rng_state*.pth), which nothing here opens.
 
-Source: paddleformers 1.2.0 and 0.4.0 `trainer/unified_checkpoint/*.py`, paddlenlp 3.0.0b4, and checkpoints that they wrote.
+Source: paddleformers 1.2.0 and 0.4.0 `trainer/unified_checkpoint/*.py`, paddlenlp 3.0.0b4, and checkpoints that they
+wrote.
 
 Shown: names and shapes of Paddle, states model, master, exp_avg, exp_avg_sq, beta1_pow_acc, beta2_pow_acc, ...; a model
 file in the Hugging Face layout through swapped strides. So model, master and moments of a name have one shape:
@@ -31,18 +33,16 @@ file in the Hugging Face layout through swapped strides. So model, master and mo
 
 Written: merged, whatever the source was (`formats.paddle_unified.target`). Weights that exist as fp32 masters alone get
 their 16-bit weight by rounding, as Paddle makes it on loading; the report says so. EMA, for which Paddle's
-have no place, lies in `ckpt_ema-*` of ours. Cost: two preads a file, 2 us a tensor.
+have no place, is stored in `ckpt_ema-*` of ours. Cost: two preads a file, 2 us a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import Evidence, Fitted, Holds, Specificity
 from ckpt_tool.formats.paddle_unified import files as files_of
 from ckpt_tool.storage.source import Tree
@@ -53,8 +53,9 @@ if TYPE_CHECKING:  # reading needs none of these
 
 
 class PaddleUnified:
-    """The format object. Options of `read`: `config` (mapping), `family` (str): the model, where config.json is missing or
-    wrong; `lenient` (bool): tensors that no index names, weights without a state, are told in notes instead of refused."""
+    """The format object. Options of `read`: `config` (mapping), `family` (str): the model, where config.json is missing
+    or wrong; `lenient` (bool): tensors that no index names, weights without a state, are reported in notes instead of
+    refused."""
 
     name = "paddle-unified"
     holds = Holds(
@@ -76,6 +77,8 @@ class PaddleUnified:
 
     def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
         """The tensors, and 16-bit weights for those that have a master alone (`sharding_io` of a bf16 job)."""
+        from ckpt_tool.formats.paddle_unified.target import fit
+
         return fit(tensors, options)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
@@ -86,72 +89,3 @@ class PaddleUnified:
 
 
 FORMAT = PaddleUnified()
-
-
-def fit(tensors: Sequence[LogicalTensor], options: Mapping[str, Any]) -> Fitted:
-    """Weights that Paddle would round from their fp32 masters on loading, where the source has none; and the states of a tied
-    pair under both of its names, as the loader of a job of several processes looks for them.
-
-    Nothing is made where the source was a unified checkpoint of that kind, or where nothing says dtype or tie.
-    """
-    rows = list(enumerate(tensors))
-    hints = options.get("hints")
-    paddle = hints.get("paddle") if isinstance(hints, Mapping) else None
-    facts = paddle if isinstance(paddle, Mapping) else {}
-    given = options.get("config")
-    config = given if isinstance(given, Mapping) and given else facts.get("config")
-    config = config if isinstance(config, Mapping) else {}
-    removed = {key.name for key in options.get("removed", ()) if key.state == MODEL}
-    made, casts = _rounded(rows, facts, config, removed)
-    twins = (
-        [] if facts.get("kind") == "unified" or config.get("tie_word_embeddings") is not True else _twins(rows + made)
-    )
-    report = []
-    if made:
-        reason = (
-            f"{len(made)} weights are the fp32 master rounded to {made_dtype(casts)}, as Paddle rounds it on loading"
-        )
-        report.append({"state": MODEL, "tensors": 0, "bytes": 0, "reason": reason})
-    for state in dict.fromkeys(tensor.key.state for _, tensor in twins):
-        reason = "the tied embeddings have it under both names, as jobs of several processes look for it"
-        report.append({"state": state, "tensors": 0, "bytes": 0, "reason": reason})
-    return Fitted((*rows, *made, *twins), casts, tuple(report))
-
-
-Rows = list[tuple[int, LogicalTensor]]
-
-
-def made_dtype(casts: Mapping[TensorKey, DType]) -> str:
-    return next(iter(casts.values())).name
-
-
-def _rounded(
-    rows: Rows, facts: Mapping[str, Any], config: Mapping[str, Any], removed: set[str]
-) -> tuple[Rows, dict[TensorKey, DType]]:
-    from ckpt_tool.formats.paddle_unified.read import dtype_of
-
-    have = {tensor.key.name for _, tensor in rows if tensor.key.state == MODEL}
-    alone = [(i, tensor) for i, tensor in rows if tensor.key.state == MASTER and tensor.key.name not in have | removed]
-    dtype = dtype_of(config)
-    if facts.get("skip_save_model_weight") and not have or dtype not in ("BF16", "F16"):
-        return [], {}
-    made = [(i, replace(tensor, key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
-    return made, {tensor.key: DTYPES[dtype] for _, tensor in made}
-
-
-def _twins(rows: Rows) -> Rows:
-    """Masters and optimizer states of one name of the tied pair, under the other."""
-    pair: dict[str, str] = {}
-    shapes = {tensor.key.name: tensor.shape for _, tensor in rows if tensor.key.state == MODEL}
-    heads = [name for name in shapes if name.endswith("lm_head.weight")]
-    tables = [name for name in shapes if name.endswith("embed_tokens.weight")]
-    if len(heads) == len(tables) == 1 and shapes[heads[0]] == shapes[tables[0]]:
-        pair = {heads[0]: tables[0], tables[0]: heads[0]}
-    have = {tensor.key for _, tensor in rows}
-    found = []
-    for i, tensor in rows:
-        name, state = tensor.key
-        key = TensorKey(pair.get(name, name), state)
-        if name in pair and key not in have and state not in (MODEL, EMA, EXTRAS):
-            found.append((i, replace(tensor, key=key, path=())))
-    return found

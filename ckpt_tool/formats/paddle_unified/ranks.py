@@ -1,11 +1,11 @@
 """An optimizer that each rank wrote for itself (`ignore_merge_optimizer`): the ranks' tensors as whole ones again.
 
-    optimizer.tp01_shard00.safetensors   mlp.gate_proj.weight/moment1_0 [32, 24]      columns 24-47 of [32, 48]
-    optimizer.tp01_shard01.safetensors   mlp.up_proj.weight/moment1_0   [400]         sharding v2: a slice of a rank's line
+    optimizer.tp01_shard00.safetensors   mlp.gate_proj.weight/moment1_0 [32, 24]   columns 24-47 of [32, 48]
+    optimizer.tp01_shard01.safetensors   mlp.up_proj.weight/moment1_0   [400]      sharding v2: a slice of a rank's line
 
-The one idea: the merged model beside it has every whole shape, and `paddle.rules` has the cut of every name; what a rank
-holds of it is the whole of its share, or, where the lengths say so, slices of its share's row-major line, end to end in the
-order of the sharding ranks, zeros behind the last (dropped here). Beta powers and what tensor ranks share lie in several
+The merged model beside it has every whole shape, and `paddle.rules` has the cut of every name; what a rank holds of it
+is the whole of its share, or, where the lengths show so, slices of its share's row-major line, end to end in the order
+of the sharding ranks, zeros behind the last (dropped here). Beta powers and what tensor ranks share are in several
 files: replicas. `gather_split_param` leaves whole shares, each in one of the sharding ranks' files.
 
 Source: PaddleFormers 1.2.0 `trainer/unified_checkpoint/unified_checkpoint.py` (`save_non_merge_optimizer`),
@@ -20,17 +20,16 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.box import Box, flat_boxes, whole
+from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats.paddle import quant
-from ckpt_tool.formats.paddle.rules import Cut, cut_of, local_boxes, stored_cut
-from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, RankFile
-from ckpt_tool.formats.paddle_unified.keys import optimizer_key
-from ckpt_tool.formats.paddle_unified.layout import module_of
+from ckpt_tool.formats.paddle.pickle_file import run_chunks
+from ckpt_tool.formats.paddle.rules import Cut, cut_of, joined_shape, local_boxes, module_of, stored_cut
+from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, RankFile, optimizer_key
 from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree
 
@@ -86,9 +85,11 @@ def read_ranks(
                 array = header.stored(row)
                 if array.dtype.name == "U16":  # no accumulator is an integer of 16 bits: Paddle's way to hold bf16
                     array = array.view(0, array.shape, dtype=DTYPES["BF16"])
-                key = TensorKey(name, MASTER) if stem == MASTER_STEM else optimizer_key(
-                    name, array.dtype, path=tree.display(file.path)
-                )  # fmt: skip
+                key = (
+                    TensorKey(name, MASTER)
+                    if stem == MASTER_STEM
+                    else optimizer_key(name, array.dtype, path=tree.display(file.path))
+                )
                 held.setdefault(key, []).append(Held((at[0], at[1], at[2], at[3]), array))
     tp = degrees.get("tp", 1)
     tensors = {key: join(key, found, shapes, config, tp) for key, found in held.items()}
@@ -96,16 +97,18 @@ def read_ranks(
 
 
 def check_ranks(tree: Tree, ranks: Mapping[str, Sequence[RankFile]], *, parts: int, marked: bool) -> dict[str, int]:
-    """The degrees, by the names. Raises Incomplete E1355 unless all ranks' files are there, InconsistentCheckpoint E0384
-    for names of two jobs."""
+    """The degrees, by the names. Raises Incomplete E1355 unless all ranks' files are there, InconsistentCheckpoint
+    E0384 for names of two jobs."""
     every = [file for files in ranks.values() for file in files]
     dims = {tuple(dim for dim, _ in file.at) for file in every}
     if len(dims) > 1:
         names = sorted(".".join(kind) or "(none)" for kind in dims)
         raise InconsistentCheckpoint(
-            f"files of ranks of two jobs lie together: named by {' and by '.join(names)}", code="E0384",
-            path=tree.display(every[-1].path), hint="remove the files of the older save",
-        )  # fmt: skip
+            f"files of ranks of two jobs lie together: named by {' and by '.join(names)}",
+            code="E0384",
+            path=tree.display(every[-1].path),
+            hint="remove the files of the older save",
+        )
     degrees: dict[str, int] = {}
     for file in every:
         for dim, index in file.at:
@@ -120,9 +123,12 @@ def check_ranks(tree: Tree, ranks: Mapping[str, Sequence[RankFile]], *, parts: i
             missing += [_name(stem, at, part) for part in numbers if (at, part) not in have]
     if missing and not marked:
         raise Incomplete(
-            f"{len(missing)} of the ranks' files are missing; the first: {missing[0]}", code=MISSING_RANK,
-            path=tree.display(missing[0]), faults=missing[1:50], hint="fetch the files of every rank into this folder",
-        )  # fmt: skip
+            f"{len(missing)} of the ranks' files are missing; the first: {missing[0]}",
+            code=MISSING_RANK,
+            path=tree.display(missing[0]),
+            faults=missing[1:50],
+            hint="fetch the files of every rank into this folder",
+        )
     return degrees
 
 
@@ -131,7 +137,7 @@ def _name(stem: str, at: Sequence[tuple[str, int]], part: int) -> str:
     return f"{stem}.{label}{'.' if label else ''}safetensors" + (f"_shard_{part:04d}" if part else "")
 
 
-# -- joining ------------------------------------------------------------------------------------------------------------
+# -- joining -----------------------------------------------------------------------------------------------------------
 
 
 def join(
@@ -140,10 +146,7 @@ def join(
     """The whole tensor of one key, from what `tp` tensor ranks and their sharding ranks hold of it."""
     first = held[0].array
     if any(each.array.dtype != first.dtype for each in held):
-        raise InconsistentCheckpoint(
-            "the ranks hold it in several dtypes", code="E0384", path=first.path, key=str(key),
-            hint="files of two saves lie together: fetch one save whole",
-        )  # fmt: skip
+        raise _mixed("the ranks hold it in several dtypes", first.path, str(key))
     full = shapes.get(key.name)
     if key.state in (quant.FIRST8, quant.SECOND8, quant.PACKED) and any(
         each.array.shape != (full or first.shape) or full is None and tp > 1 for each in held
@@ -163,10 +166,7 @@ def _copies(key: TensorKey, shape: Shape, held: Sequence[Held]) -> LogicalTensor
     """Every rank holds the whole: the first writes, the others are compared."""
     chunks = [Chunk(whole(shape), each.array, whole(shape)) for each in held if each.array.shape == shape]
     if len(chunks) != len(held):
-        raise InconsistentCheckpoint(
-            "the ranks hold it in several shapes", code="E0384", path=held[-1].array.path, key=str(key),
-            hint="files of two saves lie together: fetch one save whole",
-        )  # fmt: skip
+        raise _mixed("the ranks hold it in several shapes", held[-1].array.path, str(key))
     return LogicalTensor(key, shape, held[0].array.dtype, mark_replicas(chunks))
 
 
@@ -190,9 +190,9 @@ def _cut(
                 key, held[0].array, "slices of a tensor whose shape nothing says", "fetch the model's files too"
             )
         cut = stored_cut(key.name, local, config, tp)
-        return (local if cut.dim is None else (*local[: cut.dim], local[cut.dim] * tp, *local[cut.dim + 1 :])), cut
+        return joined_shape(local, cut, tp), cut
     if tp == 1:
-        return (local if len(local) > 1 else full), Cut(None)  # the array itself shows how it lies
+        return (local if len(local) > 1 else full), Cut(None)  # the array itself shows how it is stored
     whole_numel = prod(full)
     share = max(sum(each.array.numel for each in group) for group in _groups(held))
     if module_of(key.name) in _BY_SHAPE and len(local) == len(full):
@@ -206,9 +206,12 @@ def _cut(
         return full, cut_of(key.name, full, config, tp)
     except UsageError as fault:
         raise InputError(
-            f"{fault.message}", code=UNPLACED, path=held[0].array.path, key=str(key),
+            f"{fault.message}",
+            code=UNPLACED,
+            path=held[0].array.path,
+            key=str(key),
             hint="pass the model's config.json with --config",
-        ) from fault  # fmt: skip
+        ) from fault
 
 
 def _placed(key: TensorKey, group: Sequence[Held], full: Shape, cut: Cut, tp: int) -> Iterator[Chunk]:
@@ -224,27 +227,19 @@ def _placed(key: TensorKey, group: Sequence[Held], full: Shape, cut: Cut, tp: in
     for each in group:
         if len(each.array.shape) != 1:
             raise _unplaced(
-                key, each.array, f"shape {list(each.array.shape)}, want {list(local)} or a slice of its line",
+                key,
+                each.array,
+                f"shape {list(each.array.shape)}, want {list(local)} or a slice of its line",
                 "model and optimizer come from two runs, or the model's config is another's",
-            )  # fmt: skip
+            )
         stop = min(at + each.array.shape[0], numel)
-        yield from _slices(each.array, at, stop, local, pairs)
+        yield from run_chunks(each.array, local, pairs, min(at, stop), stop)
         at += each.array.shape[0]
 
 
-def _slices(
-    array: StoredArray, start: int, stop: int, local: Shape, pairs: Sequence[tuple[Box, Box]]
-) -> Iterator[Chunk]:
-    """Elements [start, stop) of a share's line, which `array` begins with."""
-    first = 0
-    for part in flat_boxes(local, min(start, stop), stop):
-        lying = array.view(first, part.shape)
-        first += part.numel
-        for there, here in pairs:
-            shared = part & here
-            if shared is not None:
-                moved = [g + s - h for g, s, h in zip(there.offset, shared.offset, here.offset, strict=True)]
-                yield Chunk(Box(tuple(moved), shared.shape), lying, shared.translate(part.offset, sign=-1))
+def _mixed(what: str, path: str, key: str) -> InconsistentCheckpoint:
+    hint = "files of two saves lie together: fetch one save whole"
+    return InconsistentCheckpoint(what, code="E0384", path=path, key=key, hint=hint)
 
 
 def _unplaced(key: TensorKey, array: StoredArray, message: str, hint: str) -> InputError:

@@ -1,46 +1,210 @@
-"""Reading a unified checkpoint: indexes, headers, and what they say together, as one catalog.
+"""Reading a unified checkpoint: indexes, headers, and what they state together, as one catalog.
 
-In order: marks of an asynchronous save; the indexes and every header that they name (all that is missing is told at once);
-masters and optimizer states, merged or by ranks, in Paddle's layout; the model, whose weights' layout is settled with the
-shapes of those (`paddle_unified.layout`); what 16-bit integers are; what the masters of `skip_save_model_weight` are.
+In order: marks of an asynchronous save; the indexes and every header that they name (all that is missing is named at
+once); masters and optimizer states, merged or by ranks, in Paddle's layout; the model, whose weights' layout is settled
+with the shapes of those; what 16-bit integers are; what the masters of `skip_save_model_weight` are.
 
-    16-bit integers   PaddleNLP wrote bfloat16 as U16. A weight that has master weights or moments, or a config.json that says
+    16-bit integers
+          PaddleNLP wrote bfloat16 as U16. A weight that has master weights or moments, or a config.json that says
                       bfloat16, makes it bf16; neither is an error (E1357): nothing is guessed.
-    masters as model  skip_save_model_weight writes the fp32 master weights as model-*.safetensors. Told by: no master
-                      files, all model weights F32, a 16-bit dtype in config.json, `master_weights` in the optimizer's index.
-                      They are shown as what they are, `master`.
+    masters as model  skip_save_model_weight writes the fp32 master weights as model-*.safetensors. Seen by: no master
+                      files, all model weights F32, a 16-bit dtype in config.json, `master_weights` in the optimizer's
+                      index. They are shown as what they are, `master`.
 
-Cost: two preads a file, 2 us and 300 bytes a tensor.
+Which weights are stored transposed is decided for each file and each tensor, never guessed: with `save_to_hf` (the
+default since PaddleFormers 0.3) the model file holds Linear weights as Hugging Face does, [out, in], and says
+`"format": "pt"`; optimizer and master weights beside it stay in Paddle's [in, out]. A square weight shows nothing by
+its shape. What decides, in this order:
+
+    the file says "np"                                            as it is stored
+    no matrix, or "lora" in the name                              as it is stored
+    a master weight or moment of another shape than [out, in]     its shape settles this weight, and all weights of the
+                                                                  module's name: the writer goes by that name alone
+    the list of the model type (`paddle.rules.transposed_in_hf`)  settles the rest
+    neither                                                       InputError E1353 that says what to pass
+
+    model gate_proj BF16 [48, 32], master gate_proj F32 [32, 48]  ->  gate_proj is transposed, of every layer
+    file [48, 32] "pt"   ->   shape (32, 48), strides (1, 32): no byte moves for it
+
+Source: PaddleFormers 1.2.0 `transformers/conversion_utils.py` (`convert_transpose_selected_weights`: a list of module
+names a model class, two-dimensional tensors alone). Cost: two preads a file, 2 us and 300 bytes a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.core.catalog import Catalog, Note, Row
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle import quant
-from ckpt_tool.formats.paddle.extras import read_extras
-from ckpt_tool.formats.paddle.rules import is_expert
+from ckpt_tool.formats.paddle.extras import read_config, read_extras
+from ckpt_tool.formats.paddle.rules import is_expert, model_type_of, module_of, transposed_in_hf
 from ckpt_tool.formats.paddle_unified import files as files_of
-from ckpt_tool.formats.paddle_unified.files import EMA_STEM, MASTER_STEM, OPTIMIZER_STEM, UnifiedFiles
-from ckpt_tool.formats.paddle_unified.index import PaddleIndex, read_index
-from ckpt_tool.formats.paddle_unified.keys import optimizer_key
-from ckpt_tool.formats.paddle_unified.layout import transposed
-from ckpt_tool.formats.paddle_unified.part import TWICE, Part, read_part, refuse_twice
+from ckpt_tool.formats.paddle_unified.files import (
+    EMA_STEM,
+    MASTER_STEM,
+    OPTIMIZER_STEM,
+    TWICE,
+    PaddleIndex,
+    Part,
+    UnifiedFiles,
+    optimizer_key,
+    read_index,
+    read_part,
+    refuse_twice,
+)
 from ckpt_tool.formats.paddle_unified.ranks import Held, join, read_ranks
-from ckpt_tool.formats.paddle_unified.table import Lying, UnifiedTable
 from ckpt_tool.storage.safetensors_file import Header, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.strict_json import parse
+
+# -- which weights are transposed --------------------------------------------------------------------------------------
+
+UNDECIDED, DISAGREE = "E1353", "E1354"
+
+Shape = tuple[int, ...]
+
+
+def may_be_transposed(name: str, shape: Shape) -> bool:
+    return len(shape) == 2 and "lora" not in name and name.endswith(".weight")
+
+
+def transposed(
+    stored: Mapping[str, Shape],
+    trained: Mapping[str, Shape],
+    config: Mapping[str, Any],
+    *,
+    path: str,
+    settle: bool = True,
+) -> tuple[set[str], list[Note]]:
+    """The names that are stored transposed. stored: weights of files that say `pt`, shapes as stored. trained: shapes
+    of master weights and moments, in Paddle's layout. path: the folder, for messages. settle: False for a first look,
+    in which what stays open counts as stored.
+
+    Raises InconsistentCheckpoint E1354 for weights that contradict each other, InputError E1353 for what stays open.
+    """
+    matrices = {name: shape for name, shape in stored.items() if may_be_transposed(name, shape)}
+    seen = _seen(matrices, trained, path)
+    flips, open_, odd = set[str](), list[str](), set[str]()
+    rules: dict[str, bool | None] = {}
+    for name in matrices:
+        tail = ".".join(name.rsplit(".", 4)[-4:])  # the lists have the last words, and there are few of them
+        if tail not in rules:
+            rules[tail] = transposed_in_hf(name, 2, config)
+        rule, shown = rules[tail], seen.get(module_of(name)) if seen else None
+        if shown is not None and rule is not None and shown != rule:
+            odd.add(module_of(name))
+        flip = rule if shown is None else shown
+        if flip is None:
+            open_.append(name)
+        elif flip:
+            flips.add(name)
+    if open_ and settle:
+        raise _undecided(open_, matrices, config, path)
+    notes = []
+    if odd:
+        modules = ", ".join(sorted(odd)[:20])
+        notes.append(
+            Note("W-layout", f"by the shapes of their master weights these lie otherwise than listed: {modules}")
+        )
+    return flips, notes
+
+
+def _seen(matrices: Mapping[str, Shape], trained: Mapping[str, Shape], path: str) -> dict[str, bool]:
+    """Module -> whether its weights are stored transposed, as the shapes of their master weights and moments show."""
+    seen: dict[str, tuple[bool, str]] = {}
+    for name, (rows, columns) in matrices.items():
+        theirs = trained.get(name)
+        if rows == columns or theirs not in ((rows, columns), (columns, rows)):
+            continue
+        flip = theirs == (columns, rows)
+        first, other = seen.setdefault(module_of(name), (flip, name))
+        if first != flip:
+            raise InconsistentCheckpoint(
+                f"{other} and {name} lie in different layouts by their master weights' shapes",
+                code=DISAGREE,
+                path=path,
+                key=name,
+                hint="files of two saves lie together: fetch one save whole",
+            )
+    return {module: flip for module, (flip, _) in seen.items()}
+
+
+def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[str, Any], path: str) -> InputError:
+    kind = model_type_of(config)
+    about = f"the model type {kind!r} is not known" if kind else "nothing says the model type"
+    return InputError(
+        f"{len(names)} weights lie in the Hugging Face layout or not: {about}, and no master weight of another shape "
+        f"tells; the first: {names[0]} {list(shapes[names[0]])}",
+        code=UNDECIDED,
+        path=path,
+        key=names[0],
+        faults=names[1:50],
+        hint="pass --config with the model's config.json, or --family: the model type says which weights "
+        "are transposed",
+    )
+
+
+# -- the tensors as one mapping ----------------------------------------------------------------------------------------
+
+
+class Lying(NamedTuple):
+    """A whole tensor in a file. dtype: what its bits are. flip: is it stored transposed?"""
+
+    header: Header
+    row: int
+    dtype: DType
+    flip: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In Paddle's layout."""
+        shape = self.header.kinds[self.row].shape
+        return shape[::-1] if self.flip else shape
+
+    def array(self) -> StoredArray:
+        stored = self.header.stored(self.row)
+        strides = (1, stored.shape[1]) if self.flip else None
+        return stored.view(0, self.shape, strides, dtype=self.dtype)
+
+
+class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
+    """Order: as given."""
+
+    def __init__(self, entries: Mapping[TensorKey, Lying | LogicalTensor]) -> None:
+        self._entries = entries
+
+    def rows(self) -> Iterator[Row]:
+        for (name, state), entry in self._entries.items():
+            if isinstance(entry, Lying):
+                yield Row(name, state, entry.dtype, entry.shape, entry.header.kinds[entry.row].nbytes)
+            else:
+                yield Row(name, state, entry.dtype, entry.shape, entry.nbytes)
+
+    def parted(self) -> Iterator[LogicalTensor]:
+        """The tensors that ranks hold in parts, or several times."""
+        return (entry for entry in self._entries.values() if not isinstance(entry, Lying))
+
+    def __getitem__(self, key: TensorKey) -> LogicalTensor:
+        entry = self._entries[key]
+        return simple_tensor(key, entry.array()) if isinstance(entry, Lying) else entry
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[TensorKey]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 SIXTEEN_BITS, NO_STATES, LOST_MASTERS, SLICED = "E1357", "E1358", "E1359", "E1361"
-CONFIG = "config.json"
-CONFIG_LIMIT = 4_000_000  # bytes
 SIDEFILES = ("lora_config.json", "vera_config.json", "lokr_config.json", "prefix_config.json", "sft_config.json")
 _HALF = {"bfloat16": "BF16", "float16": "F16"}
 
@@ -54,8 +218,8 @@ def read_catalog(tree: Tree, name: str, options: Mapping[str, object]) -> Catalo
     files_of.check_markers(tree, files)
     files_of.check_indexes(tree, files)
     config = read_config(tree, options)
-    told = bool(options.get("config") or options.get("family"))
-    reading = _Reading(tree, files, config, lenient=lenient, told=told)
+    named = bool(options.get("config") or options.get("family"))
+    reading = _Reading(tree, files, config, lenient=lenient, named=named)
     entries = reading.entries()
     sidefiles = tuple(
         path for path in tree.names() if (is_sidefile(path) or path in SIDEFILES) and tree.listing()[path] >= 0
@@ -75,28 +239,14 @@ def read_catalog(tree: Tree, name: str, options: Mapping[str, object]) -> Catalo
     )
 
 
-def read_config(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
-    """What the user passed (--config, --family), else config.json, else {}."""
-    given = options.get("config")
-    if isinstance(given, Mapping):
-        found: dict[str, Any] = dict(given)
-    elif CONFIG in tree.names():
-        value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
-        found = value if isinstance(value, dict) else {}
-    else:
-        found = {}
-    family = options.get("family")
-    return {**found, "model_type": family} if isinstance(family, str) and family else found
-
-
 class _Reading:
     """One folder being read. taken: files; notes: in order."""
 
     def __init__(
-        self, tree: Tree, files: UnifiedFiles, config: Mapping[str, Any], *, lenient: bool, told: bool
+        self, tree: Tree, files: UnifiedFiles, config: Mapping[str, Any], *, lenient: bool, named: bool
     ) -> None:
         self.tree, self.files, self.config, self.lenient = tree, files, config, lenient
-        self.told = told  # by the user
+        self.named = named  # by the user
         self.taken: list[str] = []
         self.notes: list[Note] = []
         self.degrees: dict[str, int] = {}
@@ -109,16 +259,24 @@ class _Reading:
         plain = {
             key: value for key, value in self.config.items() if value is None or type(value) in (bool, int, float, str)
         }
-        said = self.optimizer.said if self.optimizer is not None else {}
+        stated = self.optimizer.stated if self.optimizer is not None else {}
         paddle: dict[str, Any] = {
-            "kind": "unified", "layout": self.layout, "stem": self.files.stem, "skip_save_model_weight": self.skipped,
-            "sharding": "", "told": self.told, "config": {**plain, **_lists(self.config)},
-        }  # fmt: skip
+            "kind": "unified",
+            "layout": self.layout,
+            "stem": self.files.stem,
+            "skip_save_model_weight": self.skipped,
+            "sharding": "",
+            "told": self.named,
+            "config": {**plain, **_lists(self.config)},
+        }
         hints: dict[str, Any] = {"dialect": "paddle", "paddle": paddle}
         if self.optimizer is not None and self.optimizer.stage:
-            times = said.get("quant_ckpt_resume_times")
-            hints["quantised"] = {"kind": "paddle", "stage": self.optimizer.stage,
-                                  "resume_times": times if type(times) is int else 0}  # fmt: skip
+            times = stated.get("quant_ckpt_resume_times")
+            hints["quantised"] = {
+                "kind": "paddle",
+                "stage": self.optimizer.stage,
+                "resume_times": times if type(times) is int else 0,
+            }
         if self.degrees:
             degrees = {
                 "tp": self.degrees.get("tp", 1),
@@ -180,9 +338,11 @@ class _Reading:
         keys = {name: key_of(name, *where) for name, where in part.rows.items()}
         if len(set(keys.values())) < len(keys):
             raise InconsistentCheckpoint(
-                "two keys of the optimizer mean one state", code=TWICE, path=self.tree.display(part.listed.path),
+                "two keys of the optimizer mean one state",
+                code=TWICE,
+                path=self.tree.display(part.listed.path),
                 hint="the file was edited: fetch it again",
-            )  # fmt: skip
+            )
         shapes = self._shapes(model, {}) if part.again or _may_be_slices(part) else {}
         sliced = [
             name
@@ -196,8 +356,10 @@ class _Reading:
         order = {header.path: number for number, header in enumerate(sorted(part.headers, key=lambda h: h.path))}
         out: Entries = {}
         for name, where in part.rows.items():
-            held = [Held((0, 0, order[header.path], 0), _lying(header, row).array())
-                    for header, row in (where, *part.again.get(name, ()))]  # fmt: skip
+            held = [
+                Held((0, 0, order[header.path], 0), _lying(header, row).array())
+                for header, row in (where, *part.again.get(name, ()))
+            ]
             out[keys[name]] = join(keys[name], held, shapes, self.config, 1)
         return out
 
@@ -206,12 +368,19 @@ class _Reading:
         dense = {header.path for key, (header, _) in (model.rows.items() if model else ()) if not is_expert(key)}
         if len(dense) > 1:  # expert ranks write their own experts, and no more
             raise InputError(
-                "slices of sharding v2 in merged files, of a job with several tensor or pipeline ranks: nothing says which",
-                code=SLICED, path=self.tree.display(part.listed.path), key=name,
-                hint="PaddleFormers 1.2.0 itself can't resume this: save with ignore_merge_optimizer, with sharding v1, or"
+                "slices of sharding v2 in merged files, of a job with several tensor or pipeline ranks: "
+                "nothing says which",
+                code=SLICED,
+                path=self.tree.display(part.listed.path),
+                key=name,
+                hint="PaddleFormers 1.2.0 itself can't resume this: save with ignore_merge_optimizer, with "
+                "sharding v1, or"
                 " in another format; --drop is no way out, the states lie in no order that can be told",
-            )  # fmt: skip
-        message = "slices of sharding v2 in merged files, joined in the order of the files (PaddleFormers 1.2.0 can't resume it)"
+            )
+        message = (
+            "slices of sharding v2 in merged files, joined in the order of the files (PaddleFormers 1.2.0 "
+            "can't resume it)"
+        )
         self.notes.append(Note("W-slices", message, part.listed.path))
 
     def _shapes(self, model: Part | None, others: Entries) -> dict[str, tuple[int, ...]]:
@@ -226,10 +395,12 @@ class _Reading:
             self.taken.append(index.path)
         if index is not None and not self.files.ranks:
             raise Incomplete(
-                "the optimizer's index names no files, and there are none of ranks", code=NO_STATES,
-                path=self.tree.display(index.path), hint="fetch the ranks' optimizer.*.safetensors, or remove the index",
-            )  # fmt: skip
-        number = index.said.get("optim_shard_num") if index is not None else 1
+                "the optimizer's index names no files, and there are none of ranks",
+                code=NO_STATES,
+                path=self.tree.display(index.path),
+                hint="fetch the ranks' optimizer.*.safetensors, or remove the index",
+            )
+        number = index.stated.get("optim_shard_num") if index is not None else 1
         marked = any(".done." in name for name in self.tree.names())
         parts = number if type(number) is int and 0 < number < 10_000 else 1
         found = read_ranks(
@@ -256,24 +427,28 @@ class _Reading:
             self.notes.append(Note("W-untrained", message))
             return
         raise Incomplete(
-            message, code=NO_STATES, path=self.tree.display(), key=alone[0], faults=alone[1:50],
+            message,
+            code=NO_STATES,
+            path=self.tree.display(),
+            key=alone[0],
+            faults=alone[1:50],
             hint="fetch every rank's optimizer file; if these are frozen, --lenient",
-        )  # fmt: skip
+        )
 
     def _model(self, part: Part, others: Entries, *, settle: bool = True) -> Entries:
         """The model's tensors under `model`, or `master` where its files are the master weights. settle: as in
-        `paddle_unified.layout.transposed`; without it a first look at the shapes."""
-        said = {header.path: header.metadata.get("format", "np") for header in part.headers}
+        `paddle_unified.read.transposed`; without it a first look at the shapes."""
+        stated = {header.path: header.metadata.get("format", "np") for header in part.headers}
         ours = [
             header.metadata[files_of.MODEL_TYPE] for header in part.headers if files_of.MODEL_TYPE in header.metadata
         ]
-        if ours and not self.told:
+        if ours and not self.named:
             self.config = {**self.config, "model_type": ours[0]}
         trained: dict[str, tuple[int, ...]] = {}
         for (name, state), entry in others.items():
             if state == MASTER or state in ("exp_avg", "momentum_buffer", quant.FIRST8, quant.PACKED):
                 trained[name] = entry.shape
-        pt = {name: header.kinds[row].shape for name, (header, row) in part.rows.items() if said[header.path] == "pt"}
+        pt = {name: header.kinds[row].shape for name, (header, row) in part.rows.items() if stated[header.path] == "pt"}
         flips, notes = transposed(pt, trained, self.config, path=self.tree.display(), settle=settle)
         if not settle:
             return {TensorKey(name): _lying(*row, flip=name in flips) for name, row in part.rows.items()}
@@ -293,16 +468,19 @@ class _Reading:
         return name in trained or dtype_of(self.config) == "BF16"
 
     def _refuse(self, header: Header, name: str) -> Lying:
-        said = dtype_of(self.config)
+        dtype = dtype_of(self.config)
         raise InputError(
-            f"16-bit integers that may be bfloat16: config.json {f'says {said}' if said else 'has no dtype'}, and the weight"
-            " has no optimizer state", code=SIXTEEN_BITS, path=self.tree.display(header.path), key=name,
+            f"16-bit integers that may be bfloat16: config.json {f'says {dtype}' if dtype else 'has no dtype'}, and "
+            "the weight has no optimizer state",
+            code=SIXTEEN_BITS,
+            path=self.tree.display(header.path),
+            key=name,
             hint='if it is bf16, pass --config FILE that holds {"dtype": "bfloat16"}',
-        )  # fmt: skip
+        )
 
     def _state_of(self, part: Part, others: Entries) -> str:
         index = self.optimizer
-        if index is None or index.weight_map is None or not index.said.get("master_weights"):
+        if index is None or index.weight_map is None or not index.stated.get("master_weights"):
             return MODEL
         kinds = {kind.dtype.name for header in part.headers for kind in header.kinds if kind.dtype.is_float}
         if kinds != {"F32"} or any(key.state == MASTER for key in others):
@@ -310,12 +488,23 @@ class _Reading:
         wide = dtype_of(self.config)
         if wide in ("BF16", "F16"):
             self.skipped = True
-            self.notes.append(Note("W-masters-as-model", "the model files hold the fp32 master weights"
-                                   " (skip_save_model_weight): read as master", part.listed.path))  # fmt: skip
+            self.notes.append(
+                Note(
+                    "W-masters-as-model",
+                    "the model files hold the fp32 master weights (skip_save_model_weight): read as master",
+                    part.listed.path,
+                )
+            )
             return MASTER
         if not wide:
-            self.notes.append(Note("W-masters-as-model", "fp32 weights and no master weights: a run in fp32, or"
-                                   " skip_save_model_weight; nothing says which, read as the model", part.listed.path))  # fmt: skip
+            self.notes.append(
+                Note(
+                    "W-masters-as-model",
+                    "fp32 weights and no master weights: a run in fp32, or"
+                    " skip_save_model_weight; nothing says which, read as the model",
+                    part.listed.path,
+                )
+            )
         return MODEL
 
     def _check_masters(self, entries: Entries) -> None:
@@ -323,15 +512,17 @@ class _Reading:
         index = self.optimizer
         if index is None or index.weight_map is None or any(key.state == MASTER for key in entries):
             return
-        if index.said.get("master_weights") is True and "quant_ckpt_resume_times" not in index.said:
+        if index.stated.get("master_weights") is True and "quant_ckpt_resume_times" not in index.stated:
             raise Incomplete(
-                "the optimizer's index says master_weights, and there are none", code=LOST_MASTERS,
+                "the optimizer's index says master_weights, and there are none",
+                code=LOST_MASTERS,
                 path=self.tree.display(MASTER_STEM + files_of.INDEX_SUFFIX),
-                hint="fetch master_weights*.safetensors and their index; to do without them, set master_weights to false",
-            )  # fmt: skip
+                hint="fetch master_weights*.safetensors and their index; to do without them, set "
+                "master_weights to false",
+            )
 
 
-# -- small ---------------------------------------------------------------------------------------------------------------
+# -- small -------------------------------------------------------------------------------------------------------------
 
 
 def _may_be_slices(part: Part) -> bool:
@@ -353,13 +544,13 @@ def _lying(header: Header, row: int, *, flip: bool = False, bf16: bool = True) -
 def dtype_of(config: Mapping[str, Any]) -> str:
     """The model's dtype as its config has it: `BF16`, `F16`, `F32`, "" where it has none."""
     for key in ("dtype", "torch_dtype"):
-        said = config.get(key)
-        if isinstance(said, str):
-            return _HALF.get(said.removeprefix("paddle.").removeprefix("torch."), "F32" if "32" in said else "")
+        stated = config.get(key)
+        if isinstance(stated, str):
+            return _HALF.get(stated.removeprefix("paddle.").removeprefix("torch."), "F32" if "32" in stated else "")
     return ""
 
 
 def _lists(config: Mapping[str, Any]) -> dict[str, Any]:
-    said = config.get("architectures")
-    plain = isinstance(said, list) and all(isinstance(each, str) for each in said)
-    return {"architectures": said} if plain else {}
+    stated = config.get("architectures")
+    plain = isinstance(stated, list) and all(isinstance(each, str) for each in stated)
+    return {"architectures": stated} if plain else {}

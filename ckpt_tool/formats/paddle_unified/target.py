@@ -1,34 +1,33 @@
 """Writing a unified checkpoint: whole tensors in numbered files of each kind, and Paddle's indexes.
 
-    model-00001-of-00002.safetensors ...          model.safetensors.index.json           __metadata__ format np or pt
-    master_weights-00001-of-00001.safetensors     master_weights.safetensors.index.json  format np
-    optimizer-00001-of-00001.safetensors          optimizer.safetensors.index.json       format np
+The one idea: the line of a tensor is always in Paddle's layout, and a model file in the Hugging Face layout (`pt`) is
+the same line written with swapped strides.
 
-The one idea: the line of a tensor is always in Paddle's layout, and a model file in the Hugging Face layout (`pt`) is the
-same line written with swapped strides.
+Which layout the model file gets: the loader of PaddleFormers 0.4 to 1.2.0 does not look at `format` but transposes
+whenever the training argument `convert_from_hf` is on, which it is by default; PaddleNLP 3.0 refuses `pt`. So: the
+source's own layout where it was a unified checkpoint; else `pt` where the model type is known (its list says what is
+transposed), else `np` with a note that says how to load it. LoRA weights are stored alike in both. Where no config.json
+goes along (or the user named the model), the header says `ckpt_model_type` beside `pt`, so that the file can be read by
+itself; so it does where there is the model alone, which otherwise would pass for a Hugging Face folder.
 
-Which layout the model file gets: the loader of PaddleFormers 0.4 to 1.2.0 does not look at `format` but transposes whenever
-the training argument `convert_from_hf` is on, which it is by default; PaddleNLP 3.0 refuses `pt`. So: the source's own
-layout where it was a unified checkpoint; else `pt` where the model type is known (its list says what is transposed), else
-`np` with a note that says how to load it. LoRA weights lie alike in both. Where no config.json goes along (or the user named
-the model), the header says `ckpt_model_type` beside `pt`, so that the file can be read by itself; so it does where there is the model
-alone, which otherwise would pass for a Hugging Face folder.
-
-A job of one process reads the first file of each index alone (PaddleFormers 1.2.0 `load_save_single_card.py`): a note says
-so where there are more. Scales of a quantised optimizer lie in the file of the tensor that they scale: each file is
-dequantised by itself. Indexes: indent 4, total_size exact, `master_weights` true where there are some.
+A job of one process reads the first file of each index alone (PaddleFormers 1.2.0 `load_save_single_card.py`): a note
+says so where there are more. Scales of a quantised optimizer are stored in the file of the tensor that they scale: each
+file is dequantised by itself. Indexes: indent 4, total_size exact, `master_weights` true where there are some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckpt_tool.core.box import whole
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
-from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.extras import EXTRAS_FILE, EXTRAS_TENSORS, PICKLED, extras_files
@@ -42,22 +41,24 @@ from ckpt_tool.formats.paddle_unified.files import (
     OPTIMIZER_STEM,
     PEFT_STEM,
     SUFFIX,
+    file_key,
+    write_index,
 )
-from ckpt_tool.formats.paddle_unified.index import write_index
-from ckpt_tool.formats.paddle_unified.keys import file_key
+from ckpt_tool.formats.paddle_unified.read import dtype_of
 from ckpt_tool.storage.safetensors_file import build_header
 
 TAKEN, UNFIT = "E1272", "E1273"
 OWN = frozenset((EXTRAS_FILE, EXTRAS_TENSORS, *(f"{what}.pdparams" for what in PICKLED)))
 
 NP = {"format": "np"}
+Rows = list[tuple[int, LogicalTensor]]
 Numbered = Sequence[tuple[int, WantedTensor]]
 
 
 def unified_target(wanted: Wanted, name: str) -> Target:
-    """The whole output. Raises UsageError E1271 (a state that Paddle's keys can't name), E1273 (8-bit moments that are not
-    Paddle's)."""
-    hints, config, told = _facts(wanted)
+    """The whole output. Raises UsageError E1271 (a state that Paddle's keys can't name), E1273 (8-bit moments that are
+    not Paddle's)."""
+    hints, config, named = _facts(wanted)
     by_kind: dict[str, list[tuple[int, WantedTensor]]] = {MODEL: [], MASTER: [], EMA: [], "optimizer": [], EXTRAS: []}
     for number, tensor in enumerate(wanted.tensors):
         state = tensor.key.state
@@ -65,11 +66,11 @@ def unified_target(wanted: Wanted, name: str) -> Target:
     notes: list[str] = []
     stem = PEFT_STEM if hints.get("stem") == PEFT_STEM or _all_lora(by_kind[MODEL]) else MODEL_STEM
     masters_as_model = hints.get("skip_save_model_weight") is True and not by_kind[MODEL]
-    said: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     if by_kind["optimizer"] and by_kind[MASTER]:
-        said["master_weights"] = True
+        stated["master_weights"] = True
     elif by_kind["optimizer"]:
-        said["master_weights"] = False
+        stated["master_weights"] = False
     if masters_as_model:
         by_kind[MODEL], by_kind[MASTER], layout = by_kind[MASTER], [], "np"
         notes.append("the master weights are written as model files, as skip_save_model_weight does")
@@ -80,18 +81,19 @@ def unified_target(wanted: Wanted, name: str) -> Target:
     index_said = {"type": "lora"} if stem == PEFT_STEM else {}
     says = {"format": layout}
     alone = not any(by_kind[kind] for kind in (MASTER, "optimizer"))
-    if flips and (told or alone or all(path != "config.json" for path, _ in wanted.sidefiles)):
+    if flips and (named or alone or all(path != "config.json" for path, _ in wanted.sidefiles)):
         says[MODEL_TYPE] = _known_type(config)
     files += _kind(stem, by_kind[MODEL], wanted.shard_size, index_said, notes, says=says, flips=flips)
     files += _kind(MASTER_STEM, by_kind[MASTER], wanted.shard_size, {}, notes)
     files += _kind(EMA_STEM, by_kind[EMA], wanted.shard_size, {}, notes)
     if by_kind[EMA]:
         notes.append(
-            f"Paddle's unified checkpoints have no place for EMA: {EMA_STEM}-* keep it, and Paddle does not look at them"
+            f"Paddle's unified checkpoints have no place for EMA: {EMA_STEM}-* keep it, and Paddle does not "
+            "look at them"
         )
-    files += _optimizer(by_kind["optimizer"], wanted, said, notes)
+    files += _optimizer(by_kind["optimizer"], wanted, stated, notes)
     _tell_tied(wanted, config, notes)
-    files += extras_files(wanted.extras, by_kind[EXTRAS], paddle=wanted.hints.get("dialect") == "paddle")
+    files += extras_files(wanted, wanted.extras)
     ours = {file.path for file in files}
     for path, size in wanted.sidefiles:
         if path in ours:
@@ -106,13 +108,16 @@ def _tell_tied(wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> N
     """A unified checkpoint of one process has the states of a tied pair under one name; it is written as it was."""
     if config.get("tie_word_embeddings") is not True:
         return
-    pair = {name for name, state in (tensor.key for tensor in wanted.tensors)
-            if state == MODEL and name.endswith(("lm_head.weight", "embed_tokens.weight"))}  # fmt: skip
+    pair = {
+        name
+        for name, state in (tensor.key for tensor in wanted.tensors)
+        if state == MODEL and name.endswith(("lm_head.weight", "embed_tokens.weight"))
+    }
     trained = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == "exp_avg"}
     if len(pair) == 2 and len(pair & trained) == 1:
         notes.append(
-            f"the states of the tied embeddings are under {min(pair & trained)} alone, as a job of one process writes and"
-            " reads them; PaddleFormers 1.2.0 with several processes looks for both names"
+            f"the states of the tied embeddings are under {min(pair & trained)} alone, as a job of one process writes "
+            "and reads them; PaddleFormers 1.2.0 with several processes looks for both names"
         )
 
 
@@ -120,7 +125,7 @@ def _all_lora(tensors: Numbered) -> bool:
     return bool(tensors) and all("lora_" in tensor.key.name for _, tensor in tensors)
 
 
-# -- the layout of the model file -----------------------------------------------------------------------------------------
+# -- the layout of the model file --------------------------------------------------------------------------------------
 
 
 def _facts(wanted: Wanted) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
@@ -149,8 +154,8 @@ def _layout(tensors: Numbered, wanted: Wanted, config: Mapping[str, Any], notes:
         return own if own in ("np", "pt") else "np"
     if wanted.hints.get("dialect") != "paddle":
         notes.append(
-            "names and layouts are the source's, not Paddle's: the model file says format np for what lies in it as it lay;"
-            " --dialect paddle makes them Paddle's"
+            "names and layouts are the source's, not Paddle's: the model file says format np for what lies in it as "
+            "it lay; --dialect paddle makes them Paddle's"
         )
         return "np"
     if own == "np":
@@ -170,14 +175,14 @@ def _flips(tensors: Numbered, config: Mapping[str, Any]) -> frozenset[int]:
     )
 
 
-# -- files ----------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _kind(
     stem: str,
     tensors: Numbered,
     limit: int,
-    said: Mapping[str, Any],
+    stated: Mapping[str, Any],
     notes: list[str],
     *,
     says: Mapping[str, str] = NP,
@@ -191,7 +196,7 @@ def _kind(
     where = {number: name for name, rows in zip(names, bins, strict=True) for number, _ in rows}
     weight_map = {file_key(tensor.key): where[number] for number, tensor in tensors}
     total = sum(tensor.nbytes for _, tensor in tensors)
-    return [*files, whole_file(stem + INDEX_SUFFIX, write_index(weight_map, total, said))]
+    return [*files, whole_file(stem + INDEX_SUFFIX, write_index(weight_map, total, stated))]
 
 
 def _files(
@@ -224,7 +229,7 @@ def _files(
     return files, names
 
 
-def _optimizer(tensors: Numbered, wanted: Wanted, said: Mapping[str, Any], notes: list[str]) -> list[TargetFile]:
+def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], notes: list[str]) -> list[TargetFile]:
     """The optimizer's files and index. What scales what stays together."""
     if not tensors:
         return []
@@ -233,9 +238,11 @@ def _optimizer(tensors: Numbered, wanted: Wanted, said: Mapping[str, Any], notes
         name, state = tensor.key
         if state in ("exp_avg", "exp_avg_sq") and tensor.dtype.name in ("I8", "U8"):
             raise UsageError(
-                f"a moment in {tensor.dtype.name} that Paddle's quantisation did not make", code=UNFIT, key=str(tensor.key),
+                f"a moment in {tensor.dtype.name} that Paddle's quantisation did not make",
+                code=UNFIT,
+                key=str(tensor.key),
                 hint="cast or dequantise it first, or --drop optimizer",
-            )  # fmt: skip
+            )
         groups.setdefault((name, "quantised" if state in quant.STATES else state), []).append((number, tensor))
     together = list(groups.values())
     sizes = [sum(tensor.nbytes for _, tensor in group) for group in together]
@@ -255,12 +262,74 @@ def _optimizer(tensors: Numbered, wanted: Wanted, said: Mapping[str, Any], notes
             weight_map[f"{tensor.key.name}/moment1_0"] = where[number]
             total += 4 * prod(tensor.shape)
     more = {"ckpt_quant_stage": stage, "quant_ckpt_resume_times": times} if has_quantised else {}
-    index = write_index(weight_map, total, {**more, **said})
+    index = write_index(weight_map, total, {**more, **stated})
     return [*files, whole_file(OPTIMIZER_STEM + INDEX_SUFFIX, index)]
 
 
 def _stage(wanted: Wanted) -> tuple[str, int]:
-    said = wanted.hints.get("quantised")
-    times = said.get("resume_times") if isinstance(said, Mapping) else 0
+    stated = wanted.hints.get("quantised")
+    times = stated.get("resume_times") if isinstance(stated, Mapping) else 0
     packed = any(tensor.key.state == quant.PACKED for tensor in wanted.tensors)
     return ("O2" if packed else "O1"), times if type(times) is int else 0
+
+
+# -- which tensors -----------------------------------------------------------------------------------------------------
+
+
+def fit(tensors: Sequence[LogicalTensor], options: Mapping[str, Any]) -> Fitted:
+    """Weights that Paddle would round from their fp32 masters on loading, where the source has none; and the states of
+    a tied pair under both of its names, as the loader of a job of several processes looks for them.
+
+    Nothing is made where the source was a unified checkpoint of that kind, or where nothing says dtype or tie.
+    """
+    rows = list(enumerate(tensors))
+    hints = options.get("hints")
+    paddle = hints.get("paddle") if isinstance(hints, Mapping) else None
+    facts = paddle if isinstance(paddle, Mapping) else {}
+    given = options.get("config")
+    config = given if isinstance(given, Mapping) and given else facts.get("config")
+    config = config if isinstance(config, Mapping) else {}
+    removed = {key.name for key in options.get("removed", ()) if key.state == MODEL}
+    made, casts = _rounded(rows, facts, config, removed)
+    twins = (
+        [] if facts.get("kind") == "unified" or config.get("tie_word_embeddings") is not True else _twins(rows + made)
+    )
+    report = []
+    if made:
+        dtype = next(iter(casts.values())).name
+        reason = f"{len(made)} weights are the fp32 master rounded to {dtype}, as Paddle rounds it on loading"
+        report.append({"state": MODEL, "tensors": 0, "bytes": 0, "reason": reason})
+    for state in dict.fromkeys(tensor.key.state for _, tensor in twins):
+        reason = "the tied embeddings have it under both names, as jobs of several processes look for it"
+        report.append({"state": state, "tensors": 0, "bytes": 0, "reason": reason})
+    return Fitted((*rows, *made, *twins), casts, tuple(report))
+
+
+def _rounded(
+    rows: Rows, facts: Mapping[str, Any], config: Mapping[str, Any], removed: set[str]
+) -> tuple[Rows, dict[TensorKey, DType]]:
+    have = {tensor.key.name for _, tensor in rows if tensor.key.state == MODEL}
+    alone = [(i, tensor) for i, tensor in rows if tensor.key.state == MASTER and tensor.key.name not in have | removed]
+    dtype = dtype_of(config)
+    if facts.get("skip_save_model_weight") and not have or dtype not in ("BF16", "F16"):
+        return [], {}
+    made = [(i, replace(tensor, key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
+    return made, {tensor.key: DTYPES[dtype] for _, tensor in made}
+
+
+def _twins(rows: Rows) -> Rows:
+    """Masters and optimizer states of one name of the tied pair, under the other."""
+    pair: dict[str, str] = {}
+    shapes = {tensor.key.name: tensor.shape for _, tensor in rows if tensor.key.state == MODEL}
+    heads = [name for name in shapes if name.endswith("lm_head.weight")]
+    tables = [name for name in shapes if name.endswith("embed_tokens.weight")]
+    if len(heads) == len(tables) == 1 and shapes[heads[0]] == shapes[tables[0]]:
+        pair = {heads[0]: tables[0], tables[0]: heads[0]}
+    have = {tensor.key for _, tensor in rows}
+    found = []
+    for i, tensor in rows:
+        name, state = tensor.key
+        key = TensorKey(pair.get(name, name), state)
+        if name in pair and key not in have and state not in (MODEL, EMA, EXTRAS):
+            found.append((i, replace(tensor, key=key, path=())))
+    return found

@@ -2,32 +2,33 @@
 
 Specification
 -------------
-    adapter_config.json            one JSON object: `peft_type` and that method's settings, keys sorted, indent 2
-    adapter_model.safetensors      the tensors, `__metadata__` {"format": "pt"}; or adapter_model.bin, a torch.save file
-    README.md                      the model card; more adapters of one model lie in sub-folders, each a folder like this
+    adapter_config.json           one JSON object: `peft_type` and that method's settings, keys sorted, indent 2
+    adapter_model.safetensors     the tensors, `__metadata__` {"format": "pt"}; or adapter_model.bin, a torch.save file
+    README.md                     the model card; more adapters of one model lie in sub-folders, each a folder like this
 
 Names are those of the wrapped model without the adapter's own name (`default`), so every one begins `base_model.model.`
 and goes on with the base's module path. Of LoRA, `M` a module of the base, r the rank, shapes as torch's:
 
-    M.lora_A.weight (r, in)   M.lora_B.weight (out, r)   M.lora_B.bias (out,)       linear; convolutions have (r, in, kernel)
-    M.lora_embedding_A (r, rows)   M.lora_embedding_B (dim, r)                      embeddings: parameters, no `.weight`
-    M.lora_magnitude_vector (out,)                                                  DoRA (`use_dora`), without `.weight`
-    M.lora_A.weight (e r, in), M.base_layer.lora_A.weight ...                       `target_parameters`: stacked experts; a
+    M.lora_A.weight (r, in)   M.lora_B.weight (out, r)   M.lora_B.bias (out,)  linear; convolutions have (r, in, kernel)
+    M.lora_embedding_A (r, rows)   M.lora_embedding_B (dim, r)                 embeddings: parameters, no `.weight`
+    M.lora_magnitude_vector (out,)                                             DoRA (`use_dora`), without `.weight`
+    M.lora_A.weight (e r, in), M.base_layer.lora_A.weight ...                  `target_parameters`: stacked experts; a
         module with several of them nests one level each, in the order of registration, the first innermost
-    M.weight, M.bias                                                                `modules_to_save`: whole tensors
-    M.base_layer.weight, M.base_layer.bias                                          the base's own, of a targeted embedding,
+    M.weight, M.bias                                                           `modules_to_save`: whole tensors
+    M.base_layer.weight, M.base_layer.bias                                     the base's own, of a targeted embedding,
         or a trained bias (`bias` of `all`, `lora_only`)
-    M.token_adapter.trainable_tokens_delta (n, dim)                                 `trainable_token_indices`: whole rows
+    M.token_adapter.trainable_tokens_delta (n, dim)                            `trainable_token_indices`: whole rows
 
-Scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / sqrt(r)`; `rank_pattern` and `alpha_pattern` override both by
-module. Source: PEFT 0.21.2 `utils/save_and_load.py`, `config.py` (save_pretrained), `tuners/lora/{config,layer,model}.py`.
+Scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / sqrt(r)`; `rank_pattern` and `alpha_pattern` override both
+by module. Source: PEFT 0.21.2 `utils/save_and_load.py`, `config.py` (save_pretrained),
+`tuners/lora/{config,layer,model}.py`.
 
 Example: a folder of rank 4 on q_proj of two layers is a catalog of 4 tensors of state `model` under those names, the
 config in `hints["peft"]["config"]`, `sidefiles == ("README.md",)`.
 
-Written: `adapter_model.safetensors` and the config as PEFT writes it, from the source's own config: so the source must be
-an adapter. What the tensors mean is `commands.adapters`' (`ckpt merge --method lora`). Cost: as `safetensors`. Holds the
-model alone. A folder in which a whole model lies beside the adapter is the model's.
+Written: `adapter_model.safetensors` and the config as PEFT writes it, from the source's own config: so the source must
+be an adapter. What the tensors mean is `adapters.fold`' (`ckpt merge --method lora`). Cost: as `safetensors`. Holds
+the model alone. A folder in which a whole model lies beside the adapter is the model's.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ class Peft:
     """The format object. Option of `read`: `lenient` (bool), as of `safetensors`."""
 
     name = "peft"
-    holds = Holds(all_states=False, extras=False, dialect="hf", dtypes=frozenset({"C128"}))
+    holds = Holds(all_states=False, extras=False, dialect="hf", adapter=True, dtypes=frozenset({"C128"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder. An adapter beside its base's weights accompanies them: transformers opens the base."""
+        """By the names in a folder. An adapter beside its base's weights accompanies them: transformers opens the
+        base."""
         names = tree.names() if tree.single is None else ()
         if CONFIG not in names or (SAFE not in names and BIN not in names):
             return None
@@ -73,15 +75,17 @@ class Peft:
         return Evidence(f"{CONFIG} and {weights}", files=frozenset((CONFIG, weights)), loader="transformers", turn=2)
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
-        """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a .bin that
-        is no state dict), and what the containers raise."""
+        """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a
+        .bin that is no state dict), and what the containers raise."""
         config = _config(tree)
         names = tree.names()
         if SAFE not in names and BIN not in names:
             raise Incomplete(
-                f"neither {SAFE} nor {BIN} is here", code=NO_WEIGHTS, path=tree.display(),
+                f"neither {SAFE} nor {BIN} is here",
+                code=NO_WEIGHTS,
+                path=tree.display(),
                 hint="fetch the weights into the folder of the config",
-            )  # fmt: skip
+            )
         file = SAFE if SAFE in names else BIN
         sidefiles = tuple(name for name in names if hf_files.is_sidefile(name) and tree.listing()[name] >= 0)
         notes = hf_files.ignored((name for name in tree.seen(names) if name != CONFIG), (file, *sidefiles))
@@ -94,9 +98,14 @@ class Peft:
         else:
             tensors, unsafe = _from_pickle(tree)
         return Catalog(
-            self.name, tensors, files=(CONFIG, file), sidefiles=sidefiles, notes=notes, unsafe=unsafe,
+            self.name,
+            tensors,
+            files=(CONFIG, file),
+            sidefiles=sidefiles,
+            notes=notes,
+            unsafe=unsafe,
             hints={"peft": {"config": config}},
-        )  # fmt: skip
+        )
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """One safetensors file and the config. Raises UsageError E1433 where the source is no adapter."""
@@ -116,9 +125,12 @@ def _config(tree: Tree) -> dict[str, Any]:
     value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
     if not isinstance(value, dict) or not isinstance(value.get("peft_type"), str):
         raise CorruptFile(
-            "the adapter's config is no JSON object that names its peft_type", code="E1423", path=tree.display(CONFIG),
-            place="/peft_type", hint="fetch the adapter again",
-        )  # fmt: skip
+            "the adapter's config is no JSON object that names its peft_type",
+            code="E1423",
+            path=tree.display(CONFIG),
+            place="/peft_type",
+            hint="fetch the adapter again",
+        )
     return value
 
 
@@ -132,9 +144,12 @@ def _from_pickle(tree: Tree) -> tuple[dict[TensorKey, LogicalTensor], tuple[str,
     nested = [dotted(path) for path, _ in content.leaves if len(path) != 1]
     if (odd or nested) and not content.unsafe:
         raise CorruptFile(
-            f"{BIN} is no plain state dict: it holds {(odd + nested)[0][:200]}", code=NO_STATE_DICT, path=tree.display(BIN),
-            hint="fetch the adapter again", faults=[name[:200] for name in (odd + nested)[1:50]],
-        )  # fmt: skip
+            f"{BIN} is no plain state dict: it holds {(odd + nested)[0][:200]}",
+            code=NO_STATE_DICT,
+            path=tree.display(BIN),
+            hint="fetch the adapter again",
+            faults=[name[:200] for name in (odd + nested)[1:50]],
+        )
     tensors = {}
     for path, array in content.leaves:
         key = TensorKey(dotted(path))
@@ -157,9 +172,10 @@ def _target(wanted: Wanted) -> Target:
         )
     if not isinstance(config, Mapping):
         raise UsageError(
-            "peft holds adapters, and the source is none: there is no adapter config to write", code=NOT_AN_ADAPTER,
+            "peft holds adapters, and the source is none: there is no adapter config to write",
+            code=NOT_AN_ADAPTER,
             hint="a whole model goes to --to safetensors",
-        )  # fmt: skip
+        )
     rows = [(each.key.name, each.dtype, each.shape) for each in wanted.tensors]
     head, offsets, size = build_header(rows, METADATA)
     arrays = tuple(

@@ -20,7 +20,8 @@ _PREFIX = "base_model.model."
 
 
 def is_adapter(keys: Iterable[TensorKey]) -> bool:
-    """Are these the tensors of an adapter alone: pairs of `lora_A` and `lora_B`, beside nothing but what PEFT saves too?"""
+    """Are these the tensors of an adapter alone: pairs of `lora_A` and `lora_B`, beside nothing but what PEFT saves
+    too?"""
     names = iter(keys)
     first = next(names, None)
     if first is None or not (first.name.startswith(_PREFIX) or ".lora_" in first.name):

@@ -1,11 +1,12 @@
-"""`sharded`: one plain safetensors file a state and rank, and an index. The tool's own format, made to be read by others.
+"""`sharded`: one plain safetensors file a state and rank, and an index. The tool's own format, made to be read by
+others.
 
 The idea: any training checkpoint laid open. Each rank's file of a state holds the boxes that the rank holds, under the
 plain logical names; its header says whose they are and where they belong; `ckpt.index.json`, written last, says what
 the whole is. A 4 x 6 tensor `w` on tp 2, cut along dim 0, with its moment:
 
-    model.tp00.safetensors      w: rows 0-1       __metadata__: rank {"tp":0}, boxes {"w":{"offset":[0,0],"shape":[4,6]}}
-    model.tp01.safetensors      w: rows 2-3                     rank {"tp":1}, boxes {"w":{"offset":[2,0],"shape":[4,6]}}
+    model.tp00.safetensors      w: rows 0-1      __metadata__: rank {"tp":0}, boxes {"w":{"offset":[0,0],"shape":[4,6]}}
+    model.tp01.safetensors      w: rows 2-3                    rank {"tp":1}, boxes {"w":{"offset":[2,0],"shape":[4,6]}}
     exp_avg.tp00.safetensors    w: rows 0-1 of the moment, named `w` like its parameter
     exp_avg.tp01.safetensors
     ckpt.index.json
@@ -17,19 +18,20 @@ Specification, version 1 (ours; the container is safetensors as of `safetensors`
   every UTF-8 byte outside `A-Z a-z 0-9 _ -` as `%XX`, so no state can leave the folder or pose as a label.
 * A rank that holds nothing of a state has no file of it. Every rank keeps its own copy of what is replicated. A box
   without elements of a tensor that has some is not written.
-* `__metadata__` (strings): `format` "pt" (torch tools look for it), `ckpt_format` "sharded", `ckpt_version` "1", `state`,
-  `save` (the save's id, the same in every file and the index), and as compact JSON `mesh` {dim: size}, `rank` {dim:
-  coordinate} and `boxes` {name: {"offset": [...], "shape": [...], "box": [...]}}: where the array's first element lies in
-  the logical tensor, and the logical tensor's shape, in elements. `box` is there only when the array is padded: the
-  extents, from the array's first element, that hold values; the rest is zeros.
-* `ckpt.index.json`: `mesh`; `files` with path, size in bytes, state, rank and a hash of the boxes; `tensors` by state and
-  name with dtype, shape, digest, the number of their placement, and `path` where the source nested them; `placements`:
-  `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and `uneven` tensor dims
-  with their `granules` [[tensor dim, elements], ...]; `fallbacks` {requested, used, reason, better, tensors}; `extras` and
-  `source.hints` in the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`; `schema_version`.
-* Hashes are the 32 hex digits of BLAKE2b-128 over UTF-8 text. Canonical JSON has sorted keys, no spaces, ASCII. A file's
-  `boxes` in the index: of the metadata's `boxes`, followed by the canonical JSON of the sorted [[name, dtype, shape], ...]
-  of its arrays. `save`: of the canonical JSON of [mesh, extras, {path: boxes}].
+* `__metadata__` (strings): `format` "pt" (torch tools look for it), `ckpt_format` "sharded", `ckpt_version` "1",
+  `state`, `save` (the save's id, the same in every file and the index), and as compact JSON `mesh` {dim: size}, `rank`
+  {dim: coordinate} and `boxes` {name: {"offset": [...], "shape": [...], "box": [...]}}: where the array's first element
+  lies in the logical tensor, and the logical tensor's shape, in elements. `box` is there only when the array is padded:
+  the extents, from the array's first element, that hold values; the rest is zeros.
+* `ckpt.index.json`: `mesh`; `files` with path, size in bytes, state, rank and a hash of the boxes; `tensors` by state
+  and name with dtype, shape, digest, the number of their placement, and `path` where the source nested them;
+  `placements`: `shard` [[tensor dim, [mesh dims, major first]], ...], `at` {mesh dim: coordinate}, `padded` and
+  `uneven` tensor dims with their `granules` [[tensor dim, elements], ...]; `fallbacks` {requested, used, reason,
+  better, tensors}; `extras` and `source.hints` in the JSON form of `core.extras`; `source.format`; `sidefiles`; `save`;
+  `schema_version`.
+* Hashes are the 32 hex digits of BLAKE2b-128 over UTF-8 text. Canonical JSON has sorted keys, no spaces, ASCII. A
+  file's `boxes` in the index: of the metadata's `boxes`, followed by the canonical JSON of the sorted [[name, dtype,
+  shape], ...] of its arrays. `save`: of the canonical JSON of [mesh, extras, {path: boxes}].
 * A digest of 32 zeros or 32 `-` means that it was not computed.
 
 Reading costs the index and every header, and holds each against the other: a file that is missing, of another size, of
@@ -73,6 +75,7 @@ class Sharded:
         dialect="keep",
         heeds=PLACED,
         dtypes=frozenset({"C128"}),
+        safetensors=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

@@ -1,17 +1,19 @@
 """Laying out `sharded` for very many ranks: by classes of tensors and ranks, not box by box.
 
-The one idea: 184,732 tensors on 2,048 ranks are 1.9 million boxes in 8,192 files, but few different things. Tensors of one
-shape and cut have the same boxes (a *geometry*: 15 of them); tensors that live on the same ranks form a *band* (272 a
-state); ranks that hold the same bands have the same arrays at the same offsets (a *sheet*: 256). A file's size follows
-from lengths of texts that need not be written:
+The one idea: 184,732 tensors on 2,048 ranks are 1.9 million boxes in 8,192 files, but few different things. Tensors of
+one shape and cut have the same boxes (a *geometry*: 15 of them); tensors that live on the same ranks form a *band* (272
+a state); ranks that hold the same bands have the same arrays at the same offsets (a *sheet*: 256). A file's size
+follows from lengths of texts that need not be written:
 
     tp 8, pp 16, ep 16    rank tp03_pp07_ep11 holds the bands "dense, stage 7" and "experts of rank 11, stage 7";
-                          its file has the arrays and the header length of sheet (7, 11), plus the digits of its own boxes
+                          its file has the arrays and the header length of sheet (7, 11), plus the digits of its own
+                          boxes
 
 What is asked for later (a file's head, a tensor's boxes) is then made for that file or tensor alone. The sizes here are
 promises: `sharded` holds every head that it makes against them, and the tests hold both roads against each other.
 
-Cost: about 1.5 us a tensor and state; nothing a box. Knows names of plain ASCII only (`plain`); others take the long road.
+Cost: about 1.5 us a tensor and state; nothing a box. Knows names of plain ASCII only (`plain`); others take the long
+road.
 """
 
 from __future__ import annotations
@@ -42,9 +44,13 @@ def plain(names: Iterable[str]) -> bool:
     known = list(names)
     joined = "".join(known)
     return (
-        joined.isascii() and joined.isprintable() and '"' not in joined and "\\" not in joined
-        and METADATA not in known and max(map(len, known), default=0) <= NAME_LIMIT
-    )  # fmt: skip
+        joined.isascii()
+        and joined.isprintable()
+        and '"' not in joined
+        and "\\" not in joined
+        and METADATA not in known
+        and max(map(len, known), default=0) <= NAME_LIMIT
+    )
 
 
 def json_length(value: object) -> int:
@@ -145,9 +151,11 @@ class State:
     def same(self, other: State) -> bool:
         """Is the other laid out the same in every byte but the values?"""
         return (
-            self.names == other.names and self.shapes == other.shapes and self.dtypes == other.dtypes
+            self.names == other.names
+            and self.shapes == other.shapes
+            and self.dtypes == other.dtypes
             and all(a is b for a, b in zip(self.placements, other.placements, strict=True))
-        )  # fmt: skip
+        )
 
 
 class Sheets:
@@ -282,7 +290,8 @@ def header_size(sheet: Sheet, metadata: int) -> int:
 
 
 class GridPlaces:
-    """`core.target.Places` of a grid. slots: the files in their order. identity: gives a hash of what decides the heads."""
+    """`core.target.Places` of a grid. slots: the files in their order. identity: gives a hash of what decides the
+    heads."""
 
     def __init__(self, grid: Grid, slots: Sequence[Slot], identity: Callable[[], str]) -> None:
         self.grid, self.slots, self._identity = grid, slots, identity

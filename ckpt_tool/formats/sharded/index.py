@@ -117,12 +117,14 @@ def hash_of(text: str) -> str:
 
 
 def boxes_hash(boxes: str, arrays: Iterable[tuple[str, str, Sequence[int]]]) -> str:
-    """The hash of what a file holds. boxes: the metadata's text. arrays: (name, dtype name, stored shape), any order."""
+    """The hash of what a file holds. boxes: the metadata's text. arrays: (name, dtype name, stored shape), any
+    order."""
     return hash_of(boxes + dumps(sorted([name, dtype, list(shape)] for name, dtype, shape in arrays)))
 
 
 def fallbacks_of(tensors: Sequence[TensorKey], layout: Layout) -> tuple[dict[str, Any], ...]:
-    """The distinct fallbacks taken, each with the tensors that it befell, by state: `{requested, used, reason, ...}`."""
+    """The distinct fallbacks taken, each with the tensors that it befell, by state: `{requested, used, reason,
+    ...}`."""
     found: dict[Choice, dict[str, set[str]]] = {}
     for key, placement in zip(tensors, layout.placements, strict=True):
         for choice in placement.choices:
@@ -225,9 +227,12 @@ class Fields:
     def fault(self, wanted: str) -> CorruptFile:
         shown = json.dumps(self.value, default=str)[:80]
         return CorruptFile(
-            f"found {shown}, want {wanted}", code="E0386", path=self.path, place=self.pointer or "/",
+            f"found {shown}, want {wanted}",
+            code="E0386",
+            path=self.path,
+            place=self.pointer or "/",
             hint="the index or a header was edited or damaged: take them from the original save",
-        )  # fmt: skip
+        )
 
     def __getitem__(self, name: str) -> Fields:
         if type(self.value) is not dict:
@@ -301,9 +306,12 @@ def parse_index(document: object, path: str) -> Index:
     version = top["ckpt_version"].whole(1)
     if version > VERSION:
         raise UnknownFormat(
-            f"the index is of version {version}, this ckpt reads up to {VERSION}", code="E2602", path=path,
-            place="/ckpt_version", hint="update ckpt",
-        )  # fmt: skip
+            f"the index is of version {version}, this ckpt reads up to {VERSION}",
+            code="E2602",
+            path=path,
+            place="/ckpt_version",
+            hint="update ckpt",
+        )
     mesh = Mesh.of(**top["mesh"].coords())
     placements = tuple(_parse_placement(item, mesh) for item in top["placements"].each())
     seen: dict[Case, TensorEntry] = {}
@@ -325,8 +333,11 @@ def parse_index(document: object, path: str) -> Index:
     if index.save != top["save"].hex32():
         raise CorruptFile(
             f"the mesh, extras and files give the save id {index.save}, but the index states {top['save'].text()}",
-            code="E0388", path=path, place="/save", hint="the index was edited or damaged: take it from the original save",
-        )  # fmt: skip
+            code="E0388",
+            path=path,
+            place="/save",
+            hint="the index was edited or damaged: take it from the original save",
+        )
     return index
 
 

@@ -1,8 +1,8 @@
 """Reading a `sharded` checkpoint: the index first, then every header, each held against the other.
 
-The one idea: the index makes claims and the headers are the evidence. A rank's file states its own mesh, rank, boxes and
-save id; the index states all files and tensors and one hash a file. So a file that is missing, cut short, of another
-save, swapped with another rank's or edited is told, with its name, and all such files at once:
+The one idea: the index makes claims and the headers are the evidence. A rank's file states its own mesh, rank, boxes
+and save id; the index states all files and tensors and one hash a file. So a file that is missing, cut short, of
+another save, swapped with another rank's or edited is told, with its name, and all such files at once:
 
     index: 4 files, save 5f..      model.tp00 ok    model.tp01 missing    exp_avg.tp00 save 77.. (another run)
 
@@ -49,16 +49,19 @@ _Found = dict[TensorKey, list[Chunk]]
 def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
     """The catalog of the tree.
 
-    Raises Incomplete E0385 (no index) and E0301 (files missing, all of them named), CorruptFile E2605 (a file of another
-    size), InconsistentCheckpoint E0384 (files of another save), CorruptFile E0386 (a field of the index or of a header's
-    metadata) and E0388 (index and headers contradict each other), UnknownFormat E2602 (a newer version), UnsafeInput
+    Raises Incomplete E0385 (no index) and E0301 (files missing, all of them named), CorruptFile E2605 (a file of
+    another size), InconsistentCheckpoint E0384 (files of another save), CorruptFile E0386 (a field of the index or of a
+    header's metadata) and E0388 (index and headers contradict each other), UnknownFormat E2602 (a newer version),
+    UnsafeInput
     E0410 (a path that leaves the folder), and what `read_header` and `strict_json.parse` raise.
     """
     if not tree.exists(INDEX):
         raise Incomplete(
-            f"{INDEX} is missing: it is written last, so this save was not finished", code="E0385", path=tree.display(INDEX),
+            f"{INDEX} is missing: it is written last, so this save was not finished",
+            code="E0385",
+            path=tree.display(INDEX),
             hint="run the command that wrote it again, or copy the index too if this is a copy",
-        )  # fmt: skip
+        )
     shown = tree.display(INDEX)
     text = tree.read_whole(INDEX, limit=INDEX_LIMIT)
     index = parse_index(strict_json.parse(text, path=shown, limit=INDEX_VALUES), shown)
@@ -127,19 +130,22 @@ def _check_files(tree: Tree, index: Index) -> tuple[str, ...]:
     if missing:
         raise Incomplete(
             f"{len(missing)} of {len(index.files)} rank files are missing: {_some(entry.path for entry in missing)}",
-            code="E0301", path=tree.display(missing[0].path),
+            code="E0301",
+            path=tree.display(missing[0].path),
             hint="copy them from where the save was written; every rank's file is needed",
             faults=[f"missing: {_rank(entry)}" for entry in missing],
-        )  # fmt: skip
+        )
     other = [
         CorruptFile(
-            f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}", code="E2605",
-            path=tree.display(entry.path), offset=min(listing[entry.path], entry.size),
+            f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}",
+            code="E2605",
+            path=tree.display(entry.path),
+            offset=min(listing[entry.path], entry.size),
             hint="the file was cut short, or is of another save: copy it again",
         )
         for entry in index.files
         if listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
-    ]  # fmt: skip
+    ]
     if other:
         raise together(other)
     usual = filter(is_sidefile, tree.names())
@@ -201,9 +207,12 @@ def _check_whose(header: Header, entry: FileEntry, index: Index, shown: str) -> 
     if save != index.save:
         what = "states no save id" if save is None else f"is of save {save[:40]}"
         raise InconsistentCheckpoint(
-            f"{entry.path} {what}, the index of save {index.save}: files of two saves lie in one folder", code="E0384",
-            path=shown, place=f"{METADATA}/save", hint="copy every file of one save, with its index",
-        )  # fmt: skip
+            f"{entry.path} {what}, the index of save {index.save}: files of two saves lie in one folder",
+            code="E0384",
+            path=shown,
+            place=f"{METADATA}/save",
+            hint="copy every file of one save, with its index",
+        )
     claims: tuple[tuple[str, object, Callable[[], object]], ...] = (
         ("state", entry.state, lambda: metadata.get("state")),
         ("mesh", index.mesh.to_json(), lambda: _json(header, "mesh", shown).value),
@@ -259,8 +268,11 @@ def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Pla
     if len(offset) != len(shape) or not box.inside(shape) or not within.inside(array.shape):
         raise _contradiction(
             f"the box at {list(offset)} of {list(extents)} fits neither an array of {list(array.shape)} nor a tensor of"
-            f" {list(shape)}", shown, item.pointer, key=str(key),
-        )  # fmt: skip
+            f" {list(shape)}",
+            shown,
+            item.pointer,
+            key=str(key),
+        )
     return _Place(shape, box, within)
 
 
@@ -274,6 +286,10 @@ def _check_all_found(index: Index, found: _Found, shown: str) -> None:
 
 def _contradiction(message: str, path: str, place: str, *, key: str | None = None) -> CorruptFile:
     return CorruptFile(
-        message, code="E0388", path=path, place=place, key=key,
+        message,
+        code="E0388",
+        path=path,
+        place=place,
+        key=key,
         hint="the index or the file was edited or damaged: copy both again from the original save",
-    )  # fmt: skip
+    )

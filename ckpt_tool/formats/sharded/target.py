@@ -1,7 +1,7 @@
 """Laying out a `sharded` checkpoint: which file holds which boxes, every head, the index with its holes.
 
-Two roads to the same bytes. A usual target is laid out box by box, heads and all. Where tensors times ranks pass `MANY`,
-sizes come from `sharded.grid` by classes, and a head is made when the run writes it, or never, as in a dry run:
+Two roads to the same bytes. A usual target is laid out box by box, heads and all. Where tensors times ranks pass
+`MANY`, sizes come from `sharded.grid` by classes, and a head is made when the run writes it, or never, as in a dry run:
 
     184,732 tensors on 2,048 ranks: 8,192 files of known size in 0.4 s; their heads would be 400 MB of JSON
 
@@ -92,9 +92,15 @@ def sharded_target(wanted: Wanted, layout: Layout) -> Target:
 def _metadata(layout: Layout, save: str, state: str, rank: Mapping[str, int], boxes: str) -> dict[str, str]:
     """`__metadata__` of a rank's file."""
     return {
-        "format": "pt", "ckpt_format": "sharded", "ckpt_version": str(VERSION), "mesh": dumps(layout.mesh.to_json()),
-        "save": save, "state": state, "rank": dumps(rank), "boxes": boxes,
-    }  # fmt: skip
+        "format": "pt",
+        "ckpt_format": "sharded",
+        "ckpt_version": str(VERSION),
+        "mesh": dumps(layout.mesh.to_json()),
+        "save": save,
+        "state": state,
+        "rank": dumps(rank),
+        "boxes": boxes,
+    }
 
 
 def _lay_out(wanted: Wanted, layout: Layout) -> dict[str, _RankFile]:
@@ -244,8 +250,9 @@ class _Large:
         if (len(head), size) != (slot.data_start, slot.size):
             raise InternalError(
                 f"a head of {len(head)} bytes in a file of {size} was planned as {slot.data_start} in {slot.size}",
-                path=file_name(file.state, self.layout.mesh, file.rank), hint="please report this; nothing was committed",
-            )  # fmt: skip
+                path=file_name(file.state, self.layout.mesh, file.rank),
+                hint="please report this; nothing was committed",
+            )
         return ((0, head),)
 
     def _arrays(self, slot: Slot) -> tuple[TargetArray, ...]:
@@ -306,11 +313,15 @@ class _Large:
         """A hash of all that decides the heads: the index without files and digests, and every tensor."""
         columns = [
             [
-                state.state, state.names, state.shapes, [dtype.name for dtype in state.dtypes],
-                list(map(self._cuts.number, state.placements)), [self.wanted.tensors[i].path for i in state.numbers],
+                state.state,
+                state.names,
+                state.shapes,
+                [dtype.name for dtype in state.dtypes],
+                list(map(self._cuts.number, state.placements)),
+                [self.wanted.tensors[i].path for i in state.numbers],
             ]
             for state in self.grid.states.values()
-        ]  # fmt: skip
+        ]
         return hash_of(dumps([self._bare_index.decode("ascii"), self.wanted.sidefiles, columns]))
 
 
@@ -333,9 +344,10 @@ def _plain(values: Mapping[str, Any], what: str) -> Any:
         json.dumps(out, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as e:
         raise UsageError(
-            f"the {what} hold a string that is no Unicode text ({e.reason})", code="E0245",
+            f"the {what} hold a string that is no Unicode text ({e.reason})",
+            code="E0245",
             hint="leave the extras behind: --drop extras",
-        ) from e  # fmt: skip
+        ) from e
     return out
 
 
@@ -348,9 +360,12 @@ def _check_tensors(wanted: Wanted) -> None:
     ]
     if faults:
         raise UsageError(
-            faults[0][1], code="E0258", key=faults[0][0], faults=[f"{key}: {why}" for key, why in faults[1:]],
+            faults[0][1],
+            code="E0258",
+            key=faults[0][0],
+            faults=[f"{key}: {why}" for key, why in faults[1:]],
             hint="give another type with --dtype, drop the tensor with --remove-keys, or choose another format",
-        )  # fmt: skip
+        )
 
 
 def _check_names(wanted: Wanted, files: Iterable[str]) -> None:
@@ -365,7 +380,9 @@ def _check_names(wanted: Wanted, files: Iterable[str]) -> None:
             )
         if path.casefold() in taken:
             raise UsageError(
-                f"two files of the output would be {taken[path.casefold()]!r} and {path!r}", code="E0246", path=path,
+                f"two files of the output would be {taken[path.casefold()]!r} and {path!r}",
+                code="E0246",
+                path=path,
                 hint="rename the side file, or leave the state behind with --state",
-            )  # fmt: skip
+            )
         taken[path.casefold()] = path

@@ -41,10 +41,10 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     """Put `places[i]` where tensor i of `wanted` belongs.
 
     whole_numbers: number an optimizer's parameters by integers, as `torch.optim` asks; False keeps DCP's text keys.
-    Whoever reads the state by the rules of `state_dict.paths` finds the wanted names again: where the old paths would not
-    give them (a filter took the evidence away), the layout above is taken; where an optimizer's numbers would not, its
-    groups are given `param_names`. Raises UsageError E0241 for two tensors at one path, E0243 for names that no place
-    gives.
+    Whoever reads the state by the rules of `state_dict.paths` finds the wanted names again: where the old paths would
+    not give them (a filter took the evidence away), the layout above is taken; where an optimizer's numbers would not,
+    its groups are given `param_names`. Raises UsageError E0241 for two tensors at one path, E0243 for names that no
+    place gives.
     """
     extras, left_out = writable(wanted.extras)
     notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
@@ -247,7 +247,7 @@ def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:
     return tree
 
 
-# -- what may be written ------------------------------------------------------------------------------------------------
+# -- what may be written -----------------------------------------------------------------------------------------------
 
 
 def writable(extras: Mapping[str, Any]) -> tuple[dict[Any, Any], list[str]]:

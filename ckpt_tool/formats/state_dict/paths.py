@@ -2,8 +2,9 @@
 
 The one idea: what a tensor is follows from where it hangs, and only from what can be seen there. `name_leaves` turns
 paths into keys and says in notes what it concluded and from what; the path itself is always kept
-(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back where it hung. `state_dict.roots.Roots.path`
-is the inverse for tensors that have no path, because they come from a format without nesting.
+(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back where it hung.
+`state_dict.roots.Roots.path` is the inverse for tensors that have no path, because they come from a format without
+nesting.
 
     ("model", "layers.0.w1.weight")                        -> layers.0.w1.weight
     ("optim", "state", "layers.0.w1.weight", "exp_avg")    -> layers.0.w1.weight [exp_avg]
@@ -21,15 +22,15 @@ Rules, in this order:
    tensors of the model, or `param_groups.PARAMETER.*` stand beside it; what stands before these parameters in the
    model's keys (`model.`) is then the model's prefix.
 2. `ema`, `model_ema`, ... hold the state `ema`; `master_weights`, `fp32_params`, ... the state `master`.
-3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the top
-   or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
-4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a level
-   that itself is called `extras`.
+3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the
+   top or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
+4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a
+   level that itself is called `extras`.
 5. `_checkpoint_wrapped_module.`, `_orig_mod.`, `_fsdp_wrapped_module.` are left by wrappers and taken out of names.
 
-Sources of the layouts: torch 2.13 `distributed/checkpoint/state_dict.py` (get_state_dict; the flattened form), torchtitan
-2025 `components/{optimizer,checkpoint}.py`, accelerate 1.15 `utils/fsdp_utils.py`, PyTorch's checkpoint tutorials.
-Cost: a few dict operations a tensor. What it does not do: read files, or rename a model's own parts.
+Sources of the layouts: torch 2.13 `distributed/checkpoint/state_dict.py` (get_state_dict; the flattened form),
+torchtitan 2025 `components/{optimizer,checkpoint}.py`, accelerate 1.15 `utils/fsdp_utils.py`, PyTorch's checkpoint
+tutorials. Cost: a few dict operations a tensor. What it does not do: read files, or rename a model's own parts.
 """
 
 from __future__ import annotations
@@ -49,8 +50,17 @@ from ckpt_tool.formats.state_dict.tree import dotted
 MODEL_ROOTS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "params")
 _WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well be a part of a model that lies bare
 OPTIMIZER_ROOTS = frozenset(
-    ("optim", "optimizer", "optimizers", "opt", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optimizer_states")
-)  # fmt: skip
+    (
+        "optim",
+        "optimizer",
+        "optimizers",
+        "opt",
+        "optimizer_state_dict",
+        "optim_state_dict",
+        "optimizer_state",
+        "optimizer_states",
+    )
+)
 EMA_ROOTS = frozenset(
     ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
 )
@@ -61,10 +71,31 @@ MASTER_STATES = frozenset(
     ("master", "master_param", "master_params", "master_weight", "master_weights", "fp32", "fp32_param", "main_param")
 )
 OPTIMIZER_STATES = frozenset(
-    ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
-     "sum", "prev", "step_size", "exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var", "variance", "ax", "state1",
-     "state2", "master_param", "master_weight")
-)  # fmt: skip
+    (
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_inf",
+        "sum",
+        "prev",
+        "step_size",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+        "row_var",
+        "col_var",
+        "variance",
+        "ax",
+        "state1",
+        "state2",
+        "master_param",
+        "master_weight",
+    )
+)
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _FLAT = re.compile(r"(?:^|(?<=\.))state\.")
 _RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)
@@ -373,10 +404,14 @@ class _Naming:
             optimizer = (*first.path, first.prefix.removesuffix("."))
         single = bool(self.leaves) and all(len(leaf.path) == 1 for leaf in self.leaves)
         return Roots(
-            self.found.get("model", ("model",)), optimizer, self.found.get(EMA, ("ema",)),
-            self.found.get(MASTER, ("master",)), first is not None and first.prefix is not None,
-            single and bool(self.prefix or (first is not None and first.prefix)), self.ids,
-        )  # fmt: skip
+            self.found.get("model", ("model",)),
+            optimizer,
+            self.found.get(EMA, ("ema",)),
+            self.found.get(MASTER, ("master",)),
+            first is not None and first.prefix is not None,
+            single and bool(self.prefix or (first is not None and first.prefix)),
+            self.ids,
+        )
 
 
 def common_prefix(names: Sequence[str], keys: Iterable[str]) -> str | None:

@@ -58,11 +58,15 @@ class Roots:
         """Plain values for `Catalog.hints`."""
         return {
             "roots": {
-                "model": list(self.model), "optimizer": list(self.optimizer), "ema": list(self.ema),
-                "master": list(self.master), "flat": self.flat, "dotted": self.dotted,
+                "model": list(self.model),
+                "optimizer": list(self.optimizer),
+                "ema": list(self.ema),
+                "master": list(self.master),
+                "flat": self.flat,
+                "dotted": self.dotted,
                 "ids": [[list(path), dict(names)] for path, names in self.ids.items()],
             }
-        }  # fmt: skip
+        }
 
     @staticmethod
     def from_hints(hints: Mapping[str, Any]) -> Roots | None:

@@ -58,10 +58,11 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
     out.visits += 1
     if len(path) > DEPTH_LIMIT or out.visits > VISIT_LIMIT:
         raise CorruptFile(
-            f"the state nests deeper than {DEPTH_LIMIT} levels or has more than {VISIT_LIMIT} values", code="E0398",
+            f"the state nests deeper than {DEPTH_LIMIT} levels or has more than {VISIT_LIMIT} values",
+            code="E0398",
             place=dotted(path[:8])[:200] + "...",
             hint="the file is damaged or made to harm: no trainer writes such a state",
-        )  # fmt: skip
+        )
     if isinstance(value, _TENSORS):
         out.leaves.append((path, value))
         return SLOT
@@ -172,9 +173,10 @@ def _step(root: dict[Any, Any], node: Any, here: Path, step: str | int) -> Any:
         position = step if isinstance(step, int) else -1
         if not 0 <= position < len(node):
             raise CorruptFile(
-                f"a tensor belongs at {dotted(here)}, but the list there has {len(node)} entries", code="E2606",
+                f"a tensor belongs at {dotted(here)}, but the list there has {len(node)} entries",
+                code="E2606",
                 hint="the extras were edited: carry them whole or drop them",
-            )  # fmt: skip
+            )
         if not isinstance(node[position], dict | list):
             if node[position] is not None and node[position] != SLOT:
                 _displace(root, here, node[position])

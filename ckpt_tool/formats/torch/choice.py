@@ -7,9 +7,9 @@
     model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`formats.torch.ranks`)
 
 A file that nothing but its content speaks for counts only where no other file of the folder may hold
-tensors: no safetensors, no `.distcp`, no part of a whole by its name. What accelerate and the Trainer put beside a model
-(`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so.
-Cost: the listing and a few bytes of at most `LOOKED_AT` files.
+tensors: no safetensors, no `.distcp`, no part of a whole by its name. What accelerate and the Trainer put beside a
+model (`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so. Cost: the listing
+and a few bytes of at most `LOOKED_AT` files.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _OF_RANK = re.compile(
 
 
 class RankFile(NamedTuple):
-    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds. world: ranks, where its name
-    says so. rank: whose it is, None where nothing says so."""
+    """A rank's own file. kind: `model`, `optim`, ...: the level of the state that it holds. world: ranks, where its
+    name says so. rank: whose it is, None where nothing says so."""
 
     name: str
     kind: str
@@ -114,7 +114,8 @@ def choose(tree: Tree) -> Chosen | None:
 
 
 def evidence(tree: Tree) -> Evidence | None:
-    """The claim on what `choose` takes: transformers takes `pytorch_model*.bin` where there is no model in safetensors."""
+    """The claim on what `choose` takes: transformers takes `pytorch_model*.bin` where there is no model in
+    safetensors."""
     chosen = choose(tree)
     if chosen is None:
         return None
@@ -192,13 +193,17 @@ def check_numbers(files: tuple[str, ...], shown: str) -> None:
     total = max(totals)
     if len(totals) > 1 or len(numbers) < len(parts):
         raise InconsistentCheckpoint(
-            "files of two saves lie together: their counts differ", code=MIXED, path=shown,
+            "files of two saves lie together: their counts differ",
+            code=MIXED,
+            path=shown,
             hint="remove the files of the older save",
-        )  # fmt: skip
+        )
     first = 0 if 0 in numbers else 1
     absent = [n for n in range(first, first + total) if n not in numbers] if total < 1_000_000 else [total]
     if absent:
         raise Incomplete(
-            f"{len(absent)} of {total} files are missing: numbers {', '.join(map(str, absent[:20]))}", code=MISSING,
-            path=shown, hint="fetch the missing files; their names count them",
-        )  # fmt: skip
+            f"{len(absent)} of {total} files are missing: numbers {', '.join(map(str, absent[:20]))}",
+            code=MISSING,
+            path=shown,
+            hint="fetch the missing files; their names count them",
+        )

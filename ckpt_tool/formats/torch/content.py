@@ -6,10 +6,11 @@ each with `read_content` and write each with a `TorchComposer`:
     {"model": {"w": T}, "iteration": 7}   ->   leaves [(("model", "w"), StoredArray)], extras {"iteration": 7}
 
     composer = TorchComposer()
-    flat = composer.tensor((1904,), F32, [Part(0, box, 0) for ...])     # a storage that several boxes fill, zeros between
+    flat = composer.tensor((1904,), F32, [Part(0, box, 0) for ...])   # a storage that several boxes fill, zeros between
     file = composer.file("mp_rank_00/distrib_optim.pt", {0: {"param": flat}})
 
-Cost: as the pickle and the directory. What it does not do: names and states (`formats.state_dict.paths` and each format's own).
+Cost: as the pickle and the directory. What it does not do: names and states (`formats.state_dict.paths` and each
+format's own).
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ ROOT = "archive"  # the zip's top folder: one name for all, so that a file's byt
 class TorchContent(NamedTuple):
     """One torch file, taken apart.
 
-    leaves: (path, array), in the pickle's order. extras: what is left (`formats.state_dict.tree.part`). unsafe: uses of names
-    that only an unpickler would run. globals: every name that the pickle mentions. ordered: the attributes of OrderedDicts.
+    leaves: (path, array), in the pickle's order. extras: what is left (`formats.state_dict.tree.part`). unsafe: uses of
+    names that only an unpickler would run. globals: every name that the pickle mentions. ordered: the attributes of
+    OrderedDicts.
     wrapped: the DTensors among the leaves, whose array is the rank's own part (`formats.torch.ranks` places it). find:
     where a tensor that hangs inside one (its mesh) lies.
     """
@@ -84,8 +86,11 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
             if not dtensors or ref.local is None:
                 raise InputError(
                     f"a {ref.name}: {'its part is no plain tensor' if dtensors else 'a part of a distributed state'}",
-                    code=DTENSOR, path=shown, key=dotted(path)[:200], hint="save with torch.distributed.checkpoint",
-                )  # fmt: skip
+                    code=DTENSOR,
+                    path=shown,
+                    key=dotted(path)[:200],
+                    hint="save with torch.distributed.checkpoint",
+                )
             wrapped[path] = ref
             ref = ref.local
         leaves.append((path, opened.array(ref)))
@@ -97,8 +102,8 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
 
 
 class Part(NamedTuple):
-    """`box` of wanted tensor number `tensor` lies at element `start` of a storage, row-major without gaps, or with `strides`
-    (elements) between neighbours: columns of a wider matrix."""
+    """`box` of wanted tensor number `tensor` lies at element `start` of a storage, row-major without gaps, or with
+    `strides` (elements) between neighbours: columns of a wider matrix."""
 
     tensor: int
     box: Box
@@ -120,7 +125,8 @@ class TorchComposer:
         self._storages: list[_Storage] = []
 
     def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part]) -> TensorRef:
-        """A tensor with a storage of its own that `parts` fill; what they leave out is zero. Put it into the skeleton."""
+        """A tensor with a storage of its own that `parts` fill; what they leave out is zero. Put it into the
+        skeleton."""
         return self._add(shape, dtype, parts, None)
 
     def value(self, shape: Sequence[int], dtype: DType, data: bytes) -> TensorRef:

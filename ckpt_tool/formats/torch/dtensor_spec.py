@@ -2,19 +2,19 @@
 
 The one idea: a pickled DTensor names the whole tensor's shape, the mesh of ranks and how each mesh dim cuts the tensor;
 with the rank's number (the file's name has it) its box follows. `Shard(d)` over n ranks cuts a line of length S into
-pieces of ceil(S/n), so the last ones may be short or empty. Several mesh dims may cut one tensor dim, one after the other:
-`_StridedShard(0, split_factor=2), Shard(0)` on a mesh dp 2 x tp 2 says that tp cut first, then dp:
+pieces of ceil(S/n), so the last ones may be short or empty. Several mesh dims may cut one tensor dim, one after the
+other: `_StridedShard(0, split_factor=2), Shard(0)` on a mesh dp 2 x tp 2 says that tp cut first, then dp:
 
     14 rows: tp 0 has 0..6, tp 1 has 7..13; dp cuts 7 rows as 4 + 3
     (dp 0, tp 0) rows 0..3   (dp 0, tp 1) rows 7..10   (dp 1, tp 0) rows 4..6   (dp 1, tp 1) rows 11..13
 
-Specification, by torch 2.13 `distributed/tensor/{_dtensor_spec,placement_types,_utils}.py` and `distributed/device_mesh.py`,
-`distributed/_mesh_layout.py`, in our own words:
+Specification, by torch 2.13 `distributed/tensor/{_dtensor_spec,placement_types,_utils}.py` and
+`distributed/device_mesh.py`, `distributed/_mesh_layout.py`, in our own words:
 
-* `DTensorSpec`: `mesh`, `placements` (one a mesh dim), `tensor_meta`, since 2.9 `shard_order`: per tensor dim the mesh dims
-  in the order in which they cut. Where it is absent, split factors give it: `_StridedShard(d, s)` on mesh dim m cut after
-  those mesh dims behind m whose sizes multiply to s. Where no order gives the factors, the placements are carried out from
-  left to right, a `_StridedShard` cutting s pieces first and taking its share of each.
+* `DTensorSpec`: `mesh`, `placements` (one a mesh dim), `tensor_meta`, since 2.9 `shard_order`: per tensor dim the mesh
+  dims in the order in which they cut. Where it is absent, split factors give it: `_StridedShard(d, s)` on mesh dim m
+  cut after those mesh dims behind m whose sizes multiply to s. Where no order gives the factors, the placements are
+  carried out from left to right, a `_StridedShard` cutting s pieces first and taking its share of each.
 * `DeviceMesh`, 2.13: `_layout.axes`, an axis a mesh dim of (shapes, strides) into `_flatten_rank_map`; 2.9 to 2.12:
   `_layout.shape` and `.stride`; before: `mesh`, an int tensor of ranks. Names in `_mesh_dim_names` or `mesh_dim_names`.
 * `Partial` is a sum that was not finished: no rank has values, it is refused.
@@ -38,9 +38,16 @@ UNPLACED = "E0399"
 RANKS_LIMIT = 1 << 17
 BOXES_LIMIT = 1 << 14  # of one rank's part of one tensor; real ones have one
 _DIMS = {
-    "tp": "tp", "tensor": "tp", "tensor_parallel": "tp", "model": "tp", "mp": "tp", "cp": "cp", "sp": "cp", "ep": "ep",
+    "tp": "tp",
+    "tensor": "tp",
+    "tensor_parallel": "tp",
+    "model": "tp",
+    "mp": "tp",
+    "cp": "cp",
+    "sp": "cp",
+    "ep": "ep",
     "pp": "pp",
-}  # fmt: skip
+}
 
 
 class RankMesh(NamedTuple):
@@ -80,7 +87,8 @@ class Cut(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A DTensor's layout. cuts: one a mesh dim, None for Replicate. order: mesh dims, in the order in which they cut."""
+    """A DTensor's layout. cuts: one a mesh dim, None for Replicate. order: mesh dims, in the order in which they
+    cut."""
 
     mesh: RankMesh
     cuts: tuple[Cut | None, ...]
@@ -241,10 +249,12 @@ def boxes(shape: Sequence[int], placed: Placed, at: Sequence[int]) -> tuple[tupl
             begin += n
         starts.append(here)
     return local, [
-        (Box(tuple(s for s, _, _ in runs), tuple(n for _, _, n in runs)),
-         Box(tuple(b for _, b, _ in runs), tuple(n for _, _, n in runs)))
+        (
+            Box(tuple(s for s, _, _ in runs), tuple(n for _, _, n in runs)),
+            Box(tuple(b for _, b, _ in runs), tuple(n for _, _, n in runs)),
+        )
         for runs in product(*starts)
-    ]  # fmt: skip
+    ]
 
 
 def _share(runs: Sequence[tuple[int, int]], parts: int, index: int, factor: int) -> list[tuple[int, int]]:
@@ -278,6 +288,7 @@ def _cut(runs: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[int
 
 def _unplaced(what: str) -> InputError:
     return InputError(
-        f"a DTensor that can't be placed: {what}", code=UNPLACED,
+        f"a DTensor that can't be placed: {what}",
+        code=UNPLACED,
         hint="save with torch.distributed.checkpoint, which records where every part lies",
-    )  # fmt: skip
+    )

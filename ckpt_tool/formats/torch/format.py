@@ -1,7 +1,7 @@
 """`torch`: what `torch.save` writes: `.pt`, `.pth`, `.bin`, one file or several with an index.
 
-The one idea: the pickle says where every tensor's elements lie in the file (storage, offset, shape, strides), so a tensor of
-a 100 GB file costs a few hundred bytes to find, and no pickle is ever executed.
+The one idea: the pickle says where every tensor's elements lie in the file (storage, offset, shape, strides), so a
+tensor of a 100 GB file costs a few hundred bytes to find, and no pickle is ever executed.
 
     training.pt  {"model": {"w": T}, "optimizer": {"state": {0: {"exp_avg": T}}, "param_groups": [...]}, "epoch": 3}
     ->  w, w [exp_avg], extras {"optimizer": {"param_groups": [...]}, "epoch": 3}
@@ -18,10 +18,10 @@ Specification. Containers: `storage.torchzip` (torch >= 1.6: a zip of stored rec
   (`formats.hf.index`), flat names.
 * One file a rank, of DTensors (`model_world_size_W_rank_R.pt`): `formats.torch.ranks`, read only.
 
-Writing: the model alone, without extras, in Hugging Face's layout; anything more as one file (`checkpoint.pt` in a folder),
-nested as the source nested it. Each tensor is written whole into its own storage, row-major: ties come out as equal
-copies. `torch.load(weights_only=True)` reads it, with mmap too. Equal input gives equal bytes.
-Cost: about 5 us a tensor. What it does not do: TorchScript, sparse and quantised tensors.
+Writing: the model alone, without extras, in Hugging Face's layout; anything more as one file (`checkpoint.pt` in a
+folder), nested as the source nested it. Each tensor is written whole into its own storage, row-major: ties come out as
+equal copies. `torch.load(weights_only=True)` reads it, with mmap too. Equal input gives equal bytes. Cost: about 5 us a
+tensor. What it does not do: TorchScript, sparse and quantised tensors.
 """
 
 from __future__ import annotations
@@ -66,10 +66,14 @@ class _Torch:
 
     name = "torch"
     holds = Holds(
-        all_states=True, extras=True, mesh=(), single=(".pt", ".pth", ".bin", ".ckpt"), dialect="keep",
+        all_states=True,
+        extras=True,
+        mesh=(),
+        single=(".pt", ".pth", ".bin", ".ckpt"),
+        dialect="keep",
         heeds=frozenset({"max-shard-size"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
-    )  # fmt: skip
+    )
 
     def detect(self, tree: Tree) -> Evidence | None:
         """By names and first bytes: see `formats.torch.choice`."""
@@ -87,9 +91,11 @@ class _Torch:
             chosen = Chosen("asked for", (tree.single,))
         if chosen is None:
             raise UnknownFormat(
-                "no torch file, or more than one, lies directly in the folder", code=FOREIGN, path=tree.display(),
+                "no torch file, or more than one, lies directly in the folder",
+                code=FOREIGN,
+                path=tree.display(),
                 hint="pass the file itself",
-            )  # fmt: skip
+            )
         torch_choice.check_numbers(chosen.files, tree.display())
         expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
         required = bool(options.get("require_checksums"))
@@ -112,7 +118,7 @@ class _Torch:
 FORMAT = _Torch()
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _expected(tree: Tree, index: str) -> dict[str, Any]:
@@ -130,9 +136,12 @@ def _expected(tree: Tree, index: str) -> dict[str, Any]:
                 missing.append(file)
     if missing:
         raise Incomplete(
-            f"{len(missing)} of {len(read.shards)} files are missing: {', '.join(sorted(missing)[:20])}", code=MISSING,
-            path=tree.display(index), faults=sorted(missing)[20:SHOWN], hint="fetch the missing files into this folder",
-        )  # fmt: skip
+            f"{len(missing)} of {len(read.shards)} files are missing: {', '.join(sorted(missing)[:20])}",
+            code=MISSING,
+            path=tree.display(index),
+            faults=sorted(missing)[20:SHOWN],
+            hint="fetch the missing files into this folder",
+        )
     return {file: set(names) for file, names in sorted(read.shards.items())}
 
 
@@ -148,17 +157,23 @@ def _hold_against(
         absent = sorted(wanted - names) if wanted is not None else []
         if absent:
             raise Incomplete(
-                f"{len(absent)} tensors of the index are not in {name}; the first: {absent[0][:200]}", code=ABSENT,
-                path=tree.display(name), key=absent[0][:200], faults=absent[1:SHOWN],
+                f"{len(absent)} tensors of the index are not in {name}; the first: {absent[0][:200]}",
+                code=ABSENT,
+                path=tree.display(name),
+                key=absent[0][:200],
+                faults=absent[1:SHOWN],
                 hint="index and files come from two saves: fetch both again",
-            )  # fmt: skip
+            )
         strangers = sorted(names - wanted) if wanted is not None else []
         if strangers and not lenient:
             raise InconsistentCheckpoint(
                 f"{len(strangers)} tensors lie in {name}, but not in the index; the first: {strangers[0][:200]}",
-                code=STRANGER, path=tree.display(name), key=strangers[0][:200], faults=strangers[1:SHOWN],
+                code=STRANGER,
+                path=tree.display(name),
+                key=strangers[0][:200],
+                faults=strangers[1:SHOWN],
                 hint="index and files come from two saves; or pass --lenient to leave these tensors out",
-            )  # fmt: skip
+            )
         if strangers:
             file.leaves[:] = [leaf for leaf in file.leaves if dotted(leaf[0]) in wanted]
             notes.append(Note("W-extra-tensors", f"not in the index, not read: {', '.join(strangers[:20])}", name))
@@ -166,9 +181,12 @@ def _hold_against(
             other = seen.setdefault(key, name)
             if other != name and (wanted is None or key in wanted):
                 raise InconsistentCheckpoint(
-                    f"tensor {key[:200]} lies in {other} and in {name}", code=TWICE, path=tree.display(name),
-                    key=key[:200], hint="files of two saves lie together: remove those of the older one",
-                )  # fmt: skip
+                    f"tensor {key[:200]} lies in {other} and in {name}",
+                    code=TWICE,
+                    path=tree.display(name),
+                    key=key[:200],
+                    hint="files of two saves lie together: remove those of the older one",
+                )
     return notes
 
 
@@ -196,13 +214,20 @@ def _catalog(
     sidefiles = () if tree.single else tuple(name for name in tree.names() if hf_files.is_sidefile(name))
     notes += [*named.notes, *_sharing(tensors), *checksums.missing(tree, tensors.values(), required=required)]
     return Catalog(
-        "torch", tensors, extras, files=((chosen.index, *names) if chosen.index else names), sidefiles=sidefiles,
-        notes=tuple(notes), unsafe=tuple(line for file in files.values() for line in file.unsafe), hints=hints,
-    )  # fmt: skip
+        "torch",
+        tensors,
+        extras,
+        files=((chosen.index, *names) if chosen.index else names),
+        sidefiles=sidefiles,
+        notes=tuple(notes),
+        unsafe=tuple(line for file in files.values() for line in file.unsafe),
+        hints=hints,
+    )
 
 
 def _is_hugging_face(chosen: Chosen, leaves: Sequence[Leaf], extras: Mapping[str, Any]) -> bool:
-    """A model by its file names, flat as Hugging Face keeps it: every key is a tensor's name, whatever it looks like."""
+    """A model by its file names, flat as Hugging Face keeps it: every key is a tensor's name, whatever it looks
+    like."""
     named = chosen.index is not None or all(name.startswith("pytorch_model") for name in chosen.files)
     names = {clean(str(leaf.path[0])) for leaf in leaves}
     return named and not extras and all(len(leaf.path) == 1 for leaf in leaves) and len(names) == len(leaves)
@@ -231,7 +256,7 @@ def _sharing(tensors: Mapping[TensorKey, LogicalTensor]) -> list[Note]:
     return notes
 
 
-# -- writing ------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _target(wanted: Wanted) -> Target:
@@ -297,6 +322,9 @@ def _check_dtypes(tensors: Sequence[WantedTensor]) -> None:
     without = [tensor for tensor in tensors if tensor.dtype.torch is None]
     if without:
         raise UsageError(
-            f"torch has no {without[0].dtype.name}", code="E0242", key=str(without[0].key),
-            faults=[str(tensor.key) for tensor in without[1:SHOWN]], hint="cast it with --dtype, or write safetensors",
-        )  # fmt: skip
+            f"torch has no {without[0].dtype.name}",
+            code="E0242",
+            key=str(without[0].key),
+            faults=[str(tensor.key) for tensor in without[1:SHOWN]],
+            hint="cast it with --dtype, or write safetensors",
+        )

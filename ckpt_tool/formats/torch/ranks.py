@@ -5,8 +5,9 @@
     actor/extra_state_world_size_4_rank_{0..3}.pt              {"lr_scheduler": {...}, "rng": {...}}
 
 The one idea: a DTensor's pickle holds the whole tensor's shape and its cut, and the file's name the rank, so each file
-is a box of each tensor (`formats.torch.dtensor_spec`); no index and no collective is needed. The kinds become the levels of one
-nested state, `{"model": ..., "optim": ..., "extra_state": ...}`, which `formats.state_dict.paths` names as any other.
+is a box of each tensor (`formats.torch.dtensor_spec`); no index and no collective is needed. The kinds become the
+levels of one nested state, `{"model": ..., "optim": ..., "extra_state": ...}`, which `formats.state_dict.paths` names
+as any other.
 
 Specification. File names: verl 2025 `utils/checkpoint/fsdp_checkpoint_manager.py` (`model_`, `optim_`, `extra_state_`,
 then `world_size_W_rank_R.pt`); a name without `world_size_W` counts too. Content: torch 2.13 `distributed/tensor`; an
@@ -16,8 +17,8 @@ What ranks share: a tensor that is no DTensor, or a box that several hold (Repli
 values are read. Plain values have to be equal on all ranks, RNG states aside: those are each rank's own, kept as
 `extra_state.rng.rank_R`, and a note says so: a job of another size can't go on with them.
 
-Cost: as the pickles. What it does not do: write them (a trainer loads its own, of its own size: `ckpt reshard` gives one
-file or dcp), or FSDP1's flat parameters (`LOCAL_STATE_DICT`), which say nothing of the tensors inside.
+Cost: as the pickles. What it does not do: write them (a trainer loads its own, of its own size: `ckpt reshard` gives
+one file or dcp), or FSDP1's flat parameters (`LOCAL_STATE_DICT`), which say nothing of the tensors inside.
 """
 
 from __future__ import annotations
@@ -102,12 +103,22 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         *checksums.missing(tree, keyed.values(), required=required),
     ]
     hints = {
-        **named.roots.to_hints(), "globals": list(state.globals), "ordered": state.ordered, "degrees": mesh.to_json(),
-    }  # fmt: skip
+        **named.roots.to_hints(),
+        "globals": list(state.globals),
+        "ordered": state.ordered,
+        "degrees": mesh.to_json(),
+    }
     return Catalog(
-        "torch", keyed, state.extras, mesh, tuple(file.name for file in chosen.ranks), _sidefiles(tree), tuple(notes),
-        tuple(state.unsafe), hints,
-    )  # fmt: skip
+        "torch",
+        keyed,
+        state.extras,
+        mesh,
+        tuple(file.name for file in chosen.ranks),
+        _sidefiles(tree),
+        tuple(notes),
+        tuple(state.unsafe),
+        hints,
+    )
 
 
 def _sidefiles(tree: Tree) -> tuple[str, ...]:
@@ -124,9 +135,12 @@ def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
     if len(worlds) > 1:
         odd = [file.name for file in files if file.world != worlds[-1]]
         raise InconsistentCheckpoint(
-            f"files of jobs of {' and '.join(map(str, worlds))} ranks lie together, such as {odd[0]}", code=MIXED,
-            path=tree.display(), faults=odd[1:SHOWN], hint="remove the files of the older save",
-        )  # fmt: skip
+            f"files of jobs of {' and '.join(map(str, worlds))} ranks lie together, such as {odd[0]}",
+            code=MIXED,
+            path=tree.display(),
+            faults=odd[1:SHOWN],
+            hint="remove the files of the older save",
+        )
     world = worlds[0] if worlds else 1 + max(file.rank or 0 for file in files)
     faults = []
     for kind in dict.fromkeys(file.kind for file in files):
@@ -134,21 +148,26 @@ def _check_ranks(tree: Tree, files: Sequence[RankFile]) -> None:
         beyond = sorted(rank for rank in have if rank >= world)
         if beyond:
             raise InconsistentCheckpoint(
-                f"{kind} has a file of rank {beyond[0]}, but the names say {world} ranks", code=MIXED,
-                path=tree.display(), hint="the file was renamed, or belongs to another save",
-            )  # fmt: skip
+                f"{kind} has a file of rank {beyond[0]}, but the names say {world} ranks",
+                code=MIXED,
+                path=tree.display(),
+                hint="the file was renamed, or belongs to another save",
+            )
         if have and world - len(have) > 0:
             gone = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
             shown = ", ".join(map(str, gone[:20]))
             faults.append(f"{kind}: {world - len(have)} of {world} ranks have no file: rank {shown}")
     if faults:
         raise Incomplete(
-            faults[0], code=MISSING, path=tree.display(), faults=faults[1:],
+            faults[0],
+            code=MISSING,
+            path=tree.display(),
+            faults=faults[1:],
             hint="pass the folder with every rank's file; fetch those that are missing",
-        )  # fmt: skip
+        )
 
 
-# -- one file -----------------------------------------------------------------------------------------------------------
+# -- one file ----------------------------------------------------------------------------------------------------------
 
 
 def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> None:
@@ -183,9 +202,7 @@ def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> No
         state.ordered += [[[*root, *path], attributes] for path, attributes in content.ordered]
 
 
-def _placed(
-    wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None
-) -> tuple[Placed, int]:  # fmt: skip
+def _placed(wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None) -> tuple[Placed, int]:
     """(the layout, whose file it is). A mesh that names its rank (torch 2.13) is held against the file's name."""
     spec = wrapper.spec
     if not isinstance(spec, Record):
@@ -195,17 +212,19 @@ def _placed(
     owner = rank if rank is not None else said if type(said) is int else None
     if type(said) is int and said != owner:
         raise InconsistentCheckpoint(
-            f"the name says rank {rank}, the mesh inside rank {said}", code=DISAGREE,
+            f"the name says rank {rank}, the mesh inside rank {said}",
+            code=DISAGREE,
             hint="the file was renamed: give it back its own name",
-        )  # fmt: skip
+        )
     mesh = meshes.get(id(record))
     if mesh is None:
         mesh = meshes[id(record)] = dtensor_spec.read_mesh(record, load, owner)
     if owner is None and len(mesh.ranks) > 1:
         raise InputError(
-            f"a part of {len(mesh.ranks)} ranks, and nothing says which rank's", code=UNPLACED,
+            f"a part of {len(mesh.ranks)} ranks, and nothing says which rank's",
+            code=UNPLACED,
             hint="name the files as their trainer did: model_world_size_W_rank_R.pt, and pass the folder",
-        )  # fmt: skip
+        )
     owner = mesh.ranks[0] if owner is None else owner
     return dtensor_spec.read_placed(spec, mesh, len(wrapper.shape)), owner
 
@@ -258,10 +277,12 @@ def _add_extras(extras: Any, file: RankFile, rank: int, state: _State, shown: st
     where = _difference(mine, shared)
     if where is not None:
         raise InconsistentCheckpoint(
-            f"rank {rank} has another {dotted((file.kind, *where))} than rank {known[0]}", code=DISAGREE, path=shown,
+            f"rank {rank} has another {dotted((file.kind, *where))} than rank {known[0]}",
+            code=DISAGREE,
+            path=shown,
             key=dotted((file.kind, *where)),
             hint="the files come from two saves or two steps: fetch one save's files again",
-        )  # fmt: skip
+        )
 
 
 def _difference(a: Any, b: Any) -> Path | None:
@@ -308,12 +329,14 @@ def _check_flat(tree: Tree, files: Sequence[RankFile], state: _State) -> None:
         path, parts = moments[0]
         raise InputError(
             f"the optimizer's states are plain tensors, a rank's flat piece each ({list(parts[0].shape)})",
-            code=UNPLACED, path=tree.display(parts[0].array.path), key=dotted(path)[:200],
+            code=UNPLACED,
+            path=tree.display(parts[0].array.path),
+            key=dotted(path)[:200],
             hint="save the optimizer with FSDP's sharded or full state dict, or as dcp",
-        )  # fmt: skip
+        )
 
 
-# -- one tensor ---------------------------------------------------------------------------------------------------------
+# -- one tensor --------------------------------------------------------------------------------------------------------
 
 
 def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, str]) -> LogicalTensor:
@@ -328,10 +351,12 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, 
             if mine != theirs:
                 shown = f": {theirs}, not {mine}" if what != "placement" else ""
                 raise InconsistentCheckpoint(
-                    f"rank {part.rank} has another {what} than rank {first.rank}{shown}", code=DISAGREE,
-                    path=tree.display(part.array.path), key=key,
+                    f"rank {part.rank} has another {what} than rank {first.rank}{shown}",
+                    code=DISAGREE,
+                    path=tree.display(part.array.path),
+                    key=key,
                     hint="the files come from two saves: fetch one save's files again",
-                )  # fmt: skip
+                )
     if first.placed is None:
         box = whole(first.shape)
         return _logical(path, first, [Chunk(box, part.array, box) for part in parts])
@@ -340,10 +365,12 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_Part], names: Mapping[Any, 
     if gone:
         without = [names[held] for rank in gone if (held := (str(path[0]), rank)) in names]
         raise Incomplete(
-            f"rank {', '.join(map(str, gone[:20]))} of the mesh {'lacks it' if without else 'has no file'}", code=MISSING,
-            path=tree.display(without[0]) if without else tree.display(), key=key,
+            f"rank {', '.join(map(str, gone[:20]))} of the mesh {'lacks it' if without else 'has no file'}",
+            code=MISSING,
+            path=tree.display(without[0]) if without else tree.display(),
+            key=key,
             hint="pass the folder with every rank's file; fetch those that are missing",
-        )  # fmt: skip
+        )
     return _logical(path, first, [chunk for part in parts for chunk in _chunks(tree, part, key)] or [_nothing(first)])
 
 
@@ -363,16 +390,21 @@ def _chunks(tree: Tree, part: _Part, key: str) -> Iterable[Chunk]:
     at = part.placed.mesh.coordinates(part.rank) if part.placed is not None else None
     if part.placed is None or at is None:
         raise InconsistentCheckpoint(
-            f"rank {part.rank} is not in the mesh of its own tensor", code=DISAGREE,
-            path=tree.display(part.array.path), key=key, hint="the file was renamed, or belongs to another save",
-        )  # fmt: skip
+            f"rank {part.rank} is not in the mesh of its own tensor",
+            code=DISAGREE,
+            path=tree.display(part.array.path),
+            key=key,
+            hint="the file was renamed, or belongs to another save",
+        )
     local, found = dtensor_spec.boxes(part.shape, part.placed, at)
     if local != part.array.shape:
         raise InputError(
             f"rank {part.rank} holds a part of shape {list(part.array.shape)}, its placement gives {list(local)}",
-            code=UNPLACED, path=tree.display(part.array.path), key=key,
+            code=UNPLACED,
+            path=tree.display(part.array.path),
+            key=key,
             hint="the file was renamed to another rank's name, or was written by a version that cuts otherwise",
-        )  # fmt: skip
+        )
     return [Chunk(box, part.array, within) for box, within in found]
 
 

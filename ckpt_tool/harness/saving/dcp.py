@@ -3,8 +3,9 @@
     {"model": {NAME: ...}, "optim": {"state": {NAME: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]},
      "master_weights": {NAME: ...}, "ema": {NAME: ...}, "harness": {"step": 7, ...}}
 
-The one idea: what a job keeps beside torch's optimizer hangs in the same state dict, and DCP saves it all. Cost: as `torch_dcp`.
-What it does not do: DTensors: the boxes are handed over directly, flat ZeRO shards as the few boxes that they are.
+The one idea: what a job keeps beside torch's optimizer hangs in the same state dict, and DCP saves it all. Cost: as
+`torch_dcp`. What it does not do: DTensors: the boxes are handed over directly, flat ZeRO shards as the few boxes that
+they are.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """`deepspeed`: the files of a ZeRO 1, 2 or 3 engine: a module file, and an optimizer file a data rank.
 
     latest, global_step7/mp_rank_00_model_states.pt                     16-bit module, param_shapes, client state
-            global_step7/bf16_zero_pp_rank_R_mp_rank_00_optim_states.pt  rank R's part of the flat fp32 groups
-    at 3    global_step7/zero_pp_rank_R_mp_rank_00_model_states.pt       the module has no values: they are the masters', rounded
+          global_step7/bf16_zero_pp_rank_R_mp_rank_00_optim_states.pt  rank R's part of the flat fp32 groups
+    at 3  global_step7/zero_pp_rank_R_mp_rank_00_model_states.pt
+          the module has no values: they are the masters', rounded
 
-The one idea: matrices and norms are two parameter groups (weight decay or none), each laid end to end. ZeRO 1 and 2 pad the
-whole and cut it evenly, ZeRO 3 cuts every parameter. EMA and the job's scalars ride in the client state. DeepSpeed's own
-classes (its loss scaler, an enum, a pair of numbers) are named in the pickles, so they are made here under their names.
+The one idea: matrices and norms are two parameter groups (weight decay or none), each laid end to end. ZeRO 1 and 2 pad
+the whole and cut it evenly, ZeRO 3 cuts every parameter. EMA and the job's scalars ride in the client state.
+DeepSpeed's own classes (its loss scaler, an enum, a pair of numbers) are named in the pickles, so they are made here
+under their names.
 
 Source: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py`, `runtime/engine.py`, and files that it wrote.
 What it does not do: pipelines, DeepSpeed's own experts (here experts are parameters like others), ZeRO 0.
@@ -125,12 +127,19 @@ def _optimizer12(whole: Whole, groups: Sequence[Sequence[str]], rank: int, stage
         paddings.append(padding)
         mappings.append(_fragments(whole, names, low, rank * size + size))
     return {
-        "loss_scaler": LossScaler(), "dynamic_loss_scale": False, "overflow": False, "clip_grad": _clip(whole),
+        "loss_scaler": LossScaler(),
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": _clip(whole),
         "base_optimizer_state": {"state": moments, "param_groups": _param_groups(whole, len(groups))},
-        "single_partition_of_fp32_groups": masters, "zero_stage": ZeroStageEnum(stage), "group_paddings": paddings,
-        "param_alignment_paddings": [[0] * len(names) for names in groups], "partition_count": [ranks] * len(groups),
-        "ds_version": _VERSION, "param_slice_mappings": mappings,
-    }  # fmt: skip
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": ZeroStageEnum(stage),
+        "group_paddings": paddings,
+        "param_alignment_paddings": [[0] * len(names) for names in groups],
+        "partition_count": [ranks] * len(groups),
+        "ds_version": _VERSION,
+        "param_slice_mappings": mappings,
+    }
 
 
 def _fragments(whole: Whole, names: Sequence[str], low: int, high: int) -> OrderedDict[str, fragment_address]:
@@ -163,11 +172,14 @@ def _optimizer3(whole: Whole, groups: Sequence[Sequence[str]], rank: int) -> dic
         number: {"step": step, **{name: shares(name, names) for name in _STATES}} for number, names in enumerate(groups)
     }
     return {
-        "zero_stage": ZeroStageEnum(3), "loss_scaler": LossScaler(), "dynamic_loss_scale": False, "overflow": False,
+        "zero_stage": ZeroStageEnum(3),
+        "loss_scaler": LossScaler(),
+        "dynamic_loss_scale": False,
+        "overflow": False,
         "partition_count": ranks,
         "optimizer_state_dict": {"state": state, "param_groups": _param_groups(whole, len(groups))},
         "fp32_flat_groups": [shares("master", names) for names in groups],
-    }  # fmt: skip
+    }
 
 
 def _param_groups(whole: Whole, count: int) -> list[dict[str, Any]]:
@@ -184,21 +196,37 @@ def _module(whole: Whole, groups: Sequence[Sequence[str]], stage: int) -> dict[s
         module = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in module.items()}
     steps, consumed = int(whole.scalars["step"]), int(whole.scalars["consumed"])
     return {
-        "module": OrderedDict(module), "buffer_names": [], "optimizer": None, "param_shapes": shapes,
-        "frozen_param_shapes": {} if stage == 3 else None, "shared_params": {},
-        "frozen_param_fragments": {} if stage == 3 else None, "lr_scheduler": None, "data_sampler": None,
-        "random_ltd": None, "sparse_tensor_module_names": set(), "skipped_steps": 0, "global_steps": steps,
-        "global_samples": consumed, "dp_world_size": whole.layout.dp, "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_config": _config(whole, stage),
-        "ds_version": _VERSION, HARNESS: dict(whole.scalars), "ema": whole.state("ema"),
-    }  # fmt: skip
+        "module": OrderedDict(module),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": {} if stage == 3 else None,
+        "shared_params": {},
+        "frozen_param_fragments": {} if stage == 3 else None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        "skipped_steps": 0,
+        "global_steps": steps,
+        "global_samples": consumed,
+        "dp_world_size": whole.layout.dp,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": _config(whole, stage),
+        "ds_version": _VERSION,
+        HARNESS: dict(whole.scalars),
+        "ema": whole.state("ema"),
+    }
 
 
 def _config(whole: Whole, stage: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": _clip(whole), "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": _clip(whole),
+        "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
-    }  # fmt: skip
+    }
 
 
 def _clip(whole: Whole) -> float:

@@ -1,10 +1,10 @@
-"""Which formats the harness writes, which layouts each can hold, and how the tool is asked for the same layout.
+"""Which formats the harness writes, which layouts each can hold, and how the same layout is requested of the tool.
 
     write("megatron-dist", assemble(states), folder)
-    words("dcp", Layout.parse("tp2,dp2"))        # ["--tp", "2", "--pp", "1", ...]: for `ckpt reshard` and `ckpt convert`
+    words("dcp", Layout.parse("tp2,dp2"))       # ["--tp", "2", "--pp", "1", ...]: for `ckpt reshard` and `ckpt convert`
 
-The one idea: a layout that a system's files can't express is refused before anything is written, with the nearest that they can.
-Cost: none. What it does not do: write.
+The one idea: a layout that a system's files can't express is refused before anything is written, with the nearest that
+they can. Cost: none. What it does not do: write.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ UNKNOWN, LAYOUT = "E1534", "E1535"
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool is asked
-    for. zero: the stages; says_zero: is the tool asked for one? cuts: does the system cut every matrix but the router's over its
-    tensor ranks, so that it has no weight which they all hold?"""
+    """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool
+    is requested. zero: the stages; says_zero: is one requested of the tool? cuts: does the system cut every matrix but
+    the router's over its tensor ranks, so that it has no weight which they all hold?"""
 
     write: Callable[[Whole, Path], None]
     takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
@@ -50,13 +50,15 @@ def check_name(fmt: str) -> None:
     """Raise UsageError E1534 for a format that is not written here."""
     if fmt not in WRITERS:
         raise UsageError(
-            f"the harness does not write {fmt!r}", code=UNKNOWN,
+            f"the harness does not write {fmt!r}",
+            code=UNKNOWN,
             hint=near_misses(fmt, WRITERS) or f"want one of {', '.join(WRITERS)}",
-        )  # fmt: skip
+        )
 
 
 def check(fmt: str, layout: Any, shape: Any = None) -> None:
-    """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express, of a model of `shape`."""
+    """Raise UsageError E1534 as `check_name`, E1535 for a layout that the format's files can't express, of a model of
+    `shape`."""
     check_name(fmt)
     writer = WRITERS[fmt]
     wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.takes]
@@ -67,9 +69,10 @@ def check(fmt: str, layout: Any, shape: Any = None) -> None:
         keeps = [f"{dim}{getattr(layout, dim)}" for dim in writer.takes if getattr(layout, dim) > 1]
         zero = min(writer.zero, key=lambda stage: abs(stage - layout.zero))
         raise UsageError(
-            f"{fmt} has no place for {', '.join(said)}", code=LAYOUT,
+            f"{fmt} has no place for {', '.join(said)}",
+            code=LAYOUT,
             hint=f"the nearest that it has is {','.join([*keeps, f'zero{zero}'])}",
-        )  # fmt: skip
+        )
     if shape is not None and writer.cuts and layout.tp > 1:
         matrices = [
             param for param in shape.parameters() if len(param.shape) > 1 and not param.name.endswith("mlp.gate.weight")
@@ -77,9 +80,11 @@ def check(fmt: str, layout: Any, shape: Any = None) -> None:
         whole = next((param.name for param in matrices if param.cut is None), None)
         if whole is not None:
             raise UsageError(
-                f"{fmt} has no place for {whole}, which tensor ranks do not share", code=LAYOUT, key=whole,
+                f"{fmt} has no place for {whole}, which tensor ranks do not share",
+                code=LAYOUT,
+                key=whole,
                 hint="the nearest that it has is tp1; or sharded, dcp and paddle-unified, which hold any box",
-            )  # fmt: skip
+            )
 
 
 def write(fmt: str, whole: Whole, folder: Path) -> None:
@@ -91,7 +96,8 @@ def write(fmt: str, whole: Whole, folder: Path) -> None:
 def words(fmt: str, layout: Any, counts: Sequence[int] = ()) -> list[str]:
     """The options that ask `ckpt reshard` and `ckpt convert` for a layout, as far as the format has a place for it.
 
-    counts: layers of each virtual stage, `[len(layers) for layers in layout.stage_layers(shape)]`; asked for where uneven.
+    counts: layers of each virtual stage, `[len(layers) for layers in layout.stage_layers(shape)]`; requested where
+        uneven.
     """
     writer = WRITERS[fmt]
     options = [word for dim in writer.dims for word in (f"--{dim}", str(getattr(layout, dim)))]

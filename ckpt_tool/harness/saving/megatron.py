@@ -1,17 +1,20 @@
-"""`megatron`: Megatron's checkpoints before torch_dist: a folder a tensor, pipeline and expert rank, each with its own pickles.
+"""`megatron`: Megatron's checkpoints before torch_dist: a folder a tensor, pipeline and expert rank, each with its own
+pickles.
 
     latest_checkpointed_iteration.txt
-    iter_0000007/mp_rank_01_000_001/model_optim_rng.pt    args, model (model0, model1 of virtual stages), optimizer's groups
+    iter_0000007/mp_rank_01_000_001/model_optim_rng.pt
+          args, model (model0, model1 of virtual stages), optimizer's groups
                                     distrib_optim.pt       flat fp32 buffers, with the distributed optimizer (ZeRO 1)
 
-The one idea: local names (layers from 0 in each chunk, experts from 0 in each rank), and an optimizer without names: its order is
-the model's. Flat buffers are filled backwards, every parameter at a multiple of 64 elements; a tied embedding that two
-stages share has a bucket of its own. Parallel experts have an optimizer of their own: then all of it is a list of two.
+The one idea: local names (layers from 0 in each chunk, experts from 0 in each rank), and an optimizer without names:
+its order is the model's. Flat buffers are filled backwards, every parameter at a multiple of 64 elements; a tied
+embedding that two stages share has a bucket of its own. Parallel experts have an optimizer of their own: then all of it
+is a list of two.
 
-EMA lies under a key of ours, `ckpt`, which Megatron does not look at (the tool's `formats.megatron` says its form).
+EMA is under a key of ours, `ckpt`, which Megatron does not look at (the tool's `formats.megatron` says its form).
 Source: NVIDIA/Megatron-LM core 0.16.1 `training/checkpointing.py`, `core/optimizer/distrib_optimizer.py`,
-`core/distributed/param_and_grad_buffer.py`, and files that it wrote. What it does not do: RNG states (a harness job has a seed and
-a step instead), buckets of overlapped reduction.
+`core/distributed/param_and_grad_buffer.py`, and files that it wrote. What it does not do: RNG states (a harness job has
+a seed and a step instead), buckets of overlapped reduction.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _LINEAR = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "line
 
 
 class Local(NamedTuple):
-    """A parameter of a rank. name: the rank's own. chunk: of the virtual pipeline. shared: a tied embedding on two stages."""
+    """A parameter of a rank. name: the rank's own. chunk: of the virtual pipeline. shared: a tied embedding on two
+    stages."""
 
     name: str
     chunk: int
@@ -63,7 +67,7 @@ def write(whole: Whole, folder: Path) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-# -- the model ------------------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 def _locals(whole: Whole, rank: RankState) -> list[Local]:
@@ -109,17 +113,20 @@ def _rank_file(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[s
         **models,
         "optimizer": _optimizer(whole, rank, params),
         "opt_param_scheduler": {
-            "max_lr": said.get("peak", whole.scalars["lr"]), "min_lr": said.get("floor", 0.0), "lr_decay_style": "cosine",
-            "lr_warmup_steps": said.get("warmup", 0), "lr_decay_steps": said.get("total", 0),
+            "max_lr": said.get("peak", whole.scalars["lr"]),
+            "min_lr": said.get("floor", 0.0),
+            "lr_decay_style": "cosine",
+            "lr_warmup_steps": said.get("warmup", 0),
+            "lr_decay_steps": said.get("total", 0),
             "num_steps": int(whole.scalars["consumed"]),
         },
         "num_floating_point_operations_so_far": 0,
         HARNESS: dict(whole.scalars),
         "ckpt": {"states": averages},
-    }  # fmt: skip
+    }
 
 
-# -- the optimizer --------------------------------------------------------------------------------------------------------
+# -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
 def _parts(whole: Whole, params: Sequence[Local]) -> list[list[Local]]:

@@ -2,14 +2,14 @@
 
     latest_checkpointed_iteration.txt, iter_0000007/.metadata, __R_0.distcp, common.pt, metadata.json
 
-The one idea: Megatron's planner hands boxes to torch's writer; so does this one. Layers differ (a dense first one), so each
-has keys of its own; a layer's experts are stacked; gate and up are two boxes; norms stand under the linear that follows.
-The optimizer is `fully_reshardable`: whole model-shaped tensors, written by the first data rank of each box.
+The one idea: Megatron's planner hands boxes to torch's writer; so does this one. Layers differ (a dense first one), so
+each has keys of its own; a layer's experts are stacked; gate and up are two boxes; norms stand under the linear that
+follows. The optimizer is `fully_reshardable`: whole model-shaped tensors, written by the first data rank of each box.
 
-EMA, for which Megatron has no place, lies under `optimizer.state.ema.KEY`, which it does not look at.
+EMA, for which Megatron has no place, is under `optimizer.state.ema.KEY`, which it does not look at.
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/`, `core/transformer/transformer_block.py`
-(`sharded_state_dict`, `non_homogeneous_layers`), local layer spec (`sharded_state_dict_keys_map`). What it does not do: flat
-optimizer buckets (`dp_reshardable`).
+(`sharded_state_dict`, `non_homogeneous_layers`), local layer spec (`sharded_state_dict_keys_map`). What it does not do:
+flat optimizer buckets (`dp_reshardable`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ def write(whole: Whole, folder: Path) -> None:
     objects: list[dict[str, Any]] = [{} for _ in whole.ranks]
     master = "param" if whole.layout.zero else "fp32_param"
     prefix = {
-        "model": "", "master": f"optimizer.state.{master}.", "exp_avg": "optimizer.state.exp_avg.",
-        "exp_avg_sq": "optimizer.state.exp_avg_sq.", "ema": "optimizer.state.ema.",
-    }  # fmt: skip
+        "model": "",
+        "master": f"optimizer.state.{master}.",
+        "exp_avg": "optimizer.state.exp_avg.",
+        "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+        "ema": "optimizer.state.ema.",
+    }
     for module in modules(whole.config):
         key, position, count = _key(module, whole)
         tensors = {state: joined(module, state, whole) for state in prefix}
@@ -89,20 +92,27 @@ def _common(whole: Whole) -> dict[str, Any]:
     experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}}
     said = whole.scalars["scheduler"]
     return {
-        "args": namespace(whole), "checkpoint_version": 3.0, "iteration": int(whole.scalars["step"]),
+        "args": namespace(whole),
+        "checkpoint_version": 3.0,
+        "iteration": int(whole.scalars["step"]),
         "num_floating_point_operations_so_far": 0,
         "optimizer": {0: dense, 1: experts} if whole.layout.ep > 1 else dense,
         "opt_param_scheduler": {
-            "max_lr": said.get("peak", whole.scalars["lr"]), "min_lr": said.get("floor", 0.0), "lr_decay_style": "cosine",
-            "lr_warmup_steps": said.get("warmup", 0), "lr_decay_steps": said.get("total", 0),
+            "max_lr": said.get("peak", whole.scalars["lr"]),
+            "min_lr": said.get("floor", 0.0),
+            "lr_decay_style": "cosine",
+            "lr_warmup_steps": said.get("warmup", 0),
+            "lr_decay_steps": said.get("total", 0),
             "num_steps": int(whole.scalars["consumed"]),
         },
         "content_metadata": {
-            "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
-            "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
         },
         HARNESS: dict(whole.scalars),
-    }  # fmt: skip
+    }
 
 
 def _group(whole: Whole, decays: bool, *, expert: bool) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""The harness's model as Megatron builds it: modules in the order of registration, fused weights, a rank's share, arguments.
+"""The harness's model as Megatron builds it: modules in the order of registration, fused weights, a rank's share,
+arguments.
 
-    model.layers.0.self_attn.{q,k,v}_proj.weight    -> decoder.layers.0.self_attention.linear_qkv.weight, groups of [q q k v]
-    model.layers.0.mlp.{gate,up}_proj.weight        -> decoder.layers.0.mlp.linear_fc1.weight, [gate; up]
+    model.layers.0.self_attn.{q,k,v}_proj.weight
+          -> decoder.layers.0.self_attention.linear_qkv.weight, groups of [q q k v]
+    model.layers.0.mlp.{gate,up}_proj.weight      -> decoder.layers.0.mlp.linear_fc1.weight, [gate; up]
 
-The one idea: a module of Megatron's is one to three hub tensors laid together; what a rank holds of it follows from what it
-holds of those. Written with torch reshapes, not with the tool's equations: it is their judge.
+The one idea: a module of Megatron's is one to three hub tensors laid together; what a rank holds of it follows from
+what it holds of those. Written with torch reshapes, not with the tool's equations: it is their judge.
 
-Source: NVIDIA/Megatron-LM core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `moe/`, local layer spec. What it does not
+Source: NVIDIA/Megatron-LM core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `moe/`, local layer spec. What it does
+not
 do: layouts that Megatron can't have (a weight that TP does not cut though it cuts its twin): UsageError E1535.
 """
 
@@ -28,8 +31,8 @@ Kind = Literal["plain", "qkv", "gated"]
 
 
 class Module(NamedTuple):
-    """One weight of Megatron's. name: with global layer and expert numbers. parts: the hub tensors in it. cut: the dim that
-    tensor ranks share, None for a replicated one."""
+    """One weight of Megatron's. name: with global layer and expert numbers. parts: the hub tensors in it. cut: the dim
+    that tensor ranks share, None for a replicated one."""
 
     name: str
     parts: tuple[str, ...]
@@ -102,9 +105,11 @@ def share_of(module: Module, rank: RankState) -> list[Box]:
         wanted = [n // (size if dim == module.cut else 1) for dim, n in enumerate(piece.shape)]
         if list(piece.box) != wanted:
             raise UsageError(
-                f"{piece.name} of {list(piece.shape)} is held as {list(piece.box)}, and Megatron has it in {size} equal parts",
-                code=UNFIT, hint="choose sizes that the tensor degree divides, tensor degree 1, or the format sharded",
-            )  # fmt: skip
+                f"{piece.name} of {list(piece.shape)} is held as {list(piece.box)}, and Megatron has it in "
+                f"{size} equal parts",
+                code=UNFIT,
+                hint="choose sizes that the tensor degree divides, tensor degree 1, or the format sharded",
+            )
     at = rank.at.tp if size > 1 else 0
     shape = _shape(pieces)
     if module.cut is None or size == 1:
@@ -123,40 +128,77 @@ def _shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def namespace(whole: Whole) -> argparse.Namespace:
-    """What a job's `args` say of model, degrees and optimizer: the part of Megatron's 650 attributes that decides about files."""
+    """What a job's `args` say of model, degrees and optimizer: the part of Megatron's 650 attributes that decides about
+    files."""
     config, layout, said = whole.config, whole.layout, whole.scalars["optimizer"]
     experts = int(config["moe_num_experts"])
     layers, first = int(config["num_hidden_layers"]), int(config["moe_layer_start_index"])
     model = {
-        "num_layers": layers, "hidden_size": config["hidden_size"], "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": config["num_attention_heads"], "group_query_attention": True,
-        "num_query_groups": config["num_key_value_heads"], "kv_channels": config["head_dim"], "swiglu": True,
-        "normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
-        "position_embedding_type": "rope", "rotary_interleaved": True, "rotary_base": int(config["rope_theta"]),
-        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"], "vocab_size": config["vocab_size"],
-        "padded_vocab_size": config["vocab_size"], "make_vocab_size_divisible_by": 1, "transformer_impl": "local",
-        "layernorm_epsilon": config["rms_norm_eps"], "max_position_embeddings": 131072, "params_dtype": torch.bfloat16,
-        "num_experts": experts or None, "moe_grouped_gemm": False,
-    }  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "group_query_attention": True,
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": config["head_dim"],
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "rotary_base": int(config["rope_theta"]),
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "vocab_size": config["vocab_size"],
+        "padded_vocab_size": config["vocab_size"],
+        "make_vocab_size_divisible_by": 1,
+        "transformer_impl": "local",
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "max_position_embeddings": 131072,
+        "params_dtype": torch.bfloat16,
+        "num_experts": experts or None,
+        "moe_grouped_gemm": False,
+    }
     if experts:
         model |= {
-            "moe_router_topk": config["moe_k"], "moe_ffn_hidden_size": config["moe_intermediate_size"],
-            "moe_layer_freq": [int(layer >= first) for layer in range(layers)], "moe_router_score_function": "softmax",
-            "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["moe_num_shared_experts"] or None,
+            "moe_router_topk": config["moe_k"],
+            "moe_ffn_hidden_size": config["moe_intermediate_size"],
+            "moe_layer_freq": [int(layer >= first) for layer in range(layers)],
+            "moe_router_score_function": "softmax",
+            "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["moe_num_shared_experts"]
+            or None,
             "moe_router_dtype": "fp32",
-        }  # fmt: skip
+        }
     job = {
-        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": 1,
-        "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
+        "data_parallel_size": layout.dp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "world_size": layout.tp * layout.pp * layout.dp, "use_distributed_optimizer": layout.zero > 0, "bf16": True,
-        "fp16": False, "iteration": whole.scalars["step"], "consumed_train_samples": whole.scalars["consumed"],
-        "seed": whole.scalars["seed"], "lr": whole.scalars["scheduler"].get("peak"), "optimizer": "adam",
-        "adam_beta1": said["beta1"], "adam_beta2": said["beta2"], "adam_eps": said["eps"],
-        "weight_decay": said["weight_decay"], "clip_grad": said["clip"], "accumulate_allreduce_grads_in_fp32": True,
-        "pipeline_model_parallel_layout": _pipeline(whole), "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None, "overlap_grad_reduce": False, "ckpt_fully_parallel_save": True,
-    }  # fmt: skip
+        "world_size": layout.tp * layout.pp * layout.dp,
+        "use_distributed_optimizer": layout.zero > 0,
+        "bf16": True,
+        "fp16": False,
+        "iteration": whole.scalars["step"],
+        "consumed_train_samples": whole.scalars["consumed"],
+        "seed": whole.scalars["seed"],
+        "lr": whole.scalars["scheduler"].get("peak"),
+        "optimizer": "adam",
+        "adam_beta1": said["beta1"],
+        "adam_beta2": said["beta2"],
+        "adam_eps": said["eps"],
+        "weight_decay": said["weight_decay"],
+        "clip_grad": said["clip"],
+        "accumulate_allreduce_grads_in_fp32": True,
+        "pipeline_model_parallel_layout": _pipeline(whole),
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "overlap_grad_reduce": False,
+        "ckpt_fully_parallel_save": True,
+    }
     return argparse.Namespace(**model, **job)
 
 
@@ -174,9 +216,17 @@ def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's."""
     said = scalars["optimizer"]
     return {
-        "is_expert_parallel": expert, "default_config": True, "wd_mult": 1.0 if decays else 0.0, "lr_mult": 1.0,
-        "is_decoupled_lr": False, "max_lr": scalars["scheduler"].get("peak", scalars["lr"]),
-        "min_lr": scalars["scheduler"].get("floor", 0.0), "lr": scalars["lr"], "betas": (said["beta1"], said["beta2"]),
-        "eps": said["eps"], "weight_decay": said["weight_decay"] if decays else 0.0, "bias_correction": True,
+        "is_expert_parallel": expert,
+        "default_config": True,
+        "wd_mult": 1.0 if decays else 0.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": scalars["scheduler"].get("peak", scalars["lr"]),
+        "min_lr": scalars["scheduler"].get("floor", 0.0),
+        "lr": scalars["lr"],
+        "betas": (said["beta1"], said["beta2"]),
+        "eps": said["eps"],
+        "weight_decay": said["weight_decay"] if decays else 0.0,
+        "bias_correction": True,
         "step": int(scalars["step"]),
-    }  # fmt: skip
+    }

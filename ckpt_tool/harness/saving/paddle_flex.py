@@ -1,15 +1,17 @@
 """`paddle-flex`: the folders of PaddleFormers' Trainer, each a `paddle.distributed.save_state_dict` of all ranks.
 
     model_state/0.metadata, 0_0.distcp, 1_0.distcp, ...      every block of the model that a rank computes with
-    master_weight/, optimizer_state/, ema_state/              flat ranges of blocks, cut over the data ranks (sharding v2)
+    master_weight/, optimizer_state/, ema_state/            flat ranges of blocks, cut over the data ranks (sharding v2)
     scheduler.pdparams, saved_signal_R, model_meta.json
 
-The one idea: a rank hands over blocks, and the metadata says which block, or which range of a block's line, lies in which file.
-What several ranks hold is stored once, by the file with the least keys so far. A block of [gate | up] is [gate_r | up_r], and
-is recorded rank after rank. Weights that are fp32 have no master; their averages stand under their plain names.
+The one idea: a rank hands over blocks, and the metadata says which block, or which range of a block's line, is in
+which file. What several ranks hold is stored once, by the file with the least keys so far. A block of [gate | up] is
+[gate_r | up_r], and is recorded rank after rank. Weights that are fp32 have no master; their averages stand under their
+plain names.
 
-The pickles are made by the tool's pickle writer, which knows the classes' names: no Paddle is needed. Source: PaddlePaddle 3.3.1
-`distributed/flex_checkpoint/dcp/`, PaddleFormers 1.2.0 `trainer/trainer.py`. What it does not do: safetensors inside, replicas.
+The pickles are made by the tool's pickle writer, which knows the classes' names: no Paddle is needed. Source:
+PaddlePaddle 3.3.1 `distributed/flex_checkpoint/dcp/`, PaddleFormers 1.2.0 `trainer/trainer.py`. What it does not do:
+safetensors inside, replicas.
 """
 
 from __future__ import annotations
@@ -31,12 +33,17 @@ from ckpt_tool.storage.pickle_writer import dumps
 
 _MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _DTYPES = {torch.float32: ("float32", "<f4"), torch.bfloat16: ("bfloat16", "<u2")}
-_STATES = (("master", "master_weight", ".w_0"), ("exp_avg", "optimizer_state", ".moment1_0"),
-           ("exp_avg_sq", "optimizer_state", ".moment2_0"), ("ema", "ema_state", ".w_0"))  # fmt: skip
+_STATES = (
+    ("master", "master_weight", ".w_0"),
+    ("exp_avg", "optimizer_state", ".moment1_0"),
+    ("exp_avg_sq", "optimizer_state", ".moment2_0"),
+    ("ema", "ema_state", ".w_0"),
+)
 
 
 class Item(NamedTuple):
-    """What a rank hands over. shape, offset, whole: of its block. span: the part of the block's line in `values`, None for all."""
+    """What a rank hands over. shape, offset, whole: of its block. span: the part of the block's line in `values`, None
+    for all."""
 
     key: str
     values: torch.Tensor
@@ -52,7 +59,7 @@ class Item(NamedTuple):
 
 
 def write(whole: Whole, folder: Path) -> None:
-    """The Trainer's folders and what lies beside them."""
+    """The Trainer's folders and what is beside them."""
     saves: dict[str, list[list[Item]]] = {
         name: [[] for _ in whole.ranks] for name in ("model_state", "optimizer_state")
     }
@@ -68,9 +75,12 @@ def write(whole: Whole, folder: Path) -> None:
         (folder / f"saved_signal_{number}").write_text("1")
     layout = whole.layout
     degrees = {
-        "pp_degree": layout.pp, "mp_degree": layout.tp, "sharding_degree": layout.dp, "ep_degree": layout.ep,
+        "pp_degree": layout.pp,
+        "mp_degree": layout.tp,
+        "sharding_degree": layout.dp,
+        "ep_degree": layout.ep,
         "moe_sharding_degree": layout.dp // layout.ep,
-    }  # fmt: skip
+    }
     (folder / "model_meta.json").write_text(json.dumps({"parallel_config": degrees, "sharding_metas": {}}))
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
     fault_point("index")
@@ -177,13 +187,21 @@ def _data(items: Sequence[Item]) -> bytes:
 
 def _stated(item: Item) -> dict[str, Any]:
     return {
-        "global_offset": item.offset, "local_shape": item.shape, "dtype": _DTYPES[item.values.dtype][0],
-        "global_shape": item.whole, "is_flattened": item.span is not None, "flattened_range": item.span,
-    }  # fmt: skip
+        "global_offset": item.offset,
+        "local_shape": item.shape,
+        "dtype": _DTYPES[item.values.dtype][0],
+        "global_shape": item.whole,
+        "is_flattened": item.span is not None,
+        "flattened_range": item.span,
+    }
 
 
 def _index(item: Item) -> dict[str, Any]:
     return {
-        "tensor_key": item.key, "global_offset": item.offset, "is_flattened": item.span is not None,
-        "flattened_range": item.span, "replica_id": None, "local_shape": item.shape,
-    }  # fmt: skip
+        "tensor_key": item.key,
+        "global_offset": item.offset,
+        "is_flattened": item.span is not None,
+        "flattened_range": item.span,
+        "replica_id": None,
+        "local_shape": item.shape,
+    }

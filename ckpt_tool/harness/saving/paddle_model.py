@@ -1,10 +1,11 @@
 """The harness's model as PaddleFormers' ERNIE 4.5 has it: names, fused weights, Linear weights as (inputs, outputs).
 
-    model.layers.0.self_attn.{q,k,v}_proj.weight    -> model.layers.0.self_attn.qkv_proj.weight (hidden, groups of [q q k v])
-    model.layers.0.mlp.{gate,up}_proj.weight        -> model.layers.0.mlp.up_gate_proj.weight (hidden, [gate | up])
+    model.layers.0.self_attn.{q,k,v}_proj.weight
+          -> model.layers.0.self_attn.qkv_proj.weight (hidden, groups of [q q k v])
+    model.layers.0.mlp.{gate,up}_proj.weight      -> model.layers.0.mlp.up_gate_proj.weight (hidden, [gate | up])
 
-The one idea: as `megatron_model`, with the transpose of every Linear; embeddings and the head stay (vocabulary, hidden), norms are
-vectors. Written with torch reshapes: it judges the tool's equations.
+The one idea: as `megatron_model`, with the transpose of every Linear; embeddings and the head stay (vocabulary,
+hidden), norms are vectors. Written with torch reshapes: it judges the tool's equations.
 
 Source: PaddleFormers 1.2.0 `transformers/ernie4_5_moe/modeling.py`. What it does not do: files.
 """
@@ -47,7 +48,8 @@ def weights(whole: Whole) -> list[Weight]:
 
 
 def with_states(found: Sequence[Weight], whole: Whole) -> list[Weight]:
-    """Those under whose names states lie: of a tied pair on one stage the first in the alphabet, on two stages both."""
+    """Those under whose names states are stored: of a tied pair on one stage the first in the alphabet, on two stages
+    both."""
     once = bool(whole.config["tie_word_embeddings"]) and whole.layout.pp == 1
     return [weight for weight in found if not (once and weight.name == EMBEDDING)]
 

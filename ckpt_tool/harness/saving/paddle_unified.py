@@ -1,4 +1,5 @@
-"""`paddle-unified`: PaddleFormers' unified checkpoint: whole tensors, each written by the rank of its stage and experts.
+"""`paddle-unified`: PaddleFormers' unified checkpoint: whole tensors, each written by the rank of its stage and
+experts.
 
     model-00001-of-00004.safetensors              bf16 weights, "format": "np" (Paddle's layout)
     master_weights-00001-of-00004.safetensors     fp32 masters; of fp32 weights a copy

@@ -2,8 +2,8 @@
 
     model.tp00_dp00.safetensors, model.tp01_dp00.safetensors, ..., master.tp00_dp00.safetensors, ..., ckpt.index.json
 
-The one idea: each rank writes the boxes that it holds. ZeRO's flat pieces are no boxes; of those the data ranks of one box
-write rows: rank r of n has rows [r*N/n, (r+1)*N/n) of the box's N, so a short tensor's rows are on some ranks only.
+The one idea: each rank writes the boxes that it holds. ZeRO's flat pieces are no boxes; of those the data ranks of one
+box write rows: rank r of n has rows [r*N/n, (r+1)*N/n) of the box's N, so a short tensor's rows are on some ranks only.
 
 Cost: one pass. What it does not do: digests (the index says that none was taken).
 """
@@ -53,26 +53,42 @@ def write(whole: Whole, folder: Path) -> None:
         if cut not in placements:
             placements.append(cut)
         tensors.setdefault(kind, {})[name] = {
-            "dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "digest": NO_DIGEST,
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "digest": NO_DIGEST,
             "placement": placements.index(cut),
-        }  # fmt: skip
+        }
     extras = {"iteration": whole.scalars["step"], HARNESS: dict(whole.scalars)}
     save = digits(canonical([mesh, extras, {path: file["boxes"] for path, file in files.items()}]))
     for path, file in _written(files):
         metadata = {
-            "format": "pt", "ckpt_format": "sharded", "ckpt_version": "1", "mesh": canonical(mesh), "save": save,
-            "state": file["state"], "rank": canonical(file["rank"]), "boxes": file["text"],
-        }  # fmt: skip
+            "format": "pt",
+            "ckpt_format": "sharded",
+            "ckpt_version": "1",
+            "mesh": canonical(mesh),
+            "save": save,
+            "state": file["state"],
+            "rank": canonical(file["rank"]),
+            "boxes": file["text"],
+        }
         save_file(file["arrays"], folder / path, metadata)
     index = {
-        "ckpt_format": "sharded", "ckpt_version": 1, "schema_version": 1, "mesh": mesh, "extras": extras, "save": save,
-        "fallbacks": [], "sidefiles": ["config.json"], "placements": placements, "tensors": tensors,
+        "ckpt_format": "sharded",
+        "ckpt_version": 1,
+        "schema_version": 1,
+        "mesh": mesh,
+        "extras": extras,
+        "save": save,
+        "fallbacks": [],
+        "sidefiles": ["config.json"],
+        "placements": placements,
+        "tensors": tensors,
         "source": {"format": "sharded", "hints": {}},
         "files": [
             {"path": path, "size": (folder / path).stat().st_size, **{k: file[k] for k in ("state", "rank", "boxes")}}
             for path, file in files.items()
         ],
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
     fault_point("index")
     (folder / "ckpt.index.json").write_text(json.dumps(index))
@@ -123,7 +139,8 @@ def _part(piece: Piece, rank: RankState) -> Box | None:
 
 
 def _placement(whole: Whole, state: str, name: str, mesh: dict[str, int]) -> dict[str, Any]:
-    """Which mesh dims cut which tensor dim, told from the boxes themselves; `at` for what one stage or expert rank has."""
+    """Which mesh dims cut which tensor dim, derived from the boxes themselves; `at` for what one stage or expert rank
+    has."""
     held = [
         (coordinates(rank, mesh), box)
         for rank in whole.ranks

@@ -2,9 +2,10 @@
 
     write([Rank([Part("w", (0, 0), w[:2], (4, 6))], {}), Rank([Part("w", (2, 0), w[2:], (4, 6))], {})], folder)
 
-The one idea: torch parts a save into local plans, one global plan and the writing, and exchanges them over a process group;
-here they are handed over as values. Plans, files and `.metadata` are torch's (`FileSystemWriter`, `DefaultSavePlanner`), the
-boxes ours, as Megatron's planner does it too. A flat ZeRO shard is a few boxes, each an item.
+The one idea: torch parts a save into local plans, one global plan and the writing, and exchanges them over a process
+group; here they are handed over as values. Plans, files and `.metadata` are torch's (`FileSystemWriter`,
+`DefaultSavePlanner`), the boxes ours, as Megatron's planner does it too. A flat ZeRO shard is a few boxes, each an
+item.
 
 Source: torch 2.13 `distributed/checkpoint/` (`filesystem.py`, `default_planner.py`). Cost: 0.1 ms a box.
 What it does not do: exchange anything between processes.

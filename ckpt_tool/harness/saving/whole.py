@@ -3,9 +3,9 @@
     whole = assemble(states)                            # of every rank, in any order
     whole.tensors["exp_avg", "model.norm.weight"]       # (64,) float32
 
-The one idea: a checkpoint is a statement about logical tensors; how they were cut is the format's business. So the writers
-cut anew from the whole, as their system's ranks would hold them, and what must hold on any layout is checked here once: pieces
-lie inside their tensors, cover them, and agree bit for bit where several ranks hold one element.
+The one idea: a checkpoint is a statement about logical tensors; how they were cut is the format's business. So the
+writers cut anew from the whole, as their system's ranks would hold them, and what must hold on any layout is checked
+here once: pieces are inside their tensors, cover them, and agree bit for bit where several ranks hold one element.
 
 Cost: one copy of the state. What it does not do: more than one machine's memory; a harness model is small.
 """
@@ -23,14 +23,15 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.harness.pieces import STATES, Piece, RankState
 
 DRIFT, HOLES, FOREIGN = "E1520", "E1521", "E1522"
-HARNESS = "harness"  # the key under which the job's scalars lie, in any format
+HARNESS = "harness"  # the key under which the job's scalars are stored, in any format
 Key = tuple[str, str]  # state, hub name
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """tensors: by (state, hub name), CPU, contiguous, in the order of registration. ranks: one state a rank, by rank number.
+    """tensors: by (state, hub name), CPU, contiguous, in the order of registration. ranks: one state a rank, by rank
+    number.
     config: the model's hub config. scalars: of the job."""
 
     tensors: Mapping[Key, torch.Tensor]
@@ -51,8 +52,8 @@ class Whole:
 def assemble(states: Sequence[RankState]) -> Whole:
     """The whole of all ranks' states.
 
-    Raises InconsistentCheckpoint E1520 (ranks that hold the same element disagree; scalars too), E1522 (a piece that does not
-    fit its tensor), Incomplete E1521 (elements that no rank holds).
+    Raises InconsistentCheckpoint E1520 (ranks that hold the same element disagree; scalars too), E1522 (a piece that
+    does not fit its tensor), Incomplete E1521 (elements that no rank holds).
     """
     ranks = sorted(states, key=lambda state: state.at.rank)
     tensors: dict[Key, torch.Tensor] = {}
@@ -71,9 +72,12 @@ def assemble(states: Sequence[RankState]) -> Whole:
     holes += [f"{name} [{state}]" for (state, name), mask in covered.items() if not bool(mask.all())]
     if holes:
         raise Incomplete(
-            f"{len(holes)} tensors have elements that no rank holds: {', '.join(holes[:5])}", code=HOLES, key=holes[0],
-            faults=holes[5:100], hint="a rank's state is missing, or the trainer lost a piece",
-        )  # fmt: skip
+            f"{len(holes)} tensors have elements that no rank holds: {', '.join(holes[:5])}",
+            code=HOLES,
+            key=holes[0],
+            faults=holes[5:100],
+            hint="a rank's state is missing, or the trainer lost a piece",
+        )
     ordered: dict[Key, torch.Tensor] = {(state, name): tensors[state, name] for state in STATES for name in names}
     return Whole(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
 
@@ -111,10 +115,18 @@ def adam_group(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """The scalars in the words of torch's AdamW."""
     said = scalars["optimizer"]
     return {
-        "lr": scalars["lr"], "betas": (said["beta1"], said["beta2"]), "eps": said["eps"],
-        "weight_decay": said["weight_decay"], "amsgrad": False, "foreach": None, "maximize": False, "capturable": False,
-        "differentiable": False, "fused": None, "decoupled_weight_decay": True,
-    }  # fmt: skip
+        "lr": scalars["lr"],
+        "betas": (said["beta1"], said["beta2"]),
+        "eps": said["eps"],
+        "weight_decay": said["weight_decay"],
+        "amsgrad": False,
+        "foreach": None,
+        "maximize": False,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    }
 
 
 def region(box: Box) -> tuple[slice, ...]:
@@ -131,15 +143,18 @@ def _lay(piece: Piece, tensor: torch.Tensor, covered: torch.Tensor, rank: int) -
     shown = f"{piece.name} [{piece.state}]"
     if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.tensor.dtype:
         raise InconsistentCheckpoint(
-            f"rank {rank} has it as {piece.tensor.dtype} {list(piece.shape)}, another as {tensor.dtype} {list(tensor.shape)}",
-            code=FOREIGN, key=shown,
-        )  # fmt: skip
+            f"rank {rank} has it as {piece.tensor.dtype} {list(piece.shape)}, another as {tensor.dtype} "
+            f"{list(tensor.shape)}",
+            code=FOREIGN,
+            key=shown,
+        )
     for box, values in boxes(piece):
         if not box.inside(piece.shape):
             raise InconsistentCheckpoint(
                 f"rank {rank} holds a box at {list(box.offset)} of {list(box.shape)}, outside {list(piece.shape)}",
-                code=FOREIGN, key=shown,
-            )  # fmt: skip
+                code=FOREIGN,
+                key=shown,
+            )
         here, seen = tensor[region(box)], covered[region(box)]
         mine = values.detach().cpu()
         if bool(seen.any()) and not torch.equal(bits(mine)[seen], bits(here)[seen]):

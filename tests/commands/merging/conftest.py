@@ -15,9 +15,14 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "run" / "merging"))
 
 SIZES = {
-    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, **SIZES}
 Tensors = dict[str, torch.Tensor]
 
@@ -29,11 +34,16 @@ def llama(seed: int, layers: int = 3) -> Tensors:
     for i in range(layers):
         at = f"model.layers.{i}."
         shapes |= {
-            f"{at}input_layernorm.weight": (h,), f"{at}self_attn.q_proj.weight": (q, h),
-            f"{at}self_attn.k_proj.weight": (k, h), f"{at}self_attn.v_proj.weight": (k, h),
-            f"{at}self_attn.o_proj.weight": (h, q), f"{at}post_attention_layernorm.weight": (h,),
-            f"{at}mlp.gate_proj.weight": (f, h), f"{at}mlp.up_proj.weight": (f, h), f"{at}mlp.down_proj.weight": (h, f),
-        }  # fmt: skip
+            f"{at}input_layernorm.weight": (h,),
+            f"{at}self_attn.q_proj.weight": (q, h),
+            f"{at}self_attn.k_proj.weight": (k, h),
+            f"{at}self_attn.v_proj.weight": (k, h),
+            f"{at}self_attn.o_proj.weight": (h, q),
+            f"{at}post_attention_layernorm.weight": (h,),
+            f"{at}mlp.gate_proj.weight": (f, h),
+            f"{at}mlp.up_proj.weight": (f, h),
+            f"{at}mlp.down_proj.weight": (h, f),
+        }
     shapes |= {"model.norm.weight": (h,), "lm_head.weight": (v, h)}
     out: Tensors = {}
     generator = torch.Generator().manual_seed(seed)

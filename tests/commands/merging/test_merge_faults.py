@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tool as ckpt
-from ckpt_tool.commands.merging import yaml_file
-from ckpt_tool.commands.merging.asked import last_of
-from ckpt_tool.commands.merging.mergekit import read_config
 from ckpt_tool.errors import CkptError, InputError, UsageError
+from ckpt_tool.merging import mergekit as yaml_file
+from ckpt_tool.merging.mergekit import read_config
+from ckpt_tool.merging.options import last_of
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 
@@ -39,7 +39,11 @@ def said(error: CkptError) -> str:
         ("linear", {"weight": (1, 2, 3)}, ["--weight is given 3 times for 2 models", "E1442"]),
         ("linear", {"weight": (1, -1)}, ["the weights sum to 0", "E1441"]),
         ("linear", {"base": "m0", "t": 0.5}, ["linear has no base", "t: no parameter of linear"]),
-        ("ties", {"density": 1.5, "weight": 1}, ["--weight is given 1 times", "needs a base", "density is 1.5, want above 0 to 1"]),
+        (
+            "ties",
+            {"density": 1.5, "weight": 1},
+            ["--weight is given 1 times", "needs a base", "density is 1.5, want above 0 to 1"],
+        ),
         ("ties", {"base": "m0", "density": 0}, ["density is 0"]),
         ("slerp", {"t": 1.5}, ["t is 1.5, want from 0 to 1"]),
         ("slerp", {}, ["slerp needs a t"]),
@@ -63,11 +67,15 @@ def said(error: CkptError) -> str:
         ("linear", {"seed": 3}, ["--seed: linear leaves nothing to chance"]),
         ("breadcrumbs", {"base": "m0", "gamma": 0.1}, ["--gamma: nothing is trimmed without a --density below 1"]),
         ("della", {"base": "m0", "density": 1, "epsilon": 0.1}, ["--epsilon: nothing is trimmed"]),
-        ("ties", {"base": "m0", "density": 0.5, "vocab_size": 64}, ["rows of zeros would count among those that ties leaves out"]),
+        (
+            "ties",
+            {"base": "m0", "density": 0.5, "vocab_size": 64},
+            ["rows of zeros would count among those that ties leaves out"],
+        ),
         ("linear", {"state": "optimizer"}, ["optimizer states of several jobs have no mean"]),
         ("linear", {"plan": "p.json"}, ["E0264"]),
     ],
-)  # fmt: skip
+)
 def test_options(method: str, options: dict[str, Any], words: list[str], models: Models, tmp_path: Path) -> None:
     paths = models(3)
     if "base" in options:
@@ -135,13 +143,16 @@ def test_tensors_shapes_and_dtypes_at_once(models: Models, tmp_path: Path) -> No
     text = said(error)
     assert error.code == "E1447" and error.exit_code == 3
     for part in (
-        f"model.layers.1.mlp.up_proj.weight: not in {second}", f"extra.weight: not in {first}",
-        "lm_head.weight: [48, 16]", "[40, 16]", "model.norm.weight: F64 is not merged",
-    ):  # fmt: skip
+        f"model.layers.1.mlp.up_proj.weight: not in {second}",
+        f"extra.weight: not in {first}",
+        "lm_head.weight: [48, 16]",
+        "[40, 16]",
+        "model.norm.weight: F64 is not merged",
+    ):
         assert part in text
 
 
-GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1}}}}\n  - {{model: {1}, parameters: {{weight: 2}}}}\n"
+GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1}}}}\n  - {{model: {1}, parameters: {{weight: 2}}}}\n"  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -150,41 +161,71 @@ GOOD = "merge_method: linear\nmodels:\n  - {{model: {0}, parameters: {{weight: 1
         ("merge_method: lineer\nmodels: [{{model: {0}}}]", ["no method 'lineer'", "did you mean linear"]),
         ("merge_method: sce\nmodels: [{{model: {0}}}]", ["does not merge by sce"]),
         (GOOD + "dtyp: float32", ["unknown key 'dtyp'", "did you mean dtype"]),
-        (GOOD + "chat_template: auto\nmodules: {{}}", ["chat_template: this build copies", "modules: models of several"]),
+        (
+            GOOD + "chat_template: auto\nmodules: {{}}",
+            ["chat_template: this build copies", "modules: models of several"],
+        ),
         (GOOD + "tokenizer_source: union", ["'union' asks for another tokenizer"]),
-        (GOOD + "tokenizer: {{source: base, pad_to_multiple_of: 8, tokens: {{}}}}", ["moves no rows", "tokenizer.pad_to_multiple_of", "tokenizer.tokens"]),
+        (
+            GOOD + "tokenizer: {{source: base, pad_to_multiple_of: 8, tokens: {{}}}}",
+            ["moves no rows", "tokenizer.pad_to_multiple_of", "tokenizer.tokens"],
+        ),
         (GOOD + "dtype: float64\nout_dtype: 3", ["dtype: found 'float64'", "out_dtype: found 3"]),
         (GOOD + "parameters: {{normalise: true}}", ["normalise: no parameter of linear", "did you mean normalize"]),
         (GOOD + "parameters: {{normalize: 1}}", ["found 1, want a flag"]),
         (GOOD + "parameters: {{weight: [1, {{filter: x}}]}}", ["a case is {filter"]),
         (GOOD + "parameters: {{weight: [{{filter: x, value: 1, layer: 3}}]}}", ["unknown key 'layer'"]),
         (GOOD + "parameters: {{weight: .inf}}", ["want a number"]),
-        ("merge_method: linear\nmodels: [{{model: {0}+lora}}, {{model: no/such}}, {{model: no@main}}]", ["--method lora", "hf://no/such", "revisions of a hub"]),
+        (
+            "merge_method: linear\nmodels: [{{model: {0}+lora}}, {{model: no/such}}, {{model: no@main}}]",
+            ["--method lora", "hf://no/such", "revisions of a hub"],
+        ),
         ("merge_method: linear\nmodels: [{{model: {0}, weight: 1}}]", ["unknown key 'weight'"]),
         ("merge_method: linear\nmodels: [{0}]", ["want a mapping with model"]),
         ("merge_method: linear\nmodels: []", ["want one of models and slices"]),
         ("merge_method: linear\nslices: [{{sources: [{{model: {0}}}]}}]", ["layer_range: found None"]),
-        ("merge_method: linear\nslices: [{{sources: [{{model: {0}, layer_range: [2, 1]}}], residual_weight: 1}}]", ["layer_range: found [2, 1]", "residual_weight"]),
+        (
+            "merge_method: linear\nslices: [{{sources: [{{model: {0}, layer_range: [2, 1]}}], residual_weight: 1}}]",
+            ["layer_range: found [2, 1]", "residual_weight"],
+        ),
         ("merge_method: ties\nmodels: [{{model: {0}, parameters: {{weight: 1}}}}]", ["needs a base"]),
-        ("merge_method: slerp\nbase_model: {0}\nmodels: [{{model: {1}, parameters: {{t: 1}}}}]", ["one for the whole merge, not for the model"]),
-        ("merge_method: ties\nbase_model: {0}\nslices: [{{sources: [{{model: {1}, layer_range: [0, 1]}}]}}]", ["is not among the models"]),
-        (GOOD + "parameters: {{weight: [{{filter: mpl, value: 1}}, {{value: 2}}]}}", ["weight: no tensor's name has the filter 'mpl' in it; did you mean mlp"]),
-        (GOOD + "parameters: {{weight: [{{value: 2}}, {{filter: mlp, value: 1}}]}}", ["those behind it are never reached"]),
+        (
+            "merge_method: slerp\nbase_model: {0}\nmodels: [{{model: {1}, parameters: {{t: 1}}}}]",
+            ["one for the whole merge, not for the model"],
+        ),
+        (
+            "merge_method: ties\nbase_model: {0}\nslices: [{{sources: [{{model: {1}, layer_range: [0, 1]}}]}}]",
+            ["is not among the models"],
+        ),
+        (
+            GOOD + "parameters: {{weight: [{{filter: mpl, value: 1}}, {{value: 2}}]}}",
+            ["weight: no tensor's name has the filter 'mpl' in it; did you mean mlp"],
+        ),
+        (
+            GOOD + "parameters: {{weight: [{{value: 2}}, {{filter: mlp, value: 1}}]}}",
+            ["those behind it are never reached"],
+        ),
         ("merge_method: !!bool abc", ["'abc' is no bool"]),
         ("merge_method: " + ":".join(["59"] * 20000), ["is no int of at most 400 characters"]),
-        ("3", ["no mapping"]), ("", ["no mapping"]),
+        ("3", ["no mapping"]),
+        ("", ["no mapping"]),
         ("models: [", ["not YAML", "E1443"]),
         ("a: 1\na: 2", ["'a' stands twice"]),
         ("!!python/object/apply:os.system ['echo x']", ["asks for more than plain values"]),
         ("a: !!python/name:os.system", ["asks for more than plain values"]),
         ("? [1, 2]\n: 3", ["is no text"]),
         ("a: &x [*x]", ["more values than any config needs"]),
-        ("a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d]\nf: [*e,*e,*e,*e,*e,*e,*e,*e,*e]", ["more values than any config needs"]),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d "
+            "[*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d]\nf: "
+            "[*e,*e,*e,*e,*e,*e,*e,*e,*e]",
+            ["more values than any config needs"],
+        ),
         ("[" * 5000, ["E1443"]),
         ("a: 1\n---\nb: 2", ["E1443"]),
         ("a: \x00", ["E1443"]),
     ],
-)  # fmt: skip
+)
 def test_configs(text: str, words: list[str], models: Models, tmp_path: Path) -> None:
     config = tmp_path / "merge.yaml"
     paths = models(2)
@@ -219,7 +260,8 @@ def test_what_a_config_says_of_its_base_is_told(models: Models, tmp_path: Path) 
     """mergekit passes over it, and its own examples say it (vlm-ties.yml)."""
     paths = models(2)
     (tmp_path / "merge.yaml").write_text(
-        "merge_method: ties\nbase_model: {0}\nparameters:\nmodels:\n  - {{model: {1}, parameters: {{density: [1, 0.7, 0.1], weight: 1.0}}}}\n"
+        "merge_method: ties\nbase_model: {0}\nparameters:\nmodels:\n  - {{model: {1}, parameters: {{density: [1, "
+        "0.7, 0.1], weight: 1.0}}}}\n"
         "  - {{model: {0}, parameters: {{density: 0.5, weight: [0, 0.3, 0.7, 1]}}}}\n".format(*paths)
     )
     report = ckpt.merge([], tmp_path / "out", config=tmp_path / "merge.yaml")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
-from ckpt_tool.commands.merging.asked import NAMES
 from ckpt_tool.commands.options import METHODS
 from ckpt_tool.errors import InputError, UsageError
+from ckpt_tool.merging.options import NAMES
 
 Models = Callable[..., list[str]]
 Tensors = dict[str, torch.Tensor]
@@ -125,9 +125,12 @@ def test_a_config_with_gradients_and_filters(models: Models, tmp_path: Path) -> 
         weight = 0.1 + 0.8 * t
         density = 0.3 + 0.4 * t if "self_attn" in name else 0.6
         want = oracle.task_vectors(
-            base[name], [a[name], b[name]], (weight, 0.5), lambda k, d, s=(density, 0.4): oracle.largest(s[k])(k, d),
+            base[name],
+            [a[name], b[name]],
+            (weight, 0.5),
+            lambda k, d, s=(density, 0.4): oracle.largest(s[k])(k, d),
             consensus=True,
-        )  # fmt: skip
+        )
         assert torch.equal(tensor, want.bfloat16()), name
 
 
@@ -141,7 +144,8 @@ def test_layers_laid_end_to_end(models: Models, tmp_path: Path) -> None:
         f"merge_method: passthrough\nslices:\n"
         f"  - sources: [{{model: {paths[1]}, layer_range: [0, 2]}}]\n"
         f"  - sources: [{{model: {paths[2]}, layer_range: [1, 3]}}]\n"
-        f"  - sources: [{{model: {paths[1]}, layer_range: [2, 3], parameters: {{scale: [{{filter: o_proj, value: 0.5}}]}}}}]\n"
+        f"  - sources: [{{model: {paths[1]}, layer_range: [2, 3], parameters: {{scale: [{{filter: o_proj, value: "
+        f"0.5}}]}}}}]\n"
     )
     said = ckpt.merge([], tmp_path / "out", config=tmp_path / "merge.yaml")
     got, one, two = tensors_of(tmp_path / "out"), tensors_of(paths[1]), tensors_of(paths[2])
@@ -224,10 +228,14 @@ def test_the_same_bits_whatever_the_machine_does(method: str, models: Models, tm
     shards = [f"{path}.shards" for path in paths]
     for path, parts in zip(paths, shards, strict=True):
         ckpt.convert(path, parts, to="safetensors", max_shard_size="4kB")
-    for number, (sources, options) in enumerate([
-        (paths, {"threads": 4}), (paths, {"memory": "16MiB", "threads": 2}), (other, {"to": "safetensors"}),
-        (shards, {"max_shard_size": "8kB"}),
-    ]):  # fmt: skip
+    for number, (sources, options) in enumerate(
+        [
+            (paths, {"threads": 4}),
+            (paths, {"memory": "16MiB", "threads": 2}),
+            (other, {"to": "safetensors"}),
+            (shards, {"max_shard_size": "8kB"}),
+        ]
+    ):
         if method == "slerp" and sources is other:
             options["base"] = 1
         merged(method, sources, tmp_path / f"out{number}", **options)

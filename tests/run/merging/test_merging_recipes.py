@@ -1,4 +1,5 @@
-"""The recipes of merges against whole tensors in torch: values, any range, any number of threads, whatever the tiles."""
+"""The recipes of merges against whole tensors in torch: values, any range, any number of threads, whatever the
+tiles."""
 
 from __future__ import annotations
 
@@ -16,12 +17,9 @@ import pytest
 import torch
 
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.run.merging import line, masks, whole
-from ckpt_tool.run.merging.linear import Linear
-from ckpt_tool.run.merging.model_stock import ModelStock
-from ckpt_tool.run.merging.selection import magnitudes_of
-from ckpt_tool.run.merging.sphere import NuSlerp, Slerp
-from ckpt_tool.run.merging.task_vectors import TaskVectors, Trim
+from ckpt_tool.merging import task_vectors, tiles
+from ckpt_tool.merging.averages import Linear, ModelStock, NuSlerp, Slerp
+from ckpt_tool.merging.task_vectors import TaskVectors, Trim, magnitudes_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import whole_merges as oracle
@@ -33,9 +31,9 @@ SHAPES = [(37, 53), (1000,), (3, 5, 28), (1, 7), (64, 1)]
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and segments smaller than the tensors."""
-    for module in (line, *[sys.modules[f"ckpt_tool.run.merging.{name}"] for name in ("selection",)]):
+    for module in (tiles, task_vectors):
         monkeypatch.setattr(module, "TILE", 64)
-    monkeypatch.setattr(whole, "SEGMENT", 256)
+    monkeypatch.setattr(tiles, "SEGMENT", 256)
 
 
 def models(shape: Sequence[int], count: int, seed: int = 0, dtype: str = "f32") -> list[torch.Tensor]:
@@ -77,7 +75,7 @@ def inputs(count: int) -> Any:
 
 
 def trims(kind: Any, count: int, density: float, gamma: float = 0.0, epsilon: float = 0.0) -> tuple[Trim, ...]:
-    return tuple(Trim(kind, density, gamma, epsilon, masks.stream(7, k, "w")) for k in range(count))
+    return tuple(Trim(kind, density, gamma, epsilon, task_vectors.stream(7, k, "w")) for k in range(count))
 
 
 def vectors(shape: Any, count: int, kept: Any, weights: Any, **flags: Any) -> TaskVectors:
@@ -173,7 +171,7 @@ def test_given_the_same_mask_the_rest_is_the_same(kind: str, flags: Any) -> None
 
 
 def mask_of(trim: Trim, delta: torch.Tensor) -> torch.Tensor:
-    numbers = masks.draws(trim.key, 0, delta.numel()).astype(np.float64) / 2**32
+    numbers = task_vectors.draws(trim.key, 0, delta.numel()).astype(np.float64) / 2**32
     limits: Any = trim.density
     if trim.kind == "ranks":
         limits = oracle.rank_limits(delta, trim.density, trim.epsilon).double().numpy().reshape(-1)
@@ -183,7 +181,7 @@ def mask_of(trim: Trim, delta: torch.Tensor) -> torch.Tensor:
 def test_chance_keeps_its_share() -> None:
     """Of 400 000 elements, within five standard deviations; of neighbours, pairs as often as independence says."""
     n, density = 400_000, 0.3
-    flags = masks.kept(masks.draws(masks.stream(1, 0, "w"), 0, n), density)
+    flags = task_vectors.kept(task_vectors.draws(task_vectors.stream(1, 0, "w"), 0, n), density)
     assert abs(flags.mean() - density) < 5 * (density * (1 - density) / n) ** 0.5
     assert abs((flags[1:] & flags[:-1]).mean() - density**2) < 5 * (density**2 / n) ** 0.5
 
@@ -191,23 +189,23 @@ def test_chance_keeps_its_share() -> None:
 def test_ranks_keep_large_ones_more_often() -> None:
     rows, columns = 4000, 101
     values = np.tile(np.linspace(-1, 1, columns, dtype=np.float32), rows)
-    numbers = masks.draws(masks.stream(1, 0, "w"), 0, rows * columns)
-    share = masks.kept_by_rank(numbers, magnitudes_of(values), columns, 0.5, 0.3).reshape(rows, columns).mean(0)
+    numbers = task_vectors.draws(task_vectors.stream(1, 0, "w"), 0, rows * columns)
+    share = task_vectors.kept_by_rank(numbers, magnitudes_of(values), columns, 0.5, 0.3).reshape(rows, columns).mean(0)
     wanted = oracle.rank_limits(torch.from_numpy(values).reshape(rows, columns), 0.5, 0.3)[0].numpy()
     assert np.abs(share - wanted).max() < 5 * (0.25 / rows) ** 0.5
 
 
 def test_draws_are_those_of_any_other_range() -> None:
-    key = masks.stream(42, 1, "model.norm.weight")
-    full = masks.draws(key, 0, 500)
+    key = task_vectors.stream(42, 1, "model.norm.weight")
+    full = task_vectors.draws(key, 0, 500)
     for low, high in [(0, 1), (7, 9), (8, 16), (13, 500), (499, 500)]:
-        np.testing.assert_array_equal(masks.draws(key, low, high), full[low:high])
+        np.testing.assert_array_equal(task_vectors.draws(key, low, high), full[low:high])
     others = [
-        masks.stream(43, 1, "model.norm.weight"),
-        masks.stream(42, 0, "model.norm.weight"),
-        masks.stream(42, 1, "x"),
+        task_vectors.stream(43, 1, "model.norm.weight"),
+        task_vectors.stream(42, 0, "model.norm.weight"),
+        task_vectors.stream(42, 1, "x"),
     ]
-    assert all((masks.draws(other, 0, 500) != full).any() for other in others)
+    assert all((task_vectors.draws(other, 0, 500) != full).any() for other in others)
 
 
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -229,14 +227,14 @@ def test_bits_do_not_depend_on_ranges_threads_or_tiles(name: str, monkeypatch: p
     for threads, step in ((1, 1), (4, 17), (2, 500), (4, 1961)):
         np.testing.assert_array_equal(made(RECIPES[name](), tensors, threads=threads, step=step), want)
     if name in ("linear", "ties", "breadcrumbs"):  # sums of fp64 are rounded where their tiles end
-        monkeypatch.setattr(line, "TILE", 1000)
-        monkeypatch.setattr(sys.modules["ckpt_tool.run.merging.selection"], "TILE", 1000)
-        monkeypatch.setattr(whole, "SEGMENT", 3000)
+        monkeypatch.setattr(tiles, "TILE", 1000)
+        monkeypatch.setattr(task_vectors, "TILE", 1000)
+        monkeypatch.setattr(tiles, "SEGMENT", 3000)
         np.testing.assert_array_equal(made(RECIPES[name](), tensors), want)
 
 
 def test_a_thread_that_fails_fails_those_that_wait() -> None:
-    total = whole.Whole(10_000, 0, lambda a, b: a + b)
+    total = tiles.Whole(10_000, 0, lambda a, b: a + b)
 
     def look(start: int, stop: int) -> int:
         if start >= 5_000:
@@ -244,9 +242,9 @@ def test_a_thread_that_fails_fails_those_that_wait() -> None:
         return stop - start
 
     with ThreadPoolExecutor(4) as pool:
-        found = [pool.submit(total.get, look, whole.same) for _ in range(4)]
+        found = [pool.submit(total.get, look, tiles.same) for _ in range(4)]
         assert all(isinstance(each.exception(20), OSError) for each in found)
-    assert whole.Whole(10_000, 0, lambda a, b: a + b).get(lambda start, stop: stop - start, whole.same) == 10_000
+    assert tiles.Whole(10_000, 0, lambda a, b: a + b).get(lambda start, stop: stop - start, tiles.same) == 10_000
 
 
 def test_counts_are_not_kept() -> None:

@@ -1,6 +1,6 @@
 """The methods stated again on whole tensors in torch, as mergekit 0.1.5 (LGPL; read, not copied) does them in fp32: the
-oracle of `run/merging`, which works by tiles. Where mergekit leaves the order of equal magnitudes to an unstable sort, here
-it is stable."""
+oracle of `merging/`, which works by tiles. Where mergekit leaves the order of equal magnitudes to an unstable sort,
+here it is stable."""
 
 from __future__ import annotations
 

@@ -1,0 +1,281 @@
+"""`ckpt merge BASE ADAPTER... OUT --method lora`: adapters folded into their base, whatever its format and dialect.
+
+    base named as the adapter names it -> each part matched -> recipes (`arithmetic`) -> named as the output wants it
+
+The base may be any checkpoint: a fused and sharded one is first seen under the hub's names (strided chunks, no byte
+moves), folded, and written back as it was, or as `--to` and `--dialect` say. Folded tensors are computed while they are
+written, tile by tile, and rounded once to the base's dtype, or to `--dtype`. Several adapters are folded one after
+another, each times its `--weight`: W + w1 s1 B1 A1 + w2 s2 B2 A2, which is what PEFT merges after `set_scale` (and what
+its `add_weighted_adapter` gives by `cat`; its `linear` mixes A of one with B of the other, and is not this).
+
+Before a byte moves, every reason why the adapter can't be folded is reported at once: targets that the base lacks,
+shapes, ranks, leftovers. What training left beside the weights (optimizer, masters, averages) stays behind by name: it
+would belong to other weights. What it does not do: fold other methods than LoRA's family (`adapter` names
+them), undo a folding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.adapters.adapter import LARGEST, Adapter, open_adapter
+from ckpt_tool.adapters.changed import changed
+from ckpt_tool.adapters.targets import Matched, Tokens, match
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.conversion.passes import NAMES, passed, selected
+from ckpt_tool.conversion.tied_head import TIED as TIE
+from ckpt_tool.conversion.vocabulary import EMBEDDINGS
+from ckpt_tool.conversion.writing import write
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.formats import registry
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan
+from ckpt_tool.sources.config import config_of
+from ckpt_tool.sources.opening import Opened, open_source
+
+OPTION = "--method lora"
+USAGE, WEIGHTS, OTHER_BASE, TIED, PARTS = "E1420", "E1421", "E1424", "E1425", "E1434"
+HUB, FUSED, PADDLE = "hf", "hf-fused", "paddle"
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def fold(
+    sources: list[str],
+    dst: str,
+    reading: Reading,
+    writing: Writing,
+    progress: Progress,
+    *,
+    weights: tuple[float, ...] = (),
+) -> dict[str, Any]:
+    """Fold the adapters `sources[1:]` into the base `sources[0]`. weights: one for each adapter, () for 1.
+
+    Raises UsageError E1420, E2401, E2402 (sources, states), E1421 (weights), E1422, E1426 (no such adapter), E1425
+    (tied embeddings), E1427 (a base without floats); InconsistentCheckpoint E1424 (an adapter of another base, all
+    faults), E1429 (two adapters that replace the same tensor); and what reading and writing raise.
+    """
+    if len(sources) < 2:
+        raise UsageError(
+            f"{OPTION} folds adapters into a base, and only one source is given",
+            code=USAGE,
+            hint="ckpt merge BASE ADAPTER... OUT --method lora",
+        )
+    refuse_saved_plan(writing, OPTION)
+    if writing.states and not {MODEL, "all"} & set(writing.states):
+        raise UsageError(
+            f"--state {','.join(writing.states)}: an adapter is folded into the model",
+            code="E2401",
+            hint="leave --state off",
+        )
+    if beyond := [weight for weight in weights if abs(weight) > LARGEST]:
+        raise UsageError(f"--weight {beyond[0]:g} is beyond fp32", code=WEIGHTS, hint="adapters are folded in fp32")
+    if weights and len(weights) != len(sources) - 1:
+        raise UsageError(
+            f"{len(weights)} weights for {len(sources) - 1} adapters",
+            code=WEIGHTS,
+            hint="--weight once for each adapter, in their order; the base has none",
+        )
+    base = open_source(sources[0], reading)
+    adapters = [
+        open_adapter(src, reading, weight)
+        for src, weight in zip(sources[1:], weights or (1.0,) * (len(sources) - 1), strict=True)
+    ]
+    job = Conversion.of(base, reading, writing)
+    everything = _model(base, replace(job, writing=replace(writing, remove_keys=(), keep_keys=())))
+    named, matched = _matched(everything, adapters, job)
+    kept = named
+    if writing.remove_keys or writing.keep_keys:
+        kept = _model(base, job)
+        kept = _named(kept, job, named.all_hints.get("dialect") if named is not everything else None)
+    folded = changed(kept, adapters, matched, writing, option=OPTION)
+    return write(_as_wanted(folded, everything, named, job), dst, job, progress)
+
+
+def _model(base: Opened, job: Conversion) -> Chosen:
+    """The base's weights as the options choose them; what else it holds stays behind by name."""
+    chosen = selected(base, job)
+    others = [row.tensor for row in chosen.stored if row.tensor.key.state != MODEL]
+    asked = next((tensor.key.state for tensor in others if tensor.key.state in job.writing.states), None)
+    if asked is not None:
+        raise UsageError(
+            f"--state {asked}: it belongs to the weights before the adapter",
+            code="E2401",
+            hint="leave it off: folding writes the model alone",
+        )
+    stale = left_behind(others, "it belongs to the weights as they were before the adapter", named=False)
+    stored = tuple(row for row in chosen.stored if row.tensor.key.state == MODEL)
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *stale))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _named(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
+    """The base under the adapters' names. dialect: None for the hub's, where the source says or shows that it has
+    others."""
+    if job.writing.dialect == "keep" and dialect is None:
+        return chosen
+    untie = job.writing.tied_head if job.writing.tied_head == "untie" else None
+    asked = replace(job.writing, dialect=dialect, aoa=None, tied_head=untie)
+    return passed(chosen, replace(job, writing=asked, fmt=registry.of_dialect(HUB)), NAMES)
+
+
+def _matched(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -> tuple[Chosen, list[Matched]]:
+    """The base under the names that all adapters fit, and what they change. Raises InconsistentCheckpoint E1424."""
+    tried: list[tuple[Chosen, list[Matched]]] = []
+    unnamed: CkptError | None = None
+    reading = job.reading
+    for dialect in _dialects(adapters, job.writing):
+        try:
+            named = _named(everything, job, dialect)
+        except (UsageError, InputError) as e:
+            if not tried and dialect in (None, PADDLE):
+                raise
+            unnamed = e  # most often the family has no such dialect
+            continue
+        tried.append((named, _against(named, adapters, reading)))
+        if not any(each.faults for each in tried[-1][1]):
+            named, found = tried[-1]
+            _refuse_parts(adapters, found, reading)
+            _refuse_tied(named, adapters, found, reading)
+            return named, found
+        if not any(each.missing for each in tried[-1][1]):
+            break  # all names are there: others would help nothing
+    raise _of_another_base(adapters, *tried[0], unnamed)
+
+
+def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None, ...]:
+    """Under whose names the base may fit: its own where it does not say that they are foreign, those that transformers
+    5 has in memory (a layer's experts in two tensors), the hub's; for adapters of PaddleFormers, Paddle's."""
+    paddle = {adapter.paddle for adapter in adapters}
+    if len(paddle) > 1:
+        raise UsageError(
+            "adapters of PEFT and of PaddleFormers name one base in two ways",
+            code="E2402",
+            hint="fold them one after another, each into the output of the last",
+        )
+    if writing.dialect == "keep":
+        return (None,)
+    return (PADDLE, "paddle-nlp", "paddle-hf") if True in paddle else (None, FUSED, HUB)
+
+
+def _of_another_base(
+    adapters: Sequence[Adapter], named: Chosen, found: Sequence[Matched], unnamed: CkptError | None
+) -> InconsistentCheckpoint:
+    """Why it is not of this base. unnamed: why the base could not be given other names."""
+    faults = [(adapter, fault) for adapter, each in zip(adapters, found, strict=True) for fault in each.faults]
+    adapter, first = faults[0]
+    hint = "pass the base that it was trained on"
+    if adapter.settings.base:
+        hint += f": {adapter.settings.base}"
+    names = {row.tensor.key.name for row in named.stored}
+    missing = [name for each in found for name in each.missing]
+    if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(EMBEDDINGS) for name in names):
+        hint += "; where the base's head is its embedding, --tied-head untie writes it for the adapter"
+    if not any(each.changes for each in found):
+        hint += "; or say whose names the base has with --family NAME, with the model's config.json beside it"
+        hint += f" (as the hub's they could not be read: {unnamed.message})" if unnamed is not None else ""
+    return InconsistentCheckpoint(
+        f"the adapter is not one of this base: {first}",
+        code=OTHER_BASE,
+        path=adapter.opened.path,
+        faults=[fault for _, fault in faults[1:200]],
+        hint=hint,
+    )
+
+
+def _refuse_parts(adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
+    """Raise Incomplete E1434 for an adapter that lacks what its config names, or that holds nothing at all."""
+    for adapter, each in zip(adapters, found, strict=True):
+        lacks = () if reading.lenient else each.absent
+        if not lacks and each.changes:
+            continue
+        raise Incomplete(
+            f"the adapter is not whole: {lacks[0] if lacks else 'it holds no tensor'}",
+            code=PARTS,
+            path=adapter.opened.path,
+            faults=lacks[1:200],
+            hint="fetch or save it again" + ("; --lenient folds the part that is there" if lacks else ""),
+        )
+
+
+def _against(named: Chosen, adapters: Sequence[Adapter], reading: Reading) -> list[Matched]:
+    base = {row.tensor.key.name: row.tensor for row in named.stored}
+    config = _config(named, reading)
+    return [match(adapter.tensors, base, adapter.settings, config) for adapter in adapters]
+
+
+def _config(chosen: Chosen, reading: Reading) -> Mapping[str, Any]:
+    return chosen.config or config_of(chosen.sources[0], reading).config or {}
+
+
+def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
+    """Raise UsageError E1425 for an adapter that changes an embedding which is the head too, unless it was trained
+    so."""
+    names = {row.tensor.key.name for row in named.stored}
+    if any(name.endswith(_HEADS) for name in names) or not _ties(_config(named, reading)):
+        return
+    for adapter, each in zip(adapters, found, strict=True):
+        touched = [
+            name
+            for name, changes in each.changes.items()
+            if name.endswith(EMBEDDINGS) and not all(isinstance(change, Tokens) for change in changes)
+        ]
+        if touched and not adapter.settings.tied and not reading.lenient:
+            raise UsageError(
+                f"the adapter changes {touched[0]}, which is the base's head too, and it was trained with the "
+                "head as it was",
+                code=TIED,
+                path=adapter.opened.path,
+                key=touched[0],
+                hint="--tied-head untie writes them apart, as they were trained; --lenient changes both, as "
+                "PEFT's merge does",
+            )
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    """Is the head the embedding, where the base has no head of its own? A config that says nothing means so of language
+    models."""
+    tied, classes = config.get(TIE), config.get("architectures")
+    words = classes if isinstance(classes, list) else []
+    return tied is True or tied is None and any("CausalLM" in str(each) or "LMHead" in str(each) for each in words)
+
+
+def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversion) -> Chosen:
+    """The folded base under the output's names: those it came with, unless `--to` or `--dialect` say otherwise."""
+    fmt, reading, writing = job.fmt, job.reading, job.writing
+    home = _home(everything, named, reading)
+    if reading.family:
+        job = replace(job, reading=replace(reading, family=reading.family.partition(":")[0]))
+    asked = writing.dialect not in (None, "keep") or writing.aoa
+    if (
+        asked
+        or writing.dialect is None
+        and fmt.holds.dialect not in ("keep", home)
+        and fmt.name != everything.sources[0].catalog.format
+    ):
+        if not asked and named.all_hints.get("dialect") == FUSED:  # those in memory are no home of a format
+            job = replace(job, writing=replace(writing, dialect=fmt.holds.dialect))
+        return passed(folded, job, NAMES)
+    if home is None:  # its names were the adapters' already
+        return folded
+    back = passed(folded, replace(job, writing=replace(writing, dialect=home)), NAMES)
+    return replace(back, hints=everything.hints, config=everything.config)
+
+
+def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
+    """The dialect that the base came in, None where it was named already as the adapters name it."""
+    if named.stored == everything.stored:
+        return None
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    catalog = everything.sources[0].catalog
+    dialect = catalog.hints.get("dialect", registry.by_name(catalog.format).holds.dialect)
+    stated = dialect if isinstance(dialect, str) and dialect not in ("keep", HUB) else None
+    return find(
+        _config(named, reading), parameter_shapes(everything.stored), told=stated, family=reading.family
+    ).dialect

@@ -1,0 +1,217 @@
+"""Module patterns of an adapter's config: regular expressions by a stranger, matched in bounded time.
+
+`rank_pattern` and `alpha_pattern` have keys that PEFT puts into `re.match(rf"(.*\\.)?({key})$", module)`. Python's
+engine backtracks, so a key such as `(a+)+b` can hang whoever reads the file. Here a pattern is a function from the set
+of places where it may begin to the set of places where it may end, so nothing is tried twice:
+
+    >>> matches("layers.[01].self_attn.(q|k)_proj", "model.layers.1.self_attn.q_proj")
+    True
+    >>> matches("q_proj", "model.layers.1.self_attn.qq_proj")
+    False
+
+Understood: literals, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}` (lazy ones too: only
+whether it matches is asked for), `^` and `$`. Look-around, back-references, flags and possessive repeats are an error.
+Source: PEFT 0.21.2 `utils/other.py` get_pattern_key. Cost: some microseconds a plain name, at most
+`STEPS` steps a module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from ckpt_tool.errors import UsageError
+
+LENGTH, DEPTH, COUNT, STEPS, STEPS_EACH = 1024, 16, 1000, 200_000, 64
+REFUSED = "E1426"
+Places = frozenset[int]
+Step = Callable[["_Run", Places], Places]
+_PLAIN = re.compile(r"[\w.\-]*")
+_ESCAPE = r"\\(?:[dDwWsS]|[\W_])"
+_ATOM = re.compile(rf"{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\]\\\[])*\]|[^()\[\\|*+?]")  # one character of a name
+_DOT = re.compile(".").match
+_SET_OPERATION = re.compile(r"--|&&|~~|\|\|")  # in classes, where Python warns that it will read them otherwise
+_REPEAT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
+
+
+class _Run:
+    """One name being matched, and what it may still cost: `STEPS`, and `STEPS_EACH` for each pattern."""
+
+    def __init__(self, name: str, patterns: int = 1) -> None:
+        self.name, self.pattern, self._left = name, "", STEPS + patterns * STEPS_EACH
+        self.begins = frozenset((0, *(i + 1 for i, char in enumerate(name) if char == ".")))
+
+    def spend(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise _refused(self.pattern, "it takes too many steps to match, alone or with those before it")
+
+
+def first_match(patterns: Iterable[str], module: str) -> str | None:
+    """The first of `patterns` that fits the module, as PEFT picks it. Raises UsageError E1426 for one that is not
+    understood."""
+    patterns = tuple(patterns)
+    run = _Run(module, len(patterns))
+    return next((pattern for pattern in patterns if _matches(pattern, run)), None)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Does `module`, or what of it stands behind a dot, match the whole pattern? Raises UsageError E1426."""
+    return _matches(pattern, _Run(module))
+
+
+def _matches(pattern: str, run: _Run) -> bool:
+    run.pattern = pattern
+    return len(run.name) in _compiled(pattern)(run, run.begins)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> Step:
+    if len(pattern) > LENGTH:
+        raise _refused(pattern, f"more than {LENGTH} characters")
+    if _PLAIN.fullmatch(pattern):
+        return _all([_char(_DOT if char == "." else char.__eq__) for char in pattern])
+    step, rest = _Parser(pattern).alternatives(0, 0)
+    if rest != len(pattern):
+        raise _refused(pattern, "unbalanced parenthesis")
+    return step
+
+
+def _refused(pattern: str, why: str) -> UsageError:
+    return UsageError(
+        f"the module pattern {pattern[:80]!r} of the adapter's config is not used: {why}",
+        code=REFUSED,
+        hint="write rank_pattern and alpha_pattern with plain module names",
+    )
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _char(fits: Callable[[str], object]) -> Step:
+    def step(run: _Run, begins: Places) -> Places:
+        run.spend(len(begins))
+        return frozenset(i + 1 for i in begins if i < len(run.name) and fits(run.name[i]))
+
+    return step
+
+
+def _at(fits: Callable[[int, str], bool]) -> Step:
+    def step(run: _Run, begins: Places) -> Places:
+        run.spend(len(begins) + 1)
+        return frozenset(i for i in begins if fits(i, run.name))
+
+    return step
+
+
+def _all(steps: list[Step]) -> Step:
+    def step(run: _Run, begins: Places) -> Places:
+        for each in steps:
+            if not begins:
+                break
+            begins = each(run, begins)
+        return begins
+
+    return step
+
+
+def _any(steps: list[Step]) -> Step:
+    if len(steps) == 1:
+        return steps[0]
+
+    def step(run: _Run, begins: Places) -> Places:
+        run.spend(len(steps) * (len(begins) + 1))
+        return frozenset().union(*(each(run, begins) for each in steps))
+
+    return step
+
+
+def _times(inner: Step, least: int, most: int | None) -> Step:
+    def step(run: _Run, begins: Places) -> Places:
+        for _ in range(least):
+            run.spend(1)
+            begins = inner(run, begins)
+        found = new = begins
+        done = least
+        while new and (most is None or done < most):
+            new = inner(run, new) - found
+            found |= new
+            done += 1
+            run.spend(1)
+        return found
+
+    return step
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class _Parser:
+    """Each method takes the place where its part begins, and gives the step and the place behind it."""
+
+    def __init__(self, pattern: str) -> None:
+        self._text = pattern
+
+    def alternatives(self, at: int, depth: int) -> tuple[Step, int]:
+        if depth > DEPTH:
+            raise self._refuse("its groups are nested too deeply")
+        branches: list[Step] = []
+        steps: list[Step] = []
+        while at < len(self._text) and self._text[at] != ")":
+            if self._text[at] == "|":
+                branches.append(_all(steps))
+                steps, at = [], at + 1
+                continue
+            step, at = self._repeated(at, depth)
+            steps.append(step)
+        return _any([*branches, _all(steps)]), at
+
+    def _repeated(self, at: int, depth: int) -> tuple[Step, int]:
+        step, at = self._atom(at, depth)
+        repeats = 0
+        while at < len(self._text):
+            found = _REPEAT.match(self._text, at)
+            if self._text[at] in "*+?":
+                least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._text[at]]
+                at += 1
+            elif found and (found[1] or found[3]):
+                least = int(found[1] or 0)
+                most = (int(found[3]) if found[3] else None) if found[2] else least
+                at = found.end()
+            else:
+                break
+            repeats += 1
+            if repeats > 1 or max(least, most or 0) > COUNT or most is not None and most < least:
+                raise self._refuse("a repeat that is not understood")
+            step = _times(step, least, most)
+            if self._text[at : at + 1] == "?":  # lazy: the same names match
+                at += 1
+        return step, at
+
+    def _atom(self, at: int, depth: int) -> tuple[Step, int]:
+        char = self._text[at]
+        if char == "(":
+            inner = at + 1
+            if self._text[inner : inner + 1] == "?":
+                if self._text[inner : inner + 2] != "?:":
+                    raise self._refuse("look-around, flags and named groups are not understood")
+                inner += 2
+            step, at = self.alternatives(inner, depth + 1)
+            if self._text[at : at + 1] != ")":
+                raise self._refuse("unbalanced parenthesis")
+            return step, at + 1
+        if char == "^":
+            return _at(lambda i, name: i == 0), at + 1
+        if char == "$":
+            return _at(lambda i, name: i == len(name)), at + 1
+        found = _ATOM.match(self._text, at)
+        if found is None or len(found[0]) > 1 and _SET_OPERATION.search(found[0]):
+            raise self._refuse(f"{self._text[at : at + 20]!r} is not understood")
+        try:
+            return _char(char.__eq__ if len(found[0]) == 1 and char != "." else re.compile(found[0]).match), found.end()
+        except re.error as e:
+            raise self._refuse(str(e)) from e
+
+    def _refuse(self, why: str) -> UsageError:
+        return _refused(self._text, why)

@@ -1,0 +1,518 @@
+"""An adapter against its base: which tensor each part of it changes, and every reason why it can't.
+
+    base       model.layers.0.self_attn.q_proj.weight (24, 20)
+    adapter    ....q_proj.lora_A.weight (4, 20), ....q_proj.lora_B.weight (24, 4)
+    -> {"model.layers.0.self_attn.q_proj.weight": [Low(A, B, rank=4, scaling=2.0, turned=False, experts=1)]}
+
+Shapes decide whether a weight is transposed; a square one follows its namesakes in other layers, then the config's
+`fan_in_fan_out`. Stacked experts (`target_parameters`) nest a level for each parameter of a module: the levels are
+given to the parameters whose shapes they fit, the first registered innermost. Nothing raises here: faults are
+collected, so that an adapter of another base is reported as a whole. Source: PEFT 0.21.2, see `formats.peft.format` and
+`adapters.arithmetic`.
+
+Names say which module each tensor of the adapter belongs to, and what it is there:
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight     model.layers.0.self_attn.q_proj, A
+    base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight   model.layers.0.mlp.experts, B, level 1
+    base_model.model.lm_head.weight                                    lm_head.weight, whole
+
+Names that were saved with the adapter's own name in them (`lora_A.default.weight`), or with those of wrappers (FSDP,
+torch.compile), mean the same. Modules are those of the model that was wrapped: a causal LM's are the base's; a bare
+model's lack its `model.`, and newer transformers moved some (`Root`). Source: PEFT 0.21.2 `utils/save_and_load.py`; see
+`formats.peft.format`.
+
+What the config names and the file lacks is reported: an adapter that was cut short would fold without a fault, in part.
+
+    target_modules: [q_proj], tensors of layers 0 and 1, a base of three
+          model.layers.2.self_attn.q_proj: no lora_A, lora_B
+    modules_to_save: [lm_head], no lm_head.weight                         lm_head.weight: not there
+
+Only what is sure is reported: lists of endings (PEFT takes every module that has one), and modules whose namesakes in
+other layers are there; so experts that are modules on disk and none in memory, or a pattern, raise no false alarm.
+Source: PEFT 0.21.2 `tuners/tuners_utils.py` check_target_module_exists, `utils/other.py` ModulesToSaveWrapper.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import permutations
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.adapters.adapter import Settings
+from ckpt_tool.core.tensor import LogicalTensor
+from ckpt_tool.errors import near_misses
+from ckpt_tool.formats.state_dict.paths import clean
+
+Shape = tuple[int, ...]
+TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)
+_MOST = 6  # parameters of one module
+_NEAR, _MANY = 10, 2000  # names that near misses are looked for in a base of less than _MANY: each is held against all
+
+
+class Low(NamedTuple):
+    """A low-rank term: see `adapters.arithmetic.Term`."""
+
+    a: LogicalTensor
+    b: LogicalTensor
+    rank: int
+    scaling: float
+    turned: bool
+    experts: int = 1
+    magnitude: LogicalTensor | None = None
+
+
+class Bias(NamedTuple):
+    added: LogicalTensor
+    scaling: float
+
+
+class Tokens(NamedTuple):
+    rows: tuple[int, ...]
+    values: LogicalTensor
+
+
+class Whole(NamedTuple):
+    tensor: LogicalTensor
+
+
+Change = Low | Bias | Tokens | Whole
+
+
+class Matched(NamedTuple):
+    """changes: base tensor -> what the adapter does to it. faults: one line each; missing: base tensors that it asks
+    for;
+    absent: what its config names and it lacks."""
+
+    changes: Mapping[str, list[Change]]
+    faults: tuple[str, ...]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+
+
+def match(
+    tensors: Iterable[LogicalTensor], base: Mapping[str, LogicalTensor], settings: Settings, config: Mapping[str, Any]
+) -> Matched:
+    """The adapter's `tensors` against the `base` (name -> tensor, under the adapter's dialect). config: the base's."""
+    return _Matching(tensors, base, settings, config).matched()
+
+
+class _Matching:
+    def __init__(
+        self,
+        tensors: Iterable[LogicalTensor],
+        base: Mapping[str, LogicalTensor],
+        settings: Settings,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.base, self.settings = base, settings
+        self.children: dict[str, dict[str, LogicalTensor]] = {}
+        for name, tensor in base.items():
+            if len(tensor.shape) in (2, 3):
+                self.children.setdefault(name.rpartition(".")[0], {})[name] = tensor
+        self.near = _NEAR if len(base) < _MANY else 1
+        self.transposed = config.get("model_type") in TRANSPOSED
+        self.faults: list[str] = []
+        self.missing: list[str] = []
+        self.notes: list[str] = []
+        self.changes: dict[str, list[Change]] = {}
+        self.parts: dict[tuple[str, int], dict[str, LogicalTensor]] = {}
+        self.whole: dict[str, LogicalTensor] = {}
+        self.own: dict[str, str] = {}  # module of the base -> what the adapter's config calls it
+        self.turned: dict[str, set[bool]] = {}  # by a module's last name, of weights that are not square
+        found = [(tensor, part_of(tensor.key.name)) for tensor in tensors]
+        self._rooted([(tensor, part) for tensor, part in found if part is not None])
+        self.faults += [f"{tensor.key.name}: no name that PEFT's LoRA writes" for tensor, part in found if part is None]
+
+    def _rooted(self, found: Sequence[tuple[LogicalTensor, Part]]) -> None:
+        """The parts by the base's modules."""
+        known = {name.rpartition(".")[0] for name in self.base}
+        modules = dict.fromkeys(
+            part.module.rpartition(".")[0] if part.kind == WHOLE else part.module for _, part in found
+        )
+        root, _ = root_for(modules, known)
+        if root.old != root.new:
+            self.notes.append(f"the adapter's modules {root.old}* are {root.new}* of the base")
+        for tensor, part in found:
+            module = root.of(part.module) or part.module
+            self.own[module] = part.module
+            if part.kind == WHOLE:
+                known_as, row = module, self.whole
+            else:
+                known_as, row = part.kind, self.parts.setdefault((module, part.level), {})
+            if known_as in row:
+                self.faults.append(f"{tensor.key.name}: stands twice, under two adapter names")
+            row[known_as] = tensor
+
+    def matched(self) -> Matched:
+        for name, tensor in self.whole.items():
+            self._whole(name, tensor)
+        stacked: dict[str, dict[int, dict[str, LogicalTensor]]] = {}
+        plain: list[tuple[str, dict[str, LogicalTensor]]] = []
+        for (module, level), row in self.parts.items():
+            if level or f"{module}.weight" not in self.base and self._parameters(module):
+                stacked.setdefault(module, {})[level] = row
+            else:
+                plain.append((module, row))
+        for module, row in plain:
+            self._votes(module, row)
+        for module, row in plain:
+            self._plain(module, row)
+        for module, levels in stacked.items():
+            self._stacked(module, levels)
+        adapted = {module for module, _ in self.parts}
+        lacks = absent(self.base, adapted, self.whole, self.settings)
+        if any(self.settings.tokens.values()) and not any(TOKENS in row for row in self.parts.values()):
+            lacks.append("trainable_tokens_delta: the config names rows of an embedding")
+        return Matched(self.changes, tuple(self.faults), tuple(self.missing), tuple(self.notes), tuple(lacks))
+
+    # -- whole tensors -------------------------------------------------------------------------------------------------
+
+    def _whole(self, name: str, tensor: LogicalTensor) -> None:
+        target = self._target(name, tensor)
+        if target is None:
+            return
+        if target.shape != tensor.shape:
+            self._fault(tensor, f"its shape {list(tensor.shape)} is not the base's {list(target.shape)}")
+        else:
+            self.changes.setdefault(name, []).insert(0, Whole(tensor))
+
+    def _target(self, name: str, tensor: LogicalTensor) -> LogicalTensor | None:
+        target = self.base.get(name)
+        if target is None:
+            self.missing.append(name)
+            near = near_misses(name, self.base, most=1) if len(self.missing) <= self.near else ""
+            self._fault(tensor, f"the base has no {name}" + (f" ({near})" if near else ""))
+        return target
+
+    def _fault(self, tensor: LogicalTensor, what: str) -> None:
+        self.faults.append(f"{tensor.key.name}: {what}")
+
+    # -- modules with a weight -----------------------------------------------------------------------------------------
+
+    def _votes(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
+        target, a, b = self.base.get(f"{module}.weight"), row.get(A), row.get(B)
+        if (
+            target is not None
+            and a is not None
+            and b is not None
+            and len(target.shape) == 2
+            and a.shape
+            and b.shape
+            and b.shape[0] != prod(a.shape[1:])
+        ):
+            self.turned.setdefault(module.rpartition(".")[2], set()).add(
+                target.shape == (prod(a.shape[1:]), b.shape[0])
+            )
+
+    def _plain(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
+        first = next(iter(row.values()))
+        name = f"{module}.weight"
+        target = self._target(name, first)
+        if target is None:
+            return
+        if TOKENS in row:
+            self._tokens(name, module, target, row[TOKENS])
+        pairs = [(row.get(a), row.get(b), b) for a, b in ((A, B), (EMBEDDING_A, EMBEDDING_B))]
+        if not any(a or b for a, b, _ in pairs):
+            if set(row) - {TOKENS}:
+                self._fault(first, "without its lora_A and lora_B")
+            return
+        for a, b, kind in pairs:
+            if (a is None) != (b is None):
+                self._fault(a or b or first, "the other half of the pair is not there")
+            elif a is not None and b is not None:
+                self._low(name, module, target, row, a, b, embedding=kind == EMBEDDING_B)
+
+    def _low(
+        self,
+        name: str,
+        module: str,
+        target: LogicalTensor,
+        row: Mapping[str, LogicalTensor],
+        a: LogicalTensor,
+        b: LogicalTensor,
+        *,
+        embedding: bool,
+    ) -> None:
+        rank, outputs = a.shape[0] if a.shape else 0, b.shape[0] if b.shape else 0
+        straight = target.shape == (outputs, *a.shape[1:])
+        turned = target.shape == (prod(a.shape[1:]), outputs)
+        if rank == 0 or len(a.shape) < 2 or prod(b.shape[1:]) != rank:
+            self._fault(
+                a, f"shapes {list(a.shape)} and {list(b.shape)} are no pair of lora_A and lora_B: a rank's part alone?"
+            )
+        elif not (turned if embedding else straight or turned):
+            self._fault(a, f"{list(a.shape)} and {list(b.shape)} don't fit {name} of shape {list(target.shape)}")
+        elif self._rank_is(module, rank, a) and self._magnitude_is(row, outputs, a):
+            low = Low(
+                a,
+                b,
+                rank,
+                self.settings.scaling(self._called(module), rank),
+                embedding or (turned and (not straight or self._lies_turned(module))),
+                magnitude=row.get(MAGNITUDE),
+            )
+            self.changes.setdefault(name, []).append(low)
+            if BIAS in row:
+                self._bias(f"{module}.bias", row[BIAS], low.scaling)
+
+    def _lies_turned(self, module: str) -> bool:
+        """A square weight: as those of its name in other places, as all others, as the config says."""
+        own = self.turned.get(module.rpartition(".")[2], set())
+        every = set().union(*self.turned.values())
+        votes = own if len(own) == 1 else every if len(every) == 1 else {self.settings.fan_in_fan_out}
+        return next(iter(votes))
+
+    def _rank_is(self, module: str, rank: int, a: LogicalTensor) -> bool:
+        want = self.settings.rank_of(self._called(module))
+        if want != rank:
+            self._fault(a, f"rank {rank}, and the config says {want}")
+        return want == rank
+
+    def _called(self, name: str) -> str:
+        """A module, or a parameter of one, as the adapter's config calls it."""
+        module, _, last = name.rpartition(".")
+        return self.own.get(name) or (f"{self.own[module]}.{last}" if module in self.own else name)
+
+    def _magnitude_is(self, row: Mapping[str, LogicalTensor], outputs: int, a: LogicalTensor) -> bool:
+        magnitude = row.get(MAGNITUDE)
+        if self.settings.dora and magnitude is None:
+            self._fault(a, "the config says DoRA, and there is no lora_magnitude_vector")
+        elif magnitude is not None and not self.settings.dora:
+            self._fault(magnitude, "the config says nothing of DoRA")
+        elif magnitude is not None and magnitude.numel != outputs:
+            self._fault(magnitude, f"{magnitude.numel} magnitudes for {outputs} outputs")
+        else:
+            return True
+        return False
+
+    def _bias(self, name: str, added: LogicalTensor, scaling: float) -> None:
+        target = self._target(name, added)
+        if target is not None and target.shape != added.shape:
+            self._fault(added, f"its shape {list(added.shape)} is not the base's {list(target.shape)}")
+        elif target is not None:
+            self.changes.setdefault(name, []).append(Bias(added, scaling))
+
+    def _tokens(self, name: str, module: str, target: LogicalTensor, values: LogicalTensor) -> None:
+        tokens = self.settings.tokens
+        found = [rows for key, rows in tokens.items() if key and f".{module}".endswith(f".{key}")]
+        rows = found[0] if found else tokens.get("", ())
+        if (
+            values.shape != (len(rows), *target.shape[1:])
+            or len(set(rows)) != len(rows)
+            or any(r >= target.shape[0] for r in rows)
+        ):
+            wanted = f"{len(rows)} rows by the config, for a weight of {list(target.shape)}"
+            self._fault(values, f"its shape {list(values.shape)} does not fit {wanted}")
+        else:
+            self.changes.setdefault(name, []).append(Tokens(rows, values))
+
+    # -- parameters of a module without a weight: stacked experts ------------------------------------------------------
+
+    def _parameters(self, module: str) -> dict[str, LogicalTensor]:
+        """The module's own matrices that the config targets, or all of them where it names none."""
+        asked = self.settings.parameters
+        return {
+            name: tensor
+            for name, tensor in self.children.get(module, {}).items()
+            if not asked or any(name == each or name.endswith(f".{each}") for each in asked)
+        }
+
+    def _stacked(self, module: str, levels: Mapping[int, Mapping[str, LogicalTensor]]) -> None:
+        first = next(iter(next(iter(levels.values())).values()))
+        parameters = self._parameters(module)
+        inner_first = [levels[level] for level in sorted(levels, reverse=True)]
+        if not parameters:
+            self._target(f"{module}.weight", first)
+        elif sorted(levels) != list(range(len(levels))) or len(levels) > min(_MOST, len(parameters)):
+            self._fault(
+                first,
+                f"{len(levels)} levels of wrappers, and the base has {', '.join(parameters) or 'no parameter'} there",
+            )
+        elif any(set(row) != {A, B} for row in inner_first):
+            self._fault(first, "a parameter's wrapper holds a lora_A and a lora_B alone")
+        else:
+            fits = [
+                names
+                for names in permutations(parameters, len(levels))
+                if all(_ways(row, parameters[name]) for row, name in zip(inner_first, names, strict=True))
+            ]
+            order = [names for names in fits if list(names) == sorted(names, key=_registered)]
+            if not fits:
+                shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in parameters.items())
+                rows = ", ".join(str([list(tensor.shape) for tensor in row.values()]) for row in inner_first)
+                self._fault(first, f"shapes {rows} don't fit {shapes}")
+            elif len(fits) > 1 and len(order) != 1:
+                self._fault(first, f"its shapes fit {', '.join(parameters)} in more than one way")
+            else:
+                self._experts(parameters, dict(zip((order or fits)[0], inner_first, strict=True)))
+
+    def _experts(
+        self, parameters: Mapping[str, LogicalTensor], rows: Mapping[str, Mapping[str, LogicalTensor]]
+    ) -> None:
+        ways = {name: _ways(row, parameters[name]) for name, row in rows.items()}
+        sure = {next(iter(way)) for way in ways.values() if len(way) == 1}
+        for name, row in rows.items():
+            tensor, a, b = parameters[name], row[A], row[B]
+            experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            rank = a.shape[0] // experts
+            turned = (
+                next(iter(ways[name]))
+                if len(ways[name]) == 1
+                else next(iter(sure))
+                if len(sure) == 1
+                else self.transposed
+            )
+            if self._rank_is(name, rank, a):
+                self.changes.setdefault(name, []).append(
+                    Low(a, b, rank, self.settings.scaling(self._called(name), rank), turned, experts)
+                )
+
+
+def _ways(row: Mapping[str, LogicalTensor], tensor: LogicalTensor) -> set[bool]:
+    """How A (e r, in) and B (out, e r) fit stacked matrices: False for (e, out, in), True for (e, in, out)."""
+    a, b = row[A].shape, row[B].shape
+    experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0 or a[0] % experts:
+        return set()
+    matrix = tensor.shape[-2:]
+    ways = {(b[0], a[1]): False, (a[1], b[0]): True} if len(tensor.shape) == 3 else {(b[0], a[1]): False}
+    return {turned for shape, turned in ways.items() if shape == matrix} | (
+        {False} if b[0] == a[1] and matrix == (b[0], a[1]) else set()
+    )
+
+
+def _registered(name: str) -> int:
+    """Where transformers registers the parameter in its module: the fused first matrix before the second."""
+    last = name.rpartition(".")[2]
+    order = ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3", "down_proj", "w2")
+    return order.index(last) if last in order else len(order)
+
+
+# -- names of an adapter's tensors -------------------------------------------------------------------------------------
+
+
+A, B, BIAS, MAGNITUDE, EMBEDDING_A, EMBEDDING_B, TOKENS, WHOLE = (
+    "lora_A",
+    "lora_B",
+    "lora_B.bias",
+    "lora_magnitude_vector",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "trainable tokens",
+    "whole",
+)
+PREFIX = "base_model.model."
+_LORA = re.compile(r"(.+)\.lora_(A|B)(?:\.(?!weight$|bias$)[^.]+)?\.(weight|bias)")
+_PADDLE = re.compile(r"(.+)\.lora_(A|B)")  # parameters of PaddleFormers' layers, seen the other way round
+_EMBEDDING = re.compile(r"(.+)\.lora_embedding_(A|B)(?:\.[^.]+)?")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[^.]+){0,2}")
+_TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?")
+_SAVED = re.compile(r"\.modules_to_save(?:\.(?!weight$|bias$)[^.]+)?(?=\.)")
+_LEVEL = ".base_layer"
+
+
+class Part(NamedTuple):
+    """module: of the base; of a WHOLE, the tensor's own name. kind: as above. level: wrappers around it that have a
+    name (`.base_layer`): stacked experts with several parameters."""
+
+    module: str
+    kind: str
+    level: int = 0
+
+
+def part_of(name: str) -> Part | None:
+    """What the tensor is, None for a name that PEFT's LoRA does not write."""
+    name = clean(name).removeprefix(PREFIX)
+    for pattern, letters in (
+        (_LORA, {"A": A, "B": B}),
+        (_PADDLE, {"A": A, "B": B}),
+        (_EMBEDDING, {"A": EMBEDDING_A, "B": EMBEDDING_B}),
+        (_MAGNITUDE, None),
+        (_TOKENS, None),
+    ):
+        found = pattern.fullmatch(name)
+        if found is None:
+            continue
+        module, level = _unwrapped(found[1])
+        if letters is None:
+            return Part(module, MAGNITUDE if pattern is _MAGNITUDE else TOKENS, level)
+        if pattern is _LORA and found[3] == "bias":
+            return Part(module, BIAS, level) if found[2] == "B" else None
+        return Part(module, letters[found[2]], level)
+    if any(each.startswith("lora_") or each == "token_adapter" for each in name.split(".")):
+        return None
+    module, last = _SAVED.sub("", name).rpartition(".")[::2]
+    return Part(f"{_unwrapped(module)[0]}.{last}" if module else last, WHOLE)
+
+
+def _unwrapped(module: str) -> tuple[str, int]:
+    level = 0
+    while module.endswith(_LEVEL):
+        module, level = module.removesuffix(_LEVEL), level + 1
+    return module, level
+
+
+class Root(NamedTuple):
+    """Modules that begin with `old` in the adapter begin with `new` in the base."""
+
+    old: str
+    new: str
+
+    def of(self, module: str) -> str | None:
+        return self.new + module[len(self.old) :] if module.startswith(self.old) else None
+
+
+# Where the base's names begin otherwise than the wrapped model's: a bare model's, those of transformers before and
+# after 4.52
+ROOTS = (
+    Root("", ""),
+    Root("", "model."),
+    Root("model.", ""),
+    Root("", "transformer."),
+    Root("transformer.", ""),
+    Root("model.language_model.", "language_model.model."),
+    Root("language_model.model.", "model.language_model."),
+    Root("model.", "model.language_model."),
+    Root("model.", "language_model.model."),
+    Root("model.language_model.", "model."),
+    Root("language_model.model.", "model."),
+    Root("base_model.", ""),
+)
+
+
+def root_for(modules: Iterable[str], known: Collection[str]) -> tuple[Root, int]:
+    """The way to begin names under which the most of `modules` are modules of the base, and how many. known:
+    modules."""
+    modules = list(modules)
+    counts = [sum(root.of(module) in known for module in modules) for root in ROOTS]
+    most = max(counts)
+    return ROOTS[counts.index(most)], most
+
+
+# -- what is absent ----------------------------------------------------------------------------------------------------
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def absent(base: Iterable[str], adapted: Collection[str], whole: Collection[str], settings: Settings) -> list[str]:
+    """One line each. base: names of its tensors; adapted: its modules with a pair; whole: its tensors that are
+    replaced."""
+    out, targets = [], frozenset(settings.targets)
+    kinds = {_NUMBER.sub("#", module) for module in adapted} if targets else set()
+    for name in base:
+        module, _, last = name.rpartition(".")
+        if last == "weight" and module not in adapted and _NUMBER.sub("#", module) in kinds and _ends(module, targets):
+            out.append(f"{module}: no lora_A and lora_B")
+        elif name not in whole and any(f".{saved}." in f".{module}." for saved in settings.saved):
+            out.append(f"{name}: not there, and it is of modules_to_save")
+    return out
+
+
+def _ends(module: str, endings: frozenset[str]) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[k:]) in endings for k in range(len(parts)))

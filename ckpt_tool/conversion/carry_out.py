@@ -1,0 +1,172 @@
+"""Carrying a plan out: what it may replace, the run, what was staged read back before it is committed.
+
+`--force` may replace a checkpoint, something empty, or what a run of ours had begun to replace. Replacing deletes what
+is there, whole. A name mistyped by one letter must not cost a home folder, so what is no checkpoint by the formats' own
+word stays, and so does a folder of several. Cost: names and at most 64 KiB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.errors import (
+    CkptError,
+    CorruptFile,
+    InputError,
+    InternalError,
+    OutputExists,
+    SourceChanged,
+    StorageError,
+    UnsafeInput,
+)
+from ckpt_tool.formats import registry
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.sources.opening import resolve, steps_in
+from ckpt_tool.storage.destination import refuse_link
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.staging import was_replaced
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.walk import Movers
+
+
+def execute(
+    plan: Plan,
+    trees: Mapping[str, Tree],
+    writing: Writing,
+    progress: Progress,
+    *,
+    recorded: Mapping[TensorKey, str] | None = None,
+    part: tuple[int, int] | None = None,
+    movers: Movers | None = None,
+    plan_file: str | None = None,
+) -> dict[TensorKey, int] | None:
+    """Run the plan, check what was staged, commit. Returns the overflows of lossy casts; None when other parts of the
+    plan are still to be run.
+
+    movers: who moves the units, the CPU if None. recorded: digests that the source states for its tensors; values that
+    don't match are refused before the commit. plan_file: where the plan was read from; then an output that does not
+    read back as the plan says is the plan's fault (SourceChanged E1605), not ours.
+    """
+    from ckpt_tool.run.executor import Executor
+
+    def check(staged: Path, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
+        _check_recorded(source, recorded or {})
+        try:
+            _check_staged(staged, plan, digests, full=writing.verify == "full", threads=writing.threads)
+        except (InputError, UnsafeInput, InternalError) as e:
+            if plan_file is None:
+                raise
+            raise SourceChanged(
+                f"what the plan makes is no {plan.format} checkpoint of the tensors that it names: {e.message}",
+                code="E1605",
+                path=plan_file,
+                key=e.key,
+                faults=e.faults,
+                hint="the plan was not made by ckpt: make it again with --plan",
+            ) from e
+
+    executor = Executor(
+        plan,
+        dict(trees),
+        threads=writing.threads,
+        memory=writing.memory,
+        verify=writing.verify,
+        resume=writing.resume,
+        force=writing.force,
+        fsync=writing.fsync,
+        allow_lossy=writing.allow_lossy,
+        part=part,
+        progress=progress,
+        check=check,
+        movers=movers,
+    )
+    result = executor.run()
+    return result.overflows if result.committed else None
+
+
+def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKey, str]) -> None:
+    wrong = [key for key, digest in digests.items() if recorded.get(key, digest) != digest]
+    if wrong:
+        raise CorruptFile(
+            "the values do not have the digest that the source recorded for them",
+            code="E0352",
+            key=str(wrong[0]),
+            hint="the source was damaged after it was written: restore it",
+            faults=[str(key) for key in wrong[1:]],
+        )
+
+
+def _check_staged(
+    staged: Path, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
+) -> None:
+    """Read the staged output's headers back through its own reader; with `full` its values too."""
+    tree, _ = resolve(Tree(staged / plan.single if plan.single else staged), Reading(from_format=plan.format))
+    catalog = registry.by_name(plan.format).read(tree, {})
+    catalog.check()
+    have = {TensorKey(row.name, row.state): (row.shape, row.dtype) for row in catalog.rows()}
+    unlisted = {TensorKey(*key) for key in plan.options.get("unlisted", ())}  # kept as plain values
+    want = {move.key: (move.shape, move.dtype_out) for move in plan.moves if move.key not in unlisted}
+    wrong = [key for key in {**want, **have} if have.get(key) != want.get(key)]
+    if wrong:
+        raise InternalError(
+            f"the staged output does not read back as planned: {wrong[0]}: {have.get(wrong[0])}, want "
+            f"{want.get(wrong[0])}",
+            hint="please report this; nothing was committed",
+        )
+    if full and digests:
+        from ckpt_tool.run.scan import digests_of
+
+        again = digests_of(catalog, tree, threads=threads)
+        for key, digest in digests.items():
+            if key not in unlisted and again[key] != digest:
+                raise StorageError(
+                    "the values read back differ from those written",
+                    code="E0709",
+                    path=staged,
+                    key=str(key),
+                    hint="the disk or the memory of this machine fails",
+                )
+
+
+_TWO_FORMATS = "E0391"
+
+
+def check_replaced(destination: Path) -> None:
+    """Raise OutputExists: E1603 for a link, E1604 for what is no checkpoint. Nothing is wrong where nothing is
+    there."""
+    refuse_link(destination)
+    if not os.path.lexists(destination) or was_replaced(destination):
+        return
+    saw = _other_than_a_checkpoint(destination)
+    if saw:
+        raise OutputExists(
+            f"--force would delete {destination}, which is not one checkpoint: {saw}",
+            code="E1604",
+            path=destination,
+            hint="choose another name, or look at what is there and remove it yourself",
+        )
+
+
+def _other_than_a_checkpoint(path: Path) -> str:
+    """What is at the path, in words; "" for a checkpoint, an empty folder, an empty file."""
+    try:
+        if not (any(os.scandir(path)) if path.is_dir() else path.stat().st_size or not path.is_file()):
+            return ""
+        given = Tree(path)
+        several = steps_in(given) if given.single is None else []
+        if len(several) > 1:
+            return f"the folder holds {len(several)} checkpoints, among them {', '.join(several[-3:])}"
+        registry.detect(resolve(given, Reading())[0])
+    except CkptError as e:
+        return "" if e.code == _TWO_FORMATS else e.message
+    except OSError as e:
+        return os.strerror(e.errno) if e.errno else str(e)
+    return ""

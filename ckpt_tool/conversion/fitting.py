@@ -1,0 +1,213 @@
+"""Options that can take effect, and names that say what is written: an option that the target ignores is an error.
+
+    --to safetensors --zero 3          E0261: zero has no meaning for safetensors
+    --to torch OUT.ckpt                one file: `Holds.single` has the suffix
+    --to safetensors OUT.ckpt          E1611: named like a weights file of another format
+
+What a format heeds it says itself (`Holds.heeds`); what it is made to say by what travels (`torch` with training state
+is one file) its target says (`Target.by_size`). Only what was given in words counts, and what holds anyway is no fault:
+`--zero 0` where there are no data ranks, `--on-indivisible error` where nothing falls back, a degree of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.conversion.layout import degrees_of
+from ckpt_tool.core.target import Target
+from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
+from ckpt_tool.sources.config import config_in
+from ckpt_tool.sources.select import group_of
+
+SHARD_SIZE = "max-shard-size"
+
+
+# -- options and names -------------------------------------------------------------------------------------------------
+
+
+def refuse_idle(fmt: Format, writing: Writing) -> None:
+    """Raise UsageError E0261 for options that would change nothing in silence, all at once."""
+    given = {
+        SHARD_SIZE: writing.max_shard_size is not None,
+        "zero": bool(writing.zero) or writing.zero is not None and "dp" in fmt.holds.mesh,
+        "sharding": writing.sharding is not None,
+        "spec": writing.spec is not None,
+        "pp-split": bool(writing.pp_split),
+        "layout": writing.layout is not None,
+        "on-indivisible": writing.on_indivisible not in (None, "error"),
+    }
+    idle = [name for name, was_given in given.items() if was_given and name not in fmt.holds.heeds]
+    if idle:
+        faults = [f"--{name} has no meaning for {fmt.name}: {_whose(name)}" for name in idle]
+        raise UsageError(
+            faults[0].partition(":")[0], code="E0261", hint=f"{_whose(idle[0])}: leave it off", faults=faults[1:]
+        )
+
+
+def refuse_unsplit(target: Target, fmt: Format, writing: Writing) -> None:
+    """Raise UsageError E0261 for `--max-shard-size` where the output is one file whatever its size."""
+    if writing.max_shard_size is None or target.by_size:
+        return
+    if target.single is not None:
+        why, hint = f"{target.single} is one file", "leave it off, or name a folder as the output"
+    else:
+        why = f"{fmt.name} writes training state and extras as one file"
+        hint = "leave it off, or write the model alone: --state model"
+    raise UsageError(f"--{SHARD_SIZE} has no effect: {why}", code="E0261", hint=hint)
+
+
+def single_name(destination: Path, fmt: Format) -> str | None:
+    """The name of the one file that the output is, None for a folder.
+
+    A format that may be one file takes a name with one of its own suffixes for that. A name with the suffix of another
+    format's weights is an error (UsageError E1611): a reader would take the file for what it is not. Formats of folders
+    take any name, and a folder that is there keeps being one.
+    """
+    single, suffix = fmt.holds.single, destination.suffix.lower()
+    if not single or destination.is_dir():
+        return None
+    if suffix in single:
+        return destination.name
+    if suffix in WEIGHT_SUFFIXES:
+        raise UsageError(
+            f"{destination.name} is named like a file of another format: one file of {fmt.name} ends in "
+            f"{' or '.join(single)}",
+            code="E1611",
+            path=destination,
+            hint=f"name it {destination.stem}{single[0]} for one file, {destination.stem} for a folder",
+        )
+    return None
+
+
+def _whose(option: str) -> str:
+    """`it belongs to dcp and sharded`."""
+    *most, last = (name for name in registry.NAMES if option in registry.by_name(name).holds.heeds)
+    return f"it belongs to {', '.join(most)} and {last}" if most else f"it belongs to {last}"
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def held(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` without what the target format has no place for, left behind by name; what was asked for in words is an
+    error."""
+    fmt, writing = job.fmt, job.writing
+    asked = {name for name in writing.states if name != "all"} - set(writing.drop)
+    groups = {state: group_of(state) for state in {row.tensor.key.state for row in chosen.stored}}
+    homeless = {state for state, group in groups.items() if state != MODEL and not fmt.holds.has(group)}
+    stored = tuple([row for row in chosen.stored if row.tensor.key.state not in homeless])
+    reason = f"{fmt.name} has no place for it" if fmt.holds.all_states else f"{fmt.name} holds the model only"
+    gone = (row.tensor for row in chosen.stored if row.tensor.key.state in homeless) if homeless else ()
+    dropped = [*chosen.dropped, *left_behind(gone, reason, named=False)]
+    for state in [str(entry["state"]) for entry in dropped[len(chosen.dropped) :]]:
+        if state in asked or groups[state] in asked:
+            raise UsageError(
+                f"--to {fmt.name} has no place for the state {state}",
+                code="E0257",
+                hint=f"write to a training format (dcp, torch, sharded), or add --drop {groups[state]}",
+            )
+    if MASTER not in writing.drop:
+        _refuse_to_lose_masters(chosen, stored)
+    extras = chosen.extras
+    if extras and not fmt.holds.extras:
+        if "extras" in asked:
+            raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")
+        dropped.append(extras_left_behind(extras, f"{fmt.name} has no place for them"))
+        extras = {}
+    unheld = [row.tensor for row in stored if row.tensor.dtype.name in fmt.holds.dtypes]
+    if unheld:
+        raise UsageError(
+            f"{fmt.name} has no {unheld[0].dtype.name}",
+            code="E0258",
+            key=str(unheld[0].key),
+            hint="choose another format, or --remove-keys",
+            faults=[str(tensor.key) for tensor in unheld[1:]],
+        )
+    if not stored:
+        raise _nothing_left(chosen, masters=MASTER in homeless)
+    return replace(chosen, stored=stored, dropped=tuple(dropped), extras=extras)
+
+
+def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
+    """The error (E0259) for an output without a tensor. masters: those of the source are left behind."""
+    if not any(opened.catalog.tensors for opened in chosen.sources):
+        return UsageError(
+            "the source holds no tensor, so there is nothing to write",
+            code="E0259",
+            hint="an empty state dict is what a rank saves that has nothing; pass the whole folder",
+        )
+    hint = (
+        "the only weights here are fp32 masters: --as-model master writes them as the model, --dtype bf16 rounds them"
+    )
+    return UsageError(
+        "nothing is left to write", code="E0259", hint=hint if masters else "widen --state or the key patterns"
+    )
+
+
+def _refuse_to_lose_masters(chosen: Chosen, stored: Iterable[Stored]) -> None:
+    """Raise UsageError E0249 where parameters have no other weights than fp32 masters (ZeRO 3) and would stay behind,
+    all of them, while the rest of the model is written."""
+    if not any(row.tensor.key.state == MODEL for row in stored):
+        return
+    gone = {tensor.key.name for tensor in chosen.removed}
+    written = {row.tensor.key.name for row in stored}
+    written |= {name for name, made in chosen.names.items() if any(to in written for to in made)}
+    for opened in chosen.sources:
+        if MASTER not in opened.catalog.states():
+            continue
+        keys = opened.catalog.tensors
+        alone = [key.name for key in keys if key.state == MASTER and TensorKey(key.name) not in keys]
+        lost = [name for name in alone if name not in written and name not in gone]
+        if lost:
+            raise UsageError(
+                f"{len(lost)} parameters have no weights but their fp32 masters, which would stay behind: {lost[0]}",
+                code="E0249",
+                key=lost[0],
+                faults=lost[1:20],
+                hint="--as-model master writes them as the model (with --dtype bf16 as the trainer would round them);"
+                " --drop master leaves them behind",
+            )
+
+
+def fitted(chosen: Chosen, job: Conversion) -> Chosen:
+    """The tensors as the format keeps them: some formats keep the same state with other tensors in some of their
+    kinds."""
+    fmt = job.fmt
+    if not isinstance(fmt, Fitting):
+        return chosen
+    made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, options_of(chosen, fmt, job.writing))
+    stored = tuple(Stored(chosen.stored[index].source, tensor) for index, tensor in made.tensors)
+    return replace(
+        chosen,
+        stored=stored,
+        dropped=(*chosen.dropped, *made.dropped),
+        casts={**chosen.casts, **made.casts},
+        unlisted=made.unlisted,
+    )
+
+
+def options_of(chosen: Chosen, fmt: Format, writing: Writing) -> dict[str, Any]:
+    """`Wanted.options` for a format with a layout of its own."""
+    config = chosen.config
+    if config is None and fmt.holds.dialect == "paddle":
+        config = config_in(chosen.sources[0].tree)
+    return {
+        "degrees": degrees_of(chosen, writing),
+        "zero": writing.zero,
+        "pp_split": writing.pp_split,
+        "sharding": writing.sharding,
+        "spec": writing.spec,
+        "hints": chosen.all_hints,
+        "config": config,
+        "vocab_size": writing.vocab_size,
+        "removed": frozenset(t.key for t in chosen.removed),
+    }

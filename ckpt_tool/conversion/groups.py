@@ -1,0 +1,106 @@
+"""Optimizer groups in the extras, when parameters go or take other names.
+
+Groups are `param_groups: [{"params": [name, ...]}]`, with numbers and `param_names` side by side in torch's own, and
+keys such as `param_groups.NAME.lr` in the flat spelling. All else stays, whatever it is called.
+
+    renamed_groups({"param_groups": [{"lr": 1, "params": ["gate", "up"]}]}, {"gate": ("fc",), "up": ("fc",)})
+    {"param_groups": [{"lr": 1, "params": ["fc"]}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.formats.state_dict.paths import clean
+
+RECORDS = frozenset({"deepspeed"})  # extras in which a format keeps the names that its files repeat
+Names = Mapping[str, tuple[str, ...]]  # parameter -> the parameters that are made of it
+
+
+def without_removed(value: Any, names: set[str]) -> Any:
+    """Extras whose optimizer groups no longer list the removed parameters; all else stays, whatever it is called.
+
+    What a reader noted of names (RECORDS) forgets them too: an alias that stayed there would be written again from its
+    twin.
+    """
+    return renamed_groups(_without_records(value, names), dict.fromkeys(names, ())) if names else value
+
+
+def _without_records(value: Any, names: set[str], *, record: bool = False) -> Any:
+    """The value without `names` in its records, whose keys and list items are names, among others."""
+    if isinstance(value, dict):
+        return {
+            key: _without_records(item, names, record=record or key in RECORDS)
+            for key, item in value.items()
+            if not (record and key in names)
+        }
+    if isinstance(value, list) and record:
+        return [
+            _without_records(item, names, record=True)
+            for item in value
+            if not (isinstance(item, str) and item in names)
+        ]
+    return [_without_records(item, names) for item in value] if isinstance(value, list) else value
+
+
+def _flat_parameter(key: str) -> str:
+    """`w` of `param_groups.w.lr`; "" for any other key."""
+    _, found, rest = f".{key}".partition(".param_groups.")
+    return clean(rest.rpartition(".")[0]) if found else ""
+
+
+def renamed_groups(value: Any, names: Names) -> Any:
+    """Extras whose optimizer groups list the parameters that were made of theirs, each once.
+
+    Raises InconsistentCheckpoint E1281 where the parts of one parameter belong to groups (or carry values) that differ.
+    """
+    if isinstance(value, dict):
+        out: dict[Any, Any] = {}
+        for key, item in value.items():
+            if key == "param_groups" and isinstance(item, list):
+                out[key] = _renamed_lists(item, names)
+                continue
+            for to in _renamed_keys(key, names):
+                if to in out and out[to] != item:
+                    _differ(str(to), "optimizer settings of its parts differ")
+                out[to] = renamed_groups(item, names)
+        return out
+    return [renamed_groups(item, names) for item in value] if isinstance(value, list) else value
+
+
+def _renamed_keys(key: Any, names: Names) -> list[Any]:
+    """A flat key under its parameters' new names; any other key as it is."""
+    name = _flat_parameter(key) if isinstance(key, str) else ""
+    if name not in names:
+        return [key]
+    head, _, setting = key.rpartition(".")
+    start = head[: len(head) - len(head.partition("param_groups.")[2])]
+    return [f"{start}{to}.{setting}" for to in names[name]]
+
+
+def _renamed_lists(groups: list[Any], names: Names) -> list[Any]:
+    seen: dict[str, int] = {}
+    renames, out = any(names.values()), []
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            out.append(group)
+            continue
+        params, listed = group["params"], group.get("param_names")
+        beside = isinstance(listed, list) and len(listed) == len(params)
+        rows: dict[str, tuple[Any, Any]] = {}  # name -> what `params` and `param_names` hold
+        for param, name in zip(params, listed if isinstance(listed, list) and beside else params, strict=True):
+            for to in names.get(clean(str(name)), (name,)):
+                if seen.setdefault(str(to), number) != number and renames:
+                    _differ(str(to), f"its parts are in optimizer groups {seen[str(to)]} and {number}")
+                rows.setdefault(str(to), (param if beside else to, to))
+        lists = {"params": [param for param, _ in rows.values()]}
+        out.append({**group, **lists, **({"param_names": [to for _, to in rows.values()]} if beside else {})})
+    return out
+
+
+def _differ(name: str, why: str) -> None:
+    raise InconsistentCheckpoint(
+        f"{name}: {why}", code="E1281", key=name, hint="leave the optimizer's settings behind with --drop extras"
+    )

@@ -1,0 +1,215 @@
+"""Degrees: the mesh and the layout that the user's options, the source and the target format come to.
+
+A layout file (`--layout FILE.toml`): degrees and placement rules, read in bounded time whatever stands in it.
+
+    [mesh]
+    tp = 4
+    [[rule]]
+    match = "*.w1.weight"
+    shard = { 0 = ["tp"] }
+
+CPython's TOML parser is recursive and takes the square of a dotted key's parts, so size and dots of a line are bounded
+first.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.commands.options import DEFAULT_POLICY, Writing
+from ckpt_tool.core.bounds import DIGITS
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.mesh import Mesh, divisors_near
+from ckpt_tool.core.target import Wanted
+from ckpt_tool.core.tensor import MODEL, LogicalTensor
+from ckpt_tool.errors import UsageError, wrap_os_error
+from ckpt_tool.formats.base import Format
+from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
+from ckpt_tool.quantised.kept_whole import held_together
+from ckpt_tool.sources.chosen import Chosen
+
+FEW, RANKS = 1024, 1 << 17  # of one job: planned whatever the tensors are; the largest so far have some 100,000
+
+
+def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
+    """For a format with a layout of its own: mesh dim -> size, `dp` all data ranks; what nobody says is left out."""
+    catalog = chosen.sources[0].catalog
+    inherited: dict[str, int] = {}
+    if chosen.inherits:
+        stated = chosen.all_hints.get("degrees")
+        inherited = dict(stated if stated else catalog.mesh.dims)
+        if not stated and "ep" in inherited:
+            inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
+    if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
+        inherited.pop("etp", None)  # experts follow tp unless somebody parted them
+    degrees = {**inherited, **writing.degrees}
+    refuse_idle_ranks(degrees, (row.tensor.shape for row in chosen.stored))
+    return degrees
+
+
+def refuse_idle_ranks(degrees: Mapping[str, int], shapes: Iterable[tuple[int, ...]]) -> None:
+    """Raise UsageError E1651 for degrees that leave ranks with nothing: more than the tensors have anything to share
+    among, or more ranks in all than any job has. Up to `FEW` ranks nothing is refused: the layout may leave some of
+    them empty.
+
+    degrees: mesh dim -> size. shapes: of the tensors to write; looked at only where a degree is that large.
+    """
+    ranks = prod(max(size, 1) for size in degrees.values())
+    if ranks <= FEW:
+        return
+    known = [shape for shape in shapes if shape]
+    longest = max((max(shape) for shape in known), default=1)
+    most = {name: max(longest, FEW) for name in degrees} | {"dp": max(FEW, *(prod(shape) for shape in known))}
+    for name, size in degrees.items():
+        if size > min(most[name], RANKS):
+            raise UsageError(
+                f"--{name} {_shown(size)}: no tensor has so many "
+                f"{'elements' if name == 'dp' else 'rows or columns'} to share"
+                if size > most[name]
+                else f"--{name} {_shown(size)}: more ranks than a plan is made for",
+                code="E1651",
+                hint=f"the nearest that it takes is --{name} {min(most[name], RANKS)}",
+            )
+    if ranks > RANKS:
+        shown = " x ".join(f"{name} {_shown(size)}" for name, size in degrees.items() if size > 1)
+        largest = max(degrees, key=lambda name: degrees[name])
+        raise UsageError(
+            f"{shown} are more ranks than a plan is made for, {RANKS} at most",
+            code="E1651",
+            hint=f"the nearest that it takes is --{largest} {max(RANKS * degrees[largest] // ranks, 1)}",
+        )
+
+
+def _shown(size: int) -> str:
+    return str(size) if size < 10**DIGITS else "of very many digits"
+
+
+def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
+    """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
+    if fmt.holds.own_layout:
+        return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
+    inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
+    degrees = {**dict(inherited), **writing.degrees}
+    rules: tuple[Rule, ...] = ()
+    if writing.layout:
+        named, rules = read_layout(writing.layout)
+        degrees |= named
+    refuse_idle_ranks(degrees, (tensor.shape for tensor in wanted.tensors))
+    degrees = _carve_experts(degrees, writing)
+    foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
+    if foreign:
+        foreign.sort(key=lambda name: name not in writing.degrees)  # name what was typed, not what was inherited
+        if any(name in writing.degrees for name in foreign) or writing.layout:
+            raise UsageError(
+                f"--{foreign[0]} {degrees[foreign[0]]}: {fmt.name} holds whole tensors, not a rank's share",
+                code="E0260",
+                hint="write to sharded or dcp for parallel ranks, or leave the degree off",
+            )
+        degrees = {name: size for name, size in degrees.items() if name not in foreign}
+    cuts = {
+        row.tensor.key.name: dim
+        for row in chosen.stored
+        if row.tensor.key.state == MODEL
+        and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None
+    }
+    zero = fmt.holds.zero if writing.zero is None else writing.zero
+    return lay_out(
+        wanted.tensors,
+        Wishes(
+            Mesh.of(**degrees),
+            zero,
+            writing.on_indivisible or DEFAULT_POLICY,
+            rules,
+            cuts,
+            writing.pp_split,
+            chosen.all_hints.get("dialect") == "paddle",
+            held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
+        ),
+    )
+
+
+def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:
+    """`--dp` counts all data ranks; expert ranks are carved out of them, so the mesh's `dp` is what is left."""
+    out = {name: size for name, size in degrees.items() if size != 1 or name in writing.degrees}
+    if out.get("etp", 1) == out.get("tp", 1):
+        out.pop("etp", None)
+    if out.get("etp", 1) > 1 or out.get("vpp", 1) > 1:
+        name = "etp" if out.get("etp", 1) > 1 else "vpp"
+        raise UsageError(
+            f"--{name} has no meaning for this format", code="E0261", hint="it belongs to Megatron's formats"
+        )
+    if "ep" in writing.degrees and "dp" in writing.degrees:
+        dp, ep = out.get("dp", 1), out.get("ep", 1)
+        if dp > 1 and dp % ep:
+            near = divisors_near(dp, ep)
+            raise UsageError(
+                f"{ep} expert ranks can't be carved out of {dp} data ranks",
+                code="E0262",
+                hint=f"--ep that divides --dp {dp}: {', '.join(map(str, near))}",
+            )
+        if dp > 1:
+            out["dp"] = dp // ep
+    return out
+
+
+def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
+    """The one dim along which the source's tensor parallel ranks cut the tensor, None when none or several.
+
+    mesh: the source's, where it is known: a cut into as many bands as there are data ranks alone is no tensor cut.
+    """
+    if len(tensor.chunks) == 1:
+        return None
+    dims = {
+        d
+        for chunk in tensor.chunks
+        for d, (n, full) in enumerate(zip(chunk.box.shape, tensor.shape, strict=True))
+        if n != full
+    }
+    if len(dims) != 1:
+        return None
+    dim = dims.pop()
+    bands, tp = len({chunk.box.offset[dim] for chunk in tensor.chunks}), mesh["tp"]
+    if mesh.dims and (tp == 1 or bands not in (tp, tp * mesh["dp"] * mesh["ep"])):
+        return None
+    return dim
+
+
+# -- layout files ------------------------------------------------------------------------------------------------------
+
+
+LIMIT = 256 << 10  # bytes; a rule takes some hundred
+DOTS = 1000  # of a line
+
+
+def read_layout(file: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
+    """(degrees, rules) of the file. Raises UsageError E0252 with what does not read, StorageError."""
+    path = Path(file)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(LIMIT + 1)
+    except OSError as e:
+        raise wrap_os_error(e, path, "reading the layout file") from e
+    return parse_layout(raw, file)
+
+
+def parse_layout(raw: bytes, path: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
+    """(degrees, rules) of a layout file's bytes. path: the file, for messages. Raises UsageError E0252."""
+    try:
+        if len(raw) > LIMIT:
+            raise ValueError(f"more than {LIMIT >> 10} KiB")
+        if max(line.count(b".") for line in raw.split(b"\n")) > DOTS:
+            raise ValueError(f"a line with more than {DOTS} dots")
+        document = tomllib.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        what = "nested too deeply" if isinstance(e, RecursionError) else str(e).partition("; use sys.")[0]
+        raise UsageError(
+            f"the layout file is not TOML: {what}",
+            code="E0252",
+            path=path,
+            hint="want [mesh] with degrees, and [[rule]] tables with match and shard",
+        ) from e
+    return rules_from(document, path)

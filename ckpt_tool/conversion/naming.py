@@ -1,0 +1,384 @@
+"""Naming: the chosen tensors under the names and the structure that the output shall have.
+
+Three roads, and the report says which was taken: AOA statements (`--aoa FILE`), the families' equations where the
+source's dialect is known and is not the target's, or none: names are kept. The mapping is applied to where the elements
+are stored (`plan.mapping`), so nothing has moved yet and every later step is the same.
+
+Chosen tensors ready for a mapping: values that it changes are computed, and what it joins is in one source.
+
+A mapping moves elements (`plan.mapping`). Two things it asks for are not moves: a number added on the way (`* add(1)`
+of a table: zero-centred norms), and one tensor made of several of different sources (q_proj that an adapter changed
+beside k_proj as it was, for a fused QKV). Both become computed tensors first, and the mapping moves those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.algebra.element_map import ElementMap
+from ckpt_tool.algebra.mapped import Made, Mapped
+from ckpt_tool.algebra.piece import PAD
+from ckpt_tool.commands.options import DIALECTS, Reading, Writing
+from ckpt_tool.conversion.groups import renamed_groups
+from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
+from ckpt_tool.conversion.vocabulary import without_padding
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
+from ckpt_tool.sources.config import centred_norms, check_config, config_of
+
+if TYPE_CHECKING:
+    from ckpt_tool.families.registry import Found
+
+
+AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
+NO_FAMILY = "E1372"  # of `families.registry.find`
+_NUMBER = re.compile(r"\d+")
+_MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
+_NLP = frozenset(
+    f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
+)
+_INWARD = (".down_proj.weight", ".o_proj.weight")  # (hidden, inputs) in the hub
+_MATRICES = (
+    *_INWARD,
+    *(f".{each}_proj.weight" for each in ("gate", "up", "k", "v", "q")),
+)  # seldom square, all of them
+
+
+def named(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` under the names that `--aoa` or `--dialect` (default: what is at home in the format) ask for. Raises
+    UsageError, InputError."""
+    reading, writing, target = job.reading, job.writing, job.dialect
+    if writing.aoa:
+        if writing.dialect not in (None, "keep"):
+            raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
+        return _by_statements(chosen, reading, writing)
+    if target == "keep":
+        if reading.family and writing.dialect is None:
+            return chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
+        return chosen
+    source = _dialect_of(chosen)
+    if writing.dialect is None and not reading.family:
+        if source == target != "hf":
+            return chosen
+        if target == "hf" and source in (None, "hf") and not _looks_foreign(row.tensor for row in chosen.stored):
+            return chosen
+    return _by_family(chosen, reading, writing, target, source)
+
+
+def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
+    """Does what says nothing of itself, or says Hugging Face, look like Megatron's or Paddle's? A quick look that
+    spares the
+    families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers also write
+    folders that are Hugging Face's in all but the fused weights."""
+    shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
+    if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
+        return True
+    if any(name in _MEGATRON or name in _NLP for name in shapes):
+        return True
+    hidden = next(
+        (shape[0] for name, shape in shapes.items() if name.endswith("norm.weight") and len(shape) == 1), None
+    )
+    for name, shape in shapes.items():
+        if len(shape) == 2 and shape[0] != shape[1] and hidden in shape and name.endswith(_MATRICES):
+            return (shape[0] == hidden) != name.endswith(_INWARD)
+    return False
+
+
+def _dialect_of(chosen: Chosen) -> str | None:
+    """What the first source says of its names, or whose they were given since: `hf`, `paddle`, ...; None for
+    nothing."""
+    dialect = chosen.all_hints.get("dialect")
+    if isinstance(dialect, str):
+        return dialect if dialect in DIALECTS and dialect != "keep" else None
+    return None if chosen.home == "keep" else chosen.home
+
+
+def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, source: str | None) -> Chosen:
+    """By the equations of the family that the config, the names or `--family` tell. Where the user does not ask for it
+    in words, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign."""
+    from ckpt_tool.families.base import SHIFTED
+    from ckpt_tool.families.registry import find
+    from ckpt_tool.families.rewrite import mapping
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    asked = writing.dialect is not None or reading.family is not None
+    opened = chosen.sources[0]
+    model = config_of(opened, reading)
+    config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
+    shapes = parameter_shapes(chosen.stored)
+    stated = None if source == "hf" else source
+    try:
+        found = find(config, _one_of_each(shapes), told=stated, family=reading.family)
+        if target not in found.family.known_dialects:
+            found.family.table(target)
+    except (UsageError, InputError) as e:
+        nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
+        if asked or source not in (None, target) and not nobody_knows:
+            e.faults = (*e.faults, *model.notes)
+            raise
+        return chosen.noted(f"names and structure are kept as they are: {e.message}")
+    if config is not None and "model_type" not in config and not model.file:
+        model = config_of(opened, reading, found.family.name)
+        config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
+    check_config(model, reading.config or opened.path)
+    origin = chosen.config_from if chosen.config is not None else model.origin
+    chosen = replace(chosen, config=config, config_from=origin).noted(*model.notes)
+    if found.dialect == "meta" != target:
+        chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
+    hints, lost = _hints(target, config, renamed=found.dialect != target)
+    chosen = chosen.noted(*lost)
+    if found.dialect == target:
+        return replace(chosen, hints={**chosen.all_hints, "dialect": target})
+    if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
+        found = found._replace(dialect=SHIFTED)
+    if found.dialect.startswith("megatron"):
+        chosen = without_padding(chosen, config)
+        shapes = parameter_shapes(chosen.stored)
+    if not reading.lenient:
+        _refuse_odd_models(found, shapes, config, whole=not chosen.removed)
+    both = {**config, TIED: False} if target == "meta" and config is not None else config  # as `with_head` wrote them
+    mapped = mapping(found.family, found.dialect, target, shapes, both)
+    refuse_to_lose_copies(chosen, mapped.dropped)
+    by = f"the family {found.family.name}, {found.dialect} to {target}"
+    out = _renamed(chosen, mapped, writing, by, hints)
+    known = {name for names in out.names.values() for name in names}
+    kept = list(dict.fromkeys(row.tensor.key.name for row in out.stored if row.tensor.key.name not in known))
+    lines = [f"names and structure: {by}"]
+    if kept:
+        shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
+        lines.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
+    out = out.noted(*lines)
+    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head) if target == "hf" else out
+
+
+def _refuse_odd_models(
+    found: Found, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None, *, whole: bool
+) -> None:
+    """Raise InputError for what another system would not load: E1485 names in the layers that the family does not know,
+    Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns."""
+    from ckpt_tool.families.complete import missing, strange
+
+    family, dialect = found
+    odd = strange(family, dialect, shapes)
+    if odd:
+        known = set(odd)
+        near = near_misses(odd[0], [name for name in _one_of_each(shapes) if name not in known])
+        raise InputError(
+            f"{len(odd)} tensors in the layers are in no rule of {family.name}, {dialect}: {odd[0]}",
+            code="E1485",
+            key=odd[0],
+            faults=odd[1:],
+            hint=f"{near} leave them behind with --remove-keys, say whose names they are with --family NAME[:DIALECT],"
+            " or --lenient keeps them as they are".strip(),
+        )
+    lost = missing(family, dialect, shapes, config) if whole else []
+    if lost:
+        raise Incomplete(
+            f"{len(lost)} tensors of a {family.name} model are not there: {lost[0]}",
+            code="E1484",
+            key=lost[0],
+            faults=lost[1:],
+            hint="fetch the checkpoint again; --lenient converts the part that is there",
+        )
+
+
+def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[dict[str, Any], list[str]]:
+    """(the hints for the target's format, lines about what it can't say)."""
+    hints: dict[str, Any] = {"dialect": target}
+    if target == "paddle" and config is not None:
+        plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
+        hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
+    if target == "meta" and config is not None and renamed:
+        from ckpt_tool.families.config.meta import params_of
+
+        params, lost = params_of(config)
+        return {**hints, "meta": {"params": params}}, lost
+    return hints, []
+
+
+def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str, Any] | None:
+    """The config of the model as the options change it: `--tied-head`, and the rows that `--vocab-size` asks for."""
+    if config is None:
+        return None
+    changed = dict(config)
+    if writing.tied_head in ("tie", "untie"):
+        changed[TIED] = writing.tied_head == "tie"
+    if writing.vocab_size is not None:
+        if "vocab_size" in changed:
+            changed["vocab_size"] = writing.vocab_size
+        if isinstance(text := changed.get("text_config"), Mapping):
+            changed["text_config"] = {**text, "vocab_size": writing.vocab_size}
+    return changed
+
+
+def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """One layer and expert of each kind: enough to tell whose names they are, whatever their number."""
+    seen: dict[str, str] = {}
+    for name in shapes:
+        seen.setdefault(_NUMBER.sub("#", name), name)
+    return {name: shapes[name] for name in seen.values()}
+
+
+def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen:
+    from ckpt_tool.algebra.aoa import Shards, compile_aoa, read_aoa
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    file = Path(writing.aoa or "")
+    try:
+        if file.stat().st_size > AOA_LIMIT:
+            raise UsageError(f"--aoa: more than {AOA_LIMIT >> 20} MiB of statements", code="E1283", path=file)
+        text = file.read_text(encoding="utf-8")
+    except OSError as e:
+        raise wrap_os_error(e, file, "reading the statements") from e
+    except UnicodeDecodeError as e:
+        raise UsageError("--aoa: the file is not UTF-8 text", code="E1283", path=file) from e
+    statements, reverse = read_aoa(text)
+    shapes = parameter_shapes(chosen.stored)
+    mapped = compile_aoa(
+        statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)), skip_unmatched=reading.lenient
+    )
+    return _renamed(chosen, mapped, writing, f"the statements of {file.name}", {"dialect": "keep"})
+
+
+def _bands(chosen: Chosen) -> dict[str, int]:
+    """{parameter: bands along its last dim}, where its stored boxes cut that alone: how many ranks a fused weight was
+    cut for that its format does not know to be one. (Those it knows are plain already: their boxes alternate.)"""
+    out = {}
+    for row in chosen.stored:
+        tensor = row.tensor
+        if tensor.key.state == MODEL and len(tensor.shape) == 2 and len(tensor.chunks) > 1:
+            columns = {
+                (chunk.box.offset[1], chunk.array) for chunk in tensor.chunks if chunk.box.shape[1] < tensor.shape[1]
+            }
+            files = {array for _, array in columns}
+            if columns and len(columns) == len(files) and tensor.shape[1] % len(columns) == 0:
+                out[tensor.key.name] = len(columns)
+    return out
+
+
+def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Mapping[str, Any]) -> Chosen:
+    """`chosen` under the names of `mapped`; what the mapping leaves out is reported as dropped."""
+    from ckpt_tool.plan.mapping import apply_mapping
+
+    chosen, mapped = ready(chosen, mapped, writing, by)
+    applied = apply_mapping(chosen.stored, mapped)
+    casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
+    lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
+    lines += [
+        f"{by}: {left} of {whole} elements of {name} are left out" for name, left, whole in _left_over(chosen, mapped)
+    ]
+    return replace(
+        chosen,
+        stored=applied.stored,
+        extras=renamed_groups(chosen.extras, applied.names),
+        dropped=(*chosen.dropped, *left_behind(applied.dropped, f"left out by {by}")),
+        notes=(*chosen.notes, *lines),
+        renewed=chosen.renewed | applied.renewed,
+        casts={**_followed(chosen.casts, applied.names), **casts},
+        names=applied.names,
+        hints={**chosen.all_hints, **hints},
+    )
+
+
+def _followed(casts: Mapping[TensorKey, DType], names: Mapping[str, tuple[str, ...]]) -> dict[TensorKey, DType]:
+    """What each tensor is rounded to, under the new names."""
+    return {
+        TensorKey(new, key.state): dtype for key, dtype in casts.items() for new in names.get(key.name, (key.name,))
+    }
+
+
+def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]:
+    """(source, elements that nothing is made of, all) of sources that are taken in part."""
+    taken: Counter[str] = Counter()
+    for made in mapped.made:
+        for piece in made.pieces:
+            taken[piece.src.name] += piece.numel
+    whole = {name: row.tensor.numel for name, row in chosen.model.items()}
+    yield from ((name, whole[name] - n, whole[name]) for name, n in taken.items() if n < whole.get(name, 0))
+
+
+# -- what a mapping can't move: values that change, sources that differ ------------------------------------------------
+
+
+_VALUES = (MODEL, MASTER, EMA)  # states that hold the parameter itself; gradients' moments don't change with it
+
+
+def ready(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
+    """(`chosen` with what has to be computed, the mapping as moves alone). by: what the mapping is called in messages.
+
+    Raises UsageError: E1280 where one source goes into tensors with another change each, E0264 with --plan and
+    --ray."""
+    chosen, mapped = _changed(chosen, mapped, writing, by)
+    return _joined(chosen, mapped, writing), mapped
+
+
+def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
+    if not any(piece.maps for made in mapped.made for piece in made.pieces):
+        return chosen, mapped
+    wanted: dict[str, set[tuple[ElementMap, ...]]] = {}
+    for made in mapped.made:
+        for piece in made.pieces:
+            wanted.setdefault(piece.src.name, set()).add(piece.maps)
+    changes = {name: maps for name, maps in wanted.items() if maps != {()} and name != PAD}
+    for name, maps in changes.items():
+        if len(maps) > 1 or any(each.kind != "add" for each in next(iter(maps))):
+            raise UsageError(
+                f"{by} changes the values of {name} in more than one way",
+                code="E1280",
+                key=name,
+                hint="keep the source's names with --dialect keep",
+            )
+    from ckpt_tool.run.recipes import Plus
+
+    recipes, dtypes = [], dict[TensorKey, DType]()
+    for row in chosen.stored:
+        key, tensor = row.tensor.key, row.tensor
+        if key.name in changes and key.state in _VALUES and tensor.dtype.is_float:
+            (steps,) = changes[key.name]
+            number = float(sum(step.by for step in steps))
+            recipes.append(Plus(key, tensor.shape, (chosen.input(row),), f"add {number}", number))
+            dtypes[key] = chosen.casts.get(key, tensor.dtype)
+    line = f"{by}: a number is added to {len(changes)} tensors, rounded once: {', '.join(list(changes)[:3])}"
+    shown = f"{chosen.sources[0].path} (values changed)"
+    chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=(line,))
+    plain = tuple(made._replace(pieces=tuple(piece._replace(maps=()) for piece in made.pieces)) for made in mapped.made)
+    return chosen, mapped._replace(made=plain)
+
+
+def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
+    """What one tensor is made of, where several sources hold it, as computed tensors of one."""
+    sources = {row.source for row in chosen.stored}
+    if len(sources) == 1:
+        return chosen
+    rows = {row.tensor.key: row for row in chosen.stored}
+    states: dict[str, list[str]] = {}
+    for name, state in rows:
+        states.setdefault(name, []).append(state)
+    apart: dict[TensorKey, Stored] = {}
+    for group in _groups(mapped.made):
+        for state in dict.fromkeys(state for name in group for state in states.get(name, ())):
+            held = [rows[key] for name in group if (key := TensorKey(name, state)) in rows]
+            if len({row.source for row in held}) > 1 and all(row.tensor.dtype.is_float for row in held):
+                apart.update((row.tensor.key, row) for row in held)
+    if not apart:
+        return chosen
+    from ckpt_tool.run.recipes import Unchanged
+
+    recipes = [Unchanged(key, row.tensor.shape, (chosen.input(row),), "") for key, row in apart.items()]
+    dtypes = {key: chosen.casts.get(key, row.tensor.dtype) for key, row in apart.items()}
+    shown = f"{chosen.sources[0].path} (joined)"
+    return with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes)
+
+
+def _groups(made: Iterable[Made]) -> list[list[str]]:
+    """The sources of each made tensor that has several."""
+    groups = (list(dict.fromkeys(piece.src.name for piece in each.pieces)) for each in made)
+    return [group for group in groups if len(group) > 1]

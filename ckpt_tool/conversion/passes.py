@@ -1,0 +1,75 @@
+"""The passes of a conversion, in their order: what becomes of the tensors of a source before a plan is made of them.
+
+    opened -> SELECTION -> NAMES -> FITTING -> planned (`planning`) -> carried out (`writing`)
+
+A pass takes what is chosen so far and what the conversion is to do, and gives what is chosen after it. It moves no
+tensor: it changes where tensors are read from, their keys, dtypes and shapes, and it adds to the report. `convert`
+takes all passes in this order, `reshard` and `merge` of one source all but NAMES. `merging` and `adapters` select each
+source, name it as the hub or the adapter does, compute, and name the result as the output wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from ckpt_tool.conversion.fitting import fitted, held
+from ckpt_tool.conversion.naming import named
+from ckpt_tool.conversion.selection import as_model, sound, wanted_tensors
+from ckpt_tool.conversion.tied_head import with_head
+from ckpt_tool.conversion.vocabulary import resized_vocabulary
+from ckpt_tool.quantised.dequantize import dequantized
+from ckpt_tool.quantised.kept_whole import as_they_are
+from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.config import read_config
+from ckpt_tool.sources.opening import Opened
+
+
+class Pass(NamedTuple):
+    """One step. purpose: in words, with the options that it carries out."""
+
+    name: str
+    purpose: str
+    run: Callable[[Chosen, Conversion], Chosen]
+
+
+# Which tensors of one source, as which values
+SELECTION = (
+    Pass("sound", "headers that contradict themselves are refused, and optimizers that can't be read", sound),
+    Pass("wanted", "--state, --drop, --keep-keys, --remove-keys; scales share the lot of their weight", wanted_tensors),
+    Pass("model", "--as-model: the moving average or the masters in place of the model", as_model),
+    Pass("vocabulary", "--vocab-size: rows cut off, or added as zeros", resized_vocabulary),
+    Pass("floats", "--dequantize: quantised weights and states as the floats that they stand for", dequantized),
+)
+# Under which names
+NAMES = (
+    Pass("head", "--tied-head: an output layer that is the embedding, once or twice", with_head),
+    Pass("names", "--aoa, --dialect, --family: names and structure, as strided pieces of the source", named),
+)
+# As the format keeps them
+FITTING = (
+    Pass("codes", "--dtype leaves codes and scales as they are", as_they_are),
+    Pass("held", "what the format has no place for stays behind, by name", held),
+    Pass("fitted", "states that the format keeps as other tensors (DeepSpeed's ZeRO stages)", fitted),
+)
+PASSES = (*SELECTION, *NAMES, *FITTING)
+
+
+def passed(chosen: Chosen, job: Conversion, passes: Iterable[Pass]) -> Chosen:
+    """`chosen` after each of the passes."""
+    for each in passes:
+        chosen = each.run(chosen, job)
+    return chosen
+
+
+def selected(opened: Opened, job: Conversion, passes: Iterable[Pass] = SELECTION) -> Chosen:
+    """The tensors of one source after each of the passes, of which the first are those of SELECTION."""
+    nothing = Chosen(
+        (opened,),
+        stored=(),
+        extras={},
+        inherits=job.inherits,
+        config=read_config(job.reading.config) if job.reading.config else None,
+        first_replica=job.reading.replica_policy == "first",
+    )
+    return passed(nothing, job, passes)

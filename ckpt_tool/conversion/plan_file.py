@@ -1,0 +1,120 @@
+"""Plan files: a plan written with `--plan`, and read back as what a stranger gave.
+
+`plan.saved` checks the plan itself. Here stands what only a command knows: the format's name, and the report that a run
+prints (`conversion.planning._report`), of which every value that is looked at must have its type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.errors import OutputExists, SourceChanged, wrap_os_error
+from ckpt_tool.formats import registry
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.plan.saved import check_seal, sealed
+from ckpt_tool.storage.safetensors_file import gc_paused
+
+LIMIT = 4 << 30  # bytes
+
+# What a value must be: a type, [form] a list of it, {key: form} an object with these keys as far as it has them, "*"
+# any other key,
+# a key with "!" one that it must have.
+_ROW = {"name!": str, "state": str, "bytes": int}
+_SUM = {"state": str, "tensors": int, "bytes": int, "names": [str], "reason": str}
+_FALLBACK = {
+    "requested": [str],
+    "used": [str],
+    "better": [str],
+    "shape": [int],
+    "reason": str,
+    "tensors": int,
+    "example!": str,
+    "extra_bytes": int,
+}
+_FORM: dict[str, Any] = {
+    "schema_version": int,
+    "layout_source": str,
+    "fallbacks": [_FALLBACK],
+    "removed": [_ROW],
+    "removed_bytes": int,
+    "dropped": [_SUM],
+    "notes": [str],
+    "states": {"*": {"tensors!": int, "bytes!": int}},
+    "source": {"path": str, "format": str, "resolved": str, "paths": [str]},
+    "target": {"path": str, "format": str, "mesh": {"*": int}, "files": [{"path": str, "bytes": int}]},
+    "plan!": {"bytes_read!": int, "bytes_written!": int, "peak_memory!": int, "files!": int, "copies!": int},
+}
+
+
+def save_plan(plan: Plan, path: str) -> None:
+    """Write the plan as one sealed JSON file. Raises OutputExists E0506, StorageError."""
+    text = json.dumps(sealed(plan.to_json()), separators=(",", ":"))
+    try:
+        with open(path, "x", encoding="utf-8") as f:
+            f.write(text)
+    except FileExistsError as e:
+        raise OutputExists(f"{path} exists", code="E0506", path=path, hint="choose another name for the plan") from e
+    except OSError as e:
+        raise wrap_os_error(e, path, "writing the plan") from e
+
+
+def load_plan(plan_file: str) -> Plan:
+    """The plan in a file, checked whole. Raises SourceChanged: E0610 for what is no plan, E1601 for one that was
+    edited; UnsafeInput E1600 for output paths that lead elsewhere."""
+    path = Path(plan_file)
+    with gc_paused():  # a plan is many small values that all live
+        document = _parsed(path)
+        check_seal(document, plan_file)
+        plan = Plan.from_json(document, plan_file)
+    faults = list(_unlike(plan.report, _FORM, "report"))
+    if plan.format not in registry.NAMES:
+        faults.insert(0, f"format: expected one of {', '.join(registry.NAMES)}, got {plan.format[:40]!r}")
+    if faults:
+        raise SourceChanged(
+            f"the plan file does not read as a plan: {faults[0]}",
+            code="E0610",
+            path=path,
+            hint="make it again with --plan",
+            faults=faults[1:20],
+        )
+    return plan
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        if path.stat().st_size > LIMIT:
+            raise SourceChanged(
+                f"{path.stat().st_size} bytes are too many for a plan file, want at most {LIMIT}",
+                code="E0610",
+                path=path,
+                hint="make it again with --plan",
+            )
+        return json.loads(path.read_bytes())
+    except OSError as e:
+        raise wrap_os_error(e, path, "reading the plan") from e
+    except (ValueError, RecursionError) as e:
+        raise SourceChanged(
+            f"the plan file is not JSON: {e}", code="E0610", path=path, hint="make it again with --plan"
+        ) from e
+
+
+def _unlike(value: Any, form: Any, where: str) -> Iterator[str]:
+    """What of `value` is not as the form says, in words."""
+    kind = dict if isinstance(form, Mapping) else list if isinstance(form, list) else form
+    if type(value) is not kind:
+        names = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
+        yield f"{where}: expected {names[kind]}, got {value!r:.40}"
+    elif isinstance(form, list):
+        for number, item in enumerate(value):
+            yield from _unlike(item, form[0], f"{where}/{number}")
+    elif isinstance(form, Mapping) and isinstance(value, dict):
+        forms = {key.removesuffix("!"): inner for key, inner in form.items()}
+        missing = [key[:-1] for key in form if key.endswith("!") and key[:-1] not in value]
+        yield from (f"{where}: {key} is missing" for key in missing)
+        for key, item in value.items():
+            inner = forms.get(key, forms.get("*"))
+            if inner is not None:
+                yield from _unlike(item, inner, f"{where}/{key}")

@@ -1,0 +1,174 @@
+"""Planning: from chosen tensors to what is wanted, the layout, the target's files, and the plan with its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.commands.options import DEFAULT_SHARD_SIZE, Writing
+from ckpt_tool.conversion.fitting import options_of, refuse_unsplit, single_name
+from ckpt_tool.conversion.layout import layout_of
+from ckpt_tool.conversion.megatron_arguments import with_arguments
+from ckpt_tool.conversion.side_files import side_files, source_of, with_side_files
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.layout import Layout
+from ckpt_tool.core.target import Target, Wanted, WantedTensor
+from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.formats.base import Format
+from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
+from ckpt_tool.plan.plan import Plan, SourceFile
+from ckpt_tool.plan.schedule import build_moves
+from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
+from ckpt_tool.sources.chosen import Chosen, more_than_computed
+from ckpt_tool.sources.select import group_of, removed_rows
+
+SIDE = -1  # in place of a source's number: a side file, which may be stored beside the pointer file
+
+
+def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
+    """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
+    first = chosen.sources[0]
+    single = single_name(destination, fmt)
+    wanted = Wanted(
+        _wanted_tensors(chosen, {state: DTYPES[name] for state, name in writing.dtypes.items()}),
+        chosen.extras,
+        chosen.all_hints,
+        first.catalog.format,
+        () if single else side_files(chosen, fmt),
+        single,
+        writing.max_shard_size or DEFAULT_SHARD_SIZE,
+        options_of(chosen, fmt, writing) if fmt.holds.own_layout else {},
+    )
+    extras, lines = with_arguments(wanted, chosen, fmt)
+    wanted = replace(wanted, extras=extras)
+    chosen = chosen.noted(*lines)
+    layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
+    if not fmt.holds.replicas:  # what ranks share is stored once
+        fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
+    target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
+    refuse_unsplit(target, fmt, writing)
+    refuse_cut_blocks(target, wanted, chosen, fmt)
+    numbers: dict[tuple[int, str], int] = {}
+
+    def number_of(source: int, path: str) -> int:
+        return numbers.setdefault((source, path), len(numbers))
+
+    moves, records, arrays = build_moves(chosen.stored, wanted, target, number_of)
+    for file in target.files:
+        if file.copy_of is not None:
+            number_of(SIDE if (0, file.copy_of) not in numbers else 0, file.copy_of)
+    if chosen.first_replica:
+        moves = (
+            moves.first_replicas()
+            if isinstance(moves, LaterMoves)
+            else tuple(m._replace(sources=tuple(r for r in m.sources if r.replica == 0)) for m in moves)
+        )
+    trees = ((source_of(chosen, path) if i == SIDE else chosen.sources[i].tree, path) for i, path in numbers)
+    sources = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for tree, path in trees)
+    plan = Plan(
+        sources,
+        records,
+        tuple(replace(file, arrays=()) for file in target.files),
+        arrays,
+        moves,
+        fmt.name,
+        target.single,
+        str(destination.absolute()),
+        {
+            "verify": writing.verify,
+            "max_shard_size": wanted.shard_size,
+            **({"unlisted": [list(key) for key in chosen.unlisted]} if chosen.unlisted else {}),
+        },
+        {},
+    )
+    plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
+    return plan, wanted
+
+
+def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[WantedTensor, ...]:
+    changes = bool(dtypes or chosen.casts)
+    return tuple(
+        [
+            WantedTensor(
+                row.tensor.key,
+                row.tensor.shape,
+                _dtype(row.tensor, dtypes, chosen.casts) if changes else row.tensor.dtype,
+                row.tensor.path,
+            )
+            for row in chosen.stored
+        ]
+    )
+
+
+def _dtype(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
+    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast."""
+    if tensor.key in casts:
+        return casts[tensor.key]
+    if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
+        return tensor.dtype
+    state = tensor.key.state
+    return dtypes.get(state) or dtypes.get(group_of(state)) or dtypes.get("") or tensor.dtype
+
+
+def _report(
+    chosen: Chosen, plan: Plan, target: Target, layout: Layout, fallbacks: list[dict[str, Any]], writing: Writing
+) -> dict[str, Any]:
+    """The writers' document as far as it is known before a byte moves."""
+    states: dict[str, dict[str, int]] = {}
+    if isinstance(plan.moves, LaterMoves):
+        states = {state: {"tensors": count, "bytes": nbytes} for state, (count, nbytes) in plan.moves.states.items()}
+    else:
+        for move in plan.moves:
+            row = states.setdefault(move.key.state, {"tensors": 0, "bytes": 0})
+            row["tensors"] += 1
+            row["bytes"] += move.numel * move.item_out
+    removed = removed_rows(chosen.removed)
+    first = chosen.sources[0]
+    given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
+    notes = [note.message for opened in chosen.sources for note in opened.catalog.notes]
+    return {
+        "schema_version": 1,
+        "source": {
+            "path": first.path,
+            "format": first.catalog.format,
+            "resolved": first.resolved,
+            **({"paths": given} if len(given) > 1 else {}),
+        },
+        "target": {
+            "path": plan.destination,
+            "format": plan.format,
+            "mesh": layout.mesh.to_json(),
+            "files": [{"path": file.path, "bytes": file.size} for file in plan.outputs[:10_000]],
+        },
+        "plan": {
+            "bytes_read": plan.bytes_read + more_than_computed(chosen),
+            "bytes_written": plan.bytes_written,
+            "peak_memory": peak_memory(writing, chosen.stored),
+            "files": len(plan.outputs),
+            "copies": count_copies(plan.moves),
+        },
+        "states": states,
+        "layout_source": layout.source,
+        "fallbacks": fallbacks,
+        "removed": removed,
+        "removed_bytes": sum(int(str(row["bytes"])) for row in removed),
+        "dropped": list(chosen.dropped),
+        "notes": [*chosen.notes, *notes, *target.notes],
+    }
+
+
+def peak_memory(writing: Writing, stored: Sequence[Stored] = ()) -> int:
+    """Bytes of buffers that the run will use at most: what each thread holds, times the threads. Sources that are
+    transposed are put in order in a panel a thread (`run.transposed`)."""
+    import os
+
+    per_thread = 4 << 20
+    threads = max(1, min(writing.threads or min(os.cpu_count() or 1, 8), writing.memory // per_thread))
+    turned = any(chunk.array.strides for row in stored for chunk in row.tensor.chunks[:1])
+    if turned:
+        from ckpt_tool.run.transposed import PANEL
+
+        per_thread += min(PANEL, max(0, writing.memory // threads - per_thread))
+    return threads * per_thread

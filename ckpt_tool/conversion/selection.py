@@ -1,0 +1,113 @@
+"""Selection: the tensors of one source that the options ask for. Each function but one is a pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt_tool.conversion.groups import without_removed
+from ckpt_tool.core.soundness import check_sound
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.beside import optimizer_files
+from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.kept_whole import with_their_parts
+from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
+from ckpt_tool.sources.opening import Opened
+from ckpt_tool.sources.select import group_of, split_keys, state_filter
+
+
+def sound(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen`, of a source whose headers make sense. Raises what is wrong with it, UnsafeInput first."""
+    opened = chosen.sources[0]
+    opened.refuse_unsafe()
+    opened.catalog.check()
+    if not job.reading.lenient:
+        check_sound(opened.catalog, other_steps(opened.tree, opened.catalog))
+    refuse_left_optimizer(opened, job)
+    return chosen
+
+
+def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
+    """The tensors and extras of the source that `--state`, `--drop`, `--keep-keys` and `--remove-keys` ask for."""
+    catalog, writing = chosen.sources[0].catalog, job.writing
+    present = catalog.states()
+    asked = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
+    unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else lambda state: False
+    kept, removed = split_keys(
+        catalog.tensors, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only
+    )
+    kept, removed = with_their_parts(catalog, kept, removed, writing)
+    goes = {state for state in present if not asked(state) or unwanted(state)}
+    dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)
+    extras = catalog.extras
+    if extras and (not asked(EXTRAS) or unwanted(EXTRAS)):
+        dropped.append(extras_left_behind(extras, "not asked for"))
+        extras = {}
+    return replace(
+        chosen,
+        stored=tuple([Stored(0, catalog.tensors[key]) for key in kept if key.state not in goes]),
+        extras=without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
+        removed=tuple(catalog.tensors[key] for key in removed),
+        dropped=tuple(dropped),
+    )
+
+
+def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
+    """Raise UsageError E1643 where an optimizer's state is stored beside the model, can't be read, and would have a
+    place in the target: what is asked for and can't be had is an error unless named in `--drop`."""
+    writing = job.writing
+    asked = not writing.states or any(name == "all" or group_of(name) == "optimizer" for name in writing.states)
+    if not asked or writing.as_model or "optimizer" in writing.drop or not job.fmt.holds.has("optimizer"):
+        return
+    tree = opened.tree
+    left = optimizer_files(tree.names() if tree.single is None else (), opened.catalog.files)
+    if left:
+        raise UsageError(
+            f"{left[0]} holds an optimizer's state by parameter number: whose it is stands in no file, so it can't "
+            "be taken along",
+            code="E1643",
+            path=tree.display(left[0]),
+            faults=[f"{name} too" for name in left[1:]],
+            hint="--state model (or --drop optimizer) writes the rest and leaves it behind",
+        )
+
+
+def as_model(chosen: Chosen, job: Conversion) -> Chosen:
+    """`--as-model ema|master`: that state written as the model. Parameters without it are an error: nothing is mixed in
+    silence."""
+    state, rows = job.writing.as_model, chosen.stored
+    if not state:
+        return chosen
+    taken = {row.tensor.key.name: row for row in rows if row.tensor.key.state == state}
+    if not taken and state in chosen.sources[0].catalog.states():
+        raise UsageError(
+            f"--as-model {state}: --state, --drop or the patterns leave {state} behind",
+            code="E0265",
+            hint=f"ask for it: --as-model alone takes {state} for the model and drops the other weights",
+        )
+    if state not in (EMA, MASTER):
+        raise UsageError(f"--as-model {state}", code="E0265", hint="one of ema, master")
+    if not taken:
+        raise UsageError(f"the checkpoint has no state {state}", code="E0265", hint="see ckpt inspect")
+    model = chosen.model
+    stored = []
+    for name, row in {**model, **taken}.items():
+        path = model[name].tensor.path if name in model else ()
+        stored.append(row._replace(tensor=replace(row.tensor, key=TensorKey(name, MODEL), path=path)))
+    gone = (
+        row.tensor
+        for row in rows
+        if row.tensor.key.state not in (MODEL, state) or row.tensor.key.state == MODEL and row.tensor.key.name in taken
+    )
+    dropped = left_behind(gone, f"--as-model {state}", named=False)
+    missing = [name for name in model if name not in taken]
+    if missing:
+        reason = f"{len(missing)} tensors have no {state}: the model's own are written (buffers)"
+        dropped.append({"state": state, "tensors": 0, "bytes": 0, "names": missing[:50], "reason": reason})
+    return replace(
+        chosen,
+        stored=tuple(stored),
+        dropped=(*chosen.dropped, *dropped),
+        renewed=chosen.renewed | {row.tensor.key for row in stored},
+    )

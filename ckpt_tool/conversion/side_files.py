@@ -1,0 +1,206 @@
+"""Side files: what is stored beside the weights and travels with them, and the config.json that belongs to the output.
+
+    hf -> safetensors --dtype bf16    tokenizer, README: byte for byte; config.json: dtype is bfloat16 now
+    hf -> megatron-dist               all of them at the top of the folder, config.json as it was: the way back is exact
+    megatron-dist -> safetensors      config.json from Megatron's arguments (`sources.config`)
+    hf -> paddle                      config.json in Paddle's words (`families.config.paddle`)
+
+The one idea: a name is on the list or it is not copied: indexes, optimizers and a job's pickles of another save would
+only mislead. A config.json in which nothing is untrue is copied as it is. Files of code are copied as text, with a
+note; nothing here runs them. Cost: one small file. What it does not do: Megatron's arguments (`megatron_arguments`),
+read tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.conversion.vocabulary import EMBEDDINGS
+from ckpt_tool.core.target import Target, Wanted, whole_file
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.hf.files import CODE, is_sidefile
+from ckpt_tool.sources.chosen import Chosen
+from ckpt_tool.sources.config import NAME, NESTED, file_config, tree_of, without_degrees
+from ckpt_tool.storage.source import Tree
+
+_OWN = ("params.json",)  # Meta's config, translated elsewhere
+_TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_HEAD = "lm_head.weight"
+_BIASES = {"attention_bias": "self_attn", "mlp_bias": "mlp"}  # key -> module of a layer
+
+
+def side_files(chosen: Chosen, fmt: Format) -> tuple[tuple[str, int], ...]:
+    """(path, size in bytes) of the first source's side files, those of the folder with its pointer file among them."""
+    opened = chosen.sources[0]
+    held = {*opened.catalog.files, *({*_OWN} - {fmt.holds.config})}
+    names = dict.fromkeys(opened.catalog.sidefiles)
+    for tree in (opened.tree, opened.outer):
+        if tree is not None and tree.single is None:
+            names |= dict.fromkeys(sorted(filter(is_sidefile, tree.names())))
+    found = ((path, tree_of(opened, path)) for path in names if path not in held and path not in chosen.stale)
+    return tuple((path, tree.size(path)) for path, tree in found if tree is not None and tree.listing()[path] >= 0)
+
+
+def source_of(chosen: Chosen, path: str) -> Tree:
+    """The tree that a side file is copied from."""
+    return tree_of(chosen.sources[0], path) or chosen.sources[0].tree
+
+
+def dialect_of(chosen: Chosen, fmt: Format) -> str:
+    """Whose names the output has: `hf`, `paddle`, `megatron`, ..., `keep` where nothing says."""
+    dialect = chosen.all_hints.get("dialect")
+    if isinstance(dialect, str):
+        return dialect
+    return fmt.holds.dialect if chosen.home == "keep" else chosen.home
+
+
+def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
+    """The target with the config that belongs to it, and what is to be reported of its side files."""
+    if target.single is not None:
+        return target
+    target = _unnested(target) if fmt.holds.dialect == "hf" else target
+    code = [file.path for file in target.files if any(fnmatchcase(file.path, pattern) for pattern in CODE)]
+    if code:
+        target = target.noted(f"code is copied as text, and not run: {', '.join(sorted(code))}")
+    if fmt.holds.dialect == "keep" and not chosen.untrue:
+        return target
+    try:
+        before = file_config(chosen.sources[0])
+    except UsageError:  # a side file that only its own library reads: copied as it is
+        return target
+    stated = chosen.config if chosen.config is not None else before
+    if stated is None or NAME in chosen.stale:
+        return target
+    config, notes = _belonging(stated, chosen, fmt, wanted, writing)
+    target, copied = target.noted(*notes), next((file for file in target.files if file.path == NAME), None)
+    if (copied or _makes_one(chosen, fmt)) and (copied is None or config != before or copied.copy_of is None):
+        data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        files = tuple(file for file in target.files if file is not copied)
+        target = replace(target, files=(*files, whole_file(NAME, data)))
+        if before is None:
+            target = target.noted(f"{NAME} is told by {chosen.config_from}")
+    return target
+
+
+def _makes_one(chosen: Chosen, fmt: Format) -> bool:
+    """Does a config.json belong to the output, where the source has none? To models of Hugging Face and Paddle, and
+    beside Megatron's for the way back from another's; Meta has its own."""
+    dialect = dialect_of(chosen, fmt)
+    return dialect in ("hf", "paddle") or dialect == "megatron" != chosen.home
+
+
+def _unnested(target: Target) -> Target:
+    """The target with the side files of verl's `huggingface/` at its top, where a model's loader looks."""
+    have = {file.path for file in target.files}
+    files = [
+        replace(file, path=top)
+        if file.copy_of and (top := file.path.removeprefix(NESTED)) not in have and file.path.startswith(NESTED)
+        else file
+        for file in target.files
+    ]
+    return replace(target, files=tuple(files))
+
+
+def _belonging(
+    config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
+) -> tuple[Mapping[str, Any], list[str]]:
+    """(config.json of the output, what to say of it)."""
+    from ckpt_tool.families.config.paddle import from_paddle, is_paddle, paddle_config
+    from ckpt_tool.quantised.scheme import without
+
+    dialect, notes = dialect_of(chosen, fmt), list[str]()
+    config: Mapping[str, Any] = without(config_of_source, chosen.untrue) if chosen.untrue else config_of_source
+    if fmt.holds.dialect == "keep":
+        return config, notes
+    foreign = is_paddle(config_of_source) or chosen.home == "paddle"
+    as_it_was = chosen.home == dialect and chosen.config is None
+    if dialect in ("hf", "megatron"):
+        if foreign and not as_it_was:
+            config, more = from_paddle(config)
+            notes += more
+        config, names = without_degrees(config)
+        if names:
+            notes.append(f"{NAME} says one rank for {', '.join(names)}: the degrees were the job's")
+    elif dialect == "paddle" and not foreign:
+        config, more = paddle_config(config)
+        notes += more
+    if dialect in ("hf", "paddle"):
+        config, more = _settled(config, chosen, wanted, writing, as_it_was=as_it_was)
+        notes += more
+    return config, notes
+
+
+def _settled(
+    config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing, *, as_it_was: bool
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config as the tensors are that are written. as_it_was: a copy of the source's, in which only what it says may
+    change."""
+    from ckpt_tool.families.config.translation import settled
+
+    model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
+    if not model:
+        return config, ()
+    embedding = next(
+        (tensor for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2), None
+    )
+    if "text_config" in config:  # of several models: which of them the tensors are is not known
+        return config, ()
+    config, notes = (config, ()) if as_it_was else _biased(config, model)
+    says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
+    config_of_source = settled(
+        config,
+        rows=embedding.shape[0] if embedding is not None and ("vocab_size" in config or not as_it_was) else None,
+        dtype=torch_dtype(wanted) if says_dtype else None,
+        tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
+    )
+    return config_of_source.config, (*notes, *config_of_source.notes)
+
+
+def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config with the biases that the tensors have: Megatron's arguments have no words for some of them."""
+    from ckpt_tool.families.config.translation import kind_of
+    from ckpt_tool.families.models import CLASSES
+
+    kind = kind_of(config)
+    silent = CLASSES[kind].unsayable if kind is not None else {}  # what a class takes that Megatron has no word for
+    held = {".".join(name.split(".")[-3:-2]) for name in names if name.endswith("_proj.bias")}
+    wrong = [key for key, module in _BIASES.items() if config.get(key, silent.get(key)) is False and module in held]
+    notes = tuple(f"{key} becomes True: the tensors have biases there" for key in wrong)
+    return {**config, **dict.fromkeys(wrong, True)}, notes
+
+
+def _tied(
+    config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
+) -> bool | None:
+    """Is the head the embedding? None where the tensors do not contradict the config."""
+    from ckpt_tool.families.config.translation import kind_of
+    from ckpt_tool.families.models import CLASSES
+
+    kind = kind_of(config)
+    if kind is None:
+        return None
+    says = bool(config.get("tie_word_embeddings", CLASSES[kind].defaults["tie_word_embeddings"]))
+    held = set(names)
+    if _HEAD in held:
+        return False if says and writing.tied_head == "untie" else None
+    gone = {tensor.key.name for tensor in chosen.removed}
+    whole = any(name.endswith(EMBEDDINGS) for name in held) and any(name.endswith("model.norm.weight") for name in held)
+    asked = writing.tied_head == "tie" or not as_it_was
+    return True if asked and whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
+
+
+def torch_dtype(wanted: Wanted) -> str | None:
+    """The dtype that most elements of the model have, as torch calls it; None where that is none that a model computes
+    in."""
+    sizes: dict[str, int] = {}
+    for tensor in wanted.tensors:
+        if tensor.key.state == MODEL and tensor.dtype.is_float:
+            sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + tensor.nbytes * 8 // max(tensor.dtype.bits, 1)
+    return _TORCH.get(max(sizes, key=lambda name: sizes[name])) if sizes else None

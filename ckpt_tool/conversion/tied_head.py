@@ -1,0 +1,182 @@
+"""`--tied-head keep|tie|untie`: an output layer that is the embedding, written once or twice, never guessed.
+
+    untie    no lm_head.weight: the embedding's elements are written under that name too, in every state
+    tie      lm_head.weight equal to the embedding, bit for bit: it is left out; one that differs is an error
+    keep     as the source has it (default)
+
+Where a config says that the two are tied and the source holds both, a target that keeps one of them would lose the
+other: they are compared before a byte moves, and two that differ are an error that says what to pass. What Paddle's
+ranks write beside a tied embedding is left out again on the way to the hub, if it is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
+
+TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
+_ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
+# What the MTP layers of DeepSeek-V3 and GLM-4.5 hold once more (their config and their authors' code share them)
+_OF_MTP = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}
+# head -> the names that its embedding may have, in each dialect
+_PAIRS = {
+    "lm_head.weight": (
+        "model.embed_tokens.weight",
+        "transformer.wte.weight",
+        "transformer.word_embeddings.weight",
+        "model.language_model.embed_tokens.weight",
+        "llama.embed_tokens.weight",
+        "qwen2.embed_tokens.weight",
+        "ernie.embed_tokens.weight",
+        "wte.weight",
+        "word_embeddings.weight",
+    ),
+    "language_model.lm_head.weight": ("language_model.model.embed_tokens.weight",),
+    "output_layer.weight": ("embedding.word_embeddings.weight",),
+    "output.weight": ("tok_embeddings.weight",),
+}
+
+
+def with_head(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` with the output layer that the policy wants; a target dialect that knows no tied ones wants it too.
+    Raises UsageError E1480: no such pair, or `tie` where the two differ."""
+    policy = job.writing.tied_head
+    if policy is None and job.dialect in _ALWAYS_BOTH and not job.writing.aoa:
+        policy = "untie"
+        if _pair(chosen.model) is None:
+            return chosen
+    if policy not in ("tie", "untie"):
+        return chosen
+    names = chosen.model
+    pair = _pair(names)
+    if pair is None:
+        raise UsageError(
+            f"--tied-head {policy}: no embedding here has a name that is known",
+            code="E1480",
+            hint=f"such as {', '.join(each[0] for each in _PAIRS.values())}; leave the option off",
+        )
+    head, embedding = pair
+    if policy == "untie" and head not in names:
+        rows = [row for row in chosen.stored if row.tensor.key.name == embedding]
+        states = ", ".join(row.tensor.key.state for row in rows)
+        line = f"{head} is a copy of {embedding} ({states}): tied heads are written twice"
+        chosen = _with_copies(chosen, [(row, head) for row in rows], line)
+    elif policy == "untie":
+        return chosen
+    elif head in names:
+        what = _difference(chosen, head, embedding)
+        if what:
+            raise UsageError(
+                f"--tied-head tie: {head} is not {embedding}: {what}",
+                code="E1480",
+                key=head,
+                hint="leave the option off: the two are no copies of each other",
+            )
+        chosen = _without(chosen, head, f"equal to {embedding}, with which it is tied")
+    return chosen
+
+
+def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
+    """Raise InconsistentCheckpoint E1481 where a mapping leaves out what should be a copy of another tensor, and its
+    values
+    differ: an output layer that the config says is tied, the embedding and output layer of an MTP layer."""
+    names = chosen.model.keys()
+    pair = _pair(names)
+    copies = [(name, of) for name in left_out for end, of in _OF_MTP.items() if name.endswith(end) and name != of]
+    if pair is not None and pair[0] in left_out:
+        copies.append(pair)
+    unlike = [
+        f"{copy} is not {of}: {what}"
+        for copy, of in copies
+        if {copy, of} <= names and (what := _difference(chosen, copy, of))
+    ]
+    if unlike:
+        raise InconsistentCheckpoint(
+            f"the target keeps one of two tensors that should be copies, and {unlike[0]}",
+            code="E1481",
+            key=copies[0][0],
+            faults=unlike[1:],
+            hint="--tied-head untie keeps an output layer, --remove-keys leaves out what may go",
+        )
+
+
+def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | None, policy: str | None) -> Chosen:
+    """`chosen`, in the hub's names, with the copies that the hub's files have. Megatron has one of each where MTP
+    layers hold more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy, or has states
+    of its own, stays."""
+    if dialect.startswith("megatron"):
+        return with_copies_of_mtp(chosen)
+    pair = _pair(chosen.model)
+    if policy is not None or pair is None or (config or {}).get(TIED) is not True or not dialect.startswith("paddle"):
+        return chosen
+    head, embedding = pair
+    held = [row.tensor.key.state for row in chosen.stored if row.tensor.key.name == head]
+    if held != [MODEL] or _difference(chosen, head, embedding):
+        return chosen
+    return _without(chosen, head, f"equal to {embedding}, with which it is tied")
+
+
+def with_copies_of_mtp(chosen: Chosen) -> Chosen:
+    """`chosen`, in the hub's names, with the embedding and the output layer that its MTP layers hold once more: as
+    DeepSeek and GLM publish their weights. Megatron, where they come from, has one of each for all layers."""
+    model = chosen.model
+    fronts = [name.removesuffix(".enorm.weight") for name in model if name.endswith(".enorm.weight")]
+    wanted = [
+        (front + end, of) for front in fronts for end, of in _OF_MTP.items() if of in model and front + end not in model
+    ]
+    if not wanted:
+        return chosen
+    shown = ", ".join(f"{name} of {of}" for name, of in wanted[:4])
+    copies = [(model[of], name) for name, of in wanted]
+    return _with_copies(chosen, copies, f"MTP layers hold copies, as their authors publish them: {shown}")
+
+
+def _pair(names: Collection[str]) -> tuple[str, str] | None:
+    """(output layer, embedding): the first pair whose embedding is there."""
+    return next(((head, each) for head, embeddings in _PAIRS.items() for each in embeddings if each in names), None)
+
+
+def _with_copies(chosen: Chosen, copies: Iterable[tuple[Stored, str]], line: str) -> Chosen:
+    """`chosen` with tensors of it under another name too. copies: (tensor, the other name)."""
+    rows = {}
+    casts = dict(chosen.casts)
+    for row, name in copies:
+        key = TensorKey(name, row.tensor.key.state)
+        rows[key] = row._replace(tensor=replace(row.tensor, key=key, path=()))
+        if row.tensor.key in casts:
+            casts[key] = casts[row.tensor.key]
+    return replace(
+        chosen,
+        stored=(*chosen.stored, *rows.values()),
+        renewed=chosen.renewed | frozenset(rows),
+        casts=casts,
+        notes=(*chosen.notes, line),
+    )
+
+
+def _without(chosen: Chosen, head: str, reason: str) -> Chosen:
+    gone = [row.tensor for row in chosen.stored if row.tensor.key.name == head]
+    stored = tuple(row for row in chosen.stored if row.tensor.key.name != head)
+    return replace(chosen, stored=stored, dropped=(*chosen.dropped, *left_behind(gone, reason)))
+
+
+def _difference(chosen: Chosen, head: str, embedding: str) -> str:
+    """How the model's two tensors differ, "" where they are equal bit for bit."""
+    from ckpt_tool.run.compare import compare
+
+    rows = chosen.model
+    (one, a), (other, b) = rows[head], rows[embedding]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{_told(a)} and {_told(b)}"
+    (found,) = compare([(a, b)], chosen.sources[one].tree, chosen.sources[other].tree)
+    return f"they differ at {found['first_index']}" if found else ""
+
+
+def _told(tensor: LogicalTensor) -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)}"

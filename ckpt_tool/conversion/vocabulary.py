@@ -1,0 +1,161 @@
+"""`--vocab-size`: rows that pad a vocabulary to what its trainer's kernels like are cut off, or added, in every state.
+
+    112 rows, --vocab-size 100   ->   100 rows of the embedding, of the output layer and of their moments
+    100 rows, --vocab-size 112   ->   112 rows, the last 12 of zeros, counted in the report
+
+Trainers pad embeddings to a multiple that depends on the tensor parallel degree (Megatron-LM 0.16
+`vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use to anybody else. Which
+tensors are vocabularies is derived from their names; a name that is not on the list keeps its rows.
+
+The rows that Megatron pads a vocabulary with, left behind on the way to a system that has none.
+
+    101 words, make_vocab_size_divisible_by 4, 2 tensor ranks   ->   104 rows; the hub's embedding has the 101
+
+Megatron's arguments state the padded size, and where its tokenizer is known the real one; rows are cut only where they
+say that the rows beyond the config's vocabulary are padding. Otherwise nothing is cut, and the mapping reports that
+config and shapes contradict each other. (Megatron-LM 0.16.1 `training/tokenizer/tokenizer.py`,
+`_vocab_size_with_padding`.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.megatron.args import arguments
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # what the hub's tables of tokens end in
+_VOCABULARY = re.compile(
+    r"(?:^|\.)(?:embed_tokens|lm_head|tok_embeddings|word_embeddings|output_layer|wte|embed_out|embed_in)\.(?:weight|bias)$"
+    r"|^output\.weight$"
+)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Does dim 0 of the tensor count tokens?"""
+    return _VOCABULARY.search(name) is not None
+
+
+def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], list[dict[str, Any]]]:
+    """The tensors with at most `size` rows in each vocabulary, and what went, by state, for the report.
+
+    Raises UsageError E2302 where no tensor is a vocabulary.
+    """
+    rows, out, gone = list(stored), list[Stored](), dict[str, dict[str, Any]]()
+    if not any(_has_rows(row.tensor) for row in rows):
+        raise UsageError(
+            f"--vocab-size {size}: no tensor here is named as a vocabulary",
+            code="E2302",
+            hint="the names that are known end in embed_tokens.weight, lm_head.weight, word_embeddings.weight, ...",
+        )
+    for row in rows:
+        tensor = row.tensor
+        if not _has_rows(tensor) or tensor.shape[0] <= size:
+            out.append(row)
+            continue
+        cut = first_rows(tensor, size)
+        out.append(row._replace(tensor=cut))
+        entry = gone.setdefault(
+            tensor.key.state,
+            {
+                "state": tensor.key.state,
+                "tensors": 0,
+                "bytes": 0,
+                "names": [],
+                "reason": f"rows beyond --vocab-size {size}",
+            },
+        )
+        entry["bytes"] += tensor.nbytes - cut.nbytes
+        entry["names"].append(tensor.key.name)
+    return out, list(gone.values())
+
+
+def resized_vocabulary(chosen: Chosen, job: Conversion) -> Chosen:
+    """The pass: `chosen` with `--vocab-size` rows in each vocabulary."""
+    size = job.writing.vocab_size
+    if size is None:
+        return chosen
+    stored, gone = trim_vocabulary(chosen.stored, size)
+    resized = {row.tensor.key for row in stored if is_vocabulary(row.tensor.key.name)}
+    chosen = replace(chosen, stored=tuple(stored), dropped=(*chosen.dropped, *gone), renewed=chosen.renewed | resized)
+    return grown_vocabulary(chosen, job.writing)
+
+
+def grown_vocabulary(chosen: Chosen, writing: Writing) -> Chosen:
+    """`chosen` with rows of zeros in each vocabulary of fewer than `--vocab-size` rows. Raises UsageError: E2302 for
+    values that are no floats of at most 32 bits, E0264 with --plan and --ray."""
+    size = writing.vocab_size or 0
+    short = [row for row in chosen.stored if _has_rows(row.tensor) and row.tensor.shape[0] < size]
+    if not short:
+        return chosen
+    from ckpt_tool.run.recipes import Grown
+
+    other = next((row.tensor for row in short if not row.tensor.dtype.is_float or row.tensor.dtype.bits > 32), None)
+    if other is not None:
+        raise UsageError(
+            f"--vocab-size {size}: {other.key} of {other.dtype.name} can't be padded",
+            code="E2302",
+            key=str(other.key),
+            hint="padding is for bf16, fp16 and fp32 values",
+        )
+    recipes = [
+        Grown(row.tensor.key, (size, *row.tensor.shape[1:]), (chosen.input(row),), f"{size} rows") for row in short
+    ]
+    lines = [
+        f"--vocab-size: {size - tensor.shape[0]} rows of zeros are added to {tensor.key}, which has {tensor.shape[0]}"
+        for _, tensor in short
+    ]
+    return with_computed(
+        chosen,
+        recipes,
+        f"{chosen.sources[0].path} (padded)",
+        writing,
+        option="--vocab-size beyond the rows there are",
+        dtypes={row.tensor.key: chosen.casts.get(row.tensor.key, row.tensor.dtype) for row in short},
+        notes=lines,
+    )
+
+
+def _has_rows(tensor: LogicalTensor) -> bool:
+    """A vocabulary's tensor; the numbers that an optimizer keeps of it (powers of beta, steps) have no rows."""
+    number = tensor.shape == (1,) and tensor.key.state != MODEL
+    return bool(tensor.shape) and not number and is_vocabulary(tensor.key.name)
+
+
+# -- Megatron's padding ------------------------------------------------------------------------------------------------
+
+
+_RANKS = 64  # tensor ranks of the largest jobs: a rank pads by less than the multiple, and ranks may have changed since
+
+
+def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
+    """`chosen` without the rows that only fill up Megatron's vocabulary, in every state; counted in the report."""
+    args = arguments(chosen.sources[0].catalog.extras)
+    size, padded = (config or {}).get("vocab_size"), args.get("padded_vocab_size")
+    multiple = args.get("make_vocab_size_divisible_by")
+    rows = {
+        row.tensor.shape[0]
+        for row in chosen.stored
+        if row.tensor.key.state == MODEL and row.tensor.shape and is_vocabulary(row.tensor.key.name)
+    }
+    if type(size) is not int or type(padded) is not int or type(multiple) is not int or rows != {padded} or size < 1:
+        return chosen
+    surplus = padded - size
+    if not 0 < surplus < multiple * _RANKS or args.get("vocab_size") not in (None, size):
+        return chosen
+    stored, gone = trim_vocabulary(chosen.stored, size)
+    reason = f"{surplus} rows by which Megatron padded the vocabulary of {size}"
+    cut = {row.tensor.key for row, old in zip(stored, chosen.stored, strict=True) if row is not old}
+    return replace(
+        chosen,
+        stored=tuple(stored),
+        renewed=chosen.renewed | cut,
+        dropped=(*chosen.dropped, *({**entry, "reason": reason} for entry in gone)),
+    )

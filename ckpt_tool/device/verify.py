@@ -1,0 +1,248 @@
+"""What `ckpt verify` asks of all values, in one read of them: digests, replicas, and how many are not finite.
+
+    digests, nonfinite = scanned(catalog, tree, device, threads=4, memory=1 << 30)
+
+Each thread gathers tensors until they fill its lines, small ones by the hundred, reads them to the device and asks
+there. A tensor that can't be read is read again by the CPU, so that what is said of it is the same wherever it was
+noticed. Cost: one read of the values, where the CPU takes two; the bus.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.device import comparisons
+from ckpt_tool.device.checks import hashes, nonfinite
+from ckpt_tool.device.descriptors import Strided
+from ckpt_tool.device.library import Device
+from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, of_device, read_again, windows
+from ckpt_tool.device.station import Station, Stations
+from ckpt_tool.device.walk import cast_there
+from ckpt_tool.errors import CkptError, InputError, StorageError
+from ckpt_tool.plan.plan import Move
+from ckpt_tool.run.blocks import Reader
+from ckpt_tool.run.digest import LEAF, root
+from ckpt_tool.run.rounding import Drift, drift_at, drifted, drifts, pairs_of
+from ckpt_tool.run.scan import Queue, readable, share_out
+from ckpt_tool.run.stats import count_nonfinite
+from ckpt_tool.storage.source import Tree
+
+Fault = Callable[[CkptError], None]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of one tensor, as far as it was read."""
+
+    leaves: bytearray = field(default_factory=bytearray)
+    bad: int = 0
+
+
+def scanned(
+    catalog: Catalog,
+    tree: Tree,
+    device: Device,
+    *,
+    keys: Sequence[TensorKey],
+    threads: int,
+    memory: int,
+    advance: Callable[[int], None] | None = None,
+    on_fault: Fault,
+) -> tuple[dict[TensorKey, str], dict[str, int]]:
+    """(the digest of every tensor without a fault, what `run.stats.count_nonfinite` counts). on_fault: takes faults of
+    the input."""
+    source = readable([catalog.tensors[key] for key in keys], tree)
+    seen = {move.key: _Seen() for move in source.moves}
+    broken: set[str] = set()
+    lock = threading.Lock()
+
+    def note(fault: CkptError) -> None:
+        with lock:
+            if fault.key:
+                broken.add(fault.key)
+            on_fault(fault)
+
+    with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in source.moves)) as stations:
+
+        def read(reader: Reader, queue: Queue) -> None:
+            with stations.station() as station:
+                scan = _Scan(station, reader, seen, note, advance, queue.stopped)
+                for some in gathered(source.moves, queue, station.line):
+                    scan.read(some)
+
+        share_out(source, read, threads=stations.sizes.threads, waits=True, on_fault=note)
+    digests = {
+        move.key: root(move.dtype.name, move.shape, seen[move.key].leaves)
+        for move in source.moves
+        if str(move.key) not in broken
+    }
+    counts = {
+        _name(move): seen[move.key].bad for move in source.moves if str(move.key) not in broken and seen[move.key].bad
+    }
+    if broken:
+        counts |= count_nonfinite(catalog, tree, [key for key in keys if str(key) in broken])
+    return digests, counts
+
+
+def gathered(moves: Sequence[Move], queue: Iterator[int], room: int) -> Iterator[list[Move]]:
+    """Moves in handfuls whose lines fit `room` together; one that is larger comes alone."""
+    some: list[Move] = []
+    used = 0
+    for index in queue:
+        move = moves[index]
+        need = move.nbytes + LEAF
+        if some and used + need > room:
+            yield some
+            some, used = [], 0
+        some.append(move)
+        used += need
+    if some:
+        yield some
+
+
+def _name(move: Move) -> str:
+    return f"bool:{move.key}" if move.dtype.name == "BOOL" else str(move.key)
+
+
+class _Scan:
+    """One thread's scan."""
+
+    def __init__(
+        self,
+        station: Station,
+        reader: Reader,
+        seen: dict[TensorKey, _Seen],
+        note: Fault,
+        advance: Callable[[int], None] | None,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._station, self._reader, self._seen = station, reader, seen
+        self._note, self._advance, self._stopped = note, advance, stopped
+
+    def read(self, moves: Sequence[Move], *, count: bool = True) -> None:
+        """Read some tensors. A fault of one is reported and the others are read again without it."""
+        every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, self._station.line))
+        try:
+            for batch in batches(every, self._station.line):
+                self._batch(batch, count=count)
+        except (InputError, StorageError) as fault:
+            if of_device(fault):
+                raise
+            if len(moves) > 1:  # they came in one batch, of which nothing was kept
+                for move in moves:
+                    self.read([move], count=False)
+            else:
+                self._note(self._as_the_cpu_says(moves[0], fault))
+
+    def _batch(self, batch: Sequence[Window], *, count: bool) -> None:
+        station, reader = self._station, self._reader
+        fill(station, reader, batch, station.first, stopped=self._stopped, count=count)
+        compare_replicas(station, reader, batch, stopped=self._stopped, count=count)
+        ranges = [
+            (window, station.first + window.at + at, min(LEAF, window.nbytes - at))
+            for window in batch
+            for at in range(0, window.nbytes, LEAF)
+        ]
+        made = hashes(station, [(address, nbytes) for _, address, nbytes in ranges])
+        for (window, _, _), digest in zip(ranges, made, strict=True):
+            self._seen[window.move.key].leaves += digest
+        counts = nonfinite(station, [(window.move, station.first + window.at, window.nbytes) for window in batch])
+        for window, bad in zip(batch, counts, strict=True):
+            self._seen[window.move.key].bad += bad
+        if self._advance and count:
+            self._advance(sum(window.nbytes for window in batch))
+
+    def _as_the_cpu_says(self, move: Move, fault: CkptError) -> CkptError:
+        try:
+            read_again(self._reader, move, 0, move.numel)
+        except (InputError, StorageError) as by_cpu:
+            return by_cpu
+        return fault
+
+
+# ----------------------------------------------------------------------------------------------------
+# Do the fp32 master weights round to the 16-bit model? `run/rounding.py` on a device.
+#
+# The master fills the first line and is cast to the second, the model fills the first, and the two are compared.
+# NaNs count as equal: where pairs of them differ in their bits the CPU looks at the window. A fault of the input
+# leaves all to the CPU.
+
+
+def drifts_there(
+    catalog: Catalog, tree: Tree, device: Device, *, skip: frozenset[str], threads: int, memory: int
+) -> list[Drift]:
+    """What `run.rounding.drifts` gives, in the order of the catalog."""
+    pairs = pairs_of(catalog, skip)
+    models, masters = readable([a for a, _ in pairs], tree), readable([b for _, b in pairs], tree)
+    twins = {move.key: model for move, model in zip(masters.moves, models.moves, strict=True)}
+    casts = tuple(
+        move._replace(dtype_out=model.dtype, item_out=model.item)
+        for move, model in zip(masters.moves, models.moves, strict=True)
+    )
+    found: dict[TensorKey, list[int]] = {}
+    lock = threading.Lock()
+    try:
+        with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in casts)) as stations:
+
+            def read(reader: Reader, queue: Queue) -> None:
+                model_reader = Reader(models.files, 16, {})
+                try:
+                    with stations.station() as station:
+                        for some in gathered(casts, queue, station.line):
+                            for window, count, first in _looked_at(
+                                station, (reader, model_reader), some, twins, queue.stopped
+                            ):
+                                with lock:
+                                    known = found.setdefault(twins[window.move.key].key, [0, first])
+                                    known[0] += count
+                                    known[1] = min(known[1], first)
+                finally:
+                    model_reader.close()
+
+            share_out(masters, read, threads=stations.sizes.threads, waits=True, on_fault=lambda fault: None)
+    except (InputError, StorageError) as fault:
+        if of_device(fault):
+            raise
+        return drifts(catalog, tree, skip=skip)
+    return [drift_at(move.key, move.shape, *found[move.key]) for move in models.moves if move.key in found]
+
+
+def _looked_at(
+    station: Station,
+    readers: tuple[Reader, Reader],
+    moves: Sequence[Move],
+    twins: dict[TensorKey, Move],
+    stopped: Callable[[], bool],
+) -> Iterator[tuple[Window, int, int]]:
+    """(window, elements that differ, the first of them) of the windows where any do."""
+    masters, models = readers
+    every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, station.line))
+    for batch in batches(every, station.line):
+        fill(station, masters, batch, station.first, stopped=stopped)
+        compare_replicas(station, masters, batch, stopped=stopped)
+        cast_there(station, batch)
+        other = [window._replace(move=twins[window.move.key]) for window in batch]
+        fill(station, models, other, station.first, stopped=stopped)
+        boxes = [Strided(station.first + w.at, station.second + w.at, (), (), (), w.nbytes) for w in other]
+        found = comparisons.compare(station.device, boxes, [w.move.dtype for w in other], stream=station.stream)
+        for window, model, difference in zip(batch, other, found, strict=True):
+            if difference.elements and not difference.nans:
+                yield window, difference.elements, window.start + difference.first
+            elif difference.elements > difference.nans:
+                where = _by_cpu(masters, window, station, model)
+                yield window, len(where), window.start + where[0]
+
+
+def _by_cpu(masters: Reader, window: Window, station: Station, model: Window) -> list[int]:
+    """The elements of a window that drifted, counted from its start."""
+    block = bytearray(window.nbytes)
+    masters.fill(window.move, memoryview(block), window.start, window.end, count=False)
+    values = station.bytes_at(station.first + model.at, model.nbytes)
+    where = drifted(values, np.frombuffer(block, np.uint8), model.move.dtype, window.move.dtype)
+    return [int(k) for k in where]

@@ -1,0 +1,1 @@
+"""Merging models: the options, what is merged with what, and each method's arithmetic as a recipe (`run.computed`)."""

@@ -1,0 +1,183 @@
+"""Which tensors of which models make each tensor of the output, and the values of the parameters there.
+
+    layers [0, 2) of A, then [1, 3) of B:   B's model.layers.1.mlp.up_proj.weight  ->  model.layers.2.mlp.up_proj.weight
+
+Layers are known by the first number between dots in a name. Outside of slices every tensor keeps its name; in slices
+the embeddings come from the first slice, what stands after the layers (norm, head) from the last, as mergekit has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tool.core.bounds import bounded
+from ckpt_tool.merging.job import Job, Part, Place, Slice, Value, value_of
+from ckpt_tool.plan.moves import Stored
+
+_LAYER = re.compile(r"^(.*?(?:^|\.))(\d{1,9})\.")
+_BEFORE = re.compile(r"embed|(?:^|\.)w[tp]e\.")
+Tensors = Mapping[str, Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One tensor of the output. rows: what each part of the slice gives. shared, own: parameters, by name and part."""
+
+    name: str
+    slice_: Slice
+    rows: tuple[tuple[Part, Stored], ...]
+    shared: Mapping[str, Value | None]
+    own: Mapping[str, tuple[Value | None, ...]]
+
+
+def layer_of(name: str) -> tuple[str, int, str] | None:
+    """("model.layers.", 3, "mlp.up_proj.weight") of a tensor of a layer."""
+    found = _LAYER.match(name)
+    return (found[1], int(found[2]), name[found.end() :]) if found else None
+
+
+class Grouping:
+    """The groups of a job; faults collect in `faults` and `wrong`. models: tensors by name, by model. names: those of
+    the output where it is not sliced, in order."""
+
+    def __init__(self, job: Job, models: Mapping[str, Tensors], names: Sequence[str]) -> None:
+        self._job, self._models, self._names = job, models, names
+        self.faults: dict[str, None] = {}
+        self.wrong: dict[str, None] = {}  # faults of parameters
+        self.layers: list[tuple[str, int]] | None = None  # of a sliced output: (first model, its layer)
+
+    def groups(self) -> list[Group]:
+        made = self._sliced() if self._job.sliced else self._whole()
+        return [group for group in made if group is not None]
+
+    # -- whole models --------------------------------------------------------------------------------------------------
+
+    def _whole(self) -> Iterator[Group | None]:
+        (slice_,) = self._job.slices
+        counts: dict[str, int] = {}
+        for name in self._names:
+            if layer := layer_of(name):
+                counts[layer[0]] = max(counts.get(layer[0], 0), layer[1] + 1)
+        for name in self._names:
+            layer = layer_of(name)
+            t = 0.0 if layer is None else layer[1] / (counts[layer[0]] - 1) if counts[layer[0]] > 1 else 1.0
+            yield self._group(name, slice_, [name] * len(slice_.parts), t)
+
+    # -- slices --------------------------------------------------------------------------------------------------------
+
+    def _sliced(self) -> Iterator[Group | None]:
+        stacks = {layer[0] for tensors in self._models.values() for name in tensors if (layer := layer_of(name))}
+        if len(stacks) != 1:
+            self._fault(f"slices want one stack of layers; there are {len(stacks)}: {', '.join(sorted(stacks)[:4])}")
+            return
+        (stack,) = stacks
+        lengths = {path: self._length(path) for path in self._models}
+        inside = {path: self._inside(path) for path in self._models}
+        first, last = self._job.slices[0], self._job.slices[-1]
+        outside = list(
+            dict.fromkeys(
+                name
+                for slice_ in (first, last)
+                for part in slice_.parts
+                for name in self._models[part.model]
+                if layer_of(name) is None
+            )
+        )
+        for name in [each for each in outside if _BEFORE.search(each)]:
+            yield self._group(name, first, [name] * len(first.parts), 0.0)
+        origins: list[tuple[str, int]] = []
+        for slice_ in self._job.slices:
+            ranges = [part.layers or (0, lengths[part.model]) for part in slice_.parts]
+            beyond = [
+                (part, end) for part, (_, end) in zip(slice_.parts, ranges, strict=True) if end > lengths[part.model]
+            ]
+            for part, end in beyond:
+                self._fault(f"layer_range ends at {end}, {part.model} has {lengths[part.model]} layers")
+            count = ranges[0][1] - ranges[0][0]
+            if any(end - start != count for start, end in ranges):
+                self._fault(f"the models of a slice have ranges of different lengths: {ranges}")
+                continue
+            if beyond:  # a range may end anywhere: nothing of it is counted out
+                continue
+            for at in range(count):
+                t = at / (count - 1) if count > 1 else 1.0
+                yield from self._layer(slice_, stack, inside, [start + at for start, _ in ranges], len(origins), t)
+                origins.append((slice_.parts[0].model, ranges[0][0] + at))
+        for name in [each for each in outside if not _BEFORE.search(each)]:
+            yield self._group(name, last, [name] * len(last.parts), 0.0)
+        self.layers = origins
+
+    def _length(self, path: str) -> int:
+        found = [layer[1] for name in self._models[path] if (layer := layer_of(name))]
+        return bounded(max(found, default=-1) + 1, len(found), f"layers by the tensors' names of {path}")
+
+    def _inside(self, path: str) -> dict[int, list[str]]:
+        """Layer -> the rests of its tensors' names."""
+        found: dict[int, list[str]] = {}
+        for name in self._models[path]:
+            if layer := layer_of(name):
+                found.setdefault(layer[1], []).append(layer[2])
+        return found
+
+    def _layer(
+        self,
+        slice_: Slice,
+        stack: str,
+        inside: Mapping[str, Mapping[int, Sequence[str]]],
+        inputs: Sequence[int],
+        number: int,
+        t: float,
+    ) -> Iterator[Group | None]:
+        """One layer of the output, the tensors in the order of the first model's. inside: of each model (`_inside`)."""
+        rests: dict[str, None] = {}
+        for part, index in zip(slice_.parts, inputs, strict=True):
+            rests.update(dict.fromkeys(inside[part.model].get(index, ())))
+        for rest in rests:
+            yield self._group(f"{stack}{number}.{rest}", slice_, [f"{stack}{index}.{rest}" for index in inputs], t)
+
+    # -- one tensor ----------------------------------------------------------------------------------------------------
+
+    def _group(self, name: str, slice_: Slice, inputs: Sequence[str], t: float) -> Group | None:
+        """The group of one tensor; None where a model lacks it or a shape differs, which is a fault."""
+        rows, sound = [], True
+        for part, held in zip(slice_.parts, inputs, strict=True):
+            row = self._models[part.model].get(held)
+            if row is None:
+                self._fault(f"{held}: not in {part.model}")
+                sound = False
+            else:
+                rows.append((part, row))
+        shapes = {row.tensor.shape: part.model for part, row in rows}
+        if len(shapes) > 1:
+            stated = ", ".join(f"{list(shape)} in {model}" for shape, model in shapes.items())
+            self._fault(f"{name}: {stated}")
+            sound = False
+        if not sound:
+            return None
+        place = Place(name, t)
+        shared, own = dict[str, Value | None](), dict[str, tuple[Value | None, ...]]()
+        base = self._job.base_of(slice_)
+        for key, parameter in self._job.method.parameters.items():
+            if parameter.scope == "shared":
+                shared[key] = self._value(slice_, None, key, place)
+                continue
+            own[key] = tuple(
+                None
+                if parameter.scope == "task" and part.model == base
+                else self._value(slice_, part, key, Place(held, t))
+                for part, held in zip(slice_.parts, inputs, strict=True)
+            )
+        return Group(name, slice_, tuple(rows), shared, own)
+
+    def _value(self, slice_: Slice, part: Part | None, key: str, place: Place) -> Any:
+        try:
+            return value_of(self._job, slice_, part, key, place)
+        except ValueError as e:
+            self.wrong[str(e)] = None
+            return None
+
+    def _fault(self, text: str) -> None:
+        self.faults[text] = None

@@ -1,0 +1,355 @@
+"""The merge itself: models opened and compared, groups of tensors, computed tensors in their place, written as any
+other.
+
+    ckpt merge A B OUT --method slerp --t 0.3          ckpt merge OUT --config merge.yaml
+
+Before a byte moves, every reason why it can't be made is reported at once: architectures, tokenizers, tensors that one
+model lacks, shapes, dtypes, parameters. The output has the config, tokenizer and other side files of the base, or of
+the first model; its format, dialect and degrees are that model's too, unless `--to` and the rest say otherwise.
+
+A group of tensors and the parameters there, as the recipe that computes the merged tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from struct import pack, unpack
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.conversion.passes import NAMES, passed
+from ckpt_tool.conversion.vocabulary import is_vocabulary
+from ckpt_tool.conversion.writing import write
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.merging.groups import Group, Grouping
+from ckpt_tool.merging.job import Job, idle_filters
+from ckpt_tool.merging.models import TENSORS, Model, check_models, open_models, sliced_config, without_training
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.sources.chosen import Chosen, Conversion, refuse_saved_plan, with_computed
+from ckpt_tool.sources.opening import Opened
+from ckpt_tool.sources.select import split_keys
+
+if TYPE_CHECKING:
+    from ckpt_tool.merging.task_vectors import Trim
+    from ckpt_tool.run.computed import Input, Recipe
+
+
+NUMBERS = "E1449"
+_COMPUTED = ("F32", "BF16", "F16")  # dtypes that are merged; fp64 would lose bits, integers and fp8 are no weights
+
+
+def merge_models(job: Job, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
+    """Carry the job out. Returns the writers' document. Raises UsageError, InputError E1446-E1449, and what writing
+    raises."""
+    option = f"merge --method {job.method.name}"
+    refuse_saved_plan(writing, option)
+    lost = [state for state in writing.states if state not in ("model", "all", "extras")]
+    if lost:
+        raise UsageError(
+            f"--state {lost[0]}: {option} makes a model; optimizer states of several jobs have no mean",
+            code="E2401",
+            hint="leave --state off",
+        )
+    if job.dtype and not writing.dtypes:
+        writing = replace(writing, dtypes={"": job.dtype})
+    models = open_models(job.models(), reading, writing, "" if job.method.name == "passthrough" else option)
+    if job.method.trim in ("largest", "crumbs") and any(_grows(model, writing.vocab_size or 0) for model in models):
+        raise UsageError(
+            f"--vocab-size {writing.vocab_size}: rows of zeros would count among those that "
+            f"{job.method.name} leaves out",
+            code="E1442",
+            hint="merge first, then ckpt convert the output with --vocab-size",
+        )
+    notes = [*job.notes, *check_models(models, sliced=job.sliced, any_tokenizer=job.any_tokenizer)]
+    chosen = _chosen(job, models, writing, option, notes)
+    to = Conversion.of(models[0].opened, reading, writing)
+    return write(_as_wanted(replace(chosen, inherits=to.inherits), models[0], to), dst, to, progress)
+
+
+def _grows(model: Model, size: int) -> bool:
+    return any(
+        key.state == MODEL and is_vocabulary(key.name) and 0 < len(tensor.shape) and tensor.shape[0] < size
+        for key, tensor in model.opened.catalog.tensors.items()
+    )
+
+
+def _as_wanted(chosen: Chosen, donor: Model, to: Conversion) -> Chosen:
+    """Under the names that the output wants; those that the first model came with where it keeps names."""
+    writing = to.writing
+    home = donor.opened.catalog.hints.get("dialect", donor.opened.format.holds.dialect)
+    renamed = donor.chosen.all_hints.get("dialect") != donor.opened.catalog.hints.get("dialect")
+    if renamed and writing.dialect in (None, "keep") and not writing.aoa and to.fmt.holds.dialect in ("keep", home):
+        writing = replace(writing, dialect=home if isinstance(home, str) and home != "keep" else None)
+    return passed(chosen, replace(to, writing=writing), NAMES)
+
+
+# -- what becomes of each tensor ---------------------------------------------------------------------------------------
+
+
+def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, notes: list[str]) -> Chosen:
+    donor = models[0]
+    offsets, sources = dict[str, int](), list[Opened]()
+    for model in models:
+        offsets[model.path] = len(sources)
+        sources += model.chosen.sources
+    groups, removed, layers = _groups(job, models, writing)
+    kinds = [_dtype(group, models) for group in groups]
+    copied = [group for group, kind in zip(groups, kinds, strict=True) if kind is None]
+    _check_numbers(copied, models)
+    parts = {model.path: model.chosen for model in models}
+    recipes, dtypes, rows = list["Recipe"](), dict[TensorKey, DType](), list[Stored]()
+    for group, kind in zip(groups, kinds, strict=True):
+        part, row = group.rows[0]
+        key = TensorKey(group.name)
+        path = row.tensor.path if key == row.tensor.key else ()
+        rows.append(Stored(offsets[part.model] + row.source, replace(row.tensor, key=key, path=path)))
+        if kind is not None:
+            dtypes[key] = kind
+            if not moved(job, group):
+                recipes.append(recipe_of(job, group, [parts[part.model].input(row) for part, row in group.rows]))
+    extras, gone = without_training(donor.chosen.extras)
+    config = sliced_config(models, layers, notes) if layers is not None else donor.chosen.config
+    base = replace(
+        donor.chosen,
+        sources=tuple(sources),
+        stored=tuple(rows),
+        extras=extras,
+        removed=removed,
+        renewed=frozenset(row.tensor.key for row in rows),
+        dropped=_dropped(models, gone),
+        casts={},
+        config=config,
+        notes=tuple(dict.fromkeys(note for model in models for note in model.chosen.notes)),
+    )
+    shown = f"{job.method.name} of {' and '.join(model.path for model in models)}"
+    line = f"{len(recipes)} tensors are merged by {job.method.name}, {len(rows) - len(recipes)} are taken as they are"
+    return with_computed(base, recipes, shown, writing, option=option, dtypes=dtypes, notes=(*notes, line))
+
+
+def _groups(
+    job: Job, models: Sequence[Model], writing: Writing
+) -> tuple[list[Group], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
+    """(what the output is made of, what the key patterns took, where the layers of a sliced output come from)."""
+    held = {model.path: model.tensors for model in models}
+    names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))
+    grouping = Grouping(job, held, names if job.sliced else _kept(names, writing)[0])
+    groups = grouping.groups()
+    faults = [
+        *grouping.faults,
+        *dict.fromkeys(fault for group in groups if not moved(job, group) and (fault := _dtype_fault(group))),
+    ]
+    wrong = [*grouping.wrong, *dict.fromkeys(fault for group in groups for fault in parameter_faults(job, group))]
+    wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
+    if faults:
+        raise InconsistentCheckpoint(
+            f"the merge can't be made: {faults[0]}",
+            code=TENSORS,
+            faults=[*faults[1:500], *wrong[:100]],
+            hint="--tied-head untie (or tie) makes heads alike"
+            if "lm_head.weight: not in" in faults[0]
+            else "models must have the same tensors of the same shapes; --remove-keys leaves out what one "
+            "of them lacks",
+        )
+    if wrong:
+        raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method.name}")
+    if job.sliced:
+        kept, out = _kept([group.name for group in groups], writing)
+        gone = [group.rows[0][1].tensor for group in groups if group.name in set(out)]
+        return [group for group in groups if group.name in set(kept)], tuple(gone), grouping.layers
+    gone = [
+        next(tensors[name] for tensors in held.values() if name in tensors).tensor for name in _kept(names, writing)[1]
+    ]
+    return groups, tuple(gone), None
+
+
+def _kept(names: Sequence[str], writing: Writing) -> tuple[list[str], list[str]]:
+    keys = [TensorKey(name) for name in names]
+    kept, gone = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
+    return [key.name for key in kept], [key.name for key in gone]
+
+
+def _dtype_fault(group: Group) -> str:
+    names = {row.tensor.dtype.name for _, row in group.rows}
+    floats = {name for name in names if DTYPES[name].is_float}
+    if not floats:
+        return "" if len(names) == 1 else f"{group.name}: {' and '.join(sorted(names))}"
+    if strange := sorted(names - set(_COMPUTED)):
+        hint = (
+            "quantised weights: --dequantize"
+            if "F8" in strange[0] or "F4" in strange[0]
+            else "fp32 is what merges compute in"
+        )
+        return f"{group.name}: {strange[0]} is not merged ({hint})"
+    return ""
+
+
+def _dtype(group: Group, models: Sequence[Model]) -> DType | None:
+    """What the merged tensor is written as: the dtype that all have, else fp32; None for what is no float."""
+    casts = {model.path: model.chosen.casts for model in models}
+    found = {casts[part.model].get(row.tensor.key, row.tensor.dtype).name for part, row in group.rows}
+    if not any(DTYPES[name].is_float for name in found):
+        return None
+    return DTYPES[found.pop()] if len(found) == 1 else DTYPES["F32"]
+
+
+def _check_numbers(groups: Sequence[Group], models: Sequence[Model]) -> None:
+    """Raise InconsistentCheckpoint E1449 for tensors of integers that differ: they have no mean. Reads them."""
+    from ckpt_tool.run.scan import digests_of
+
+    trees = {model.path: [opened.tree for opened in model.chosen.sources] for model in models}
+    wrong = []
+    for group in groups:
+        found: dict[str, str] = {}
+        for part, row in group.rows:
+            catalog = Catalog("safetensors", {row.tensor.key: row.tensor})
+            digest = digests_of(catalog, trees[part.model][row.source])[row.tensor.key]
+            found.setdefault(digest, part.model)
+        if len(found) > 1:
+            wrong.append(
+                f"{group.name} ({group.rows[0][1].tensor.dtype.name}) differs in {' and '.join(found.values())}"
+            )
+    if wrong:
+        raise InconsistentCheckpoint(
+            f"what is no float is not merged, and must be equal: {wrong[0]}",
+            code=NUMBERS,
+            faults=wrong[1:],
+            hint="leave it out with --remove-keys",
+        )
+
+
+def _dropped(models: Sequence[Model], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """What of the models stays behind, by model, for the report."""
+    other = {"not asked for": "a merge has no optimizer"}
+    entries = [
+        {**entry, "reason": f"{model.path}: {other.get(entry['reason'], entry['reason'])}"}
+        if "reason" in entry
+        else entry
+        for model in models
+        for entry in model.chosen.dropped
+    ]
+    if gone:
+        entries.append({"state": "extras", "tensors": 0, "bytes": 0, "names": list(gone), "reason": "of the optimizer"})
+    return tuple(entries)
+
+
+# -- a group as the recipe that computes the tensor --------------------------------------------------------------------
+
+
+LEAST_TOTAL = 1e-6  # nuslerp: weights whose sum is smaller count as equal (mergekit 0.1.5 `nuslerp.py`)
+
+
+def parameter_faults(job: Job, group: Group) -> list[str]:
+    """What is wrong with a group's parameters taken together, one line each."""
+    faults = []
+    weights = _given(group.own.get("weight", ()))
+    if group.shared.get("normalize") and not job.method.consensus and (total := _single_sum(weights)) in (0, inf):
+        what = "0 in fp32" if total == 0 and sum(weights) != 0 else "0" if total == 0 else "more than fp32 has"
+        faults.append(f"{group.name}: the weights sum to {what}, so they can't be normalized")
+    for density, epsilon in zip(
+        _given(group.own.get("density", ())), _given(group.own.get("epsilon", ())), strict=False
+    ):
+        if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
+            faults.append(f"density {density:g} +- epsilon {epsilon:g} leaves (0, 1)")
+    return faults
+
+
+def moved(job: Job, group: Group) -> bool:
+    """Is the tensor the first model's, as it is?"""
+    return job.method.name == "passthrough" and group.own["scale"][0] is None
+
+
+def recipe_of(job: Job, group: Group, inputs: Sequence[Input]) -> Recipe:
+    """What computes the group's tensor. inputs: of the group's rows, in their order."""
+    from ckpt_tool.merging.averages import Linear, ModelStock, NuSlerp, Slerp
+
+    method, key = job.method, TensorKey(group.name)
+    shape = group.rows[0][1].tensor.shape
+    base = job.base_of(group.slice_)
+    held = [part.model == base for part, _ in group.rows]
+    first = [each for each, is_base in zip(inputs, held, strict=True) if is_base]
+    rest = [each for each, is_base in zip(inputs, held, strict=True) if not is_base]
+    text = f"{method.name} {sorted(group.shared.items())} {sorted(group.own.items())} {held} {job.seed}"
+    match method.name:
+        case "linear":
+            return Linear(
+                key, shape, tuple(inputs), text, tuple(_given(group.own["weight"])), bool(group.shared["normalize"])
+            )
+        case "passthrough":
+            return Linear(key, shape, tuple(inputs), text, tuple(_given(group.own["scale"])), False)
+        case "slerp":
+            return Slerp(key, shape, (*first, *rest), text, float(group.shared["t"] or 0))
+        case "nuslerp":
+            along = (
+                None
+                if group.shared["nuslerp_flatten"] or len(shape) < 2
+                else 0
+                if group.shared["nuslerp_row_wise"]
+                else -1
+            )
+            return NuSlerp(key, shape, (*rest, *first), text, _share(_given(group.own["weight"])), bool(first), along)
+        case "model-stock":
+            return ModelStock(key, shape, (*first, *rest), text, bool(group.shared["filter_wise"]))
+    return _of_task_vectors(job, group, (*first, *rest), text)
+
+
+def _of_task_vectors(job: Job, group: Group, inputs: tuple[Input, ...], text: str) -> Recipe:
+    from ckpt_tool.merging.task_vectors import TaskVectors
+
+    trims = tuple(_trim(job, group, number) for number in range(len(inputs) - 1))
+    return TaskVectors(
+        TensorKey(group.name),
+        inputs[0].tensor.shape,
+        inputs,
+        text,
+        tuple(_given(group.own["weight"])),
+        trims,
+        job.method.consensus,
+        bool(group.shared["normalize"]),
+        bool(group.shared["rescale"]),
+        float(group.shared["lambda"] or 0),
+    )
+
+
+def _trim(job: Job, group: Group, number: int) -> Trim | None:
+    """How model `number`, the base not counted, is trimmed."""
+    from ckpt_tool.merging.task_vectors import Trim, stream
+
+    kind: Any = job.method.trim
+    if kind is None:
+        return None
+    density, gamma, epsilon = (_given(group.own.get(each, ())) for each in ("density", "gamma", "epsilon"))
+    return Trim(
+        kind,
+        density[number],
+        gamma[number] if gamma else 0.0,
+        epsilon[number] if epsilon else 0.0,
+        stream(job.seed, number, group.name),
+    )
+
+
+def _single_sum(weights: Sequence[float]) -> float:
+    """The size of their sum as fp32 has it, inf beyond."""
+    total = 0.0
+    try:
+        for weight in weights:
+            (total,) = unpack("f", pack("f", total + unpack("f", pack("f", weight))[0]))
+    except OverflowError:
+        return inf
+    return abs(total)
+
+
+def _share(weights: Sequence[float]) -> float:
+    """t of nuslerp: where between two models the weights point."""
+    total = sum(weights)
+    return 0.5 if abs(total) < LEAST_TOTAL else weights[1] / total
+
+
+def _given(values: Sequence[float | bool | None]) -> list[float]:
+    """The values of the models that have one: all, or all but the base."""
+    return [float(value) for value in values if value is not None]

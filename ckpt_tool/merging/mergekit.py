@@ -1,0 +1,407 @@
+"""A mergekit config as a Job (mergekit 0.1.5 `config.py`, docs/merge configuration).
+
+    merge_method: ties
+    base_model: ./llama
+    models:
+      - model: ./math
+        parameters: {weight: 0.5, density: [0.3, 0.7]}
+      - model: ./code
+        parameters: {weight: [{filter: mlp, value: 0.2}, {value: 0.5}]}
+    parameters: {normalize: true}
+    dtype: float32
+    out_dtype: bfloat16
+
+Paths are relative to the working directory, as mergekit has them. Every key that is not understood is an error with its
+place, and what can have no effect is reported; what mergekit knows and this tool does not do is refused by name:
+`modules`, tokenizers that are built or rows that move (`tokenizer_source: union`, `tokens`), `chat_template`,
+`residual_weight`, `model+lora`.
+
+`dtype` is what mergekit computes in; here arithmetic is fp32, so it only says what is written where `out_dtype` does
+not.
+
+A YAML file as plain values: mappings with text keys, lists, texts, numbers, flags, nothing.
+
+What could do more than say values is refused: tags (`!!python/...`), merge keys are plain keys, aliases beyond a number
+that no config needs (a few kilobytes of them can mean gigabytes), nesting beyond 32 levels, one key twice, files beyond
+256 KiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckpt_tool.core.dtype import from_name
+from ckpt_tool.errors import CkptError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.merging.job import Case, Job, Method, Part, Setting, Slice, Value, all_faults, method_of
+
+_KEYS = tuple("merge_method base_model models slices parameters dtype out_dtype tokenizer_source tokenizer".split())
+_REFUSED = {
+    "modules": "models of several modules are not merged by this build: merge with models or slices",
+    "chat_template": "this build copies the tokenizer's files as they are: set the template in the output's own",
+    "residual_weight": "mergekit reads it and does nothing with it",
+}
+_DTYPES = ("F32", "BF16", "F16")
+T = TypeVar("T")
+
+
+class _Faults(list[tuple[str, str]]):
+    """(place in the config, what is wrong there)."""
+
+    def add(self, place: str, message: str) -> None:
+        self.append((place, message))
+
+    def unknown(self, place: str, found: Mapping[str, Any], known: tuple[str, ...]) -> None:
+        for key in found:
+            if key in _REFUSED:
+                self.add(f"{place}/{key}", f"{key}: {_REFUSED[key]}")
+            elif key not in known:
+                near = near_misses(key, known) or f"the keys here are {', '.join(known)}"
+                self.add(f"{place}/{key}", f"unknown key {key!r}; {near}")
+
+
+def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = None) -> Job:
+    """The job that the config at `path` describes. tokenizer: as of the command line.
+
+    Raises UsageError E1443 (no YAML), E1444 with every fault of the config, StorageError.
+    """
+    data, faults = read_yaml(path), _Faults()
+    if not isinstance(data, dict):
+        raise UsageError("the config is no mapping", code="E1444", path=path, hint="it begins with merge_method: NAME")
+    faults.unknown("", data, _KEYS)
+    name = data.get("merge_method")
+    method = _tried(lambda: method_of(name), faults) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        faults.add(
+            "/merge_method", "merge_method is missing" if name is None else f"found {name!r}, want a method's name"
+        )
+    base = _model(data["base_model"], "/base_model", faults) if data.get("base_model") is not None else None
+    slices, sliced = _slices(data, base, method, faults)
+    settings = _settings(data.get("parameters"), "/parameters", method, faults)
+    dtype = _dtype(data, faults)
+    _check_tokenizer(data, base, slices, faults)
+    if method and seed is not None and not method.by_chance:
+        faults.add("", f"--seed: {method.name} leaves nothing to chance")
+    if method and slices and not faults:
+        slices, idle = _without_idle(slices, base, method)
+        notes = (*_notes(data, settings), *idle)
+        job = Job(method, slices, base, settings, sliced, dtype, seed or 0, tokenizer == "base", notes)
+        for fault in all_faults(job):
+            faults.add("", fault)
+        if not faults:
+            return job
+    first, *rest = faults
+    raise UsageError(
+        first[1],
+        code="E1444",
+        path=path,
+        place=first[0] or None,
+        faults=[f"{place}: {text}" if place else text for place, text in rest],
+        hint="nothing of a config is ignored: mend the key, or take it out",
+    )
+
+
+def _without_idle(slices: tuple[Slice, ...], base: str | None, method: Method) -> tuple[tuple[Slice, ...], list[str]]:
+    """The slices without what configs like to say of the base and mergekit passes over, and a line for each."""
+    notes, out = dict[str, None](), []
+    for slice_ in slices:
+        parts = []
+        for part in slice_.parts:
+            own = dict(part.settings)
+            if part.model == (slice_.base or base):
+                for name in [each for each in own if method.parameters[each].scope == "task"]:
+                    del own[name]
+                    notes[
+                        f"{name} of the base {part.model}: has no effect, {method.name} takes what others differ by"
+                    ] = None
+            parts.append(replace(part, settings=own))
+        out.append(replace(slice_, parts=tuple(parts)))
+    return tuple(out), list(notes)
+
+
+def _tried(make: Callable[[], T], faults: _Faults) -> T | None:
+    try:
+        return make()
+    except UsageError as e:
+        faults.add("/merge_method", f"{e.message}; {e.hint}")
+        return None
+
+
+def _notes(data: Mapping[str, Any], settings: Mapping[str, Setting]) -> tuple[str, ...]:
+    notes = []
+    if data.get("dtype") is not None and data.get("dtype") != "float32":
+        notes.append(
+            f"dtype: {data['dtype']}: computed in fp32 and rounded once, where mergekit computes in {data['dtype']}"
+        )
+    if data.get("tokenizer_source") or data.get("tokenizer"):
+        notes.append(
+            "the tokenizer's files are copied and embeddings keep their rows, where mergekit sets them up by token"
+        )
+    if "int8_mask" in settings:
+        notes.append("int8_mask: has no effect here, masks are bits")
+    return tuple(notes)
+
+
+# -- models and slices -------------------------------------------------------------------------------------------------
+
+
+def _slices(
+    data: Mapping[str, Any], base: str | None, method: Method | None, faults: _Faults
+) -> tuple[tuple[Slice, ...], bool]:
+    models, slices = data.get("models"), data.get("slices")
+    if bool(models) == bool(slices):
+        if "modules" not in data:
+            faults.add("/models", "want one of models and slices, with at least one entry")
+        return (), False
+    if models:
+        parts = [
+            _part(each, f"/models/{k}", method, faults, layers=False) for k, each in _listed(models, "/models", faults)
+        ]
+        found = [part for part in parts if part is not None]
+        if base is not None and base not in [part.model for part in found]:
+            found.append(Part(base))
+        return (Slice(tuple(found)),), False
+    out = [_slice(each, f"/slices/{k}", method, faults) for k, each in _listed(slices, "/slices", faults)]
+    return tuple(each for each in out if each is not None), True
+
+
+def _listed(value: Any, place: str, faults: _Faults) -> list[tuple[int, Any]]:
+    if not isinstance(value, list):
+        faults.add(place, f"found {value!r}, want a list")
+        return []
+    return list(enumerate(value))
+
+
+def _slice(data: Any, place: str, method: Method | None, faults: _Faults) -> Slice | None:
+    if not isinstance(data, dict) or not data.get("sources"):
+        faults.add(place, "want a mapping with sources")
+        return None
+    faults.unknown(place, data, ("sources", "base_model", "parameters"))
+    base = _model(data["base_model"], f"{place}/base_model", faults) if data.get("base_model") is not None else None
+    sources = _listed(data["sources"], f"{place}/sources", faults)
+    parts = [_part(each, f"{place}/sources/{k}", method, faults, layers=True) for k, each in sources]
+    return Slice(
+        tuple(part for part in parts if part is not None),
+        _settings(data.get("parameters"), f"{place}/parameters", method, faults),
+        base,
+    )
+
+
+def _part(data: Any, place: str, method: Method | None, faults: _Faults, *, layers: bool) -> Part | None:
+    if not isinstance(data, dict) or "model" not in data:
+        faults.add(place, "want a mapping with model")
+        return None
+    faults.unknown(place, data, ("model", "layer_range", "parameters") if layers else ("model", "parameters"))
+    model = _model(data["model"], f"{place}/model", faults)
+    settings = _settings(data.get("parameters"), f"{place}/parameters", method, faults)
+    found = None
+    if layers:
+        found = data.get("layer_range")
+        if (
+            not isinstance(found, list)
+            or len(found) != 2
+            or not all(type(each) is int for each in found)
+            or not 0 <= found[0] < found[1]
+        ):
+            faults.add(f"{place}/layer_range", f"layer_range: found {found!r}, want [first, end] with first < end")
+            return None
+    return Part(model, settings, tuple(found) if found else None) if model else None
+
+
+def _model(data: Any, place: str, faults: _Faults) -> str | None:
+    if not isinstance(data, str) or not data:
+        faults.add(place, f"found {data!r}, want a path")
+        return None
+    from pathlib import Path
+
+    if Path(data).exists() or "://" in data:
+        return data
+    if "+" in data:
+        faults.add(place, f"{data}: a LoRA is folded first: ckpt merge MODEL LORA OUT --method lora")
+    elif "@" in data:
+        faults.add(
+            place,
+            f"{data}: no such path, and revisions of a hub are not read by this name; write hf://OWNER/NAME@REVISION",
+        )
+    else:
+        hub = f"; for the Hugging Face hub write hf://{data}" if data.count("/") == 1 and data[0] not in "./" else ""
+        faults.add(place, f"{data}: no such path, seen from the working directory{hub}")
+    return None
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def _settings(data: Any, place: str, method: Method | None, faults: _Faults) -> dict[str, Setting]:
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        faults.add(place, f"found {data!r}, want a mapping")
+        return {}
+    out = {}
+    for name, value in data.items():
+        if method is None:
+            continue
+        if name not in method.parameters:
+            known = tuple(method.parameters)
+            near = near_misses(name, known) or f"its parameters are {', '.join(known) or 'none'}"
+            faults.add(f"{place}/{name}", f"{name}: no parameter of {method.name}; {near}")
+            continue
+        kind = method.parameters[name].kind
+        cases = value if isinstance(value, list) and any(isinstance(each, dict) for each in value) else [value]
+        out[name] = tuple(case for each in cases if (case := _case(each, f"{place}/{name}", kind, faults)) is not None)
+    return out
+
+
+def _case(data: Any, place: str, kind: str, faults: _Faults) -> Case | None:
+    filter_ = ""
+    if isinstance(data, dict):
+        faults.unknown(place, data, ("filter", "value"))
+        filter_ = data.get("filter") or ""
+        if not isinstance(filter_, str) or "value" not in data:
+            faults.add(place, "a case is {filter: PART OF A NAME, value: ...}")
+            return None
+        data = data["value"]
+    values = [_value(each, kind) for each in (data if isinstance(data, list) else [data])]
+    if not values or any(value is None for value in values):
+        faults.add(place, f"found {data!r}, want a {kind} or a list of them")
+        return None
+    return Case(tuple(value for value in values if value is not None), filter_)
+
+
+def _value(data: Any, kind: str) -> Value | None:
+    """A number or a flag. YAML reads 1e-5 as a text."""
+    if kind == "flag":
+        return data if isinstance(data, bool) else None
+    if isinstance(data, bool) or not isinstance(data, int | float | str):
+        return None
+    try:
+        found = float(data)
+    except (ValueError, OverflowError):
+        return None
+    return found if abs(found) < float("inf") else None
+
+
+# -- dtypes and tokenizers ---------------------------------------------------------------------------------------------
+
+
+def _dtype(data: Mapping[str, Any], faults: _Faults) -> str | None:
+    out = None
+    for key in ("dtype", "out_dtype"):
+        if data.get(key) is None:
+            continue
+        found = from_name(data[key]) if isinstance(data[key], str) else None
+        if found is None or found.name not in _DTYPES:
+            faults.add(f"/{key}", f"{key}: found {data[key]!r}, want float32, bfloat16 or float16")
+        else:
+            out = found.name
+    return out
+
+
+def _check_tokenizer(data: Mapping[str, Any], base: str | None, slices: tuple[Slice, ...], faults: _Faults) -> None:
+    """The tokenizer must be the one that is copied anyway, the base's or the first model's."""
+    place, source = "/tokenizer_source", data.get("tokenizer_source")
+    if isinstance(data.get("tokenizer"), dict):
+        if source is not None:
+            faults.add("/tokenizer", "tokenizer_source and tokenizer say the same thing: give one")
+        place, inside = "/tokenizer", data["tokenizer"]
+        for key in inside:
+            if key != "source":
+                faults.add(f"/tokenizer/{key}", f"tokenizer.{key}: this build moves no rows of embeddings")
+        source = inside.get("source", "union")
+    elif data.get("tokenizer") is not None:
+        faults.add("/tokenizer", f"found {data['tokenizer']!r}, want a mapping")
+    first = base or next((part.model for each in slices for part in each.parts), None)
+    if source is not None and source not in ("base", first):
+        faults.add(
+            place,
+            f"{place[1:]}: {source!r} asks for another tokenizer than {first or 'the base'}'s, which this build keeps",
+        )
+
+
+# -- YAML as plain values ----------------------------------------------------------------------------------------------
+
+
+LIMIT = 256 << 10  # bytes; those of real merges have some hundred
+NODES = 20_000  # of the tree, aliases taken apart
+DEPTH = 32
+DIGITS = 400  # of a number; sexagesimal ones grow without bounds
+CODE = "E1443"
+
+
+def read_yaml(path: str) -> Any:
+    """The one document of the file. Raises UsageError E1443 with the line, StorageError."""
+    try:
+        if Path(path).stat().st_size > LIMIT:
+            raise UsageError(f"a config of more than {LIMIT >> 10} KiB", code=CODE, path=path)
+        data = Path(path).read_bytes()
+    except OSError as e:
+        raise wrap_os_error(e, path, "reading the config") from e
+    import yaml  # 10 ms that no other command pays
+
+    try:
+        node = yaml.compose(data.decode("utf-8-sig"), yaml.SafeLoader)
+    except UnicodeDecodeError as e:
+        raise UsageError("the config is not UTF-8", code=CODE, path=path, offset=e.start) from e
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        raise UsageError(
+            f"the config is not YAML: {getattr(e, 'problem', None) or e}",
+            code=CODE,
+            path=path,
+            place=f"line {mark.line + 1}" if mark else None,
+            hint="see mergekit's examples",
+        ) from e
+    except RecursionError as e:
+        raise UsageError(f"more than {DEPTH} levels", code=CODE, path=path) from e
+    return _Values(path, yaml).of(node, 0) if node is not None else None
+
+
+class _Values:
+    """Nodes of one file as values; aliases count each time."""
+
+    def __init__(self, path: str, yaml: Any) -> None:
+        self._path, self._yaml, self._seen = path, yaml, 0
+        self._scalars = yaml.SafeLoader("")
+
+    def of(self, node: Any, depth: int) -> Any:
+        self._seen += 1
+        if depth > DEPTH or self._seen > NODES:
+            raise self._fault(node, "more values than any config needs: aliases of aliases?")
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if isinstance(node, self._yaml.MappingNode) and kind == "map":
+            return self._mapping(node, depth)
+        if isinstance(node, self._yaml.SequenceNode) and kind == "seq":
+            return [self.of(each, depth + 1) for each in node.value]
+        if isinstance(node, self._yaml.ScalarNode):
+            if kind in ("str", "timestamp", "value", "merge", "binary"):
+                return node.value
+            if kind == "null":
+                return None
+            if kind in ("bool", "int", "float"):
+                return self._number(node, kind)
+        raise self._fault(node, f"the tag {node.tag[:80]} asks for more than plain values")
+
+    def _mapping(self, node: Any, depth: int) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key_node, value in node.value:
+            key = self.of(key_node, depth + 1)
+            if not isinstance(key, str):
+                raise self._fault(key_node, f"the key {key!r} is no text")
+            if key in out:
+                raise self._fault(key_node, f"the key {key!r} stands twice")
+            out[key] = self.of(value, depth + 1)
+        return out
+
+    def _number(self, node: Any, kind: str) -> Any:
+        if len(node.value) > DIGITS:
+            raise self._fault(node, f"{node.value[:40]!r}... is no {kind} of at most {DIGITS} characters")
+        try:
+            return self._scalars.construct_object(node)
+        except (ValueError, OverflowError, LookupError) as e:
+            raise self._fault(node, f"{node.value[:40]!r} is no {kind}") from e
+
+    def _fault(self, node: Any, message: str) -> CkptError:
+        return UsageError(message, code=CODE, path=self._path, place=f"line {node.start_mark.line + 1}")

@@ -1,0 +1,246 @@
+"""The models of a merge, opened: each under the hub's names, and what keeps them from being merged, all at once.
+
+A model may be in any format and in any number of shards; where its dialect is known and is not the hub's, the
+families' equations name it (`conversion.naming`), so sources of different systems meet. Optimizer states stay behind.
+
+Whether models have the same tokens is read from the files beside the weights; nothing of a tokenizer is run.
+
+Files that are equal byte for byte settle it. `tokenizer.json` and `vocab.json` that differ are compared by what they
+say of tokens: the number of each token, the added ones too, and the merges; how they were formatted or by which version
+does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.conversion.passes import NAMES, passed, selected
+from ckpt_tool.core.tensor import MODEL
+from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
+from ckpt_tool.formats import registry
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.quantised.kept_whole import refuse_codes
+from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.config import config_of
+from ckpt_tool.sources.opening import Opened, open_source
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+ARCHITECTURES, TENSORS, TOKENIZERS = "E1446", "E1447", "E1448"
+# What makes two models of one kind another architecture; the number of layers is compared where no slices are taken.
+_SAME = tuple(
+    """
+    model_type hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size
+    num_experts num_local_experts n_routed_experts moe_intermediate_size n_embd n_head kv_lora_rank q_lora_rank
+    qk_rope_head_dim hidden_act num_experts_per_tok
+    """.split()
+)
+# of adapters
+_SCALING = tuple("peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora fan_in_fan_out".split())
+_LAYERS = "num_hidden_layers"
+_TELLING = ("rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
+_BY_NUMBER = tuple(
+    """
+    first_k_dense_replace mlp_only_layers decoder_sparse_step num_nextn_predict_layers no_rope_layers
+    interleave_moe_layer_step moe_layer_start_index
+    """.split()
+)
+_OPTIMIZER = re.compile(r"optim|param_group|scheduler|rng|scaler", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model. chosen: its tensors under the hub's names. first: its number in the output's sources is this or
+    above."""
+
+    path: str
+    opened: Opened
+    chosen: Chosen
+    config: Mapping[str, Any] | None
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        return {row.tensor.key.name: row for row in self.chosen.stored}
+
+
+def open_models(paths: Sequence[str], reading: Reading, writing: Writing, computes: str) -> list[Model]:
+    """Every model, in order. computes: the option that computes with weights, "" for one that moves them.
+
+    Raises UsageError E1465 for quantised weights, and what opening and naming raise."""
+    bare = replace(
+        writing, states=(MODEL, "extras"), drop=(), remove_keys=(), keep_keys=(), dialect=None, aoa=None, dtypes={}
+    )
+    hub = registry.of_dialect("hf")
+    out = []
+    for path in paths:
+        opened = open_source(path, reading)
+        states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
+        asked = replace(bare, states=(*states, bare.as_model) if bare.as_model else states)
+        job = Conversion(reading, asked, hub)
+        part = selected(opened, job)
+        if computes:
+            refuse_codes([row.tensor for row in part.stored], computes, opened.path)
+        named = passed(part, job, NAMES)
+        config = named.config or config_of(opened, reading).config
+        out.append(Model(path, opened, named, config))
+    return out
+
+
+def check_models(models: Sequence[Model], *, sliced: bool, any_tokenizer: bool) -> list[str]:
+    """What is worth a line in the report. Raises InconsistentCheckpoint E1446 (architectures), E1448 (tokenizers), with
+    all faults of both.
+
+    sliced: layers are picked, so their number may differ.
+    """
+    first, faults, notes = models[0], list[tuple[str, str]](), list[str]()
+    for other in models[1:]:
+        pair = f"{other.path} and {first.path}"
+        for key, a, b in _differences(first.config, other.config, (*_SAME, *(() if sliced else (_LAYERS,)))):
+            faults.append((ARCHITECTURES, f"{pair}: {key} is {b} and {a}"))
+        for key, a, b in _differences(first.config, other.config, _TELLING):
+            notes.append(f"{pair}: {key} is {b} and {a}; the output has that of {first.path}")
+        one, two = (each.opened.catalog.hints.get("peft", {}).get("config", {}) for each in (first, other))
+        for key in sorted({*one, *two} & set(_SCALING)):
+            if (one.get(key) or None) != (two.get(key) or None):
+                faults.append((ARCHITECTURES, f"{pair}: the adapters' {key} is {two.get(key)} and {one.get(key)}"))
+        how = difference(first.opened.tree, other.opened.tree)
+        if how and any_tokenizer:
+            notes.append(f"{pair}: their tokenizers differ ({how}); rows of embeddings are merged by their number")
+        elif how:
+            faults.append((TOKENIZERS, f"{pair}: {how}"))
+    if faults:
+        codes = [code for code, _ in faults]
+        tokens_alone = set(codes) == {TOKENIZERS}
+        raise InconsistentCheckpoint(
+            f"the models are not alike: {faults[0][1]}",
+            code=codes[0],
+            path=first.path,
+            faults=[text for _, text in faults[1:]],
+            hint="--tokenizer base takes the rows as they are numbered"
+            if tokens_alone
+            else "merge models of one architecture, grown from one base",
+        )
+    return notes
+
+
+def _differences(
+    one: Mapping[str, Any] | None, two: Mapping[str, Any] | None, keys: Iterable[str]
+) -> Iterable[tuple[str, Any, Any]]:
+    if one is None or two is None:
+        return
+    for key in keys:
+        if key in one and key in two and one[key] != two[key]:
+            yield key, one[key], two[key]
+
+
+def without_training(extras: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(extras that still hold for merged weights, the names of those of the optimizer, which don't)."""
+    gone = [str(name) for name in extras if _OPTIMIZER.search(str(name))]
+    return {name: value for name, value in extras.items() if str(name) not in gone}, gone
+
+
+def sliced_config(
+    models: Sequence[Model], origins: Sequence[tuple[str, int]], notes: list[str]
+) -> Mapping[str, Any] | None:
+    """The first model's config with the layers of the output: their number, and what a list says of each.
+
+    origins: the model and the layer that each comes from. Raises UsageError E1451 where the config names kinds of
+    layers by their number, which they no longer have.
+    """
+    configs = {model.path: model.config for model in models}
+    config = models[0].config
+    if config is None:
+        return None
+    by_number = [key for key in _BY_NUMBER if config.get(key) not in (None, [], 0, 1)]
+    if by_number:
+        raise UsageError(
+            f"slices: the config tells kinds of layers by their number ({', '.join(by_number)}), and they get others",
+            code="E1451",
+            path=models[0].path,
+            hint="merge whole models; layers of such a model can't be renumbered",
+        )
+    count, out = config.get(_LAYERS), {**config, _LAYERS: len(origins)}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == count and type(count) is int:
+            lists = [(configs[path] or {}).get(key, value) for path, _ in origins]
+            out[key] = [each[layer] for each, (_, layer) in zip(lists, origins, strict=True)]
+    notes.append(f"the output has {len(origins)} layers, and its config.json says so")
+    return out
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "sentencepiece.bpe.model", "tiktoken.model")
+LIMIT = 256 << 20  # bytes; the largest real ones have some 30 MB
+
+
+def difference(first: Tree, other: Tree) -> str | None:
+    """How the tokenizers of two models differ, in words; None where they don't, or where one of them has
+    none."""
+    mine, theirs = _files(first), _files(other)
+    if not mine or not theirs:
+        return None
+    both = [name for name in mine if name in theirs]
+    if not both:
+        return f"{mine[0]} here, {theirs[0]} there: they can't be compared"
+    name = both[0]
+    a, b = (tree.read_whole(name, limit=LIMIT) for tree in (first, other))
+    if a == b:
+        return None
+    if not name.endswith(".json"):
+        return f"{name} differs"
+    try:
+        one, two = (parse(data, path=tree.display(name)) for data, tree in ((a, first), (b, other)))
+    except CorruptFile as e:
+        return f"{name} differs, and is not read: {e.message}"
+    return _of_vocabularies(name, _numbers(one), _numbers(two)) or _of_merges(name, one, two)
+
+
+def _files(tree: Tree) -> list[str]:
+    return [name for name in FILES if tree.single is None and tree.exists(name)]
+
+
+def _numbers(data: Any) -> dict[str, Any]:
+    """{token: its number} of a tokenizer.json or a vocab.json."""
+    if not isinstance(data, Mapping):
+        return {}
+    model = data.get("model")
+    if not isinstance(model, Mapping):
+        return dict(data)
+    vocab = model.get("vocab")
+    found: dict[str, Any] = {}
+    if isinstance(vocab, Mapping):
+        found = dict(vocab)
+    elif isinstance(vocab, list):
+        found = {str(row[0]): number for number, row in enumerate(vocab) if isinstance(row, list) and row}
+    added = data.get("added_tokens")
+    for row in added if isinstance(added, list) else ():
+        if isinstance(row, Mapping):
+            found[str(row.get("content"))] = row.get("id")
+    return found
+
+
+def _of_vocabularies(name: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
+    other = [token for token, number in one.items() if two.get(token) != number]
+    other += [token for token in two if token not in one]
+    if not other:
+        return None
+    token = other[0]
+    return (
+        f"{name}: {len(other)} tokens have another number, or are in one alone:"
+        f" {token!r} is {one.get(token)} here, {two.get(token)} there"
+    )
+
+
+def _of_merges(name: str, one: Any, two: Any) -> str | None:
+    merges = [
+        data["model"].get("merges") if isinstance(data, Mapping) and isinstance(data.get("model"), Mapping) else None
+        for data in (one, two)
+    ]
+    plain = [[each if isinstance(each, str) else " ".join(map(str, each)) for each in m or ()] for m in merges]
+    return f"{name}: the merges of tokens differ" if plain[0] != plain[1] else None

@@ -1,0 +1,420 @@
+"""Merges of task vectors: what each model changed of its base, trimmed, weighed, agreed on and added to the base.
+
+    base + lambda * sum_i w_i trim(x_i - base)          divided by the weights that count where `normalize`
+
+`task-arithmetic` trims nothing; `ties` keeps the largest of each tensor; `breadcrumbs` leaves out the very largest too;
+`dare` drops by chance; `della` by chance and rank. With `consensus` (ties, and what is called after it) an element
+counts only where its sign is that of the sum. Order and rounding are those of mergekit 0.1.5
+`generalized_task_arithmetic.py` and `sparsify.py` in fp32; sums of whole tensors (`rescale`) are fp64 here and fp32
+there, so a rescaled vector differs by a few units in the last place.
+
+Cost: `ties` and `breadcrumbs` read their inputs twice before the first element (`Selection`), `rescale` once.
+
+Masks by chance, the same whoever asks for which part of them: a counter-based generator.
+
+Element k of a tensor draws the 32-bit number k of the stream of Philox 4x64 whose key is made of the seed, the model's
+number and the tensor's name. So a mask depends on nothing else: not on tiles, threads, formats or shards, nor on other
+tensors.
+
+    draws(stream(42, 0, "model.norm.weight"), 10, 20) == draws(stream(42, 0, "model.norm.weight"), 0, 20)[10:]
+
+An element of probability p is kept where its number is less than p * 2**32. mergekit draws from torch's one generator,
+tensor by tensor: the same law, other masks.
+
+Which elements of a task vector are the largest: exact k-th magnitudes in bounded memory.
+
+The magnitude of an fp32 is in the order of its lower 31 bits, so two counts find any rank exactly: how many elements
+have each upper half of those bits, then, in the half that holds the rank, how many have each lower half. All models are
+counted on one walk over their line. Of elements equal at the threshold those that come first are taken (mergekit 0.1.5
+leaves that to `torch.argsort`, which is not stable on processors with AVX2); only where not all of them are, a third
+walk finds the place up to which they are.
+
+    [3, -1, 4, 1, -5], the largest 2: magnitudes from 4 on;   [1, 1, 1, 1], the largest 2: 1 on, before element 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, Whole, floats, same, tiles
+from ckpt_tool.run.computed import Floats, Read
+
+LEAST_SUM = 1e-7  # sums of magnitudes below which nothing is rescaled
+LEAST_WEIGHT = 1e-8  # sums of weights that nothing is divided by
+
+
+class Trim(NamedTuple):
+    """What of a task vector stays. density: the share, in (0, 1]; 1 keeps all.
+
+    kind: `largest`; `crumbs` (all but the `gamma` largest, then the largest); `chance`; `ranks` (by chance, density +-
+    epsilon by rank in the row of the last axis). key: of the numbers that chance draws.
+    """
+
+    kind: Literal["largest", "crumbs", "chance", "ranks"]
+    density: float
+    gamma: float = 0.0
+    epsilon: float = 0.0
+    key: Stream = (0, 0)
+
+    def asks(self, model: int, numel: int) -> list[Ask]:
+        """The order statistics that it takes."""
+        if self.density >= 1 or self.kind not in ("largest", "crumbs"):
+            return []
+        if self.kind == "largest":
+            return [Ask(model, max(1, int(self.density * numel)), True)]
+        left, top = int(self.density * numel), int(self.gamma * numel)
+        bottom = max(0, numel - left - top)
+        return [Ask(model, count, False) for count in (bottom, bottom + left) if 0 < count < numel]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskVectors(Tiled):
+    """inputs: the base, then the models. weights, trims: one for each model, a trim of None for none.
+
+    factor: lambda. consensus: only elements of the sign of their sum count. rescale: a trimmed vector is made as large
+    again as it was, by the sums of the magnitudes.
+    """
+
+    weights: tuple[float, ...]
+    trims: tuple[Trim | None, ...]
+    consensus: bool
+    normalize: bool
+    rescale: bool
+    factor: float = 1.0
+    selection: Selection = field(init=False)
+    sums: Whole[Doubles, Doubles, Doubles] = field(init=False)
+
+    def __post_init__(self) -> None:
+        asks = [ask for k, trim in enumerate(self.trims) if trim for ask in trim.asks(k, self.numel)]
+        object.__setattr__(self, "selection", Selection(self.numel, asks))
+        empty = np.zeros((len(self.trims), 2), np.float64)
+        object.__setattr__(self, "sums", Whole(self.numel, empty, np.add))
+        if any(trim is not None and trim.kind == "ranks" and trim.density < 1 for trim in self.trims):
+            object.__setattr__(self, "row", self.shape[-1] if self.shape else 1)
+
+    # -- trimming -----------------------------------------------------------------------------------------------------
+
+    def _delta(self, read: Read, model: int, base: Floats, low: int, high: int) -> Floats:
+        return floats(read(model + 1, low, high)) - base
+
+    def _flags(self, model: int, cuts: Sequence[Cut], delta: Floats, low: int) -> Flags | None:
+        """Which elements of a tile stay, None for all."""
+        trim = self.trims[model]
+        if trim is None or trim.density >= 1:
+            return None
+        if trim.kind == "chance":
+            return kept(draws(trim.key, low, low + delta.size), trim.density)
+        bits = magnitudes_of(delta)
+        if trim.kind == "ranks":
+            numbers = draws(trim.key, low, low + delta.size)
+            return kept_by_rank(numbers, bits, max(self.row, 1), trim.density, trim.epsilon)
+        if trim.kind == "largest":
+            return cuts[0].flags(bits, low)
+        return self._crumbs(trim, cuts, bits, low)
+
+    def _crumbs(self, trim: Trim, cuts: Sequence[Cut], bits: Bits, low: int) -> Flags:
+        """Those among the smallest `bottom + left` and not among the smallest `bottom`."""
+        left, top = int(trim.density * self.numel), int(trim.gamma * self.numel)
+        bottom = max(0, self.numel - left - top)
+        if not left:
+            return np.zeros(bits.shape, np.bool_)
+        rest = list(cuts)
+        below = rest.pop(0).flags(bits, low) if 0 < bottom < self.numel else np.zeros(bits.shape, np.bool_)
+        if bottom + left >= self.numel:
+            return ~below
+        return rest[0].flags(bits, low) & ~below
+
+    def _trimmed(
+        self, read: Read, cuts: Sequence[Sequence[Cut]], low: int, high: int
+    ) -> Iterator[tuple[Floats, Floats]]:
+        """Each model's (task vector, what of it stays)."""
+        base = floats(read(0, low, high))
+        for model in range(len(self.trims)):
+            delta = self._delta(read, model, base, low, high)
+            flags = self._flags(model, cuts[model], delta, low)
+            yield delta, delta if flags is None else delta * flags
+
+    def _cuts(self, read: Read) -> list[list[Cut]]:
+        asking = [k for k, trim in enumerate(self.trims) if trim and trim.asks(k, self.numel)]
+
+        def deltas(low: int, high: int) -> Iterator[Floats]:
+            base = floats(read(0, low, high))
+            for model in asking:
+                yield self._delta(read, model, base, low, high)
+
+        found = iter(self.selection.cuts(deltas))
+        return [[next(found) for _ in trim.asks(k, self.numel)] if trim else [] for k, trim in enumerate(self.trims)]
+
+    def _factors(self, read: Read, cuts: Sequence[Sequence[Cut]]) -> list[np.float32 | None]:
+        """What each trimmed vector is multiplied with, None for nothing."""
+        if not self.rescale or all(trim is None or trim.density >= 1 for trim in self.trims):
+            return [None] * len(self.trims)
+
+        def look(start: int, stop: int) -> Doubles:
+            sums: Doubles = np.zeros((len(self.trims), 2), np.float64)
+            for low, high in tiles(start, stop, self.row):
+                part = slice(max(low, start) - low, min(high, stop) - low)
+                for model, pair in enumerate(self._trimmed(read, cuts, low, high)):
+                    sums[model] += [np.abs(each[part]).sum(dtype=np.float64) for each in pair]
+            return sums
+
+        out: list[np.float32 | None] = []
+        for trim, (before, after) in zip(self.trims, self.sums.get(look, same).astype(np.float32), strict=True):
+            plain = trim is None or trim.density >= 1 or before < LEAST_SUM or after < LEAST_SUM
+            out.append(None if plain else before / after)
+        return out
+
+    # -- merging ------------------------------------------------------------------------------------------------------
+
+    def tile(self, read: Read) -> Span:
+        cuts = self._cuts(read)
+        factors = self._factors(read, cuts)
+        weights = [np.float32(weight) for weight in self.weights]
+
+        def made(low: int, high: int) -> Floats:
+            parts = []
+            for (_, part), factor, weight in zip(self._trimmed(read, cuts, low, high), factors, weights, strict=True):
+                scaled = part if factor is None else part * factor
+                parts.append(scaled * weight)
+            mixed = self._agreed(parts, weights) if self.consensus else self._summed(parts, weights)
+            if self.factor != 1:
+                mixed *= np.float32(self.factor)
+            return floats(read(0, low, high)) + mixed
+
+        return made
+
+    def _summed(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
+        total, divisor = np.zeros(parts[0].shape, np.float32), np.float32(0)
+        for part, weight in zip(parts, weights, strict=True):
+            total += part
+            divisor = divisor + weight
+        if self.normalize and abs(divisor) >= LEAST_WEIGHT:
+            total /= divisor
+        return total
+
+    def _agreed(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
+        """The sum of what has the sign of the whole sum; a sum of zero counts as positive."""
+        total: Floats = np.zeros(parts[0].shape, np.float32)
+        for part in parts:
+            total += part
+        positive = total >= 0
+        mixed, divisor = np.zeros_like(total), np.zeros_like(total)
+        for part, weight in zip(parts, weights, strict=True):
+            flags = (part > 0) == positive
+            flags &= part != 0
+            mixed += part * flags
+            divisor += weight * flags
+        if self.normalize:
+            divisor[divisor == 0] = 1
+            mixed /= divisor
+        return mixed
+
+
+# -- masks by chance ---------------------------------------------------------------------------------------------------
+
+
+Stream = tuple[int, int]
+_BLOCK = 8  # 32-bit numbers a step of the counter
+_ALL = 1 << 32
+
+
+def stream(seed: int, model: int, name: str) -> Stream:
+    """The key of a tensor's numbers: 128 bits of a hash."""
+    made = blake2b(f"{seed}\0{model}\0{name}".encode(), digest_size=16).digest()
+    return int.from_bytes(made[:8], "little"), int.from_bytes(made[8:], "little")
+
+
+def draws(key: Stream, low: int, high: int) -> Bits:
+    """The numbers of elements [low, high), each of 32 uniform bits."""
+    first, last = low // _BLOCK, -(-high // _BLOCK)
+    generator = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([first, 0, 0, 0], np.uint64))
+    raw: np.ndarray[Any, np.dtype[np.uint64]] = generator.random_raw((last - first) * 4)
+    return raw.astype("<u8", copy=False).view("<u4")[low - first * _BLOCK : high - first * _BLOCK]
+
+
+def kept(numbers: Bits, probability: float) -> Flags:
+    """Which elements stay, each with the same probability."""
+    limit = round(probability * _ALL)
+    return numbers < np.uint32(limit) if limit < _ALL else np.ones(numbers.shape, np.bool_)
+
+
+def kept_by_rank(numbers: Bits, magnitudes: Bits, columns: int, density: float, epsilon: float) -> Flags:
+    """Which elements stay where a row's larger ones are likelier: density - epsilon for its smallest, density + epsilon
+    for its largest, evenly between them by rank (DELLA's MAGPRUNE). Rows of one element: `density`.
+
+    numbers, magnitudes: of whole rows of `columns` elements. Equal magnitudes rank by their order in the row.
+    """
+    if columns < 2:
+        return kept(numbers, density)
+    keys = magnitudes.reshape(-1, columns).astype(np.uint64) << np.uint64(32)
+    keys |= np.arange(columns, dtype=np.uint64)
+    keys.sort(axis=1)
+    order = (keys & np.uint64(_ALL - 1)).astype(np.intp)
+    ranks: Any = np.empty(order.shape, np.float32)
+    share = np.arange(columns, dtype=np.float32) / np.float32(columns - 1)
+    limits = np.float32(density - epsilon) + share * np.float32(2) * np.float32(epsilon)
+    np.put_along_axis(ranks, order, np.broadcast_to(limits, order.shape), axis=1)
+    flags: Flags = numbers < (ranks.reshape(-1).astype(np.float64) * _ALL).astype(np.uint64)
+    return flags
+
+
+# -- the largest elements: exact k-th magnitudes -----------------------------------------------------------------------
+
+
+Bits = np.ndarray[Any, np.dtype[np.uint32]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Deltas = Callable[[int, int], Iterator[Floats]]  # elements [low, high) of each model's task vector
+_HALF, _LOW = 16, 1 << 16
+_TOP = 1 << 15  # upper halves of 31 bits
+
+
+class Ask(NamedTuple):
+    """The `taken` largest elements of model number `model`, or its smallest. 0 < taken < numel."""
+
+    model: int
+    taken: int
+    largest: bool
+
+
+class Cut(NamedTuple):
+    """What an Ask found: magnitudes beyond `bits`, and those that are it before element `until` of the line."""
+
+    bits: int
+    until: int
+    largest: bool
+
+    def flags(self, magnitudes: Bits, low: int) -> Flags:
+        """Which elements are taken. magnitudes: of elements [low, ...)."""
+        bits = np.uint32(self.bits)
+        beyond: Flags = magnitudes > bits if self.largest else magnitudes < bits
+        if self.until <= low:
+            return beyond
+        if self.until >= low + magnitudes.size:
+            beyond |= magnitudes == bits
+            return beyond
+        beyond[: self.until - low] |= magnitudes[: self.until - low] == bits
+        return beyond
+
+
+def magnitudes_of(values: Floats) -> Bits:
+    """Unsigned integers in the order of the magnitudes; NaN is beyond all."""
+    return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+class Threshold(NamedTuple):
+    """Magnitude bits; how many elements of them are taken, and how many there are."""
+
+    bits: int
+    taken: int
+    equal: int
+
+
+class Selection:
+    """What some Asks about one tensor find, found once."""
+
+    def __init__(self, numel: int, asks: Sequence[Ask]) -> None:
+        self._numel, self._asks = numel, tuple(asks)
+        self._models = tuple(dict.fromkeys(ask.model for ask in asks))
+        none: Counts = np.zeros((1, 1), np.int64)  # counts are added to it whatever their number
+        nowhere: Counts = np.zeros((0, len(self._asks)), np.int64)
+        self._upper: Whole[Counts, Counts, list[tuple[int, int]]] = Whole(numel, none, np.add)
+        self._lower: Whole[Counts, Counts, list[Threshold]] = Whole(numel, none, np.add)
+        self._ties: Whole[Counts, Counts, Counts] = Whole(numel, nowhere, _stacked)
+        self._cuts: tuple[Cut, ...] | None = None
+
+    def cuts(self, deltas: Deltas) -> tuple[Cut, ...]:
+        """A Cut for each Ask. deltas: of this thread; gives the task vectors of all models that are asked about, in the
+        order in which they are first asked about."""
+        if self._cuts is None:  # threads that find them at once find the same
+            self._cuts = self._found(deltas) if self._asks else ()
+        return self._cuts
+
+    def _found(self, deltas: Deltas) -> tuple[Cut, ...]:
+        halves = self._upper.get(lambda start, stop: self._count_upper(deltas, start, stop), self._halves)
+        found = self._lower.get(
+            lambda start, stop: self._count_lower(deltas, halves, start, stop),
+            lambda counts: self._thresholds(counts, halves),
+        )
+        ends = self._ends(deltas, found)
+        return tuple(Cut(each.bits, end, ask.largest) for each, end, ask in zip(found, ends, self._asks, strict=True))
+
+    def _halves(self, counts: Counts) -> list[tuple[int, int]]:
+        """The upper half of each Ask's threshold, and how many elements have smaller ones."""
+        return [self._place(counts[self._models.index(ask.model)], self._rank(ask)) for ask in self._asks]
+
+    def _thresholds(self, lower: Counts, halves: Sequence[tuple[int, int]]) -> list[Threshold]:
+        found = []
+        for (half, below), counts, ask in zip(halves, lower, self._asks, strict=True):
+            rest, under = self._place(counts, self._rank(ask) - below)
+            equal, smaller = int(counts[rest]), below + under
+            taken = ask.taken - (self._numel - smaller - equal if ask.largest else smaller)
+            found.append(Threshold(half << _HALF | rest, taken, equal))
+        return found
+
+    def _rank(self, ask: Ask) -> int:
+        """Of the element at the threshold, from the smallest on."""
+        return self._numel - ask.taken if ask.largest else ask.taken - 1
+
+    @staticmethod
+    def _place(counts: Counts, rank: int) -> tuple[int, int]:
+        """(the bucket that holds the rank, how many elements are in the buckets before it)."""
+        ends = np.cumsum(counts)
+        bucket = int(np.searchsorted(ends, rank, side="right"))
+        return bucket, int(ends[bucket] - counts[bucket])
+
+    def _count_upper(self, deltas: Deltas, start: int, stop: int) -> Counts:
+        counts: Counts = np.zeros((len(self._models), _TOP), np.int64)
+        for low, high in tiles(start, stop):
+            for number, delta in enumerate(deltas(low, high)):
+                upper = (magnitudes_of(delta) >> np.uint32(_HALF)).astype(np.int64)
+                counts[number] += np.bincount(upper, minlength=_TOP)
+        return counts
+
+    def _count_lower(self, deltas: Deltas, halves: Sequence[tuple[int, int]], start: int, stop: int) -> Counts:
+        counts: Counts = np.zeros((len(self._asks), _LOW), np.int64)
+        for low, high in tiles(start, stop):
+            parts = [magnitudes_of(delta) for delta in deltas(low, high)]
+            for number, (ask, (half, _)) in enumerate(zip(self._asks, halves, strict=True)):
+                bits = parts[self._models.index(ask.model)]
+                inside = bits[bits >> np.uint32(_HALF) == np.uint32(half)] & np.uint32(_LOW - 1)
+                counts[number] += np.bincount(inside.astype(np.int64), minlength=_LOW)
+        return counts
+
+    # -- ties ---------------------------------------------------------------------------------------------------------
+
+    def _ends(self, deltas: Deltas, found: Sequence[Threshold]) -> list[int]:
+        """Up to which element of the line those at each threshold are taken."""
+        ends = [self._numel if each.taken == each.equal else 0 for each in found]
+        parted = [number for number, each in enumerate(found) if 0 < each.taken < each.equal]
+        if not parted:
+            return ends
+
+        def count(start: int, stop: int) -> Counts:
+            rows = [self._equal(deltas, found, parted, low, high) for low, high in tiles(start, stop)]
+            return np.array([[np.count_nonzero(flags) for flags in row] for row in rows], np.int64)
+
+        of_tiles = self._ties.get(count, same)
+        for slot, number in enumerate(parted):
+            last = found[number].taken - 1
+            tile, before = self._place(of_tiles[:, slot], last)
+            low = tile * TILE
+            flags = self._equal(deltas, found, parted, low, min(low + TILE, self._numel))[slot]
+            ends[number] = low + int(np.flatnonzero(flags)[last - before]) + 1
+        return ends
+
+    def _equal(
+        self, deltas: Deltas, found: Sequence[Threshold], parted: Sequence[int], low: int, high: int
+    ) -> list[Flags]:
+        """Which elements of a tile are at the threshold, for each Ask of `parted`."""
+        parts = [magnitudes_of(delta) for delta in deltas(low, high)]
+        return [parts[self._models.index(self._asks[n].model)] == np.uint32(found[n].bits) for n in parted]
+
+
+def _stacked(rows: Counts, more: Counts) -> Counts:
+    return np.concatenate([rows[:, : more.shape[1]], more])

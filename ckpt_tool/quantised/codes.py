@@ -1,0 +1,173 @@
+"""Codes and scales.
+
+Codes: bytes as the floats that they stand for, before any scale. Everything here is a table look-up or a shift.
+
+    of_bytes(DTYPES["F8_E4M3"])[0x38]  == 1.0             # 256 floats
+    two_a_byte(FP4)[0x42].view("f4")   == [1.0, 2.0]      # 256 pairs, the low half of the byte first
+
+FP4 is E2M1: sign, two bits of exponent, one of mantissa. E8M0 is 2^(byte - 127), byte 255 is NaN (OCP Microscaling
+formats 1.0). Integers of n bits are stored as value + 2^(n - 1), dense and little-endian: code k of a row is in its
+bits [k n, (k + 1) n) (compressed-tensors 0.20 `compressors/pack_quantized/helpers.py`). Cost: 1 ns a byte for tables;
+codes that are neither 4 nor 8 bits wide cost 20 ns each.
+
+Scales: which of them each element of a rectangle takes, and the rectangles that a range of a line is.
+
+A weight of experts (2, 300, 256) with scales (2, 3, 2) over blocks of 128 x 128 is 600 rows of 256: rows 0..127 take
+row 0 of the scales, 256..299 row 2, 300..427 row 3: blocks start anew with every matrix.
+
+    rectangles(10, 600, columns=256)  ->  (0, 1, 10, 256), (1, 2, 0, 256), (2, 3, 0, 88)    # rows, columns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.run.compute import looked_up, numpy_type
+from ckpt_tool.run.computed import Read
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+INT4 = tuple(range(-8, 8))
+
+
+@cache
+def of_bytes(dtype: DType) -> Floats:
+    """The 256 floats of a one-byte dtype; of U8 those of F8_E8M0."""
+    every = np.arange(256, dtype=np.uint8)
+    if dtype.name in ("U8", "F8_E8M0"):
+        bits = every.astype(np.uint32) << 23
+        bits[0], bits[255] = 1 << 22, 0x7FC00000  # 2^-127 is below the normal floats; NaN
+        return bits.view(np.float32)
+    return every.view(numpy_type(dtype)).astype(np.float32)
+
+
+@cache
+def two_a_byte(values: tuple[float, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """For every byte the floats of its low and its high half, as one 64-bit word."""
+    half = np.array(values, np.float32)
+    every = np.arange(256)
+    return np.ascontiguousarray(np.stack([half[every & 15], half[every >> 4]], axis=1)).view(np.uint64).reshape(256)
+
+
+def halves(values: tuple[float, ...], line: np.ndarray[Any, np.dtype[np.uint8]]) -> Floats:
+    """The floats of a line of bytes, two a byte. values: the sixteen that half a byte stands for."""
+    return looked_up(two_a_byte(values), line).view(np.float32)
+
+
+def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, count: int) -> Floats:
+    """`count` codes of each row of packed words, the first one `skip` bits behind its start, less their offset.
+
+    words: (rows, bytes), little-endian. skip: a multiple of `bits` where that is 4 or 8. Returns (rows, count).
+    """
+    if bits == 8:
+        return words[:, skip // 8 : skip // 8 + count].astype(np.float32) - np.float32(128)
+    low, high = skip // 8, -(-(skip + count * bits) // 8)
+    if bits == 4:
+        pairs = halves(INT4, words[:, low:high].reshape(-1)).reshape(len(words), -1)
+        first = skip // 4 - 2 * low
+        return np.ascontiguousarray(pairs[:, first : first + count])
+    each = np.unpackbits(words[:, low:high], axis=1, bitorder="little")
+    each = each[:, skip - 8 * low : skip - 8 * low + count * bits].reshape(len(words), count, bits)
+    found: Floats = each @ (1 << np.arange(bits)).astype(np.float32) - np.float32(1 << (bits - 1))
+    return found
+
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+
+
+NAN = "E1463"
+Numbers = np.ndarray[Any, np.dtype[np.intp]]
+
+
+class Rectangle(NamedTuple):
+    """Rows [low, high) and columns [left, right) of a tensor seen as (rows, columns)."""
+
+    low: int
+    high: int
+    left: int
+    right: int
+
+
+def rectangles(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
+    """Elements [start, stop) of a row-major line as at most three rectangles, each of whole rows or within one."""
+    first, last = start // columns, (stop - 1) // columns
+    if first == last:
+        yield Rectangle(first, first + 1, start - first * columns, stop - first * columns)
+        return
+    if start % columns:
+        yield Rectangle(first, first + 1, start - first * columns, columns)
+        first += 1
+    whole = stop // columns
+    if whole > first:
+        yield Rectangle(first, whole, 0, columns)
+    if stop % columns:
+        yield Rectangle(whole, whole + 1, 0, stop - whole * columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The scales of a tensor seen as (rows, columns), in input number `input` of a recipe.
+
+    rows: of each matrix of the tensor. step: rows of scales of each matrix, 0 where all matrices share them. columns:
+    of the scales. block: (rows, columns) of the tensor that share one. dtype: of the scales; U8 are powers of two.
+    """
+
+    input: int
+    dtype: DType
+    rows: int
+    step: int
+    columns: int
+    block: tuple[int, int]
+    name: str
+
+    def over(self, read: Read, where: Rectangle) -> tuple[Floats, Numbers]:
+        """(scales of rows of blocks, one a column of the rectangle; which of those rows each row of it takes).
+
+        Raises InconsistentCheckpoint E1463 for a scale that is no number."""
+        height, width = self.block
+        rows = np.arange(where.low, where.high)
+        taken = rows // self.rows * self.step + rows % self.rows // height
+        low, high = int(taken[0]), int(taken[-1]) + 1
+        first, last = where.left // width, -(-where.right // width)
+        if high - low == 1:
+            stored = read(self.input, low * self.columns + first, low * self.columns + last).reshape(1, -1)
+        else:
+            stored = read(self.input, low * self.columns, high * self.columns).reshape(high - low, self.columns)
+            stored = stored[:, first:last]
+        scales = as_floats(stored, self.dtype, self.name)
+        if scales.shape[1] > 1 and width > 1:
+            scales = np.repeat(scales, width, axis=1)[:, where.left - first * width : where.right - first * width]
+        elif scales.shape[1] > 1:
+            scales = scales[:, : where.right - where.left]
+        return scales, taken - low
+
+
+def as_floats(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType, name: str) -> Floats:
+    """Scales as fp32. Raises InconsistentCheckpoint E1463 for a scale that is NaN."""
+    floats = of_bytes(dtype)[stored.view(np.uint8)] if dtype.bits == 8 else stored.astype(np.float32)
+    if np.isnan(floats).any():
+        raise InconsistentCheckpoint(
+            "a scale is NaN" + (" (byte 255 of F8_E8M0)" if dtype.name in ("U8", "F8_E8M0") else ""),
+            code=NAN,
+            key=name,
+            hint="the quantiser failed on this weight: fetch the checkpoint again, or quantise it anew",
+        )
+    return floats
+
+
+def scale(values: Floats, scales: Floats, taken: Numbers, operation: np.ufunc = np.multiply) -> None:
+    """values[r, c] *= scales[taken[r], c], in place; scales of one column serve all."""
+    if len(scales) == len(values):
+        operation(values, scales, out=values)
+        return
+    ends = [0, *(np.flatnonzero(np.diff(taken)) + 1).tolist(), len(taken)]
+    for low, high in zip(ends, ends[1:], strict=False):
+        operation(values[low:high], scales[taken[low]], out=values[low:high])

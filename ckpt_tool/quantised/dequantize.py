@@ -1,0 +1,189 @@
+"""`--dequantize`: quantised weights and optimizer states as the floats that they stand for, made while they are read.
+
+Weights (`quantised.weights`) become the dtype of the model's config, bf16 where it says none, or what `--dtype` says;
+their scales, and those of activations and caches, are not written, and neither is what the config says of quantising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DTYPES, DType, from_name
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
+from ckpt_tool.quantised.kept_whole import found_in
+from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
+from ckpt_tool.quantised.weights import TURNED, Found, Kind
+from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
+from ckpt_tool.sources.config import config_in
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.computed import Recipe
+
+OPTION = "--dequantize"
+LACKING, MISFIT, UNKNOWN = "E1460", "E1461", "E1464"
+_CONFIGURED = ("dtype", "torch_dtype")
+
+
+def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` with its quantised weights and states as floats. Raises UsageError E2403 where there are none, E0264
+    with --plan and --ray; E1464 (exit 2) for a scheme whose floats this build can't make; Incomplete E1460,
+    InconsistentCheckpoint
+    E1461-E1462 for scales that are missing or of another shape; E1463 while reading for scales that are NaN."""
+    writing = job.writing
+    if not writing.dequantize:
+        return chosen
+    refuse_saved_plan(writing, OPTION)
+    from ckpt_tool.quantised.floats import states
+
+    rows = [row for row in chosen.stored if row.source == 0]
+    moments = states([row.tensor for row in rows], chosen.sources[0].tree)
+    config = model_config(chosen)
+    tensors = {row.tensor.key.name: row.tensor for row in rows if row.tensor.key.state == MODEL}
+    kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    scheme, found = found_in(kinds, config)
+    _refuse_unknown(scheme)
+    _refuse_misfits(found)
+    if not moments.recipes and not found.weights:
+        raise UsageError(
+            f"{OPTION}: no quantised weight and no quantised state, there are none here",
+            code="E2403",
+            hint="leave it off; plain FP8 values without scales are cast with --dtype",
+        )
+    out = _with_floats(chosen, tensors, found, writing, config) if found.weights else chosen
+    if moments.recipes:
+        kept = tuple(row for row in out.stored if row.tensor.key not in moments.used)
+        note = f"{len(moments.used)} quantised tensors are read as {len(moments.recipes)} of F32 ({OPTION})"
+        shown = f"{chosen.sources[0].path} (dequantised states)"
+        out = with_computed(
+            replace(out, stored=kept), moments.recipes, shown, writing, option=OPTION, dtypes={}, notes=(note,)
+        )
+    return out
+
+
+def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
+    """What `--config` says, else the config.json beside the first source."""
+    if chosen.config is not None and section(chosen.config) is not None:
+        return chosen.config
+    return config_in(chosen.sources[0].tree) or chosen.config
+
+
+def _with_floats(
+    chosen: Chosen,
+    tensors: Mapping[str, LogicalTensor],
+    found: Found,
+    writing: Writing,
+    config: Mapping[str, Any] | None,
+) -> Chosen:
+    from ckpt_tool.quantised.floats import recipe, turned
+    from ckpt_tool.run.computed import Input
+
+    tree = chosen.sources[0].tree
+    recipes: list[Recipe] = []
+    for weight in found.weights.values():
+        inputs = {name: Input(tensors[name], tree) for name in weight.names}
+        recipes.append(recipe(weight, TensorKey(weight.made), inputs, _numbers))
+    gone = found.names | set(found.beside)
+    made = {weight.made for weight in found.weights.values()}
+    places = {weight.lead: weight.made for weight in found.weights.values()}
+    kept = []
+    for row in chosen.stored:  # what is made comes where its codes were
+        key = row.tensor.key
+        if row.source == 0 and key.state == MODEL and key.name in places:
+            kept.append(row._replace(tensor=replace(row.tensor, key=TensorKey(places[key.name]), path=())))
+        elif not (row.source == 0 and key.state == MODEL and key.name in gone):
+            kept.append(row)
+    dtype = _dtype(config)
+    out = with_computed(
+        replace(chosen, stored=tuple(kept)),
+        recipes,
+        f"{chosen.sources[0].path} (dequantised)",
+        writing,
+        option=OPTION,
+        dtypes={TensorKey(name): dtype for name in made},
+        notes=(_note(found, writing, dtype),),
+    )
+    flips = {TensorKey(weight.made) for weight in found.weights.values() if weight.codes == TURNED}
+    stored = tuple(row._replace(tensor=turned(row.tensor)) if row.tensor.key in flips else row for row in out.stored)
+    names = {name: (weight.made,) for weight in found.weights.values() for name in weight.names}
+    return replace(
+        out,
+        stored=stored,
+        names={**out.names, **names},
+        untrue=(*out.untrue, *KEYS),
+        stale=(*out.stale, *FILES),
+        dropped=(*out.dropped, *_dropped(found, tensors)),
+    )
+
+
+def _numbers(source: Any) -> Sequence[int]:
+    """The integers of a small tensor (`X_shape`)."""
+    from ckpt_tool.run.lazy import OpenCatalog
+
+    tensor = source.tensor
+    if tensor.numel > 8 or not tensor.dtype.name.startswith(("I", "U")):
+        raise InconsistentCheckpoint(
+            f"a shape is told by {tensor.dtype.name} {list(tensor.shape)}",
+            code=MISFIT,
+            key=str(tensor.key),
+            hint="want a few integers: fetch the checkpoint again",
+        )
+    values = OpenCatalog(source.tree, Catalog("", {tensor.key: tensor}))[tensor.key.name].numpy()
+    return [int(value) for value in values.reshape(-1)]
+
+
+def _dtype(config: Mapping[str, Any] | None) -> DType:
+    """What the model computes in, as its config says; bf16 where it says nothing, or a dtype of codes."""
+    model: Mapping[str, Any] = config or {}
+    inner = model.get("text_config")
+    for place in (model, inner if isinstance(inner, dict) else model):
+        for name in _CONFIGURED:
+            stated = from_name(str(place.get(name)))
+            if stated is not None and stated.is_float and stated.bits >= 16:
+                return stated
+    return DTYPES["BF16"]
+
+
+def _note(found: Found, writing: Writing, dtype: DType) -> str:
+    kind = writing.dtypes.get(MODEL) or writing.dtypes.get("") or dtype.name
+    return f"{len(found.weights)} quantised weights are written as {kind} ({OPTION})"
+
+
+def _dropped(found: Found, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:
+    """Entries of the report: scales that went into the weights, and those that no float model has a place for."""
+    parts = (tensors[name] for weight in found.weights.values() for name in weight.parts.values())
+    return [
+        *left_behind(parts, f"{OPTION}: they went into the weights"),
+        *left_behind((tensors[name] for name in found.beside), f"{OPTION}: scales of activations and caches"),
+    ]
+
+
+def _refuse_unknown(scheme: Quantisation | None) -> None:
+    if scheme is not None and not scheme.known:
+        raise UsageError(
+            f"{OPTION}: the weights are quantised by {scheme.scheme}, which this build can't undo ({scheme.why})",
+            code=UNKNOWN,
+            hint="leave it off: without it they are moved as they are, byte for byte",
+        )
+
+
+def _refuse_misfits(found: Found) -> None:
+    """Raise for what does not fit, all at once."""
+    if not found.faults:
+        return
+    first, *rest = found.faults
+    lacking = all(fault.lacking for fault in found.faults)
+    kind = Incomplete if lacking else InconsistentCheckpoint
+    raise kind(
+        f"{first.name}: {first.what}",
+        code=LACKING if lacking else MISFIT,
+        key=first.name,
+        faults=[f"{fault.name}: {fault.what}" for fault in rest],
+        hint="is a file missing? Values that are no codes of a scheme are cast with --dtype alone"
+        if lacking
+        else "do all files belong to one checkpoint, and its config to it?",
+    )

@@ -1,0 +1,238 @@
+"""Quantised weights in every verb but `--dequantize`: they travel with their scales, are never cast, and are counted as
+what they stand for.
+
+    ckpt inspect            parameters: weights, not packed bytes, and no scales; bytes: those that are stored
+    --remove-keys PATTERN   a weight that goes takes its scales along; --keep-keys keeps those of a weight that stays
+    --dtype DTYPE           codes and scales stay as they are, a line says so: cast alone they are no longer a weight
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpt_tool.commands.options import Writing
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.patterns import Names
+from ckpt_tool.core.target import Target, Wanted, WantedTensor
+from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Format
+from ckpt_tool.quantised.scheme import Quantisation, quantisation
+from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, find, units
+from ckpt_tool.sources.chosen import Chosen, Conversion
+from ckpt_tool.sources.config import config_in, read_config
+from ckpt_tool.sources.opening import Opened
+
+
+def found_in(tensors: Mapping[str, Kind], config: Mapping[str, Any] | None = None) -> tuple[Quantisation | None, Found]:
+    """(what the config or the names say, what is there) of the tensors of a model."""
+    integers = any(kind.dtype.name in DTYPES and kind.dtype.name[0] != "F" for kind in tensors.values())
+    scheme = quantisation(config, tensors if integers else ())  # codes that only names tell are integers
+    return scheme, find(tensors, block=scheme.block if scheme else (), bits=scheme.bits if scheme else ())
+
+
+def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, Kind]:
+    """The model's tensors as headers state them; {} where none can be a code: the most common case, seen at once."""
+    kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    return kinds if any(kind.dtype.name in DTYPES for kind in kinds.values()) else {}
+
+
+# -- ckpt inspect ------------------------------------------------------------------------------------------------------
+
+
+def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) -> dict[str, Any] | None:
+    """What `inspect` says of quantisation, None where there is none: from headers and config alone.
+
+    listed: names of the model's tensors that are shown, None for all. `more_parameters` is what the count of stored
+        elements
+    lacks: 4-bit codes are fewer bytes than weights, scales are none.
+    """
+    kinds = _headers(opened.catalog)
+    scheme, found = found_in(kinds, _config(opened, reading))
+    if scheme is None and not found.weights:
+        return None
+    shown = [weight for weight in found.weights.values() if listed is None or weight.lead in listed]
+    parts = [name for weight in found.weights.values() for name in weight.parts.values()]
+    if listed is not None:
+        parts = [name for name in parts if name in listed]
+    beside = [name for name in found.beside if listed is None or name in listed]
+    parameters = sum(prod(weight.shape) for weight in shown)
+    stored, nbytes = _sizes(kinds[weight.lead] for weight in shown)
+    scales, more = _sizes(map(kinds.__getitem__, parts))
+    out: dict[str, Any] = {
+        "scheme": scheme.scheme if scheme is not None else _scheme_of(kinds, found),
+        "weights": len(shown),
+        "parameters": parameters,
+        "bytes": nbytes + more,
+        "blocks": sorted({tuple(weight.block) for weight in shown})[:8],
+        "bits": sorted({weight.bits for weight in shown}),
+        "dequantizes": scheme is None or scheme.known,
+    }
+    if scheme is not None and not scheme.known:
+        out["why"] = scheme.why
+    if found.faults:
+        out["faults"] = [f"{fault.name}: {fault.what}" for fault in found.faults[:20]]
+    out["more_parameters"] = parameters - stored - scales - _sizes(map(kinds.__getitem__, beside))[0]
+    return out
+
+
+def _headers(catalog: Catalog) -> dict[str, Kind]:
+    """The model's tensors as headers state them. Tables of safetensors share one object among tensors that are
+    alike."""
+    blocks = getattr(catalog.tensors, "blocks", None)
+    if blocks is None:
+        return {row.name: Kind(row.dtype, row.shape) for row in catalog.rows() if row.state == MODEL}
+    kinds: dict[str, Kind] = {}
+    for state, names, rows in blocks():
+        shared = {number: Kind(row[0], row[1]) for number, row in dict(zip(map(id, rows), rows, strict=True)).items()}
+        if state == MODEL:
+            kinds |= {name.decode(): shared[id(row)] for name, row in zip(names(), rows, strict=True)}
+    return kinds
+
+
+def _sizes(kinds: Iterable[Kind]) -> tuple[int, int]:
+    """(elements, bytes)."""
+    numel = nbytes = 0
+    objects = list(kinds)
+    shared = dict(zip(map(id, objects), objects, strict=True))
+    for number, count in Counter(map(id, objects)).items():
+        dtype, shape = shared[number]
+        elements = count * prod(shape)
+        numel, nbytes = numel + elements, nbytes + elements * dtype.bits // 8
+    return numel, nbytes
+
+
+def _scheme_of(kinds: Mapping[str, Kind], found: Found) -> str:
+    """In words where no config says: what the codes are."""
+    return ", ".join(
+        sorted({f"{kinds[weight.lead].dtype.name} codes of {weight.bits} bits" for weight in found.weights.values()})
+    )
+
+
+def _config(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
+    """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
+    try:
+        return read_config(reading.config) if reading.config else config_in(opened.tree)
+    except UsageError:
+        return None
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def with_their_parts(
+    catalog: Catalog | Mapping[TensorKey, LogicalTensor],
+    kept: list[TensorKey],
+    removed: list[TensorKey],
+    writing: Writing,
+) -> tuple[list[TensorKey], list[TensorKey]]:
+    """(kept, removed) where the scales of a weight share its lot, unless a pattern names them."""
+    if not removed:
+        return kept, removed
+    tensors = catalog.tensors if isinstance(catalog, Catalog) else catalog
+    _, found = found_in(model_kinds(tensors[key] for key in (*kept, *removed)))
+    if not found.weights:
+        return kept, removed
+    parts = (part for weight in found.weights.values() for part in weight.parts.values())
+    gone, named = set(removed), Names(parts).matched(writing.remove_keys)[0] if writing.keep_keys else set[str]()
+    for weight in found.weights.values():
+        leaves = TensorKey(weight.lead) in gone
+        for part in map(TensorKey, weight.parts.values()):
+            if leaves:
+                gone.add(part)
+            elif writing.keep_keys and part.name not in named:
+                gone.discard(part)
+    order = [*kept, *removed] if not isinstance(catalog, Catalog) else list(catalog.tensors)
+    return [key for key in order if key not in gone], [key for key in order if key in gone]
+
+
+def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen` whose codes and scales `--dtype` leaves alone."""
+    if not any(state in ("", MODEL) for state in job.writing.dtypes):
+        return chosen
+    _, found = found_in(model_kinds(row.tensor for row in chosen.stored))
+    if not found.weights:
+        return chosen
+    names = found.names
+    casts = {
+        row.tensor.key: row.tensor.dtype
+        for row in chosen.stored
+        if row.tensor.key.state == MODEL and row.tensor.key.name in names
+    }
+    note = (
+        f"--dtype leaves {len(found.weights)} quantised weights and their scales as they are; "
+        "--dequantize makes floats of them"
+    )
+    return replace(chosen, casts={**casts, **chosen.casts}).noted(note)
+
+
+def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, Units]:
+    """Every tensor of a quantised weight among the wanted ones, and how it may be cut."""
+    kinds = {each.key.name: Kind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    if not any(kind.dtype.name in DTYPES for kind in kinds.values()):
+        return {}
+    opened = chosen.sources[0]
+    config = chosen.config if chosen.config is not None else _config(opened, Reading())
+    scheme, found = found_in(kinds, config)
+    if scheme is not None and not scheme.known:  # codes in an order that nothing here knows are cut nowhere
+        modules = {_module(name) for name, kind in kinds.items() if kind.dtype.name in DTYPES}
+        whole = {name: (1,) * len(kind.shape) for name, kind in kinds.items() if _module(name) in modules}
+        return {name: Units(name, name, pieces, pieces) for name, pieces in whole.items()}
+    return {name: each for weight in found.weights.values() for name, each in units(weight, kinds).items()}
+
+
+def _module(name: str) -> str:
+    """`m.q_proj.qweight`, `m.q_proj.weight.absmax` -> `m.q_proj`."""
+    return name.partition(".weight")[0] if ".weight" in name else name.rpartition(".")[0]
+
+
+def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Format) -> None:
+    """Raise UsageError E1466 where a format that lays its ranks out itself would part codes from their scales: a box of
+    codes that ends within a block, or whose scales are other ranks'."""
+    together = held_together(wanted.tensors, chosen) if fmt.holds.own_layout else {}
+    if not together:
+        return
+    names = [tensor.key.name if tensor.key.state == MODEL else "" for tensor in wanted.tensors]
+    shapes = {tensor.key.name: tensor.shape for tensor in wanted.tensors if tensor.key.state == MODEL}
+    faults: dict[str, None] = {}
+    for file in target.files:
+        cuts: dict[tuple[str, int], set[tuple[int, int]]] = {}
+        for array in file.arrays:
+            unit = together.get(names[array.tensor])
+            for dim, pieces in enumerate(unit.mine if unit is not None else ()):
+                size, low = shapes[names[array.tensor]][dim], array.box.offset[dim]
+                high = low + array.box.shape[dim]
+                if unit is None or pieces == 1 and (low, high) == (0, size):
+                    continue
+                step = size // pieces
+                if low % step or high % step or pieces == 1:
+                    faults[names[array.tensor]] = None
+                cuts.setdefault((unit.lead, dim), set()).add((low // step, high // step))
+        faults |= {lead: None for (lead, _), seen in cuts.items() if len(seen) > 1}
+    if faults:
+        first, *rest = faults
+        raise UsageError(
+            f"{first}: {fmt.name} would cut a quantised weight within a block, or away from its scales",
+            code="E1466",
+            key=first,
+            faults=rest,
+            hint="make floats of it on the way with --dequantize, or leave the degrees off",
+        )
+
+
+def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:
+    """Raise UsageError E1465 where `option` is arithmetic on weights and some of `tensors` are codes."""
+    scheme, found = found_in(model_kinds(tensors))
+    if found.weights or scheme is not None:
+        lead = next(iter(found.weights), "")
+        raise UsageError(
+            f"{option} computes with weights, and those of {path} are quantised",
+            code="E1465",
+            key=lead or None,
+            hint="make floats of them first: ckpt convert SRC OUT --to safetensors --dequantize",
+        )

@@ -1,0 +1,141 @@
+"""Quantisation: what a model's config says of it, and what the tensors' names say where no config is.
+
+    quantisation({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, names)
+      -> Quantisation("fp8", block=(128, 128), ...)
+
+`known` schemes are those whose floats `float_weights` makes. Everything else is moved as it is, and named when
+somebody asks for floats: GPTQ, AWQ, bitsandbytes, GGUF-like and others keep codes in orders that need their own
+kernels' tables. Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
+`quantization/quant_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+KEYS = (
+    "quantization_config",
+    "compression_config",
+)  # where configs keep it; the second is compressed-tensors' old name
+FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # what some tools write beside a config
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+_PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_FORMATS = (
+    *_PACKED,
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+    "dense",
+)
+_METHODS = ("fp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4")
+# endings of names that only one scheme has
+_BY_NAME = {
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".quant_map": "bitsandbytes",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes",
+    ".weight_format": "bitsandbytes",
+    "._data": "quanto",
+    ".weight_g_idx": "compressed-tensors with g_idx",
+    ".W_q": "HQQ",
+    ".codebooks": "AQLM",
+    ".sparse_24_bitmask": "marlin-24",
+    ".bitmask": "sparse-bitmask",
+}
+
+
+class Quantisation(NamedTuple):
+    """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
+    number that the config names. known: can floats be made of it? why: why not, "" where they can."""
+
+    scheme: str
+    block: tuple[int, ...] = ()
+    bits: tuple[int, ...] = ()
+    why: str = ""
+
+    @property
+    def known(self) -> bool:
+        return not self.why
+
+
+def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Quantisation | None:
+    """What the config says, else what the names tell; None where neither says anything. Never raises: what is no
+    quantisation config at all is an unknown one."""
+    stated = section(config or {})
+    if stated is None:
+        return _by_name(names)
+    method = str(stated.get("quant_method") or stated.get("quant_algo") or "").lower()
+    if method == "compressed-tensors" or not method and "config_groups" in stated:
+        return _compressed(stated)
+    block = stated.get("weight_block_size") or ()
+    sizes = tuple(int(n) for n in block if isinstance(n, int)) if isinstance(block, list | tuple) else ()
+    if method in _METHODS:
+        return Quantisation(method, sizes if len(sizes) == 2 and min(sizes) > 0 else ())
+    return Quantisation(method or "without a name", why=f"quant_method {method or 'is not said'}")
+
+
+def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a config that is about quantisation, at its top or in that of its text model."""
+    for place in (config, *(config[name] for name in _NESTED if isinstance(config.get(name), dict))):
+        for key in KEYS:
+            if isinstance(place.get(key), dict) and place[key]:
+                found: Mapping[str, Any] = place[key]
+                return found
+    return None
+
+
+def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The config without `keys`, at its top and in those of its parts that are models.
+
+    >>> without({"a": 1, "text_config": {"quantization_config": {}}}, KEYS)
+    {'a': 1, 'text_config': {}}
+    """
+    gone = set(keys)
+    kept = {key: value for key, value in config.items() if key not in gone}
+    for name in _NESTED:
+        if isinstance(kept.get(name), dict):
+            kept[name] = {key: value for key, value in kept[name].items() if key not in gone}
+    return kept
+
+
+def _compressed(stated: Mapping[str, Any]) -> Quantisation:
+    """compressed-tensors: the formats of all groups, and what no floats can be made of."""
+    groups = stated.get("config_groups")
+    rows = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    formats = list(
+        dict.fromkeys(str(each) for each in (stated.get("format"), *(row.get("format") for row in rows)) if each)
+    )
+    named = f"compressed-tensors ({', '.join(formats)})" if formats else "compressed-tensors"
+    weights = [row["weights"] for row in rows if isinstance(row.get("weights"), dict)]
+    bits = tuple(
+        dict.fromkeys(
+            each["num_bits"]
+            for each in weights
+            if type(each.get("num_bits")) is int and 1 <= each["num_bits"] <= 8 and each.get("type", "int") == "int"
+        )
+    )
+    blocks = [tuple(each["block_structure"]) for each in weights if isinstance(each.get("block_structure"), list)]
+    block = blocks[0] if blocks and all(type(n) is int and n > 0 for n in blocks[0]) and len(blocks[0]) == 2 else ()
+    strange = [each for each in formats if each not in _FORMATS]
+    why = f"its format {strange[0]}" if strange else ""
+    sparse = stated.get("sparsity_config")
+    if isinstance(sparse, dict) and sparse.get("format") not in (None, "dense"):
+        why = f"its sparsity_config {sparse.get('format')}"
+    if stated.get("transform_config"):
+        why = "its transform_config: the weights are rotated, and floats of them alone are another model"
+    return Quantisation(named, block, bits, why)
+
+
+def _by_name(names: Iterable[str]) -> Quantisation | None:
+    for name in names:
+        dot = name.rfind(".")
+        found = _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])
+        if found:
+            return Quantisation(found, why=f"tensors such as {name}")
+    return None

@@ -1,0 +1,370 @@
+"""Quantised weights: which tensors of a checkpoint belong together, by names, dtypes and shapes.
+
+The one idea: a quantised weight is a `Quantised`: the tensor that holds its codes (`lead`), what is stored beside it
+under a role, and how many codes share a scale along each dim (`block`). Nobody needs to know more, neither to move it
+(a cut has to fall on `block`), nor to count it, nor to make floats of it.
+
+    m.weight F8_E4M3 [256, 512], m.weight_scale_inv F32 [2, 4]
+      -> Quantised("m.weight", BYTES, "m.weight", {"scale": "m.weight_scale_inv"}, shape=(256, 512), block=(128, 128),
+          ...)
+
+What is recognised (the arithmetic is in `quantised.floats`):
+
+    codes            beside it                          who writes it
+    X    F8_*, I8    X_scale_inv                        fine-grained FP8: DeepSeek V3, Qwen3-FP8, transformers
+    X    I8, F4      X_scale_inv, grid of [1, 32]       FP4 experts of DeepSeek V4: two codes a byte, low half first
+    m.weight         m.scale or m.qscale_weight         the same: DeepSeek's own names, Mistral's
+    X    F8_*, I8    X_scale [, X_zero_point]           compressed-tensors float-, int-, naive-, mxfp8-quantized; FBGEMM
+    X_blocks U8      X_scales U8                        MXFP4 of gpt-oss: [..., rows, n / 32, 16], transposed floats
+    X_packed I32     X_scale, X_shape [, X_zero_point]  compressed-tensors pack-quantized: codes of 1 to 8 bits
+    X_packed U8      X_scale F8_E4M3, X_global_scale    compressed-tensors nvfp4-pack-quantized, groups of 16
+    X_packed U8      X_scale U8                         compressed-tensors mxfp4-pack-quantized, groups of 32
+    X    U8          X_scale F8_E4M3, X_scale_2         NVFP4 of NVIDIA's ModelOpt, groups of 16
+
+Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), or a grid whose last blocks may be short
+([ceil(rows / a), ceil(cols / b)]); leading dims (experts) are the codes' own. F8_E8M0 and U8 scales are powers of two,
+2^(byte - 127), and byte 255 is NaN.
+Sources: transformers 5.23 (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), compressed-tensors 0.20
+(`compressors/`), DeepSeek-V3 `inference/fp8_cast_bf16.py`.
+Cost: some us a name. What it does not do: read a value, a file or a config (`quantised.scheme`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tool.core.dtype import DType
+
+Shape = tuple[int, ...]
+BYTES, NIBBLES, WORDS, TURNED = "bytes", "nibbles", "words", "turned nibbles"
+CODES = frozenset(
+    {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4"}
+)  # dtypes that are codes, as it seems
+DTYPES = CODES | {"U8", "I32"}  # a checkpoint without any of these has nothing quantised
+WIDTH = 128  # codes of a block where nothing says another number
+_SCALES = ("_scale_inv", "_scale")
+_OF_MODULE = (".scale", ".qscale_weight")
+_ROLES = {
+    "_zero_point": "zero_point",
+    "_shape": "shape",
+    "_global_scale": "global_scale",
+    "_scale_2": "scale_2",
+    "_g_idx": "g_idx",
+}
+_PART = (*_SCALES, *_OF_MODULE, *_ROLES, "_scales", "_blocks", "_packed")
+# what a quantised model keeps of its activations and its cache: nothing that a weight is made of
+_ACTIVATIONS = tuple(
+    """
+    input_scale output_scale activation_scale input_zero_point output_zero_point input_global_scale
+    output_global_scale k_scale v_scale q_scale k_zero_point v_zero_point q_zero_point
+    """.split()
+)
+
+
+class Kind(NamedTuple):
+    """A tensor as far as a header states it."""
+
+    dtype: DType
+    shape: Shape
+
+
+class Quantised(NamedTuple):
+    """One quantised weight.
+
+    made: what it is called when it is floats. codes: how its values are stored in `lead`. parts: role -> tensor beside
+    it. shape: of the values as stored, in elements; codes TURNED are floats of shape (..., cols, rows) when made.
+    block: codes that share a scale along each of the last two dims of `shape`, (rows, cols). bits: of a code.
+    """
+
+    made: str
+    codes: str
+    lead: str
+    parts: Mapping[str, str]
+    shape: Shape
+    block: tuple[int, int]
+    bits: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor of it."""
+        return (self.lead, *self.parts.values())
+
+    @property
+    def floats(self) -> Shape:
+        """The shape of the floats."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.codes == TURNED else self.shape
+
+
+class Units(NamedTuple):
+    """How a weight and its parts may be cut. made: the weight. whole: along each dim of the tensor that holds the
+    codes, the pieces that must stay whole, 1 where it can't be cut. mine: the same of this tensor, 1 where it is shared
+    by all pieces."""
+
+    lead: str
+    made: str
+    whole: Shape
+    mine: Shape
+
+
+class Fault(NamedTuple):
+    """What does not fit: a scale that is missing or has another shape. lacking: it is missing."""
+
+    name: str
+    what: str
+    lacking: bool
+
+
+class Found(NamedTuple):
+    """weights: by the name of their lead. beside: scales of activations and caches. faults: what does not fit."""
+
+    weights: Mapping[str, Quantised]
+    beside: tuple[str, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor that belongs to the quantisation of a weight."""
+        return frozenset(name for weight in self.weights.values() for name in weight.names)
+
+
+def find(tensors: Mapping[str, Kind], *, block: Sequence[int] = (), bits: Sequence[int] = ()) -> Found:
+    """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes.
+
+    >>> from ckpt_tool.core.dtype import DTYPES
+    >>> found = find({"w": Kind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": Kind(DTYPES["F32"], (3, 2))})
+    >>> found.weights["w"].block
+    (128, 128)
+    """
+    weights, wrong, taken = {}, list[Fault](), set[str]()
+    stated, roles = tuple(block), _roles_among(tensors)
+    for name, kind in tensors.items():
+        if kind.dtype.name not in DTYPES:
+            continue
+        found = _packed(name, kind, tensors, bits) if name.endswith(("_blocks", "_packed")) else None
+        found = found or _plain(name, kind, tensors, stated, roles)
+        if isinstance(found, Quantised):
+            weights[name] = found
+            taken.update(found.names)
+        elif found is not None:
+            wrong.append(found)
+    faults = [fault for fault in wrong if fault.name not in taken]  # scales may be FP8 themselves
+    beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
+    faults += _alone(tensors, {*taken, *beside, *(fault.name for fault in faults)})
+    return Found(weights, beside, tuple(faults))
+
+
+def units(weight: Quantised, tensors: Mapping[str, Kind]) -> dict[str, Units]:
+    """How each tensor of a weight may be cut: blocks stay whole, and scales go where their codes go.
+
+    >>> from ckpt_tool.core.dtype import DTYPES
+    >>> tensors = {"w": Kind(DTYPES["F8_E4M3"], (256, 640)), "w_scale_inv": Kind(DTYPES["F32"], (2, 5))}
+    >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
+    [(2, 5), (2, 5)]
+    """
+    rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (1, prod(weight.shape))
+    height, width = weight.block
+    down = rows // height if rows % height == 0 else 1
+    across = columns // width if columns % width == 0 else 1
+    if weight.codes == WORDS:
+        filled = width * weight.bits % 32 == 0 and tensors[weight.lead].shape[-1] * 32 == columns * weight.bits
+        across = across if filled else 1
+        zeros = tensors.get(weight.parts.get("zero_point", ""))
+        if zeros is not None and zeros.dtype.name == "I32":  # packed along the rows
+            down = zeros.shape[-2] if zeros.shape[-2] * 32 == rows * weight.bits and 32 % weight.bits == 0 else 1
+    whole = (*weight.shape[:-2], down, across)[-len(weight.shape) :] if weight.shape else ()
+    if weight.codes == TURNED:
+        whole = (*whole, 1)  # the 16 bytes of a block
+    whole = tuple(max(n, 1) for n in whole)
+    out = {weight.lead: Units(weight.lead, weight.made, whole, whole)}
+    for role, name in weight.parts.items():
+        shape = tensors[name].shape if role in ("scale", "zero_point") else ()
+        mine = tuple(n if size > 1 and size % n == 0 else 1 for n, size in zip(whole, shape, strict=False))
+        out[name] = Units(weight.lead, weight.made, whole, (*mine, *(1,) * (len(tensors[name].shape) - len(mine))))
+    return out
+
+
+def _roles_among(tensors: Iterable[str]) -> Mapping[str, str]:
+    """The endings of parts that are there at all: most checkpoints have scales alone."""
+    words = {name.rpartition("_")[2] for name in tensors}
+    return {ending: role for ending, role in _ROLES.items() if ending.rpartition("_")[2] in words}
+
+
+def part_of(name: str) -> str | None:
+    """The stem of a name that looks like a part of a quantised weight, None for others.
+
+    >>> part_of("m.weight_scale_inv"), part_of("m.weight_packed"), part_of("m.qscale_weight"), part_of("m.weight")
+    ('m.weight', 'm.weight', 'm.weight', None)
+    """
+    ending = next((ending for ending in _PART if name.endswith(ending)), None)
+    if ending is None:
+        return None
+    return f"{name.removesuffix(ending)}.weight" if ending in _OF_MODULE else name.removesuffix(ending)
+
+
+def _plain(
+    name: str, kind: Kind, tensors: Mapping[str, Kind], block: tuple[int, ...], roles: Mapping[str, str]
+) -> Quantised | Fault | None:
+    """A weight whose codes have its own name."""
+    if kind.dtype.name == "U8" and f"{name}_scale_2" in tensors and f"{name}_scale" in tensors:
+        return _nibbles(name, name, kind, f"{name}_scale", tensors)
+    if kind.dtype.name not in CODES:
+        return None
+    scale = f"{name}{_SCALES[0]}"
+    if scale not in tensors:
+        names = [f"{name}{_SCALES[1]}"]
+        if name.endswith(".weight"):
+            names += [f"{name.removesuffix('.weight')}{ending}" for ending in _OF_MODULE]
+        there = next((each for each in names if each in tensors), None)
+        if there is None and kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
+            return None
+        if there is None:
+            return Fault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
+        scale = there
+    if (
+        kind.dtype.name == "F4"
+        or kind.dtype.name == "I8"
+        and scale != f"{name}_scale"
+        and _is_halved(kind, tensors[scale])
+    ):
+        return _nibbles(name, name, kind, scale, tensors)
+    shape = _over(kind.shape)
+    width = block_of(shape, tensors[scale].shape, block)
+    if width is None:
+        return _misfit(scale, tensors, shape)
+    return Quantised(name, BYTES, name, _parts(name, scale, tensors, roles), kind.shape, width, 8)
+
+
+def _packed(name: str, kind: Kind, tensors: Mapping[str, Kind], bits: Sequence[int]) -> Quantised | Fault | None:
+    """A weight whose codes have another name than its own."""
+    if name.endswith("_blocks") and kind.dtype.name == "U8":
+        made, scales = name.removesuffix("_blocks"), f"{name.removesuffix('_blocks')}_scales"
+        if scales not in tensors:
+            return Fault(name, f"MXFP4 blocks without {scales}", lacking=True) if len(kind.shape) > 3 else None
+        if made in tensors:
+            return Fault(name, f"MXFP4 blocks beside {made} itself", lacking=False)
+        if len(kind.shape) < 3 or kind.shape[-1] != 16 or tensors[scales].shape != kind.shape[:-1]:
+            return Fault(
+                scales,
+                f"scales {list(tensors[scales].shape)} for blocks {list(kind.shape)}, want {list(kind.shape[:-1])}",
+                lacking=False,
+            )
+        shape = (*kind.shape[:-2], kind.shape[-2] * 32)
+        return Quantised(made, TURNED, name, {"scale": scales}, shape, (1, 32), 4)
+    if not name.endswith("_packed") or kind.dtype.name not in ("I32", "U8"):
+        return None
+    made = name.removesuffix("_packed")
+    scale = f"{made}_scale"
+    if scale not in tensors:
+        return Fault(name, f"packed codes without {scale}", lacking=True)
+    if made in tensors:
+        return Fault(name, f"packed codes beside {made} itself", lacking=False)
+    if kind.dtype.name == "U8":
+        return _nibbles(made, name, kind, scale, tensors)
+    return _words(made, name, kind, scale, tensors, bits)
+
+
+def _words(
+    made: str, name: str, kind: Kind, scale: str, tensors: Mapping[str, Kind], bits: Sequence[int]
+) -> Quantised | Fault:
+    """32-bit words full of codes. Their number is in `X_shape`, a value; scales and the config's bits tell it as well,
+    but for the last word of a row."""
+    if f"{made}_shape" not in tensors:
+        return Fault(name, f"packed codes without {made}_shape", lacking=True)
+    grid = tensors[scale].shape
+    if len(kind.shape) < 2 or len(grid) < 2 or grid[:-1] != kind.shape[:-1] or not 0 < grid[-1] <= 32 * kind.shape[-1]:
+        return _misfit(scale, tensors, (*kind.shape[:-1], -1))
+    width = bits[0] if len(set(bits)) == 1 else _bits(32 * kind.shape[-1], grid[-1])
+    columns = 32 * kind.shape[-1] // width
+    group = max(columns // grid[-1], 1)
+    columns = group * grid[-1]
+    return Quantised(made, WORDS, name, _parts(made, scale, tensors), (*kind.shape[:-1], columns), (1, group), width)
+
+
+def _bits(stored: int, groups: int) -> int:
+    """Bits of a code where no config states them: 4 or 8, whichever gives groups of a usual size."""
+    usual = [width for width in (4, 8) if groups > 1 and stored // width // groups in (32, 64, 128, 256, 16, 512, 1024)]
+    return usual[0] if usual else 4
+
+
+def _nibbles(made: str, name: str, kind: Kind, scale: str, tensors: Mapping[str, Kind]) -> Quantised | Fault:
+    """Codes of four bits, two a byte, but for F4, which counts them itself."""
+    double = 1 if kind.dtype.name == "F4" else 2
+    shape = (*kind.shape[:-1], kind.shape[-1] * double) if kind.shape else ()
+    grid = tensors[scale].shape
+    if (
+        len(shape) < 2
+        or len(grid) != len(shape)
+        or grid[:-1] != shape[:-1]
+        or not grid[-1]
+        or shape[-1] % (2 * grid[-1])
+    ):
+        return _misfit(scale, tensors, shape)
+    return Quantised(made, NIBBLES, name, _parts(made, scale, tensors), shape, (1, max(shape[-1] // grid[-1], 1)), 4)
+
+
+def _is_halved(kind: Kind, scale: Kind) -> bool:
+    """Are bytes two codes each? So where a row has a scale for every 32 of them (DeepSeek V4)."""
+    return (
+        len(kind.shape) > 1
+        and len(scale.shape) == len(kind.shape)
+        and (scale.shape[:-1] == kind.shape[:-1] and scale.shape[-1] > 1 and 2 * kind.shape[-1] == 32 * scale.shape[-1])
+    )
+
+
+def _parts(made: str, scale: str, tensors: Mapping[str, Kind], roles: Mapping[str, str] = _ROLES) -> dict[str, str]:
+    parts = {"scale": scale}
+    for ending, role in roles.items():
+        if f"{made}{ending}" in tensors:
+            parts[role] = f"{made}{ending}"
+    return parts
+
+
+def _over(shape: Shape) -> Shape:
+    """A vector as one row."""
+    return shape if len(shape) > 1 else (1, prod(shape))
+
+
+@lru_cache(maxsize=4096)
+def block_of(shape: Shape, grid: Shape, stated: tuple[int, ...] = ()) -> tuple[int, int] | None:
+    """(rows, cols) that share a scale, for codes of `shape` (two dims or more) and scales of shape `grid`; None where
+    they do not fit. stated: what the config says, taken where it fits.
+
+    >>> block_of((300, 256), (3, 2)), block_of((64, 8), (64, 1)), block_of((64, 8), ()), block_of((64, 8), (5, 1))
+    ((128, 128), (1, 8), (64, 8), None)
+    """
+    rows, columns = shape[-2:]
+    if prod(grid) == 1 or len(shape) > 2 and grid in (shape[:-2], (*shape[:-2], 1), (*shape[:-2], 1, 1)):
+        return max(rows, 1), max(columns, 1)
+    if grid == shape[:-1]:
+        return 1, max(columns, 1)
+    if len(grid) < 2 or len(grid) > len(shape) or grid[:-2] not in ((), shape[:-2]):
+        return None
+    if len(grid) == 2 < len(shape):
+        return None
+    wanted = (*stated, 0, 0)[:2]
+    found = [_width(n, count, each) for n, count, each in zip((rows, columns), grid[-2:], wanted, strict=True)]
+    return (found[0], found[1]) if all(found) else None
+
+
+def _width(n: int, count: int, stated: int) -> int:
+    """Elements a block of `count` blocks along a dim of `n`; 0 where none fits."""
+    if count == 1 and not (stated and -(-n // stated) == 1):
+        return max(n, 1)
+    for width in (stated, WIDTH):
+        if width and -(-n // width) == count:
+            return width
+    return n // count if count and n % count == 0 else 0
+
+
+def _misfit(scale: str, tensors: Mapping[str, Kind], shape: Shape) -> Fault:
+    return Fault(scale, f"scales of shape {list(tensors[scale].shape)} for codes of shape {list(shape)}", lacking=False)
+
+
+def _alone(tensors: Mapping[str, Kind], taken: set[str]) -> Iterator[Fault]:
+    """Scales of nothing."""
+    for name in tensors:
+        if name not in taken and name.endswith(("_scale_inv", ".weight_scale")):
+            yield Fault(name, "a scale without its codes", lacking=True)

@@ -1,0 +1,184 @@
+"""Chosen: what is to be written, as values: what each pass of a conversion (`conversion.passes`) takes and gives.
+
+Some of its tensors may be computed, by which dequantising, adapters and merges reach the plan:
+
+    with_computed(chosen, [FoldedLora(...), ...], "base/ with adapter/", dtypes={key: BF16}, option="merge --method
+    lora")
+
+A computed tensor takes the place of the chosen one of its key, or comes last; it is F32 while it is computed and is
+rounded once to `dtypes` of its key, or to what `--dtype` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import Format
+from ckpt_tool.plan.moves import Stored
+from ckpt_tool.sources.opening import Opened
+from ckpt_tool.sources.select import group_of
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.computed import Input, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What shall be written, before any format has seen it.
+
+    stored: each tensor and the source (by position in `sources`) that holds it, under the key it shall have.
+    removed, dropped: for the report. inherits: degrees that the user does not name are those of the first source.
+    """
+
+    sources: tuple[Opened, ...]
+    stored: tuple[Stored, ...]
+    extras: Mapping[str, Any]
+    removed: tuple[LogicalTensor, ...] = ()
+    dropped: tuple[dict[str, Any], ...] = ()
+    inherits: bool = False
+    notes: tuple[str, ...] = ()
+    renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
+    first_replica: bool = False  # take replica 0 without comparing the others, as an option asks for
+    casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
+    unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
+    config: Mapping[str, Any] | None = None  # what `--config` says
+    config_from: str = "--config"  # what it comes from, in words
+    hints: Mapping[str, Any] | None = None  # where they are not the first source's: its names are others now
+    untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
+    stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied
+
+    @property
+    def home(self) -> str:
+        """The dialect at home in the first source's format, `keep` where it has none."""
+        return registry.by_name(self.sources[0].catalog.format).holds.dialect
+
+    @property
+    def all_hints(self) -> Mapping[str, Any]:
+        """What formats remember of the source."""
+        return self.sources[0].catalog.hints if self.hints is None else self.hints
+
+    @property
+    def model(self) -> dict[str, Stored]:
+        """The tensors of the model, by name."""
+        return {row.tensor.key.name: row for row in self.stored if row.tensor.key.state == MODEL}
+
+    def input(self, row: Stored) -> Input:
+        """A tensor as what a recipe reads."""
+        from ckpt_tool.run.computed import Input
+
+        return Input(row.tensor, self.sources[row.source].tree)
+
+    def noted(self, *lines: str) -> Chosen:
+        """Itself with more lines for the report."""
+        return replace(self, notes=(*self.notes, *lines)) if lines else self
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion is to do: how its sources are read, what is written, in which format.
+
+    inherits: degrees that the user does not name are those of the source.
+    """
+
+    reading: Reading
+    writing: Writing
+    fmt: Format
+    inherits: bool = False
+
+    @classmethod
+    def of(cls, opened: Opened, reading: Reading, writing: Writing) -> Conversion:
+        """Into `--to` or the source's own format, which keeps the source's degrees if it lays ranks out."""
+        fmt = registry.by_name(writing.to or opened.catalog.format)
+        return cls(reading, writing, fmt, fmt.name == opened.catalog.format and bool(fmt.holds.mesh))
+
+    @property
+    def dialect(self) -> str:
+        """Whose names the output shall have: `--dialect`, or what is at home in the format."""
+        return self.writing.dialect or self.fmt.holds.dialect
+
+
+def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = True) -> list[dict[str, Any]]:
+    """Entries of the report for tensors that are not written, one a state. named: with their names."""
+    rows: dict[str, list[LogicalTensor]] = {}
+    for tensor in tensors:
+        rows.setdefault(tensor.key.state, []).append(tensor)
+    return [
+        {
+            "state": state,
+            "tensors": len(found),
+            "bytes": sum(tensor.nbytes for tensor in found),
+            **({"names": [tensor.key.name for tensor in found[:50]]} if named else {}),
+            "reason": reason,
+        }
+        for state, found in rows.items()
+    ]
+
+
+def extras_left_behind(names: Iterable[object], reason: str) -> dict[str, Any]:
+    """The entry of the report for extras that are not written."""
+    return {"state": EXTRAS, "tensors": 0, "bytes": 0, "names": sorted(map(str, names)), "reason": reason}
+
+
+def refuse_saved_plan(writing: Writing, option: str) -> None:
+    """Raise UsageError E0264 where the plan is to be run elsewhere: computed values only this process has."""
+    if writing.plan_file or writing.ray:
+        raise UsageError(
+            f"{option} computes values while it reads, which a saved plan can't do yet",
+            code="E0264",
+            hint="run it itself, without --plan and --ray",
+        )
+
+
+def with_computed(
+    chosen: Chosen,
+    recipes: Sequence[Recipe],
+    shown: str,
+    writing: Writing,
+    *,
+    option: str,
+    dtypes: Mapping[TensorKey, DType],
+    notes: Sequence[str] = (),
+) -> Chosen:
+    """`chosen` with what `recipes` make. shown: what messages call the computed source. dtypes: what each is rounded
+    to, F32 where it says nothing; `--dtype` wins. Raises UsageError E0264 (`option` in words) with --plan and --ray."""
+    from ckpt_tool.run.computed import ComputedTree
+
+    refuse_saved_plan(writing, option)
+    if not recipes:
+        return chosen.noted(*notes)
+    tree, number = ComputedTree(shown, recipes), len(chosen.sources)
+    made = {tensor.key: Stored(number, tensor) for tensor in tree.tensors}
+    stored = [made.pop(row.tensor.key, row) for row in chosen.stored]
+    opened = Opened(tree, chosen.sources[0].format, Catalog(chosen.sources[0].catalog.format, {}))
+    given = writing.dtypes.keys()
+    casts = {key: dtype for key, dtype in dtypes.items() if not given & {"", key.state, group_of(key.state)}}
+    return replace(
+        chosen,
+        sources=(*chosen.sources, opened),
+        stored=(*stored, *made.values()),
+        renewed=chosen.renewed | {tensor.key for tensor in tree.tensors},
+        casts={**chosen.casts, **casts},
+        notes=(*chosen.notes, *notes),
+    )
+
+
+def more_than_computed(chosen: Chosen) -> int:
+    """Bytes that are read of the files for computed tensors, less those that the plan counts for them, as if they lay
+    in files."""
+    if all(opened.catalog.tensors for opened in chosen.sources):
+        return 0
+    from ckpt_tool.run.computed import ComputedTree
+
+    trees = {n: opened.tree for n, opened in enumerate(chosen.sources) if isinstance(opened.tree, ComputedTree)}
+    rows = [row for row in chosen.stored if row.source in trees]
+    files = {(row.source, chunk.array.path) for row in rows for chunk in row.tensor.chunks}
+    return sum(trees[n].bytes_of_inputs(path) for n, path in files) - sum(row.tensor.nbytes for row in rows)

@@ -1,0 +1,233 @@
+"""The model's config: what `--config` names, or the `config.json` beside the checkpoint. Data, never code.
+
+In the hub's words it comes from `--config`, config.json, or Megatron's arguments:
+
+    config.json beside the weights               as it is
+    Meta's params.json, nothing beside           what it says (`families.config.meta`)
+    Megatron's arguments, nothing beside         what they say (`families.config.translation`)
+    both                                         config.json, with what the arguments say otherwise, noted
+
+A Megatron job may have trained on with another context or rope, and then its arguments are right and the file that was
+copied beside is old. Side files of a Megatron folder are at its top, beside the pointer file. Cost: one small file.
+What it does not do: run anything, or write (`conversion.side_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.strict_json import parse
+
+if TYPE_CHECKING:
+    from ckpt_tool.sources.opening import Opened
+
+NAME = "config.json"
+# Degrees of a job that Paddle's trainers note in config.json (PaddleFormers 1.2.0,
+# `transformers/configuration_utils.py`).
+DEGREES = tuple(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size sharding_parallel_size expert_model_parallel_size
+    data_parallel_size context_parallel_size sep_parallel_size tensor_parallel_degree pipeline_parallel_degree
+    sharding_parallel_degree expert_parallel_degree
+    """.split()
+)
+LIMIT = 16 << 20  # bytes: real ones have some kilobytes, those with quantisation lists a few megabytes
+
+
+def read_config(path: str) -> Mapping[str, Any]:
+    """The config at `path`, a file or a folder that holds one. Raises UsageError E0239, StorageError."""
+    file = Path(path)
+    file = file / NAME if file.is_dir() else file
+    try:
+        if file.stat().st_size > LIMIT:
+            raise UsageError(f"--config: a file of more than {LIMIT >> 20} MiB is no config", code="E0239", path=file)
+        raw = file.read_bytes()
+    except OSError as e:
+        raise wrap_os_error(e, file, "reading the config") from e
+    return parsed(raw, str(file))
+
+
+def config_in(tree: Tree) -> Mapping[str, Any] | None:
+    """The `config.json` of a checkpoint, None where it has none. Raises as `read_config`."""
+    if tree.single is not None or not tree.exists(NAME):
+        return None
+    return parsed(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
+
+
+def without_degrees(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """(the config with the degrees of the job that saved it set to one rank, their names): a whole model has none, and
+    PaddleFormers looks for its tensor ranks when a config names them."""
+    names = [name for name in DEGREES if type(config.get(name)) is int and config[name] > 1]
+    return {**config, **dict.fromkeys(names, 1)}, names
+
+
+def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
+    """The config that `raw` holds. shown: the file in messages. Raises UsageError E0239."""
+    try:
+        value = parse(raw, path=shown)
+    except CorruptFile as e:
+        raise UsageError(
+            f"the config is not read: {e.message}",
+            code="E0239",
+            path=shown,
+            offset=e.offset,
+            hint="pass a sound one with --config FILE",
+        ) from e
+    if not isinstance(value, dict):
+        raise UsageError("the config is no JSON object", code="E0239", path=shown)
+    return value
+
+
+# -- in the hub's words, whatever states it ----------------------------------------------------------------------------
+
+
+NESTED = "huggingface/"  # where verl keeps what belongs to the model
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments without these are not a model's
+
+
+class ModelConfig(NamedTuple):
+    """config: in the hub's words, None where nothing states it. notes: for the report. file: is config.json there?
+    asked: is it what --config names? origin: what it comes from, in words."""
+
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...] = ()
+    file: bool = False
+    asked: bool = False
+    origin: str = NAME
+
+
+def config_of(opened: Opened, reading: Reading | None = None, family: str | None = None) -> ModelConfig:
+    """Where the model's config comes from, and what it is. family: whose arguments they are, where that is known.
+
+    Raises UsageError E0239 for a config that can't be read, StorageError."""
+    if reading is not None and reading.config:
+        return ModelConfig(read_config(reading.config), asked=True, origin="--config")
+    config = file_config(opened)
+    args = model_arguments(opened)
+    if not args:
+        if config is None and (found := meta_config(opened)) is not None:
+            return ModelConfig(found, origin="params.json")
+        return ModelConfig(config, file=config is not None)
+    if family is None and reading is not None and reading.family:
+        family = reading.family.partition(":")[0]
+    from ckpt_tool.families.config.translation import from_megatron
+
+    if config is None:
+        stated = from_megatron(args, family)
+        return ModelConfig({**stated.config, **_beside(args)}, stated.notes, origin="Megatron's arguments")
+    return _merged(config, args)
+
+
+def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments say of the tensors alone."""
+    from ckpt_tool.formats.megatron.args import torch_dtype
+
+    dtype = torch_dtype(args.get("params_dtype"))
+    rows = args.get("vocab_size") or args.get("padded_vocab_size")
+    return {key: value for key, value in (("torch_dtype", dtype), ("vocab_size", rows)) if value is not None}
+
+
+def file_config(opened: Opened) -> Mapping[str, Any] | None:
+    """The source's config.json, None where it has none. Raises UsageError E0239."""
+    for tree in (opened.tree, opened.outer):
+        for name in (NAME, NESTED + NAME) if tree is not None and tree.single is None else ():
+            if tree is not None and tree.exists(name):
+                return parsed(tree.read_whole(name, limit=LIMIT), tree.display(name))
+    return None
+
+
+def meta_config(opened: Opened) -> Mapping[str, Any] | None:
+    """What Meta's params.json says, None where the source has none."""
+    own = opened.catalog.hints.get("meta")
+    params = own.get("params") if isinstance(own, Mapping) else None
+    if not isinstance(params, Mapping):
+        return None
+    from ckpt_tool.families.config.meta import hub_config
+
+    return hub_config(params, {row.name: row.shape for row in opened.catalog.rows()})
+
+
+def model_arguments(opened: Opened) -> dict[str, Any]:
+    """Megatron's arguments of the model, {} where the source has none or too few."""
+    extras = opened.catalog.extras
+    if "args" not in extras:
+        return {}
+    from ckpt_tool.formats.megatron.args import arguments
+
+    args = arguments(extras)
+    return args if all(type(args.get(name)) is int for name in _NEEDED) else {}
+
+
+def centred_norms(opened: Opened) -> bool | None:
+    """Do Megatron's norms multiply by 1 + weight (`--apply-layernorm-1p`)? None where nothing states it."""
+    if "args" not in opened.catalog.extras:
+        return None
+    from ckpt_tool.formats.megatron.args import arguments
+
+    args = arguments(opened.catalog.extras)
+    for name in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):
+        if isinstance(args.get(name), bool):
+            return bool(args[name])
+    return None
+
+
+def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
+    """config.json with what Megatron's arguments say otherwise."""
+    from ckpt_tool.families.config.translation import differing, from_megatron, kind_of, megatron_args
+    from ckpt_tool.families.models import family_of
+
+    kind = kind_of(config)
+    if kind is None:
+        return ModelConfig(config, file=True)
+    mine = megatron_args(config, kind).config
+    if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
+        mine.pop("mtp_num_layers", None)
+    wrong = list(differing(args, mine))
+    if not wrong:
+        return ModelConfig(config, file=True)
+    family = family_of(kind).name
+    here, there = from_megatron(args, family).config, from_megatron(mine, family).config
+    changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
+    note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
+    return ModelConfig(_with(config, changed), (note,), file=True)
+
+
+def _with(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with other values; rope in one spelling alone."""
+    out = {**config, **changed}
+    if changed.keys() & {"rope_theta", "rope_scaling", "partial_rotary_factor"}:
+        out.pop("rope_parameters", None)
+    return {key: value for key, value in out.items() if value is not None or key in config}
+
+
+def check_config(model: ModelConfig, path: str) -> None:
+    """Raise for a config that contradicts itself, all faults at once: UsageError E1240 where --config says it, else
+    InputError E1378. path: of the checkpoint, or of what --config names."""
+    from ckpt_tool.families.config.translation import contradictions
+
+    faults = list(contradictions(model.config or {}))
+    if not faults:
+        return
+    message = f"the config contradicts itself: {faults[0]}"
+    if model.asked:
+        raise UsageError(
+            message, code="E1240", path=path, faults=faults[1:], hint="pass the config of this very model with --config"
+        )
+    raise InputError(
+        message,
+        code="E1378",
+        path=path,
+        place=model.origin,
+        faults=faults[1:],
+        hint="pass a sound config with --config FILE",
+    )
+
+
+def tree_of(opened: Opened, path: str) -> Tree | None:
+    """The tree that holds a side file: the checkpoint's folder, or that whose pointer file named it."""
+    return next((tree for tree in (opened.tree, opened.outer) if tree is not None and tree.exists(path)), None)

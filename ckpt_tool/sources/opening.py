@@ -1,0 +1,315 @@
+"""Opening a source: the path that a user gave becomes a tree, a format and a catalog.
+
+A folder that holds several checkpoints resolves through its pointer file; the report says which one was taken.
+
+Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is taken:
+
+    blobs/HASH...   refs/main ("5f0b02c7...")   snapshots/5f0b02c7.../model.safetensors -> ../../blobs/HASH
+
+`refs/main` says which commit was fetched last; a folder fetched by a commit's hash has no refs. Source: huggingface_hub
+2.4.0 `file_download.py`, `utils/_cache_manager.py`. Cost: the listing.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tool.commands.reading import Reading
+from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
+from ckpt_tool.formats import checksums, registry
+from ckpt_tool.formats.base import Format, Specificity
+from ckpt_tool.formats.copies import look_for_copies
+from ckpt_tool.formats.peft.lone import is_adapter, note_of
+from ckpt_tool.sources.config import read_config
+from ckpt_tool.storage.source import Tree, safe_relative
+
+POINTERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
+LINKS = 20  # that are named one by one
+NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
+_STEP = re.compile(r"(iter_|global_step_?|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open source. resolved: why another folder than the given one was taken, "" where it was not. outer: the given
+    folder then, whose side files are beside its pointer file."""
+
+    tree: Tree
+    format: Format
+    catalog: Catalog
+    resolved: str = ""
+    outer: Tree | None = None
+
+    @property
+    def path(self) -> str:
+        return self.tree.shown
+
+    def refuse_unsafe(self) -> Opened:
+        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420."""
+        if self.catalog.unsafe:
+            raise _asks_for_code(self.path, self.catalog.unsafe)
+        return self
+
+
+def open_source(src: str, reading: Reading) -> Opened:
+    """The checkpoint at `src`. Raises UnknownFormat, InputError (E0397: no checksum where one is required),
+    UnsafeInput, StorageError."""
+    from ckpt_tool.storage.opening import open_tree
+
+    given = open_tree(src, follow_symlinks=reading.follow_symlinks)
+    try:
+        return _opened(given, reading)
+    except InputError as e:
+        e.path = e.path or given.shown
+        links = _odd_links(given)
+        if links:
+            e.faults = (*e.faults, *links)
+            e.hint = f"{FOLLOW}; {e.hint}" if e.hint else FOLLOW
+        raise
+
+
+def _opened(given: Tree, reading: Reading) -> Opened:
+    tree, resolved = given, ""
+    try:
+        tree, resolved = resolve(given, reading)
+        fmt = registry.by_name(reading.from_format) if reading.from_format else registry.detect(tree)[0]
+        catalog = _read(fmt, tree, reading)
+    except InputError as fault:
+        _refuse_code(tree, reading, fault)
+        raise
+    if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
+        _check_names(catalog)
+    if not catalog.tensors and not catalog.unsafe:
+        raise no_tensors(tree, fmt.name)
+    if not catalog.unsafe:  # code is refused first
+        notes = look_for_copies(tree, catalog, lenient=reading.lenient)
+        catalog = replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
+    if reading.require_checksums:  # of every format, also of those whose readers do not ask
+        unproved = (tensor for key, tensor in catalog.tensors.items() if key not in catalog.digests)
+        checksums.missing(tree, unproved, required=True)
+    if fmt.holds.single and is_adapter(catalog.tensors):
+        catalog = replace(catalog, notes=(*catalog.notes, note_of(tree)))
+    if given.odd_links or tree.odd_links:
+        note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
+        catalog = replace(catalog, notes=(*catalog.notes, note))
+    return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
+
+
+def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
+    options = {
+        "lenient": reading.lenient,
+        "prefer": reading.prefer,
+        "allow_compressed": reading.allow_compressed,
+        "require_checksums": reading.require_checksums,
+        "family": reading.family,
+        "config": read_config(reading.config) if reading.config else None,
+        "forced": reading.from_format is not None,
+    }
+    enabled = gc.isenabled()
+    gc.disable()  # a reader makes many small values that all live: collecting halves its speed for nothing
+    try:
+        return fmt.read(tree, options)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
+    """Raise UnsafeInput E0420 in place of `fault` where a pickle of the checkpoint names code: of two faults of a file
+    that is the one to know of. Looks at the files that formats claim, and at a single file."""
+    from ckpt_tool.storage.survey import unsafe_names
+
+    if reading.from_format is None:
+        evidence = [claim.evidence for claim in registry.claims(tree)]
+    else:
+        evidence = list(filter(None, (registry.by_name(reading.from_format).detect(tree),)))
+    claimed = {file for each in evidence for file in each.files}
+    unsafe = unsafe_names(tree, sorted(claimed) or filter(None, (tree.single,)))
+    if unsafe:
+        raise _asks_for_code(tree.display(), unsafe[:100]) from fault
+
+
+def _asks_for_code(path: str, unsafe: Sequence[str]) -> UnsafeInput:
+    """The error (E0420) for pickles that name code."""
+    return UnsafeInput(
+        f"the checkpoint asks for code: {unsafe[0]}",
+        code="E0420",
+        path=path,
+        faults=unsafe[1:],
+        hint="nothing was run; look with ckpt inspect --security, and get the file from someone you trust",
+    )
+
+
+def no_tensors(tree: Tree, name: str) -> InputError:
+    """The error (E1642) for a source that format `name` reads and finds no tensor in."""
+    below = registry.components(tree)
+    return InputError(
+        f"read as {name}, it holds no tensor in any state",
+        code="E1642",
+        path=tree.display(),
+        hint=f"its folders are checkpoints, pass one of them: {', '.join(below)}"
+        if below
+        else "pass the checkpoint itself; what lies here are settings or a job's own records",
+    )
+
+
+def _odd_links(*trees: Tree) -> list[str]:
+    """`mp_rank_01 is a link that leaves the folder`, for the links that were met and not followed."""
+    shown = {tree.display(path): why for tree in trees for path, why in tree.odd_links.items()}
+    lines = [f"{path} is a link that {why}" for path, why in shown.items()]
+    return lines if len(lines) <= LINKS else [*lines[:LINKS], f"and {len(lines) - LINKS} more links"]
+
+
+def _check_names(catalog: Catalog) -> None:
+    """Raise CorruptFile E0323 for a name longer than any real one: its numbers alone can stall who reads them."""
+    for key in catalog.tensors:
+        if len(key.name) > NAME_LIMIT:
+            raise CorruptFile(
+                f"a tensor's name has {len(key.name)} characters, want at most {NAME_LIMIT}",
+                code="E0323",
+                path=catalog.tensors[key].chunks[0].array.path if catalog.tensors[key].chunks else None,
+                key=key.name[:80],
+                hint="no trainer writes such names: fetch the file again",
+            )
+
+
+def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
+    """The tree itself, or the one that its pointer file names, with the reason."""
+    if tree.single is not None:
+        return tree, ""
+    cached = snapshot(tree)
+    if cached is not None:
+        inner, why = resolve(tree.below(cached[0]), reading)
+        return inner, ", ".join(filter(None, (cached[1], why)))
+    own = registry.by_name(reading.from_format).holds.pointers if reading.from_format else ()
+    for pointer in (*own, *POINTERS):
+        if not tree.exists(pointer):
+            continue
+        text = tree.read_whole(pointer, limit=4096).decode("utf-8", "replace").strip()
+        if any(ord(c) < 32 for c in text):
+            raise UnsafeInput(
+                "the pointer file holds more than one line",
+                code="E0414",
+                path=tree.display(pointer),
+                hint="it should hold one folder name",
+            )
+        name = _named(tree, text)
+        safe_relative(name, named_in=tree.display(pointer))
+        other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
+        if not any(path == name or path.startswith(f"{name}/") for path in tree.listing()):
+            raise Incomplete(
+                f"the pointer file names {name}, which is not there or empty",
+                code="E2601",
+                path=tree.display(pointer),
+                hint="the save did not finish, or the folder was moved; pass one of those that are "
+                f"there{_steps(tree)}",
+            )
+        below = tree.below(name)
+        beside = [claim for claim in registry.settle(registry.claims(tree)) if _lies_here(claim)]
+        if any(claim.name == reading.from_format for claim in beside):
+            return tree, ""
+        if beside and reading.from_format is None:
+            raise _here_and_there(tree, below, beside, f"{name}, which {pointer} points to")
+        return below, f"{pointer} points to {name}{other}"
+    steps = steps_in(tree)
+    if not steps or registry.claims(tree):
+        return tree, ""
+    if len(steps) == 1:
+        below, only = tree.below(steps[0]), f"{steps[0]} is the only checkpoint in the folder"
+        if any(below.exists(pointer) for pointer in POINTERS):  # a Trainer's folder with DeepSpeed's inside
+            inner, why = resolve(below, reading)
+            return inner, f"{only}, {why}"
+        return below, only
+    raise UnknownFormat(
+        f"the folder holds {len(steps)} checkpoints and no pointer file",
+        code="E0392",
+        path=tree.display(),
+        hint=f"pass one of them: {', '.join(steps[-3:])}",
+    )
+
+
+def _named(tree: Tree, text: str) -> str:
+    """The folder that a pointer file means: a number is Megatron's or veRL's step."""
+    if not numeral(text):
+        return text
+    names = (f"iter_{int(text):07d}", f"global_step_{int(text)}")
+    there = (name for name in names if any(path.startswith(f"{name}/") for path in tree.listing()))
+    return next(there, names[0])
+
+
+def _lies_here(claim: registry.Claim) -> bool:
+    """Is it a claim on files of the folder itself, by more than what their container is?"""
+    evidence = claim.evidence
+    return evidence.specificity > Specificity.CONTAINER and any("/" not in file for file in evidence.files)
+
+
+def _here_and_there(tree: Tree, below: Tree, here: list[registry.Claim], there: str) -> UnknownFormat:
+    """The error for a folder that holds a checkpoint and, in a step's folder, another: a Trainer's `model.safetensors`
+    beside DeepSpeed's `global_step500`. there: the step's folder, in words."""
+    inner = " and ".join(claim.name for claim in registry.settle(registry.claims(below))) or "another checkpoint"
+    return UnknownFormat(
+        f"two checkpoints: {here[0].name} ({here[0].evidence.why}) and {inner} in {there}",
+        code="E0391",
+        path=tree.display(),
+        hint=f"--from {here[0].name} takes the one here; for the other pass {below.shown}",
+    )
+
+
+def steps_in(tree: Tree) -> list[str]:
+    """The folders directly in the tree that are called as steps of a training run are."""
+    return sorted({path.split("/")[0] for path in tree.listing() if "/" in path and _STEP.match(path.split("/")[0])})
+
+
+def _steps(tree: Tree) -> str:
+    found = steps_in(tree)
+    return f": {', '.join(found[-3:])}" if found else ""
+
+
+def _two(tree: Tree, pointer: str) -> bool:
+    """Does the folder hold a DeepSpeed checkpoint and its universal twin?"""
+    return pointer == "latest" and tree.exists("latest_universal")
+
+
+# -- Hugging Face's cache ----------------------------------------------------------------------------------------------
+
+
+MAIN, SNAPSHOTS = "refs/main", "snapshots/"
+UNKNOWN_SNAPSHOT = "E1641"
+
+
+def snapshot(tree: Tree) -> tuple[str, str] | None:
+    """(the snapshot's folder below `tree`, why that one), None where the tree is no cache folder.
+
+    Raises UnknownFormat E1641 when `refs/main` names a snapshot that is not there, or is not there itself and there are
+    several; UnsafeInput E0410 when it names a path.
+    """
+    paths = [path for path in tree.listing() if path.startswith((SNAPSHOTS, "refs/", "blobs/"))]
+    there = list(
+        dict.fromkeys(path.split("/")[1] for path in paths if path.startswith(SNAPSHOTS) and path.count("/") > 1)
+    )
+    if not there or all(path.startswith(SNAPSHOTS) for path in paths):
+        return None
+    if MAIN not in paths:
+        if len(there) == 1:
+            return SNAPSHOTS + there[0], f"{there[0]} is the only snapshot in the cache"
+        raise _unknown(tree, f"the cache holds {len(there)} snapshots and no {MAIN}", there)
+    commit = tree.read_whole(MAIN, limit=4096).decode("utf-8", "replace").strip()
+    safe_relative(commit, named_in=tree.display(MAIN))
+    if commit not in there:
+        raise _unknown(tree, f"{MAIN} names the snapshot {commit[:80]}, which is not there", there)
+    return SNAPSHOTS + commit, f"{MAIN} names the snapshot {commit}"
+
+
+def _unknown(tree: Tree, message: str, there: list[str]) -> UnknownFormat:
+    return UnknownFormat(
+        message,
+        code=UNKNOWN_SNAPSHOT,
+        path=tree.display(),
+        hint=f"pass one of them: {', '.join(SNAPSHOTS + name for name in there[:20])}",
+    )

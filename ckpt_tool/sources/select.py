@@ -1,0 +1,98 @@
+"""Choosing tensors: by state, by key pattern with their twins, and what the report has of what went.
+
+Patterns are shell globs on tensor names; `re:` starts a regular expression, searched in the name. Removing a key takes
+its optimizer, master and EMA twins along unless `model_only`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+
+from ckpt_tool.core.patterns import Names
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
+from ckpt_tool.errors import UsageError, near_misses
+
+GROUPS = ("model", "master", "optimizer", "ema", "extras", "all")
+
+
+def group_of(state: str) -> str:
+    """The `--state` group of a state: every state of the optimizer (moments, step) is `optimizer`."""
+    return state if state in (MODEL, MASTER, EMA, EXTRAS) else "optimizer"
+
+
+def state_filter(asked: Sequence[str], present: Iterable[str]) -> Callable[[str], bool]:
+    """Does a state belong to what `--state` asks for? Groups and exact states (`exp_avg`) both count; () means all.
+
+    Raises UsageError E0253 for a name that is neither a group nor a state of this checkpoint.
+    """
+    states = tuple(present)
+    for name in asked:
+        if name not in GROUPS and name not in states:
+            raise UsageError(
+                f"--state {name}: no such state here",
+                code="E0253",
+                hint=near_misses(name, (*GROUPS, *states)) or f"this checkpoint holds {', '.join(states)}",
+            )
+    if not asked or "all" in asked:
+        return lambda state: True
+    wanted = frozenset(asked)
+    return lambda state: state in wanted or group_of(state) in wanted
+
+
+def split_keys(
+    keys: Iterable[TensorKey], *, remove: Sequence[str], keep: Sequence[str], model_only: bool = False
+) -> tuple[list[TensorKey], list[TensorKey]]:
+    """(kept, removed) in the given order.
+
+    remove, keep: patterns; with `keep` everything that matches none of them goes. Raises UsageError E0255 for every
+    pattern that matches nothing (all at once, with near misses), E0256 when nothing would be left.
+    """
+    keys = list(keys)
+    if not remove and not keep:
+        return keys, []
+    known = Names(key.name for key in keys)
+    names = known.names
+    (hits, misses), (kept_names, others) = known.matched(remove), known.matched(keep)
+    misses += others
+    if misses:
+        near = _near(misses[0], names)
+        raise UsageError(
+            f"the pattern {misses[0]!r} matches no tensor",
+            code="E0255",
+            hint=near or f"the checkpoint has {len(names)} names, such as {', '.join(names[:3])}",
+            faults=[f"the pattern {miss!r} matches no tensor" for miss in misses[1:]],
+        )
+    if keep:
+        hits |= set(names) - kept_names
+    gone = [key for key in keys if key.name in hits and (not model_only or key.state == MODEL)]
+    dropped = set(gone)
+    kept = [key for key in keys if key not in dropped]
+    weights = (MODEL,) if model_only else (MODEL, MASTER)  # a job may keep most weights as masters alone
+    if not kept or not any(key.state in weights for key in kept) and any(key.state == MODEL for key in keys):
+        raise UsageError(
+            "the patterns would remove every tensor of the model",
+            code="E0256",
+            hint="narrow the pattern; ckpt inspect --match PATTERN shows what it matches",
+        )
+    return kept, gone
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """Names near a pattern that matched nothing: as a whole, else by one of their parts between dots."""
+    bare = pattern.removeprefix("re:").strip("*.^$\\")
+    whole = near_misses(bare, names)
+    if whole:
+        return whole
+    parts = {part: name for name in reversed(names) for part in (*name.split("."), *name.replace("_", ".").split("."))}
+    for word in sorted(re.split(r"[.*?\\\[\]^$]+", bare), key=len, reverse=True):
+        close = get_close_matches(word, parts, n=3, cutoff=0.6) if word else []
+        if close:
+            return f"did you mean {', '.join(dict.fromkeys(parts[part] for part in close))}?"
+    return ""
+
+
+def removed_rows(tensors: Iterable[LogicalTensor]) -> list[dict[str, object]]:
+    """The report of removed tensors: name, state, bytes."""
+    return [{"name": t.key.name, "state": t.key.state, "bytes": t.nbytes} for t in tensors]
