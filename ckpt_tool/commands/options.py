@@ -20,23 +20,9 @@ from ckpt_tool.commands import values
 from ckpt_tool.commands.reading import Reading as Reading
 from ckpt_tool.commands.values import BadValue
 from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.formats.entry import entries
 
-# The names of cli.md, in its order. `formats.registry` holds those that this build reads and writes.
-FORMATS = (
-    "safetensors",
-    "torch",
-    "dcp",
-    "sharded",
-    "megatron",
-    "megatron-dist",
-    "deepspeed",
-    "deepspeed-universal",
-    "paddle",
-    "paddle-unified",
-    "paddle-flex",
-    "meta",
-    "peft",
-)
+FORMATS = tuple(entries())
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")

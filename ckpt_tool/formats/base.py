@@ -1,6 +1,6 @@
 """What a format is: it tells whether a tree is one of its own, reads headers into a Catalog, lays out a Target.
 
-A format is one module with one object that satisfies `Format`, registered in `formats.registry`. The module's
+A format is a folder (`formats.entry`) whose `format.py` has one object `FORMAT` that satisfies `Format`. That module's
 docstring is the specification, with its source. Formats know no families, no plan, no execution.
 """
 

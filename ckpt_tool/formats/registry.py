@@ -1,185 +1,31 @@
-"""Every format, by name. Modules are imported when first asked for.
-
-To add a format: write `formats/NAME/format.py` with a `FORMAT`, add one row here, put fixtures under `fixtures/NAME/`;
-the conformance suite does the rest. A row's second half is optional: a quick look at the names which is False only
-where the format's own `detect` must say None; it spares the import (20 ms for those that read pickles).
+"""Every format, by name, and which of them a tree is of. Formats are loaded when they are first wanted
+(`formats.entry`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tool.errors import CkptError, UnknownFormat, UsageError, near_misses
 from ckpt_tool.formats.base import Evidence, Format
+from ckpt_tool.formats.entry import entries, load
 from ckpt_tool.formats.lookalikes import LOOKALIKES, looks_like
 from ckpt_tool.storage.source import Tree
 
-
-def _safetensors() -> Format:
-    from ckpt_tool.formats.hf.format import FORMAT
-
-    return FORMAT
-
-
-def _torch() -> Format:
-    from ckpt_tool.formats.torch.format import FORMAT
-
-    return FORMAT
-
-
-def _dcp() -> Format:
-    from ckpt_tool.formats.dcp.format import FORMAT
-
-    return FORMAT
-
-
-def _sharded() -> Format:
-    from ckpt_tool.formats.sharded.format import FORMAT
-
-    return FORMAT
-
-
-def _megatron() -> Format:
-    from ckpt_tool.formats.megatron.format import FORMAT
-
-    return FORMAT
-
-
-def _megatron_dist() -> Format:
-    from ckpt_tool.formats.megatron_dist.format import FORMAT
-
-    return FORMAT
-
-
-def _deepspeed_universal() -> Format:
-    from ckpt_tool.formats.deepspeed_universal.format import FORMAT
-
-    return FORMAT
-
-
-def _deepspeed() -> Format:
-    from ckpt_tool.formats.deepspeed.format import FORMAT
-
-    return FORMAT
-
-
-def _paddle_unified() -> Format:
-    from ckpt_tool.formats.paddle_unified.format import FORMAT
-
-    return FORMAT
-
-
-def _paddle() -> Format:
-    from ckpt_tool.formats.paddle.format import FORMAT
-
-    return FORMAT
-
-
-def _paddle_flex() -> Format:
-    from ckpt_tool.formats.paddle_flex.format import FORMAT
-
-    return FORMAT
-
-
-def _meta() -> Format:
-    from ckpt_tool.formats.meta.format import FORMAT
-
-    return FORMAT
-
-
-def _peft() -> Format:
-    from ckpt_tool.formats.peft.format import FORMAT
-
-    return FORMAT
-
-
-def _may_be_torch(tree: Tree) -> bool:
-    names = tree.names()
-    if tree.single is not None or not any(name.endswith(".safetensors") for name in names):
-        return True
-    return any("pytorch_model" in name or "_rank_" in name or name.endswith(".bin.index.json") for name in names)
-
-
-def _may_be_dcp(tree: Tree) -> bool:
-    return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
-
-
-def _may_be_megatron(tree: Tree) -> bool:
-    return tree.single is None and any("mp_rank_" in path for path in tree.listing())
-
-
-def _may_be_megatron_dist(tree: Tree) -> bool:
-    return _may_be_dcp(tree) or tree.single is None and "metadata.json" in tree.names()
-
-
-def _may_be_universal(tree: Tree) -> bool:
-    return tree.single is None and any(path.startswith("zero/") for path in tree.listing())
-
-
-def _may_be_sharded(tree: Tree) -> bool:
-    names = tree.names()
-    return "ckpt.index.json" in names or any(n.endswith(".safetensors") and n.count(".") > 1 for n in names)
-
-
-def _may_be_deepspeed(tree: Tree) -> bool:
-    return tree.single is None and any(name.endswith("_states.pt") for name in tree.names())
-
-
-def _may_be_paddle_unified(tree: Tree) -> bool:
-    return tree.single is None and any(".safetensors" in name for name in tree.names())
-
-
-def _may_be_paddle(tree: Tree) -> bool:
-    return any(name.endswith((".pdparams", ".pdopt", ".pd", ".pdema")) for name in tree.names())
-
-
-def _may_be_paddle_flex(tree: Tree) -> bool:
-    ends = (".metadata", ".lock", ".distcp", ".safetensors")
-    return tree.single is None and any(path.endswith(ends) for path in tree.listing())
-
-
-def _may_be_meta(tree: Tree) -> bool:
-    return tree.single is None and any(name.startswith("consolidated") for name in tree.names())
-
-
-def _may_be_peft(tree: Tree) -> bool:
-    return tree.single is None and "adapter_config.json" in tree.names()
-
-
-def _may_be(tree: Tree) -> bool:
-    return True
-
-
-_ROWS: dict[str, tuple[Callable[[], Format], Callable[[Tree], bool]]] = {
-    "safetensors": (_safetensors, _may_be),
-    "torch": (_torch, _may_be_torch),
-    "dcp": (_dcp, _may_be_dcp),
-    "sharded": (_sharded, _may_be_sharded),
-    "megatron": (_megatron, _may_be_megatron),
-    "megatron-dist": (_megatron_dist, _may_be_megatron_dist),
-    "deepspeed-universal": (_deepspeed_universal, _may_be_universal),
-    "deepspeed": (_deepspeed, _may_be_deepspeed),
-    "paddle": (_paddle, _may_be_paddle),
-    "paddle-unified": (_paddle_unified, _may_be_paddle_unified),
-    "paddle-flex": (_paddle_flex, _may_be_paddle_flex),
-    "meta": (_meta, _may_be_meta),
-    "peft": (_peft, _may_be_peft),
-}
-NAMES = tuple(_ROWS)
+NAMES = tuple(entries())
 FOLDERS = 40  # that `components` looks into
 
 
 def by_name(name: str) -> Format:
     """The format called `name`. Raises UsageError E0251 with near misses."""
-    row = _ROWS.get(name)
-    if row is None:
+    if name not in NAMES:
         raise UsageError(
             f"this build has no format {name!r}",
             code="E0251",
             hint=near_misses(name, NAMES) or f"the formats are {', '.join(NAMES)}",
         )
-    return row[0]()
+    return load(name)
 
 
 def of_dialect(dialect: str) -> Format:
@@ -189,7 +35,7 @@ def of_dialect(dialect: str) -> Format:
 
 def may_be(name: str, tree: Tree) -> bool:
     """False where format `name` need not be asked: its `detect` says None."""
-    return _ROWS[name][1](tree)
+    return entries()[name].may_be(tree)
 
 
 class Claim(NamedTuple):
@@ -200,7 +46,7 @@ class Claim(NamedTuple):
 
 
 def claims(tree: Tree) -> list[Claim]:
-    """Every format's claim, in the order of the registry."""
+    """Every format's claim, in the order of the entries."""
     asked = ((name, by_name(name)) for name in NAMES if may_be(name, tree))
     return [Claim(name, evidence) for name, fmt in asked if (evidence := fmt.detect(tree))]
 

@@ -1,1 +1,23 @@
 """`dcp`: PyTorch distributed checkpoints. `format` is the specification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tool.formats.entry import Entry
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+
+def _may_be(tree: Tree) -> bool:
+    return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
+
+
+ENTRY = Entry(
+    "dcp",
+    order=30,
+    en="PyTorch distributed checkpoint: FSDP1, FSDP2, TP, torchtitan and accelerate key layouts",
+    zh="PyTorch 分布式检查点：FSDP1、FSDP2、TP，torchtitan 与 accelerate 的键布局",
+    may_be=_may_be,
+)

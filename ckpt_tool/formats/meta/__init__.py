@@ -1,1 +1,24 @@
 """Meta's own checkpoints: `format.py` is the specification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tool.formats.entry import Entry
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
+
+
+def _may_be(tree: Tree) -> bool:
+    return tree.single is None and any(name.startswith("consolidated") for name in tree.names())
+
+
+ENTRY = Entry(
+    "meta",
+    order=120,
+    en="`consolidated.NN.pth` with `params.json`, Llama 1 to 3 and Mistral's `consolidated.safetensors`, "
+    "shards of any number",
+    zh="`consolidated.NN.pth` 加 `params.json`，Llama 1 至 3，以及 Mistral 的 `consolidated.safetensors`，任意分片数",
+    may_be=_may_be,
+)
