@@ -11,9 +11,9 @@ from targets import bits, gather, ramp
 
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.dcp import items as dcp_items
-from ckpt_tool.formats.dcp.items import Items
-from ckpt_tool.formats.dcp.metadata import Listing, read_listing
+from ckpt_tool.formats.containers import dcp_items
+from ckpt_tool.formats.containers.dcp_items import Items
+from ckpt_tool.formats.containers.dcp_metadata import Listing, read_listing
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import TorchZip
 

@@ -32,7 +32,7 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.dcp.metadata import Piece, TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import Piece, TensorEntry
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist import objects as megatron_dist_objects
 from ckpt_tool.formats.megatron_dist.format import FORMAT

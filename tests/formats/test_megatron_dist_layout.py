@@ -54,7 +54,7 @@ def layout(
 
 
 def keys(made: DistLayout) -> set[str]:
-    return {entry.fqn for entry in made.entries()}
+    return set(made.entries())
 
 
 TE = {"transformer_impl": "transformer_engine"}
@@ -105,25 +105,25 @@ def test_boxes_and_the_ranks_that_write_them() -> None:
     """tp 2, ep 2, dp 2, pp 2: 8 ranks; experts' tensor ranks are the dense ones (etp 2), expert 1 lies with ranks 2,
     3."""
     made = layout(EXPERTS | QKV, {"swiglu": True, "num_attention_heads": 2}, tp=2, ep=2, dp=2, pp=2)
-    entry = next(e for e in made.entries() if e.fqn == "decoder.layers.mlp.experts.experts.linear_fc1.weight")
-    assert entry.shape == (2, 2, 8, 4)
-    assert {(item.offset, item.shape[2:], item.rank) for item in entry.items} == {
+    shape, items = made.entries()["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert shape == (2, 2, 8, 4)
+    assert {(item.offset, item.shape[2:], item.rank) for item in items} == {
         ((layer, expert, half * 4 + rank * 2, 0), (2, 4), 4 * layer + 2 * expert + rank)
         for layer in range(2)
         for expert in range(2)
         for half in range(2)
         for rank in range(2)
     }
-    dense = next(e for e in made.entries() if e.fqn == "decoder.layers.self_attention.linear_proj.weight")
-    assert {(item.offset, item.rank) for item in dense.items} == {
+    _, dense = made.entries()["decoder.layers.self_attention.linear_proj.weight"]
+    assert {(item.offset, item.rank) for item in dense} == {
         ((i, 0, 2 * r), 4 * i + r) for i in range(2) for r in range(2)
     }
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     odd = DENSE | {"embedding.word_embeddings.weight": (7, 4)}
-    entry = next(e for e in layout(odd, {}, tp=2).entries() if e.fqn == "embedding.word_embeddings.weight")
-    assert [item.shape for item in entry.items] == [(7, 4)]
+    _, items = layout(odd, {}, tp=2).entries()["embedding.word_embeddings.weight"]
+    assert [item.shape for item in items] == [(7, 4)]
 
 
 def test_what_would_be_read_back_under_another_name_is_refused() -> None:

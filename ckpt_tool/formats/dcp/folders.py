@@ -1,12 +1,24 @@
-"""Which folders below a root are DCP saves, and whether they are whole: by file names alone.
+"""Which folders below a root are DCP saves, whether they are whole, and which of them are another system's.
 
     .metadata, __0_0.distcp, __1_0.distcp          one save
     __0.metadata, __1.metadata, __0_0.distcp ...   one save without collectives: a metadata file a rank
     pytorch_model_fsdp_0/, optimizer_0/            accelerate: model and optimizer, each a save of its own
     __0_0.distcp without any metadata              a save that was not finished: `.metadata` is written last
 
-Source of the names: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEFAULT_SUFFIX`,
-`_StoragePrefix`: `__{rank}_`), accelerate 1.15 `utils/fsdp_utils.py`. Reads nothing.
+What a save is shows in its names; whose it is in its keys. Of other systems' keys these are known:
+
+    common_state/shard_0_1, rng_state/shard_0_2, ..._extra_state/shard_0_1   Megatron's torch_dist (core 0.12 and later)
+    optimizer.param_to_group_meta.<name>.lr                                  Megatron-FSDP, `--ckpt-format fsdp_dtensor`
+    args, checkpoint_version, model.module.<name>                            the same without its optimizer
+
+Megatron-FSDP stores plain boxes of nested dicts, but a gated `linear_fc1.weight` lies in two, `weight_w` (gate) and
+`weight_v` (up), and its fp32 weights are the master weights: read as plain DCP it is a model with tensors that no
+loader knows.
+
+Sources: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEFAULT_SUFFIX`, `_StoragePrefix`:
+`__{rank}_`), accelerate 1.15 `utils/fsdp_utils.py`; NVIDIA/Megatron-LM core 0.19.1 `training/checkpointing.py`
+(`preprocess_fsdp_dtensor_state_dict`), `core/transformer/fsdp_dtensor_checkpoint.py`,
+`core/dist_checkpointing/mapping.py` (torch_dist's objects). Reads nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +28,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt_tool.errors import Incomplete, UnknownFormat
+from ckpt_tool.formats.containers.dcp_items import DATA
+from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
 
-METADATA = ".metadata"
-UNFINISHED, SEVERAL = "E0385", "E0392"
-DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")
+SEVERAL, NOT_READ, DEEPER = "E0392", "E1640", "E1644"
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_\d+)?")
+_GROUP_META = "optimizer.param_to_group_meta."
+_JOB = {"args", "checkpoint_version"}
+_MODULE = re.compile(r"model\d*\.module\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +124,38 @@ def is_pair(names: list[str]) -> bool:
     models = [name for name in names if _MODEL.fullmatch(name)]
     optimizers = [name for name in names if _OPTIMIZER.fullmatch(name)]
     return len(names) == len(models) + len(optimizers) and len(models) <= 1 and len(optimizers) <= 1
+
+
+def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finished: bool) -> None:
+    """Raise for a save whose keys have another system's meaning: Incomplete E0385 for Megatron's torch_dist that lacks
+    its metadata.json (with it, another format claims the folder, but from there alone: UnknownFormat E1644),
+    UnknownFormat
+    E1640 for Megatron-FSDP.
+
+    tensors, objects: the keys of one `.metadata`. shown: its folder. finished: has that folder a metadata.json?
+    """
+    objects = set(objects)
+    if any(word.decode() in key for key in objects for word in MEGATRON_OBJECTS):
+        if finished:
+            raise UnknownFormat(
+                "the checkpoint, a torch_dist of Megatron, is in a folder below the one that was given",
+                code=DEEPER,
+                path=shown,
+                hint=f"pass its own folder: {shown.rstrip('/')}",
+            )
+        raise Incomplete(
+            "a Megatron save that was not finished: there is no metadata.json, which is written last",
+            code=UNFINISHED,
+            path=shown,
+            hint="take the last checkpoint that was finished, or copy the file from where the job wrote it",
+        )
+    if any(key.startswith(_GROUP_META) for key in objects) or (
+        objects >= _JOB and any(_MODULE.match(key) for key in tensors)
+    ):
+        raise UnknownFormat(
+            "a Megatron-FSDP checkpoint (fsdp_dtensor), which this build does not read as one",
+            code=NOT_READ,
+            path=shown,
+            hint="--from dcp reads it as plain DCP, everything as stored: fp32 weights, a gated fc1 in "
+            "halves _w and _v",
+        )

@@ -13,11 +13,11 @@ Specification (torch 2.13, `torch/distributed/checkpoint/`):
   with `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older, larger save are
   not
   removed: the metadata decides what counts, never the listing.
-* Metadata (`formats.dcp.metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along dim 0
-  (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
+* Metadata (`containers.dcp_metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along dim
+  0 (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
   whoever held it. An empty shard may be listed and has no bytes.
-* Items (`formats.dcp.items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object; strides
-  in the pickle count (channels-last); or a safetensors file a rank.
+* Items (`containers.dcp_items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object;
+  strides in the pickle count (channels-last); or a safetensors file a rank.
 * Flattening (`_nested_dict.py`, `_traverse.py`): the key is the path joined by dots; dicts always flatten, lists do
   when a tensor, a dict or such a list is in them, tuples never; `planner_data` maps keys back. Empty dicts leave
   nothing.
@@ -32,21 +32,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
-from ckpt_tool.errors import Incomplete, InputError, UnknownFormat, UnsafeInput
+from ckpt_tool.core.tensor import LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
+from ckpt_tool.errors import InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import PLACED, Evidence, Holds
+from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
+from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry, check_files, read_listing
 from ckpt_tool.formats.dcp import folders as dcp_folders
-from ckpt_tool.formats.dcp import systems as dcp_systems
 from ckpt_tool.formats.dcp.folders import Save
-from ckpt_tool.formats.dcp.items import Items, ReadObject
-from ckpt_tool.formats.dcp.metadata import SHOWN, Listing, TensorEntry, read_listing
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import SLOT, part
@@ -102,13 +100,13 @@ class _Dcp:
         listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
         for listing in listings:
             if not options.get("forced"):
-                dcp_systems.refuse(
+                dcp_folders.refuse(
                     listing.tensors,
                     listing.objects,
                     tree.display(listing.folder),
                     finished=tree.exists(f"{listing.folder}metadata.json"),
                 )
-        _check_files(tree, saves, listings)
+        check_files(tree, listings, saves[0].folder + saves[0].metadata[0])
         catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
         catalog.check()
         return catalog
@@ -121,21 +119,6 @@ class _Dcp:
 
 
 FORMAT = _Dcp()
-
-
-def _check_files(tree: Tree, saves: Sequence[Save], listings: Sequence[Listing]) -> None:
-    """Raise Incomplete naming every file that the metadata names and that is not there."""
-    have = tree.listing()
-    named = [file for listing in listings for file in listing.files]
-    missing = [file for file in named if file not in have]
-    if missing:
-        raise Incomplete(
-            f"{len(missing)} of {len(named)} files are missing: {', '.join(missing[:20])}",
-            code="E0301",
-            path=tree.display(saves[0].folder + saves[0].metadata[0]),
-            faults=missing[20:SHOWN],
-            hint="copy the missing files from where the job wrote them; every rank writes its own",
-        )
 
 
 class _Reading:
@@ -236,7 +219,7 @@ class _Reading:
             path
             for path in self.tree.listing()
             if path not in used
-            and dcp_folders.DATA.fullmatch(path.rpartition("/")[2])
+            and DATA.fullmatch(path.rpartition("/")[2])
             and any(path.startswith(save.folder) for save in self.saves)
         ]
         if stray:
@@ -261,10 +244,7 @@ class _Reading:
 
 
 def _logical(entry: TensorEntry, arrays: Mapping[tuple[str, int], StoredArray]) -> LogicalTensor:
-    chunks = []
-    for number, piece in enumerate(entry.pieces):
-        array = arrays[entry.fqn, number]
-        chunks.append(Chunk(Box(piece.offset, piece.shape), array, whole(piece.shape)))
+    chunks = entry.chunks(arrays[entry.fqn, number] for number in range(len(entry.pieces)))
     placed = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
     return LogicalTensor(TensorKey(""), entry.shape, entry.dtype, placed, entry.path)
 
@@ -338,7 +318,7 @@ def _ranks(files: Iterable[str], mesh: Mesh) -> dict[str, dict[str, int]]:
     dims = dict(mesh.dims)
     out = {}
     for file in files:
-        found = dcp_folders.DATA.fullmatch(file.rpartition("/")[2])
+        found = DATA.fullmatch(file.rpartition("/")[2])
         if found:
             rank = int(found[1])
             out[file] = {"dp": rank} if set(dims) == {"dp"} and rank < dims["dp"] else {"rank": rank}

@@ -1,16 +1,15 @@
-"""Writing a DCP folder: `__{rank}_0.distcp` with one torch.save zip an item, and `.metadata`.
+"""Writing a DCP folder: which rank's file each box goes to, and how a nested state becomes keys.
 
-The one idea: an item's zip depends on nothing but dtype and shape, so it is laid out once for each such pair and moved
-to where it belongs; of a checkpoint with 100,000 boxes only a few hundred heads are ever made.
+The one idea: keys are paths joined by dots, boxes are the layout's first replicas; files and `.metadata` are
+`containers.dcp_items` and `containers.dcp_metadata`.
 
     model.w F32 (4, 2) on dp 2   ->  __0_0.distcp: [objects][zip of rows 0-1]   __1_0.distcp: [zip of rows 2-3]
     .metadata: model.w: chunks [(0, 0) (2, 2), (2, 0) (2, 2)], items (__0_0.distcp, ...), (__1_0.distcp, 0, 1577)
 
 As torch 2.13 writes it (`filesystem.py`, `default_planner.py`, `_traverse.py`): objects before tensors, objects in rank
 0's file; each box once, by the rank that holds its first replica; the number in a file's name is the rank's place in
-the mesh (tp fastest); no file for a rank that has nothing; metadata of protocol 4, `version` "1.0.0", `planner_data`
-always. Not as torch: items begin at multiples of 64 bytes, so that storages are aligned in the file too; `save_id` and
-`checkpoint_id` are None, so that equal input gives equal bytes. Empty dicts leave nothing, as with torch itself.
+the mesh (tp fastest); no file for a rank that has nothing; `planner_data` always. Empty dicts leave nothing, as
+with torch itself.
 
 A checkpoint of accelerate keeps its two folders, each with its own `.metadata`; one more at the root lists both, so
 that torch loads the whole by one call. Cost: a few us a box. What it does not do: padding, replicas, compression.
@@ -18,68 +17,26 @@ that torch loads the whole by one call. Cost: a few us a box. What it does not d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout, Placement
-from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.dcp.folders import METADATA, is_pair
-from ckpt_tool.formats.dcp.metadata_pickle import MetadataPickle
+from ckpt_tool.formats.containers.dcp_items import ItemFiles, Placed, torch_dtype
+from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
+from ckpt_tool.formats.dcp.folders import is_pair
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.storage.pickle_writer import dumps, stored
-from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
-
-ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
-ALIGNMENT = 64  # bytes between items
+from ckpt_tool.formats.torch.content import Part, TorchComposer
 
 
 class _Slot(NamedTuple):
     """Tensor `number` of the wanted ones."""
 
     number: int
-
-
-class _Item(NamedTuple):
-    """An item that lies: its key, the box's offset (None: an object), file, byte, bytes."""
-
-    fqn: str
-    offset: tuple[int, ...] | None
-    file: str
-    at: int
-    nbytes: int
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _File:
-    """A `.distcp` file in the making."""
-
-    path: str
-    size: int = 0
-    literals: list[tuple[int, bytes]] = field(default_factory=list)
-    arrays: list[TargetArray] = field(default_factory=list)
-    patches: list[Patch] = field(default_factory=list)
-
-    def add(self, plan: ZipPlan, arrays: list[tuple[int, Box]]) -> int:
-        """Append an item with these storages; returns the byte where it begins."""
-        base = -(-self.size // ALIGNMENT) * ALIGNMENT
-        self.literals += [(base + at, piece) for at, piece in plan.literals]
-        for (tensor, box), offset, holes in zip(arrays, plan.offsets, plan.crcs, strict=True):
-            if box.numel == 0:
-                continue
-            self.patches += [Patch(base + hole, "crc32", len(self.arrays)) for hole in holes]
-            self.arrays.append(TargetArray(tensor, box, base + offset))
-        self.size = base + plan.size
-        return base
-
-    def finished(self) -> TargetFile:
-        return TargetFile(self.path, self.size, tuple(self.literals), tuple(self.arrays), tuple(self.patches))
 
 
 def dcp_target(wanted: Wanted, layout: Layout) -> Target:
@@ -104,7 +61,7 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     for key, (path, value) in leaves.items():
         if isinstance(value, _Slot):
             writer.tensor(key, path, value.number)
-    files = writer.finished(leaves)
+    files = writer.finished(list(leaves))
     copies = tuple(TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles)
     empty = list(_empty_dicts(nested.tree))
     lost = [f"empty dicts leave no trace in a DCP: {', '.join(empty[:20])}"] if empty else []
@@ -157,119 +114,61 @@ def _terminal(value: list[Any]) -> bool:
 
 
 class _Writer:
-    """Lays items into files, and remembers where."""
+    """Lays items into files."""
 
     def __init__(self, wanted: Wanted, layout: Layout, folders: Mapping[str, str]) -> None:
         self.wanted = wanted
         self.layout = layout
         self.folders = folders
-        self.files: dict[str, _File] = {}
-        self.items: dict[str, list[_Item]] = {}
-        self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
+        self.files = ItemFiles(wanted.tensors)
         self._boxes: dict[tuple[Placement, tuple[int, ...]], list[tuple[int, Box]]] = {}
 
-    def _file(self, rank: int, path: Path) -> _File:
-        folder = self.folders.get(str(path[0]), next(iter(self.folders.values()), ""))
-        name = f"{folder}__{rank}_0.distcp"
-        return self.files.setdefault(name, _File(name))
+    def _folder(self, path: Path) -> str:
+        return self.folders.get(str(path[0]), next(iter(self.folders.values()), ""))
 
     def object(self, key: str, path: Path, value: Any) -> None:
-        """An object item, in rank 0's file; tensors inside it (in a tuple) lie in the item's zip, whole."""
-        inside: list[int] = []
-        pickle = dumps(self._filled(value, inside))
-        tensors = [self.wanted.tensors[i] for i in inside]
-        plan = plan_zip(ROOT, pickle, [(str(n), tensor.nbytes) for n, tensor in enumerate(tensors)])
-        file = self._file(0, path)
-        at = file.add(plan, [(i, whole(self.wanted.tensors[i].shape)) for i in inside])
-        self.items[key] = [_Item(key, None, file.path, at, plan.size)]
+        """An object item; tensors inside it (in a tuple) lie in the item's zip, whole."""
+        composer = TorchComposer()
+        self.files.object(key, path, composer.file("", self._filled(value, composer)), self._folder(path))
 
-    def _filled(self, value: Any, inside: list[int]) -> Any:
+    def _filled(self, value: Any, composer: TorchComposer) -> Any:
         if isinstance(value, _Slot):
             tensor = self.wanted.tensors[value.number]
-            inside.append(value.number)
-            return stored(str(len(inside) - 1), tensor.shape, _held(tensor))
+            part = Part(value.number, whole(tensor.shape), 0)
+            return composer.tensor(tensor.shape, torch_dtype(tensor), [part])
         if isinstance(value, tuple):
-            return tuple(self._filled(item, inside) for item in value)
+            return tuple(self._filled(item, composer) for item in value)
         if isinstance(value, list):
-            return [self._filled(item, inside) for item in value]
+            return [self._filled(item, composer) for item in value]
         if isinstance(value, Mapping):
-            return {key: self._filled(item, inside) for key, item in value.items()}
+            return {key: self._filled(item, composer) for key, item in value.items()}
         return value
 
     def tensor(self, key: str, path: Path, index: int) -> None:
-        tensor = self.wanted.tensors[index]
-        dtype = _held(tensor)
-        placed = []
-        for rank, box in self._held(index, tensor):
-            file = self._file(rank, path)
-            at = file.add(self._zip(dtype, box.shape), [(index, box)])
-            placed.append(_Item(key, box.offset, file.path, at, self._zip(dtype, box.shape).size, box.shape))
-        self.items[key] = placed
-
-    def _zip(self, dtype: DType, shape: tuple[int, ...]) -> ZipPlan:
-        plan = self._zips.get((dtype, shape))
-        if plan is None:
-            ref = stored("0", shape, dtype)
-            plan = self._zips[dtype, shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
-        return plan
-
-    def _held(self, index: int, tensor: WantedTensor) -> list[tuple[int, Box]]:
-        """(rank, box) of each box that is written: the first replica, empty boxes only of an empty tensor."""
-        known = (self.layout.placements[index], tensor.shape)
+        """A tensor: an item a box that is written, by the rank that holds its first replica; empty boxes only of an
+        empty tensor."""
+        shape = self.wanted.tensors[index].shape
+        known = (self.layout.placements[index], shape)
         found = self._boxes.get(known)
         if found is None:
             numbers = {tuple(coords.items()): rank for rank, coords in enumerate(self.layout.mesh.ranks())}
-            boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, Box]] = {}
-            for held in self.layout.held(index, tensor.shape):
-                if held.replica == 0 and (held.box.numel or 0 in tensor.shape):
-                    rank = numbers[tuple(held.coords.items())]
-                    boxes.setdefault((held.box.offset, held.box.shape), (rank, held.box))
-            found = list(boxes.values())
-            if 0 in tensor.shape:
-                found = [(found[0][0] if found else 0, whole(tensor.shape))]
+            boxes: dict[Box, int] = {}
+            for held in self.layout.held(index, shape):
+                if held.replica == 0 and (held.box.numel or 0 in shape):
+                    boxes.setdefault(held.box, numbers[tuple(held.coords.items())])
+            found = [(rank, box) for box, rank in boxes.items()]
+            if 0 in shape:
+                found = [(found[0][0] if found else 0, whole(shape))]
             self._boxes[known] = found
-        return found
+        placed = (Placed(box.offset, box.shape, index, box, rank) for rank, box in found)
+        self.files.tensor(key, path, shape, placed, self._folder(path))
 
-    def finished(self, leaves: Mapping[str, tuple[Path, Any]]) -> list[TargetFile]:
-        out = [self.files[name].finished() for name in sorted(self.files, key=_by_rank)]
+    def finished(self, keys: Sequence[str]) -> list[TargetFile]:
+        """The files. keys: in the order of the metadata."""
+        entries = [self.files.entries[key] for key in keys]
+        out = self.files.finished()
         for folder in self.folders.values():
-            below = {
-                key: leaf for key, leaf in leaves.items() if any(i.file.startswith(folder) for i in self.items[key])
-            }
+            below = [entry for entry in entries if self._folder(entry.path) == folder]
             if below:
-                out.append(whole_file(folder + METADATA, self._metadata(below, folder)))
-        out.append(whole_file(METADATA, self._metadata(leaves, "")))
-        return out
-
-    def _metadata(self, leaves: Mapping[str, tuple[Path, Any]], folder: str) -> bytes:
-        """`.metadata` of these leaves, file names relative to `folder`."""
-        writer = MetadataPickle()
-        for key, (_, value) in leaves.items():
-            if isinstance(value, _Slot):
-                tensor = self.wanted.tensors[value.number]
-                boxes = ((item.offset or (), item.shape) for item in self.items[key])
-                writer.tensor(key, tensor.dtype, tensor.shape, boxes)
-            else:
-                writer.obj(key)
-        items = (
-            (key, item.offset, None if item.offset is None else number, item.file[len(folder) :], item.at, item.nbytes)
-            for key in leaves
-            for number, item in enumerate(self.items[key])
-        )
-        return writer.close({key: path for key, (path, _) in leaves.items()}, items)
-
-
-def _held(tensor: WantedTensor) -> DType:
-    if tensor.dtype.torch is None:
-        raise UsageError(
-            f"torch has no {tensor.dtype.name}",
-            code="E0242",
-            key=str(tensor.key),
-            hint="cast it with --dtype, or write safetensors",
-        )
-    return tensor.dtype
-
-
-def _by_rank(name: str) -> tuple[str, int]:
-    folder, _, file = name.rpartition("/")
-    return folder, int(file.split("_")[2])
+                out.append(whole_file(folder + METADATA, pickled(below, folder)))
+        return [*out, whole_file(METADATA, pickled(entries))]

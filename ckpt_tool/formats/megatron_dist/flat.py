@@ -37,7 +37,7 @@ from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
-from ckpt_tool.formats.dcp.metadata import TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
 from ckpt_tool.formats.megatron.args import Facts, facts_of
 from ckpt_tool.formats.megatron.flat import default_bucket_size, lay_flat
 from ckpt_tool.formats.megatron_dist.ranks import Parameter, Ranks, Segment

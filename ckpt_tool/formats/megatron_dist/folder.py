@@ -1,6 +1,6 @@
 """The files of a torch_dist checkpoint: which folder is one, whether its save was finished, what `integrity.json` says.
 
-    iter_0000002/.metadata       which box of which tensor lies where (`formats.dcp.metadata`)
+    iter_0000002/.metadata       which box of which tensor lies where (`containers.dcp_metadata`)
                  __R_S.distcp    rank R's file number S
                  common.pt       what is no tensor; absent from core 0.19 on (then an item `common_state/shard_0_1`)
                  metadata.json   {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}, written last
@@ -27,8 +27,8 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.faults import together
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InputError
-from ckpt_tool.formats.dcp.folders import DATA, METADATA, UNFINISHED
-from ckpt_tool.formats.dcp.systems import MEGATRON_OBJECTS
+from ckpt_tool.formats.containers.dcp_items import DATA
+from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
 from ckpt_tool.storage import strict_json
 from ckpt_tool.storage.source import Tree, safe_relative
 

@@ -58,9 +58,16 @@ from ckpt_tool.core.tensor import (
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.base import Evidence, Holds, Specificity
-from ckpt_tool.formats.dcp import folders as dcp_folders
-from ckpt_tool.formats.dcp.items import Items
-from ckpt_tool.formats.dcp.metadata import CONTRADICTION, INCOMPLETE, SHOWN, Listing, TensorEntry, read_listing
+from ckpt_tool.formats.containers.dcp_items import Items
+from ckpt_tool.formats.containers.dcp_metadata import (
+    CONTRADICTION,
+    INCOMPLETE,
+    METADATA,
+    Listing,
+    TensorEntry,
+    check_files,
+    read_listing,
+)
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist.keys import DistKey, name_of, parse, styles_of
 from ckpt_tool.formats.megatron_dist.objects import Objects, check_step, read_objects
@@ -112,8 +119,8 @@ class _MegatronDist:
         folder = found[0] if found else ""
         megatron_dist_folder.check(tree, folder)
         notes = megatron_dist_folder.check_integrity(tree, folder)
-        listing = read_listing(tree, folder, (dcp_folders.METADATA,))
-        _check_files(tree, folder, listing)
+        listing = read_listing(tree, folder, (METADATA,))
+        check_files(tree, [listing], folder + METADATA)
         catalog = _Reading(tree, folder, listing, notes).catalog(required=bool(options.get("require_checksums")))
         catalog.check()
         return catalog
@@ -126,20 +133,6 @@ class _MegatronDist:
 
 
 FORMAT = _MegatronDist()
-
-
-def _check_files(tree: Tree, folder: str, listing: Listing) -> None:
-    """Raise Incomplete naming every file that the metadata names and that is not there."""
-    have = tree.listing()
-    missing = [file for file in listing.files if file not in have]
-    if missing:
-        raise Incomplete(
-            f"{len(missing)} of {len(listing.files)} files are missing: {', '.join(missing[:20])}",
-            code="E0301",
-            path=tree.display(folder + dcp_folders.METADATA),
-            faults=missing[20:SHOWN],
-            hint="copy the missing files from where the job wrote them; __R_S.distcp is rank R's",
-        )
 
 
 class _Parameter:
@@ -199,7 +192,7 @@ class _Reading:
             (*self.notes, *objects.notes, *checksums.missing(self.tree, tensors.values(), required=required)),
             tuple(dict.fromkeys(unsafe)),
             self._hints(objects, degrees),
-            indexes=(self.folder + dcp_folders.METADATA,),
+            indexes=(self.folder + METADATA,),
         )
 
     def _iteration(self, objects: Objects) -> None:
@@ -211,7 +204,7 @@ class _Reading:
             self.notes.append(Note("N-iteration", message))
 
     def _files(self, objects: Objects) -> tuple[str, ...]:
-        names = [dcp_folders.METADATA, megatron_dist_folder.CONFIG]
+        names = [METADATA, megatron_dist_folder.CONFIG]
         names += [megatron_dist_folder.COMMON] if objects.common_file else []
         names += (
             [megatron_dist_folder.INTEGRITY] if self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY) else []
@@ -274,7 +267,7 @@ class _Reading:
             raise InconsistentCheckpoint(
                 f"{name} is stored twice, once under {entry.fqn}",
                 code=CONTRADICTION,
-                path=self.tree.display(self.folder + dcp_folders.METADATA),
+                path=self.tree.display(self.folder + METADATA),
                 key=str(name),
                 hint="two spellings of one tensor in one save: nothing says which counts",
             )

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.mesh import divisors
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.containers.dcp_items import Placed
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.rules import ETP, TP, Rule, Units, check_degree, nearest, rule_of, units_of
 from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
@@ -41,26 +41,6 @@ EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E2001"
 CHUNKS = 1 << 16  # of all stages
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d{1,9})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
-
-
-class Item(NamedTuple):
-    """One stored box. offset, shape: in the stored tensor. box: in wanted tensor number `tensor`. rank: who writes
-    it."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    tensor: int
-    box: Box
-    rank: int
-
-
-class Entry(NamedTuple):
-    """One stored tensor."""
-
-    fqn: str
-    dtype: DType
-    shape: tuple[int, ...]
-    items: tuple[Item, ...]
 
 
 class _Spot(NamedTuple):
@@ -257,23 +237,22 @@ class DistLayout:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
-        """Every stored tensor. Raises UsageError E2001 for a name that can't be kept."""
-        found: dict[str, tuple[DType, tuple[int, ...], list[Item]]] = {}
+    def entries(self) -> dict[str, tuple[tuple[int, ...], list[Placed]]]:
+        """Every stored tensor: key -> (shape, boxes). Raises UsageError E2001 for a name that can't be kept."""
+        found: dict[str, tuple[tuple[int, ...], list[Placed]]] = {}
         for number, tensor in self.tensors:
             key, at = self._key(tensor)
             for fqn, shape, items in self._stored(number, tensor, key, at):
                 lead = ((self.layers,) if key.layers else ()) + ((self.experts,) if key.experts else ())
-                entry = found.setdefault(fqn, (tensor.dtype, (*lead, *shape), []))
-                entry[2].extend(items)
-        return [Entry(fqn, dtype, shape, tuple(items)) for fqn, (dtype, shape, items) in found.items()]
+                found.setdefault(fqn, ((*lead, *shape), []))[1].extend(items)
+        return found
 
     def _stored(
         self, number: int, tensor: WantedTensor, key: DistKey, at: tuple[int, ...]
-    ) -> Iterator[tuple[str, tuple[int, ...], list[Item]]]:
+    ) -> Iterator[tuple[str, tuple[int, ...], list[Placed]]]:
         """(stored key, shape without leading dims, items); two of them for a gated fc1 of singleton shards."""
         fqn, one = self.fqn(key.state, key.key), (1,) * len(at)
-        items = [Item((*at, *box.offset), (*one, *box.shape), number, box, rank) for box, rank in self._boxes(tensor)]
+        items = [Placed((*at, *box.offset), (*one, *box.shape), number, box, rank) for box, rank in self._boxes(tensor)]
         if not (self._gated(tensor) and self.singletons and HALVES in self.styles):
             yield fqn, tensor.shape, items
             return

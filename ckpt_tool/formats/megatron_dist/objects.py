@@ -33,8 +33,8 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
-from ckpt_tool.formats.dcp.items import Items, ReadObject
-from ckpt_tool.formats.dcp.metadata import ObjectEntry
+from ckpt_tool.formats.containers.dcp_items import Items, ReadObject
+from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry
 from ckpt_tool.formats.megatron_dist.folder import COMMON
 from ckpt_tool.formats.megatron_dist.keys import parse_object
 from ckpt_tool.formats.state_dict.tree import part

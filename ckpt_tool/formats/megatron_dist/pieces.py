@@ -14,7 +14,7 @@ one-dimensional tensors have it since core 0.11, before that they lay as they ar
 `dist_checkpointing/strategies/torch.py` (`sharded_tensor_to_torch_sharded_tensor`, `mcore_data`), removed from core
 0.16 (pull request 2126: current Megatron cannot load them).
 
-Cost: about 5 us a chunk. What it does not do: find the bytes (`formats.dcp.items`), know names (`megatron_dist.keys`).
+Cost: about 5 us a chunk. What it does not do: find bytes (`containers.dcp_items`), know names (`megatron_dist.keys`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
 
-from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
+from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes
 from ckpt_tool.core.tensor import Chunk, StoredArray
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.formats.dcp.metadata import CONTRADICTION, Piece, TensorEntry
+from ckpt_tool.formats.containers.dcp_metadata import CONTRADICTION, Piece, TensorEntry
 
 At = tuple[int, ...]
 
@@ -38,10 +38,7 @@ def chunks_of(entry: TensorEntry, arrays: Iterable[StoredArray], true_shape: At 
     InconsistentCheckpoint (E0389) when the two shapes do not go together.
     """
     if true_shape is None:
-        return [
-            Chunk(Box(piece.offset, piece.shape), array, whole(piece.shape))
-            for piece, array in zip(entry.pieces, arrays, strict=True)
-        ]
+        return entry.chunks(arrays)
     cell = _cell(entry, true_shape)
     return [
         chunk for piece, array in zip(entry.pieces, arrays, strict=True) for chunk in _flattened(piece, array, cell)

@@ -2,14 +2,12 @@
 files, the common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` takes it.
 
 The one idea: everything of Megatron's is decided by `megatron_dist.layout` (keys, boxes, ranks) and
-`megatron_dist.state` (objects, common state); what is left is a DCP of items, each a torch zip that depends on nothing
-but dtype and shape.
+`megatron_dist.state` (objects, common state); what is left is a DCP (`containers.dcp_items`).
 
     iter_0000002/__0_0.distcp   [zip of embedding rows 0-63][zip of linear_qkv (1, 32, 32)] ... [objects]
     iter_0000002/.metadata      keys, boxes, where each item lies; planner_data None, as Megatron's planner leaves it
 
-* One file a rank that writes: the first replica of each box. Items begin at multiples of 64 bytes (Megatron's do not;
-  offsets are read from the metadata), identifiers are None, so that equal input gives equal bytes.
+* One file a rank that writes: the first replica of each box.
 * The optimizer is written as `fully_reshardable` (megatron-core >= 0.15), whatever the source had; without the
   distributed optimizer under `fp32_param`. What Megatron has no place for (EMA) lies under `optimizer.state.NAME.KEY`
   and is ignored by it. A step counter a parameter lies there too, and the first of them in the common state
@@ -31,25 +29,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, whole_file
+from ckpt_tool.core.target import Patch, Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EXTRAS, STEP
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.dcp.folders import METADATA
-from ckpt_tool.formats.dcp.metadata_pickle import Item as MetadataItem
-from ckpt_tool.formats.dcp.metadata_pickle import MetadataPickle
+from ckpt_tool.formats.containers.dcp_items import ItemFiles
+from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY, POINTER
-from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout, Entry
+from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
 from ckpt_tool.formats.megatron_dist.objects import COMMON_STATE
 from ckpt_tool.formats.megatron_dist.state import stored_state, tensors_of_rng
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
-from ckpt_tool.storage.pickle_writer import dumps, stored
-from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
 
-ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
-ALIGNMENT = 64  # bytes between items
 _STEP_PATH = ("state", "common_step")
 _HOLE = "0" * 64  # a SHA-256 in hex, before it is known
 
@@ -63,22 +55,26 @@ def dist_target(wanted: Wanted) -> Target:
     folder = _folder(wanted.extras.get("iteration"))
     said = wanted.hints.get("dist")
     as_file = not (isinstance(said, dict) and said.get("common_file") is False)
-    writer = _Writer(wanted, folder)
-    for entry in layout.entries():
-        writer.tensor(entry)
+    items = ItemFiles(wanted.tensors)
+    for fqn, (shape, placed) in layout.entries().items():
+        items.tensor(fqn, (fqn,), shape, placed, folder)
     common = TorchComposer()
     skeleton = _common(wanted, state.common, common)
-    files = []
-    if as_file:
-        files.append(common.file(folder + COMMON, skeleton))
-    else:
-        writer.append(f"{COMMON_STATE}/shard_0_1", common.file("", [skeleton]))
+    files = [common.file(folder + COMMON, skeleton)] if as_file else []
+    objects = {} if as_file else {f"{COMMON_STATE}/shard_0_1": common.file("", [skeleton])}
     for fqn, value in state.objects:
-        writer.object(fqn, value)
+        if fqn in items.entries or fqn in objects:
+            raise UsageError(
+                f"two things would be stored under {fqn!r}", code=UNHELD, key=fqn, hint="rename or remove one of them"
+            )
+        composer = TorchComposer()  # an object lies in a list of one
+        objects[fqn] = composer.file("", [tensors_of_rng(value, composer)])
+    for fqn, made in objects.items():
+        items.object(fqn, (fqn,), made, folder)
     backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     if as_file:
         backends |= {"common_backend": "torch", "common_backend_version": 1}
-    files += writer.finished()
+    files += [*items.finished(), whole_file(folder + METADATA, pickled(items.entries.values(), folder, nested=False))]
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
     if isinstance(said, dict) and said.get("integrity"):
         files.append(_integrity(folder, files))
@@ -140,94 +136,3 @@ def _integrity(folder: str, files: Sequence[TargetFile]) -> TargetFile:
         at += len(_HOLE)
     data = text.encode()
     return TargetFile(folder + INTEGRITY, len(data), ((0, data),), (), tuple(patches))
-
-
-class _File:
-    """A `.distcp` file in the making."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.size = 0
-        self.literals: list[tuple[int, bytes]] = []
-        self.arrays: list[TargetArray] = []
-        self.patches: list[Patch] = []
-
-    def begin(self) -> int:
-        """The byte where the next item begins."""
-        return -(-self.size // ALIGNMENT) * ALIGNMENT
-
-    def finished(self) -> TargetFile:
-        return TargetFile(self.path, self.size, tuple(self.literals), tuple(self.arrays), tuple(self.patches))
-
-
-class _Writer:
-    """Lays items into files, and remembers where."""
-
-    def __init__(self, wanted: Wanted, folder: str) -> None:
-        self.wanted = wanted
-        self.folder = folder
-        self.files: dict[int, _File] = {}
-        self.metadata = MetadataPickle()
-        self.items: list[MetadataItem] = []
-        self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
-        self._seen: set[str] = set()
-
-    def _file(self, rank: int) -> _File:
-        return self.files.setdefault(rank, _File(f"{self.folder}__{rank}_0.distcp"))
-
-    def _fresh(self, fqn: str) -> None:
-        if fqn in self._seen:
-            raise UsageError(
-                f"two things would be stored under {fqn!r}", code=UNHELD, key=fqn, hint="rename or remove one of them"
-            )
-        self._seen.add(fqn)
-
-    def tensor(self, entry: Entry) -> None:
-        """A stored tensor: an item a box."""
-        self._fresh(entry.fqn)
-        if entry.dtype.torch is None:
-            raise UsageError(
-                f"torch has no {entry.dtype.name}", code="E0242", key=entry.fqn, hint="cast it with --dtype"
-            )
-        self.metadata.tensor(entry.fqn, entry.dtype, entry.shape, ((item.offset, item.shape) for item in entry.items))
-        for number, item in enumerate(entry.items):
-            plan, file = self._zip(entry.dtype, item.shape), self._file(item.rank)
-            base = file.begin()
-            file.literals += [(base + at, data) for at, data in plan.literals]
-            if item.box.numel:
-                file.patches += [Patch(base + hole, "crc32", len(file.arrays)) for hole in plan.crcs[0]]
-                file.arrays.append(TargetArray(item.tensor, item.box, base + plan.offsets[0]))
-            file.size = base + plan.size
-            self.items.append((entry.fqn, item.offset, number, file.path[len(self.folder) :], base, plan.size))
-
-    def _zip(self, dtype: DType, shape: tuple[int, ...]) -> ZipPlan:
-        plan = self._zips.get((dtype, shape))
-        if plan is None:
-            ref = stored("0", shape, dtype)
-            plan = self._zips[dtype, shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
-        return plan
-
-    def object(self, fqn: str, value: Any) -> None:
-        """An object, in a list of one as Megatron saves it, in rank 0's file."""
-        composer = TorchComposer()
-        skeleton = [tensors_of_rng(value, composer)]
-        self.append(fqn, composer.file("", skeleton))
-
-    def append(self, fqn: str, made: TargetFile) -> None:
-        """A torch file as an item of rank 0's file."""
-        self._fresh(fqn)
-        file = self._file(0)
-        base, arrays = file.begin(), len(file.arrays)
-        file.literals += [(base + at, data) for at, data in made.literals]
-        file.arrays += [array._replace(offset=base + array.offset) for array in made.arrays]
-        for patch in made.patches:
-            span = patch.span and (base + patch.span[0], patch.span[1])
-            of = patch.of if patch.of < 0 else arrays + patch.of
-            file.patches.append(patch._replace(offset=base + patch.offset, of=of, span=span))
-        file.size = base + made.size
-        self.metadata.obj(fqn)
-        self.items.append((fqn, None, None, file.path[len(self.folder) :], base, made.size))
-
-    def finished(self) -> Sequence[TargetFile]:
-        files = [self.files[rank].finished() for rank in sorted(self.files)]
-        return [*files, whole_file(self.folder + METADATA, self.metadata.close(None, self.items))]

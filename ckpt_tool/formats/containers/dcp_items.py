@@ -1,0 +1,429 @@
+"""The items of `.distcp` files, what `.metadata` points at: read, and laid out.
+
+Each item is one complete `torch.save` zip at [offset, offset + length) of its file: a tensor item holds one bare
+tensor, an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file
+and every item's offset is 0; its entry is found by the item's name. The file's first bytes decide, never its name.
+
+The one idea: thousands of items differ in nothing but their values, so their pickles repeat, and so do the zips around
+them. Reading, a pickle is read once and known by its bytes afterwards, a zip by comparison with the first of its kind
+(`Twin`); the storage itself is never read. Writing, a zip is laid out once for each dtype and shape and moved to where
+it belongs.
+
+    item at 1577 of __0_0.distcp, 2217 bytes  <->  StoredArray("__0_0.distcp", 1577 + 704, F32, (17, 10), crc=(...))
+
+A twin's zip is the first one's, byte by byte, but for four things: the storage's CRC-32 (behind it and in the
+directory) and torch's serialization id with its own. A comparison accepts nothing that the long way would not.
+
+    head  [local headers, data.pkl ... data/0's header]    equal
+    end   [crc][version][id 40 digits][crc][directory: ... crc ... crc ...][end records]    equal outside the brackets
+
+Written items begin at multiples of 64 bytes, so that storages are aligned in the file too (torch's do not; offsets are
+read from the metadata).
+
+Source: torch 2.13 `distributed/checkpoint/filesystem.py` (`_write_item`, `_write_files_from_queue`), `hf_utils`
+constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin; a few us a box to
+write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.target import Patch, TargetArray, TargetFile, WantedTensor
+from ckpt_tool.core.tensor import Path, StoredArray
+from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, UsageError
+from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
+from ckpt_tool.storage import pickles, strict_json
+from ckpt_tool.storage.pickle_values import Pickled, TensorRef
+from ckpt_tool.storage.pickle_writer import dumps, stored
+from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
+from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.torchzip import TorchZip, ZipRecord
+from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
+
+MISMATCH = "E0394"
+DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")  # rank, number of the rank's file
+SHARDING_INFO = "DCP_SHARDING_INFO"
+ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
+ALIGNMENT = 64  # bytes between written items
+_ID = ".data/serialization_id"
+_DESCRIPTOR, _CENTRAL = b"PK\x07\x08", b"PK\x01\x02"
+_CENTRAL_SIZE, _CRC_IN_CENTRAL = 46, 16  # bytes (APPNOTE 4.3.12)
+_DESCRIPTOR_SIZE, _LOCAL_SIZE = 16, 30  # bytes (4.3.9, 4.3.7)
+
+
+class ReadObject(NamedTuple):
+    """An object item: its value as the inert reader gives it, and the zip in which its tensors lie, if it has any."""
+
+    entry: ObjectEntry
+    value: Any
+    zip: TorchZip
+
+
+class _Window:
+    """A tree of which items are read one behind the other: no byte twice, and an item's end in one pread with the next
+    one's head. Everything but `read` is the tree's own."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._pieces: list[tuple[str, int, bytes]] = []  # the last three: (file, offset, bytes)
+        self.heads: dict[tuple[str, int], int] = {}  # (file, an item's first byte) -> bytes of the item
+        self._head = 0  # bytes of the last head that was asked for
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
+
+    def head(self, path: str, nbytes: int = 64) -> bytes:
+        """As `Tree.head`."""
+        return self.read(path, 0, min(nbytes, self._tree.size(path)))
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """As `Tree.read`."""
+        end = offset + nbytes
+        if (path, offset) in self.heads:
+            self._head = nbytes
+        for file, start, piece in self._pieces:
+            if file == path and start <= offset and end <= start + len(piece):
+                return piece[offset - start : end - start]
+        ahead = min(self._head, self.heads.get((path, end), 0))
+        for number, (file, start, piece) in enumerate(self._pieces):
+            stop = start + len(piece)
+            if file == path and start <= offset < stop:  # its end is at hand: read on
+                found = piece[offset - start :] + self._tree.read(path, stop, end - stop + ahead)
+            elif file == path and offset < start < end <= stop:  # its beginning is missing
+                found = self._tree.read(path, offset, start - offset) + piece
+            else:
+                continue
+            self._pieces[number] = (path, offset, found)
+            return found[:nbytes]
+        found = self._tree.read(path, offset, nbytes + ahead)
+        self._pieces = [(path, offset, found), *self._pieces[:2]]
+        return found[:nbytes]
+
+
+class Items:
+    """Reads items of one checkpoint. unsafe, globals: of the pickles met so far."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._window = _Window(tree)
+        self.tree = cast(Tree, self._window)
+        self.unsafe: list[str] = []
+        self.globals: dict[str, None] = {}
+        self._known: dict[bytes, Pickled] = {}
+        self._twins: dict[tuple[DType, tuple[int, ...], int], Twin | None] = {}
+        self._seen: dict[tuple[DType, tuple[int, ...], int], int] = {}
+        self._tails: dict[int, int] = {}
+        self._headers: dict[str, tuple[Header, dict[str, int], dict[str, list[int]]] | None] = {}
+
+    def arrays(self, tensors: Iterable[TensorEntry]) -> dict[tuple[str, int], StoredArray]:
+        """Where each piece's bytes lie: (fqn, number of the piece) -> array.
+
+        Items are read in the order in which they lie. Raises CorruptFile and UnsafeInput of the containers;
+        InconsistentCheckpoint (E0394) when an item is not what the metadata says.
+        """
+        order = [
+            (piece.file, piece.at, tensor.fqn, number, tensor, piece)
+            for tensor in tensors
+            for number, piece in enumerate(tensor.pieces)
+        ]
+        order.sort(key=lambda row: row[:4])
+        self._window.heads = {(row[0], row[1]): row[5].length for row in order}
+        found = for_each(order, lambda row: self._array(row[4], row[5]), file=lambda row: row[0])
+        return {(row[2], row[3]): array for row, array in zip(order, found, strict=True)}
+
+    def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
+        """The object items, in the order in which they lie. Raises as `arrays`."""
+
+        def read(entry: ObjectEntry) -> ReadObject:
+            zip_, pickled = self._open(entry.file, entry.at, entry.length, entry.fqn)
+            return ReadObject(entry, pickled.value, zip_)
+
+        return for_each(sorted(entries, key=lambda e: (e.file, e.at)), read, file=lambda entry: entry.file)
+
+    # -- zips -------------------------------------------------------------------------------------------------------
+
+    def _open(self, file: str, at: int, length: int, fqn: str) -> tuple[TorchZip, Pickled]:
+        try:
+            zip_ = TorchZip.open(self.tree, file, at, length, tail=self._tails.get(0, 0))
+            self._tails[0] = zip_.tail
+            data = zip_.read("data.pkl")
+            pickled = self._known.get(data)
+            if pickled is None:
+                pickled = self._known[data] = zip_.pickled()
+                self.globals.update(dict.fromkeys(map(str, pickled.globals)))
+        except CkptError as e:
+            e.key = e.key or fqn
+            whose = (
+                f".metadata says that {length} bytes here are an item: is it another rank's file, or another save's?"
+            )
+            e.hint = f"{e.hint}; {whose}" if e.hint else whose
+            raise
+        if pickled.unsafe:
+            shown = self.tree.display(file)
+            self.unsafe += [f"{use} at {shown}, item {fqn}, opcode {use.position}" for use in pickled.unsafe]
+        return zip_, pickled
+
+    def _array(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
+        if self._safetensors(piece.file):
+            return self._in_safetensors(tensor, piece)
+        kind = (tensor.dtype, piece.shape, piece.length)
+        twin = self._twins.get(kind)
+        if twin is not None and piece.at + piece.length <= self.tree.size(piece.file):
+            found = twin.of(self.tree, piece.file, piece.at)
+            if found is not None:
+                self.tree.met.zip(piece.file, piece.at, piece.length)
+                return found
+        zip_, pickled = self._open(piece.file, piece.at, piece.length, tensor.fqn)
+        ref = pickled.value
+        if not isinstance(ref, TensorRef):
+            pickles.refuse_unsafe(pickled, self.tree.display(piece.file))
+            pickles.refuse_weight_bearing(ref, self.tree.display(piece.file))
+            raise self._mismatch(tensor, piece, f"the item holds {type(ref).__name__}, want a plain tensor")
+        if ref.shape != piece.shape or ref.dtype != tensor.dtype:
+            raise self._mismatch(tensor, piece, f"the item holds {ref.dtype.name} {list(ref.shape)}")
+        try:
+            array = zip_.array(ref)
+        except CkptError as e:
+            e.key = e.key or tensor.fqn
+            raise
+        if twin is None and not pickled.unsafe:
+            self._seen[kind] = self._seen.get(kind, 0) + 1
+            if self._seen[kind] == 2:
+                self._twins[kind] = twin_of(zip_, array)
+        return array
+
+    def _mismatch(self, tensor: TensorEntry, piece: Piece, found: str) -> InconsistentCheckpoint:
+        return InconsistentCheckpoint(
+            f"{found}; the metadata says {tensor.dtype.name} {list(piece.shape)} at {list(piece.offset)}",
+            code=MISMATCH,
+            path=self.tree.display(piece.file),
+            offset=piece.at,
+            key=tensor.fqn,
+            hint="the file is of another save than the metadata: get both from one save",
+        )
+
+    # -- safetensors inside -----------------------------------------------------------------------------------------
+
+    def _safetensors(self, file: str) -> bool:
+        if file not in self._headers:
+            head = self.tree.head(file, 9)
+            self._headers[file] = self._header(file) if looks_like_header(head, self.tree.size(file)) else None
+        return self._headers[file] is not None
+
+    def _header(self, file: str) -> tuple[Header, dict[str, int], dict[str, list[int]]]:
+        header = read_header(self.tree, file)
+        offsets: dict[str, list[int]] = {}
+        text = (header.metadata or {}).get(SHARDING_INFO)
+        shown = self.tree.display(file)
+        if text is not None:
+            info = strict_json.parse(text.encode(), path=shown, place=f"/__metadata__/{SHARDING_INFO}")
+            if not isinstance(info, dict) or not all(
+                isinstance(each, dict) and isinstance(each.get("saved_offsets"), list) for each in info.values()
+            ):
+                raise CorruptFile(
+                    f"{SHARDING_INFO} is no table of saved_offsets",
+                    code="E0339",
+                    path=shown,
+                    place=f"/__metadata__/{SHARDING_INFO}",
+                    hint="the header was edited or damaged",
+                )
+            offsets = {name: each["saved_offsets"] for name, each in info.items()}
+        return header, {name: row for row, name in enumerate(header.names)}, offsets
+
+    def _in_safetensors(self, tensor: TensorEntry, piece: Piece) -> StoredArray:
+        found = self._headers[piece.file]
+        if found is None or tensor.fqn not in found[1]:
+            raise self._mismatch(tensor, piece, "the safetensors file does not hold it")
+        header, rows, offsets = found
+        array = header.stored(rows[tensor.fqn])
+        said = offsets.get(tensor.fqn, list(piece.offset))
+        if array.shape != piece.shape or array.dtype != tensor.dtype or said != list(piece.offset):
+            raise self._mismatch(tensor, piece, f"the header says {array.dtype.name} {list(array.shape)} at {said}")
+        return array
+
+
+# -- twins -------------------------------------------------------------------------------------------------------------
+
+
+class Twin(NamedTuple):
+    """An item's bytes around its storage. data: bytes from the item's start to the storage, nbytes its size. head: from
+    the start; fixed: (offset in the end, bytes) that must be equal; crc: offsets in the end of the storage's CRCs,
+    id_crc: of the id's; all relative to `data + nbytes`."""
+
+    data: int
+    nbytes: int
+    head: bytes
+    fixed: tuple[tuple[int, bytes], ...]
+    end: int
+    crc: tuple[int, int]
+    id_crc: tuple[int, int]
+    array: StoredArray
+
+    def of(self, tree: Tree, path: str, at: int) -> StoredArray | None:
+        """The array of the item at byte `at`, if its bytes are a twin's; None otherwise."""
+        end = tree.read(path, at + self.data + self.nbytes, self.end)
+        if tree.read(path, at, len(self.head)) != self.head:
+            return None
+        for offset, piece in self.fixed:
+            if end[offset : offset + len(piece)] != piece:
+                return None
+        (a, b), (c, d) = self.crc, self.id_crc
+        value = end[a : a + 4]
+        if value != end[b : b + 4] or end[c : c + 4] != end[d : d + 4]:
+            return None
+        crc = int.from_bytes(value, "little")
+        start = at + self.data
+        first = self.array
+        return StoredArray(
+            path, start, first.dtype, first.shape, first.strides, (start, self.nbytes, crc) if crc else None
+        )
+
+
+def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
+    """What later items of the same dtype, shape and length are compared with; None for an item that is not laid out as
+    torch does (it then has no twins)."""
+    records = opened.records
+    storage, label = records.get("data/0"), records.get(_ID)
+    if storage is None or label is None or not storage.nbytes or array.offset != storage.offset:
+        return None
+    stop = storage.offset + storage.nbytes
+    start, length = opened.start, opened.length
+    header = max(r.offset + r.nbytes for name, r in records.items() if name not in ("version", "data/0", _ID))
+    end = opened.tree.read(opened.path, stop, start + length - stop)
+    holes = _holes(opened.root, "data/0", storage, end, stop), _holes(opened.root, _ID, label, end, stop)
+    if holes[0] is None or holes[1] is None or header > storage.offset:
+        return None
+    behind = _header_end(opened, header)
+    if behind < 0:
+        return None
+    head = opened.tree.read(opened.path, start, behind - start)
+    skipped = sorted([*((at, 4) for pair in holes if pair for at in pair), (label.offset - stop, label.nbytes)])
+    fixed, done = [], 0
+    for at, nbytes in skipped:
+        fixed.append((done, end[done:at]))
+        done = at + nbytes
+    fixed.append((done, end[done:]))
+    if any(offset < 0 for offset, _ in skipped):
+        return None
+    return Twin(storage.offset - start, storage.nbytes, head, tuple(fixed), len(end), holes[0], holes[1], array)
+
+
+def _holes(root: str, name: str, record: ZipRecord, end: bytes, stop: int) -> tuple[int, int] | None:
+    """Where the record's CRC stands in the end: (descriptor, directory); None unless it does stand there."""
+    descriptor = record.offset + record.nbytes - stop
+    full = f"{root}/{name}".encode()
+    central = end.rfind(full) - _CENTRAL_SIZE
+    if descriptor < 0 or central < 0 or record.crc32 is None:
+        return None
+    crc = record.crc32.to_bytes(4, "little")
+    spots = (descriptor + 4, central + _CRC_IN_CENTRAL)
+    right = end[descriptor : descriptor + 4] == _DESCRIPTOR and end[central : central + 4] == _CENTRAL
+    return spots if right and all(end[spot : spot + 4] == crc for spot in spots) else None
+
+
+def _header_end(opened: TorchZip, before: int) -> int:
+    """Byte behind the fixed part and the name of data/0's local header, which follows the record that ends at `before`
+    and its descriptor; -1 where it does not."""
+    name = f"{opened.root}/data/0".encode()
+    window = opened.tree.read(opened.path, before, _DESCRIPTOR_SIZE + _LOCAL_SIZE + len(name))
+    fits = window[_DESCRIPTOR_SIZE:].startswith(b"PK\x03\x04") and window.endswith(name)
+    return before + len(window) if fits else -1
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """`box` of wanted tensor number `tensor` is stored at `offset` of the stored tensor, in `shape` (both have leading
+    dims where several tensors are one stored tensor), by rank number `rank`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    tensor: int
+    box: Box
+    rank: int
+
+
+def torch_dtype(tensor: WantedTensor) -> DType:
+    """The tensor's dtype. Raises UsageError E0242 for one that torch lacks."""
+    if tensor.dtype.torch is None:
+        raise UsageError(
+            f"torch has no {tensor.dtype.name}",
+            code="E0242",
+            key=str(tensor.key),
+            hint="cast it with --dtype, or write safetensors",
+        )
+    return tensor.dtype
+
+
+def _data_file(folder: str, rank: int) -> str:
+    return f"{folder}__{rank}_0.distcp"
+
+
+@dataclass(slots=True)
+class _File:
+    """A `.distcp` file in the making."""
+
+    size: int = 0
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    arrays: list[TargetArray] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list)
+
+    def append(self, size: int, literals: Iterable[tuple[int, bytes]]) -> int:
+        """The byte where an item of `size` bytes begins that now lies at the end."""
+        base = -(-self.size // ALIGNMENT) * ALIGNMENT
+        self.literals += [(base + at, data) for at, data in literals]
+        self.size = base + size
+        return base
+
+
+class ItemFiles:
+    """The `.distcp` files of a save in the making. entries: what lies in them, for the metadata; by key."""
+
+    def __init__(self, tensors: Sequence[WantedTensor]) -> None:
+        self.tensors = tensors
+        self.entries: dict[str, TensorEntry | ObjectEntry] = {}
+        self._files: dict[tuple[str, int], _File] = {}
+        self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
+
+    def tensor(self, fqn: str, path: Path, shape: tuple[int, ...], boxes: Iterable[Placed], folder: str = "") -> None:
+        """A stored tensor of `shape` and its boxes, at least one: an item a box, in its rank's file. Raises UsageError
+        E0242."""
+        placed, pieces = list(boxes), []
+        dtype = torch_dtype(self.tensors[placed[0].tensor])
+        for one in placed:
+            plan = self._zips.get((dtype, one.shape))
+            if plan is None:
+                ref = stored("0", one.shape, dtype)
+                plan = self._zips[dtype, one.shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
+            file = self._files.setdefault((folder, one.rank), _File())
+            base = file.append(plan.size, plan.literals)
+            if one.box.numel:
+                file.patches += [Patch(base + hole, "crc32", len(file.arrays)) for hole in plan.crcs[0]]
+                file.arrays.append(TargetArray(one.tensor, one.box, base + plan.offsets[0]))
+            pieces.append(Piece(one.offset, one.shape, _data_file(folder, one.rank), base, plan.size))
+        self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
+
+    def object(self, fqn: str, path: Path, made: TargetFile, folder: str = "") -> None:
+        """A torch file as an item of rank 0's file."""
+        file = self._files.setdefault((folder, 0), _File())
+        base, before = file.append(made.size, made.literals), len(file.arrays)
+        file.arrays += [array._replace(offset=base + array.offset) for array in made.arrays]
+        for patch in made.patches:
+            span = patch.span and (base + patch.span[0], patch.span[1])
+            of = patch.of if patch.of < 0 else before + patch.of
+            file.patches.append(patch._replace(offset=base + patch.offset, of=of, span=span))
+        self.entries[fqn] = ObjectEntry(fqn, path, _data_file(folder, 0), base, made.size)
+
+    def finished(self) -> list[TargetFile]:
+        """The files, by folder and rank."""
+        return [
+            TargetFile(_data_file(*where), file.size, tuple(file.literals), tuple(file.arrays), tuple(file.patches))
+            for where, file in sorted(self._files.items())
+        ]
