@@ -39,12 +39,13 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.soundness import MOMENTS
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle.job import ALIGNMENT, Degrees, Rank, padded
 from ckpt_tool.formats.paddle.names import SCALARS
-from ckpt_tool.formats.paddle.pickle_file import Boxes, Saved, chunks_of, run_chunks
+from ckpt_tool.formats.paddle.pickle_file import Saved, chunks_of
 from ckpt_tool.formats.paddle.ranks import CONTRADICTION, two_jobs
 from ckpt_tool.formats.paddle.rules import (
     Cut,
@@ -342,12 +343,11 @@ class Gathering:
                 key=str(key),
                 hint="files of two jobs lie together, or the model's shapes are another's",
             )
+        line, at = FlatLine.of_block(key, local, pieces), 0
         chunks: list[Chunk] = []
-        at = 0
         for held in group:
             for array in held.saved.parts:
-                array = replace(array, dtype=held.dtype)
-                chunks += run_chunks(array, local, pieces, min(at, numel), min(at + array.numel, numel))
+                chunks += (chunk for _, chunk in line.chunks(replace(array, dtype=held.dtype), at))
                 at += array.numel
         return chunks
 

@@ -28,13 +28,14 @@ written. What it does not do: names and states (`paddle.names`); `use_binary_for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes, whole
+from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.target import TargetArray, TargetFile
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CorruptFile, InputError, InternalError, UnsafeInput, UsageError
@@ -173,7 +174,6 @@ def _array(ref: ArrayRef, order: list[ArrayRef]) -> NumpyArray:
 SLICES = "UnpackBigParamInfor@@"
 TOO_LARGE, ORDER, MALFORMED = "E1301", "E1303", "E1304"
 _NOT_PICKLE = "E1305"
-Boxes = Sequence[tuple[Box, Box]]  # (of a tensor, of a rank's block of it)
 KEY_LIMIT = 4096  # characters of a key on the way to a tensor, as for safetensors
 
 
@@ -454,40 +454,9 @@ def chunks_of(saved: Saved, box: Box, within: Box | None = None, dtype: DType | 
         return (Chunk(box, flat, whole(flat.shape)),)
     if within.shape != box.shape:
         raise InternalError(f"a part of {saved.path} in another shape")
+    line, start = FlatLine.of_block(box, saved.shape, ((box, within),)), 0
     chunks: list[Chunk] = []
-    start = 0
     for part in parts:
-        for there, at, steps in pieces(saved.shape, ((box, within),), start, start + part.numel):
-            chunks.append(Chunk(there, part.view(at, there.shape, steps), whole(there.shape)))
+        chunks += (chunk for _, chunk in line.chunks(replace(part, shape=(part.numel,), strides=None), start))
         start += part.numel
     return tuple(chunks)
-
-
-def pieces(
-    shape: tuple[int, ...], boxes: Boxes, start: int, stop: int
-) -> Iterator[tuple[Box, int, tuple[int, ...] | None]]:
-    """Elements [start, stop) of a block's row-major line: (box of the tensor, the element of the span where it begins,
-    its strides there, None where it has no gaps). boxes: (box of the tensor, box of the block), tiling the block."""
-    steps = contiguous_strides(shape)
-    for run in flat_boxes(shape, start, stop):
-        for there, here in boxes:
-            shared = run & here if shape else run
-            if shared is not None:
-                at = sum(o * s for o, s in zip(shared.offset, steps, strict=True)) - start
-                reach = sum((n - 1) * s for n, s in zip(shared.shape, steps, strict=True)) + 1
-                box = shared.translate(here.offset, sign=-1).translate(there.offset)
-                yield box, at, None if reach == shared.numel else steps
-
-
-def run_chunks(array: StoredArray, shape: tuple[int, ...], boxes: Boxes, start: int, stop: int) -> list[Chunk]:
-    """The same elements, with which `array` begins, as chunks of the tensor: of a view a run of the line. (Plans reckon
-    with less memory for parts of such a view than for views with strides.)"""
-    out, at = list[Chunk](), 0
-    for run in flat_boxes(shape, start, stop):
-        view = array.view(at, run.shape)
-        at += run.numel
-        for there, here in boxes:
-            if (shared := run & here if shape else run) is not None:
-                box = shared.translate(here.offset, sign=-1).translate(there.offset)
-                out.append(Chunk(box, view, shared.translate(run.offset, sign=-1)))
-    return out

@@ -41,6 +41,7 @@ from typing import Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
@@ -57,7 +58,7 @@ from ckpt_tool.formats.paddle.names import (
     static_key,
     static_names,
 )
-from ckpt_tool.formats.paddle.pickle_file import ArrayRef, Boxes, Named, PaddleComposer, pieces
+from ckpt_tool.formats.paddle.pickle_file import ArrayRef, Named, PaddleComposer
 from ckpt_tool.formats.paddle.ranks import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, Param, StageMeta, file_name, meta_json
 from ckpt_tool.formats.paddle.ranks import NAME as META
 from ckpt_tool.formats.paddle.rules import HEADS, text_config
@@ -354,7 +355,7 @@ class _Writing:
 def parts_of(number: int, shape: tuple[int, ...], boxes: Boxes, span: tuple[int, int] | None = None) -> list[Part]:
     """Wanted tensor `number` as it fills a block, or the span of its line that begins at element 0 of an array."""
     start, stop = span or (0, prod(shape))
-    return [Part(number, box, at, steps) for box, at, steps in pieces(shape, boxes, start, stop)]
+    return [Part(*part) for part in FlatLine.of_block(number, shape, boxes).window(start, stop).parts()]
 
 
 # -- which tensors -----------------------------------------------------------------------------------------------------

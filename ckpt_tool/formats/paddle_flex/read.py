@@ -56,6 +56,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
@@ -63,7 +64,7 @@ from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.extras import read_config, read_extras
 from ckpt_tool.formats.paddle.names import INFIX
-from ckpt_tool.formats.paddle.pickle_file import Boxes, Saved, chunks_of, pieces, read_paddle
+from ckpt_tool.formats.paddle.pickle_file import Saved, chunks_of, read_paddle
 from ckpt_tool.formats.paddle.rules import Cut, divides, local_boxes, side_by_side
 from ckpt_tool.formats.paddle_flex import folders
 from ckpt_tool.formats.paddle_flex.folders import (
@@ -252,10 +253,10 @@ def place(saved: Saved, shard: Shard, dtype: DType, pairs: Boxes) -> Iterator[Ch
             array = replace(array, shape=shard.shape, strides=None)
         yield from (Chunk(box, replace(array, dtype=dtype), inner, shard.replica) for box, inner in pairs if box.numel)
         return
+    line = FlatLine.of_block(shard, shard.shape, pairs)
     for part in saved.parts:
-        line = replace(part, dtype=dtype, shape=(part.numel,), strides=None)
-        for box, at, steps in pieces(shard.shape, pairs, start, start + part.numel):
-            yield Chunk(box, line.view(at, box.shape, steps), whole(box.shape), shard.replica)
+        array = replace(part, dtype=dtype, shape=(part.numel,), strides=None)
+        yield from (replace(chunk, replica=shard.replica) for _, chunk in line.chunks(array, start))
         start += part.numel
 
 

@@ -54,6 +54,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.flat_line import Boxes
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, Path, TensorKey
 from ckpt_tool.formats.base import Fitted
@@ -61,7 +62,7 @@ from ckpt_tool.formats.paddle.extras import extras_files
 from ckpt_tool.formats.paddle.job import Degrees, Rank
 from ckpt_tool.formats.paddle.layout import Block, Laid, Share, config_of, nothing_shared, paddle_hints, settle
 from ckpt_tool.formats.paddle.names import static_key
-from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES, Boxes, PaddleComposer
+from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES, PaddleComposer
 from ckpt_tool.formats.paddle.ranks import meta_json
 from ckpt_tool.formats.paddle.rules import joined_shape, text_config
 from ckpt_tool.formats.paddle.target import Rows, made_of, parts_of, with_head, with_weights

@@ -24,10 +24,10 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats.paddle import quant
-from ckpt_tool.formats.paddle.pickle_file import run_chunks
 from ckpt_tool.formats.paddle.rules import Cut, cut_of, joined_shape, local_boxes, module_of, stored_cut
 from ckpt_tool.formats.paddle_unified.files import MASTER_STEM, OPTIMIZER_STEM, RankFile, optimizer_key
 from ckpt_tool.storage.safetensors_file import Header, read_header
@@ -223,7 +223,7 @@ def _placed(key: TensorKey, group: Sequence[Held], full: Shape, cut: Cut, tp: in
             for there, here in pairs:
                 yield Chunk(there, each.array, here)
         return
-    numel, at = prod(local), 0
+    line, at = FlatLine.of_block(key, local, pairs), 0
     for each in group:
         if len(each.array.shape) != 1:
             raise _unplaced(
@@ -232,8 +232,7 @@ def _placed(key: TensorKey, group: Sequence[Held], full: Shape, cut: Cut, tp: in
                 f"shape {list(each.array.shape)}, want {list(local)} or a slice of its line",
                 "model and optimizer come from two runs, or the model's config is another's",
             )
-        stop = min(at + each.array.shape[0], numel)
-        yield from run_chunks(each.array, local, pairs, min(at, stop), stop)
+        yield from (chunk for _, chunk in line.chunks(each.array, at))
         at += each.array.shape[0]
 
 

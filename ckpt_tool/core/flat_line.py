@@ -1,0 +1,138 @@
+"""FlatLine: tensors laid end to end in one flat buffer, of which files hold intervals. Readers and writers both use it.
+
+    w (3 x 4) and b (5) on one line, which two ranks share:         element 0 ........ 10 ........ 20
+    FlatLine((Place("w", 0, 0, 12, (3, 4)),                         w 0..12, three elements of padding, b at 15
+              Place("b", 15, 0, 5, (5,))))
+        .window(0, 10)   rank 0's interval: w 0..10                 boxes w[0:2, :] at 0 and w[2, 0:2] at 8
+        .window(10, 20)  rank 1's: w 10..12 and b                   boxes w[2, 2:4] at 0 and b[0:5] at 5
+
+The one idea: an interval of a line is a line, and an element's place in a file is its place in the interval. What lies
+at which place is the format's rule (padding, alignment, order); from places to boxes is written here, once: `chunks`
+says which box of which tensor a part of a stored array holds, `parts` where the boxes of wanted tensors go.
+
+Cost: a microsecond or two a box; at most 2n - 1 boxes for an interval of a tensor of rank n, times the boxes of its
+block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, NamedTuple, TypeVar
+
+from ckpt_tool.core.box import Box, contiguous_strides, flat_boxes
+from ckpt_tool.core.tensor import Chunk, StoredArray
+
+T = TypeVar("T")
+Boxes = Sequence[tuple[Box, Box]]  # (box of the tensor, box of the block), tiling the block
+
+
+class Place(NamedTuple, Generic[T]):
+    """Elements [start, stop) of a block's row-major line lie at element `at` of the flat line.
+
+    of: what the block is of, in the caller's terms (a name, a tensor's number). shape: the block's. boxes: where the
+    block lies in its tensor (a fused matrix in two boxes); (): the block is the whole tensor.
+    """
+
+    of: T
+    at: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    boxes: Boxes = ()
+
+    @property
+    def end(self) -> int:
+        return self.at + self.stop - self.start
+
+
+class Part(NamedTuple, Generic[T]):
+    """`box` of tensor `of` lies at element `at` of the line, row-major; strides: in elements, where it has gaps."""
+
+    of: T
+    box: Box
+    at: int
+    strides: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLine(Generic[T]):
+    """See the module. places: by `at`, none begins before the one before ends; between them lies padding."""
+
+    places: tuple[Place[T], ...]
+
+    @staticmethod
+    def of_block(of: T, shape: tuple[int, ...], boxes: Boxes = ()) -> FlatLine[T]:
+        """The line of one block."""
+        return FlatLine((Place(of, 0, 0, prod(shape), shape, boxes),))
+
+    @property
+    def end(self) -> int:
+        """The element behind the last that is no padding."""
+        return self.places[-1].end if self.places else 0
+
+    def window(self, start: int, stop: int) -> FlatLine[T]:
+        """The elements [start, stop), as a line that begins at `start`."""
+        out = []
+        for number in range(max(bisect_right(self.places, start, key=lambda p: p.at) - 1, 0), len(self.places)):
+            place = self.places[number]
+            if place.at >= stop:
+                break
+            low, high = max(place.at, start), min(place.end, stop)
+            if low < high:
+                first = place.start + low - place.at
+                out.append(place._replace(at=low - start, start=first, stop=first + high - low))
+        return FlatLine(tuple(out))
+
+    def cut(self, borders: Mapping[T, Iterable[int]]) -> FlatLine[T]:
+        """The same line, its places cut at these elements of their blocks, so that boxes of several lines agree."""
+        out: list[Place[T]] = []
+        for place in self.places:
+            inner = sorted(c for c in borders.get(place.of, ()) if place.start < c < place.stop)
+            for start, stop in zip((place.start, *inner), (*inner, place.stop), strict=True):
+                out.append(place._replace(at=place.at + start - place.start, start=start, stop=stop))
+        return FlatLine(tuple(out))
+
+    def chunks(self, array: StoredArray, start: int = 0) -> Iterator[tuple[T, Chunk]]:
+        """(tensor, chunk) of all that lies in `array`, a 1-d one that holds the line from element `start` on."""
+        for place in self.window(start, start + array.numel).places:
+            for run, at in _runs(place):
+                for box, inner in _in_tensor(place, run):
+                    if inner.shape == run.shape:
+                        yield place.of, Chunk(box, array, Box((at,), (box.numel,)))
+                    else:  # a part of a view: plans reckon with less memory for it than for a view with strides
+                        yield place.of, Chunk(box, array.view(at, run.shape), inner)
+
+    def parts(self) -> Iterator[Part[T]]:
+        """Where the boxes of the tensors lie on the line, in its order."""
+        for place in self.places:
+            for run, at in _runs(place):
+                for box, inner in _in_tensor(place, run):
+                    if inner.shape == run.shape:
+                        yield Part(place.of, box, at, None)
+                        continue
+                    steps = contiguous_strides(run.shape)
+                    first = at + sum(o * s for o, s in zip(inner.offset, steps, strict=True))
+                    reach = sum((n - 1) * s for n, s in zip(inner.shape, steps, strict=True)) + 1
+                    yield Part(place.of, box, first, None if reach == box.numel else steps)
+
+
+def _runs(place: Place[T]) -> Iterator[tuple[Box, int]]:
+    """(box of the block, element of the line): boxes without gaps on the line."""
+    at = place.at
+    for run in flat_boxes(place.shape, place.start, place.stop):
+        yield run, at
+        at += run.numel
+
+
+def _in_tensor(place: Place[T], run: Box) -> Iterator[tuple[Box, Box]]:
+    """(box of the tensor, the same inside the run) of a run of the block."""
+    if not place.boxes:
+        yield run, Box((0,) * len(run.shape), run.shape)
+    for there, here in place.boxes:
+        shared = run & here if run.shape else run
+        if shared is not None:
+            moved = shared.translate(here.offset, sign=-1)
+            yield moved.translate(there.offset), shared.translate(run.offset, sign=-1)
