@@ -16,6 +16,7 @@ from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InternalError, UsageError
 from ckpt_tool.plan.plan import Plan
+from ckpt_tool.plan.saved import read_plan
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
 
@@ -26,7 +27,7 @@ def share(
     """One share, on the node that Ray chose: (committed, overflows, what went wrong)."""
     from ckpt_tool.storage.opening import open_tree
 
-    plan = Plan.from_json(document, "the plan sent by the driver")
+    plan = read_plan(document, "the plan sent by the driver")
     try:
         trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
         overflows = execute(plan, trees, writing, Silent(), recorded=recorded, part=part)

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tool.errors import OutputExists, SourceChanged, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.plan.saved import check_seal, sealed
+from ckpt_tool.plan.saved import check_seal, read_plan, sealed
 from ckpt_tool.storage.safetensors_file import gc_paused
 
 LIMIT = 4 << 30  # bytes
@@ -68,7 +68,7 @@ def load_plan(plan_file: str) -> Plan:
     with gc_paused():  # a plan is many small values that all live
         document = _parsed(path)
         check_seal(document, plan_file)
-        plan = Plan.from_json(document, plan_file)
+        plan = read_plan(document, plan_file)
     faults = list(_unlike(plan.report, _FORM, "report"))
     if plan.format not in registry.NAMES:
         faults.insert(0, f"format: expected one of {', '.join(registry.NAMES)}, got {plan.format[:40]!r}")

@@ -5,8 +5,8 @@ sides. `Unit`s are shares of about 64 MiB of the moves, cut where the set of out
 work on different files; they are derived from the moves alone, which is why a plan file needs none and `--part I/N`
 means the same on every machine.
 
-`Plan.to_json` / `from_json` are exact inverses; a plan read from a file is data and is checked as such, whole, before a
-byte moves (`plan.saved`, `plan.checking`).
+`Plan.to_json` and `plan.saved.read_plan` are exact inverses; a plan read from a file is data and is checked as such,
+whole, before a byte moves.
 """
 
 from __future__ import annotations
@@ -180,14 +180,6 @@ class Plan:
                 for move in self.moves
             ],
         }
-
-    @staticmethod
-    def from_json(document: Any, path: str) -> Plan:
-        """The plan in `document`, read from file `path` and checked whole. Raises SourceChanged E0610 when it is not
-        one of ours, UnsafeInput E1600 when it writes outside its output."""
-        from ckpt_tool.plan.saved import read_plan
-
-        return read_plan(document, path)
 
 
 def _flat(region: Region) -> list[Any]:

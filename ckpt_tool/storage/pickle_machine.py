@@ -26,7 +26,8 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.storage.pickle_builders import BUILDERS
 from ckpt_tool.storage.pickle_calls import build_state, call, dict_of, list_of
 from ckpt_tool.storage.pickle_globals import BACK_REFERENCES, GETATTR, RECORDS, canonical, full_name, tier
-from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, Record, StorageRef, safe_key
+from ckpt_tool.storage.pickle_opcodes import HANDLERS
+from ckpt_tool.storage.pickle_values import GlobalUse, Misuse, MoreWanted, Record, StorageRef, safe_key
 
 MARK_LIMIT = 1000
 NAME_LIMIT = 10_000  # distinct globals of one pickle
@@ -34,14 +35,6 @@ BYTES_LIMIT = 256 << 20  # bytes of one string
 LONG_TEXT = 1024  # bytes; a string longer than this, shared often, could make a value huge written out
 _BININT = struct.Struct("<i").unpack_from
 _LONG_INDEX = struct.Struct("<I").unpack_from
-
-
-class MoreWanted(Exception):
-    """The window ends inside an opcode's argument: `nbytes` are wanted from the opcode's start."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.nbytes = nbytes
 
 
 class Machine:
@@ -154,8 +147,6 @@ class Machine:
     def _loop(self) -> None:
         """Execute until STOP or an exception. One long function by intent: a call for each opcode would double the
         time, and the opcodes inlined here are nine of ten in any file."""
-        from ckpt_tool.storage.pickle_opcodes import HANDLERS
-
         data, pos, meta, memo = self.data, self.pos, self.meta, self.memo
         stack = self.stack
         push, remember = stack.append, memo.append

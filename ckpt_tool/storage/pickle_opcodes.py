@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.storage.pickle_builders import storage
 from ckpt_tool.storage.pickle_calls import call, dict_of, list_of, set_of
-from ckpt_tool.storage.pickle_machine import MoreWanted
-from ckpt_tool.storage.pickle_values import Misuse, Placed, Span, StorageRef, safe_key
+from ckpt_tool.storage.pickle_values import Misuse, MoreWanted, Placed, Span, StorageRef, safe_key
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.pickle_machine import Machine

@@ -269,6 +269,14 @@ class Misuse(Exception):
         self.code = code
 
 
+class MoreWanted(Exception):
+    """The machine's window ends inside an opcode's argument: `nbytes` are wanted from the opcode's start."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
 KEY_LIMIT = 65536  # characters
 SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 

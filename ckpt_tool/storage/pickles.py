@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
@@ -45,7 +45,9 @@ from ckpt_tool.storage.pickle_values import (
     WrapperRef,
     as_extras,
 )
-from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.source import Tree
 
 __all__ = [
     "METADATA_OPCODES",

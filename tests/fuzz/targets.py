@@ -39,7 +39,6 @@ from ckpt_tool.merging.mergekit import read_config
 from ckpt_tool.plan import saved
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.placing import Wishes, lay_out
-from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.select import split_keys
 from ckpt_tool.storage import source, strict_json
 
@@ -382,7 +381,7 @@ def read_plan(document):
     try:
         document = saved.sealed(document)
         saved.check_seal(document, "plan.json")
-        plan = Plan.from_json(document, "plan.json")
+        plan = saved.read_plan(document, "plan.json")
         plan.identifier(), plan.bytes_read, plan.bytes_written
     except CkptError as error:
         told(error)

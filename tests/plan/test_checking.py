@@ -19,7 +19,7 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.errors import CkptError
 from ckpt_tool.plan.checking import box_of
 from ckpt_tool.plan.copy import box_region
-from ckpt_tool.plan.plan import Plan
+from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.plan.spans import Comb, Span, comb_of, first_clash, meets_itself
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -134,7 +134,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_the_plan_as_it_was_made_is_sound(document: dict[str, Any]) -> None:
-    assert json.dumps(Plan.from_json(document, "p.json").to_json()["moves"]) == json.dumps(document["moves"])
+    assert json.dumps(read_plan(document, "p.json").to_json()["moves"]) == json.dumps(document["moves"])
 
 
 @pytest.mark.parametrize("what", list(EDITS))
@@ -143,7 +143,7 @@ def test_what_makes_no_sense_is_found(document: dict[str, Any], what: str) -> No
     EDITS[what](edited)
     assert json.dumps(edited) != json.dumps(document)
     with pytest.raises(CkptError) as caught:
-        Plan.from_json(edited, "p.json")
+        read_plan(edited, "p.json")
     assert (caught.value.exit_code, caught.value.code) in ((6, "E0610"), (4, "E1600")), caught.value
     assert caught.value.path == "p.json" and caught.value.hint
 

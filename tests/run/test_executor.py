@@ -21,6 +21,7 @@ from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, InputError, OutputExists, SourceChanged, StorageError
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.plan import Plan, SourceFile
+from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.plan.schedule import build_moves, units
 from ckpt_tool.run import closing, executor
 from ckpt_tool.run.digest import digest
@@ -395,8 +396,8 @@ def test_a_second_run_is_told_who_writes(tmp_path):
 def test_a_plan_survives_json(tmp_path):
     case = Case(tmp_path, np.random.default_rng(10), shapes=[(30, 70), (5,)], crc=True)
     document = json.loads(json.dumps(case.plan.to_json()))
-    again = Plan.from_json(document, "plan.json")
+    again = read_plan(document, "plan.json")
     assert again.identifier() == case.plan.identifier()
     document["moves"][0][7][0][1] = 1 << 40
     with pytest.raises(SourceChanged, match="leaves its file"):
-        Plan.from_json(document, "plan.json")
+        read_plan(document, "plan.json")

@@ -71,7 +71,7 @@ _OF_A_RANK = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The files that count. kind: `index`, `dcp`, `numbered`, `one` or `union`. files: weights, sorted ((): the index
+    """The files that count. kind: `index`, `numbered`, `one`, `union` or `ranks`. files: weights, sorted ((): the index
     tells). why: in words for a person. notes: what lies beside them and is not taken."""
 
     kind: str
@@ -110,10 +110,10 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
         message = f"{DCP_FOLDER} holds the per-rank shards that the whole files were made of: not read"
         return replace(chosen, notes=(*chosen.notes, Note(DCP_NOTE, message, DCP_FOLDER))) if below else chosen
     if dcp:
-        return FileSet("dcp", f"{len(dcp)} per-rank files shard-*-model-*{SUFFIX}", tuple(dcp))
+        return FileSet("ranks", f"{len(dcp)} per-rank files shard-*-model-*{SUFFIX}", tuple(dcp))
     if below:
         note = Note(DCP_NOTE, f"read from {DCP_FOLDER}: the whole files were never written", DCP_FOLDER)
-        return FileSet("dcp", f"{len(below)} per-rank files in {DCP_FOLDER}", tuple(below), notes=(note,))
+        return FileSet("ranks", f"{len(below)} per-rank files in {DCP_FOLDER}", tuple(below), notes=(note,))
     if ADAPTER in names and not {"adapter_config.json", "lora_config.json"} & set(names):
         return FileSet("one", f"{ADAPTER} without its config", (ADAPTER,))
     return None
@@ -183,7 +183,7 @@ def check(chosen: FileSet, *, path: str) -> None:
             stems.setdefault(match[1], []).append((int(match[2]), int(match[3])))
         for stem, found in stems.items():
             _check_numbers(f"{stem}-", found, path)
-    if chosen.kind == "dcp":
+    if chosen.kind == "ranks":
         shards = _matches(chosen.files, _DCP_SHARD)
         last = max(int(match[1]) for match in shards)
         _check_numbers("shard-*-model-", [(int(match[2]), int(match[3])) for match in shards], path)

@@ -82,14 +82,14 @@ class HfSafetensors:
         chosen = _choose(tree, None)
         if chosen is None:
             return None
-        named = chosen.kind in ("index", "numbered", "dcp") or chosen.files == (STEM + SUFFIX,)
+        named = chosen.kind in ("index", "numbered", "ranks") or chosen.files == (STEM + SUFFIX,)
         if tree.single is not None:
             named = chosen.why != BY_NAME
         return Evidence(
             chosen.why,
             Specificity.NAMES if named else Specificity.CONTAINER,
             hf_files.claimed(chosen, tree.names()),
-            loader="transformers" if named and chosen.kind != "dcp" else "",
+            loader="transformers" if named and chosen.kind != "ranks" else "",
         )
 
     def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
@@ -175,7 +175,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         headers = _read_headers(tree, chosen.files, lenient=lenient)
     notes += [Note(HEADER_WARNING, warning, header.path) for header in headers for warning in header.warnings]
     tensors: Mapping[TensorKey, LogicalTensor]
-    if chosen.kind == "dcp" or any(hf_shards.INFO in header.metadata for header in headers):
+    if chosen.kind == "ranks" or any(hf_shards.INFO in header.metadata for header in headers):
         tensors, found = _gather(tree, headers, lenient=lenient)
         notes += found
         if chosen.index is None:
