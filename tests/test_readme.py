@@ -16,11 +16,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import derive_tables
 import pytest
 
 from ckpt_tool import guide
-from ckpt_tool.families import registry as families
-from ckpt_tool.formats import capabilities, registry
 from ckpt_tool.report.guide import page_of
 from ckpt_tool.report.plain import Look, render
 
@@ -67,20 +66,15 @@ def test_the_readmes_are_short():
     assert all(len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 250 for name in BOTH)
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith("/formats.md")])
-def test_the_table_of_formats_is_the_registry(name):
-    """Rows are equal; the Chinese file translates the column names of states alone."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    want = capabilities.markdown().splitlines()
-    assert all(row in text.splitlines() for row in want[2:]), f"put this into {name}:\n" + capabilities.markdown()
-    assert len(want[2:]) == len(registry.NAMES)
+def test_tables_are_as_derived():
+    assert not derive_tables.differences(), "python tests/derive_tables.py writes them"
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith("/pretrained.md")])
-def test_the_table_of_families_is_the_registry(name):
-    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    missing = [row for row in families.markdown().splitlines()[1:] if row not in lines]
-    assert not missing, f"put this into {name}:\n" + families.markdown()
+def test_a_table_that_is_not_as_derived_is_seen():
+    page = ["# x", "| family | y |", "|---|---|", "| `a` | – |", "", "| b |"]
+    assert derive_tables.derived(page, "| family |", ["| `c` | ✓ |"]) == [*page[:3], "| `c` | ✓ |", "", "| b |"]
+    with pytest.raises(ValueError, match="no table begins with"):
+        derive_tables.derived(page, "| 家族 |", [])
 
 
 @pytest.mark.parametrize("language", guide.LANGUAGES)
@@ -103,12 +97,15 @@ def test_the_family_that_is_shown_is_all_of_it(tmp_path):
     shutil.copytree(ROOT / "ckpt_tool", tmp_path / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "ckpt_tool/families/models/olmo2.py"
     assert file.read_text() == body
+    (tmp_path / "tests").mkdir()
+    shutil.copy2(derive_tables.__file__, tmp_path / "tests")
     program = """if True:
-        from ckpt_tool.families.registry import find, markdown
+        import derive_tables
+        from ckpt_tool.families.registry import find
         found = find({"model_type": "olmo2"}, {"model.layers.0.self_attn.q_norm.weight": (24,)})
-        print(found.family.name, found.dialect, "| `olmo2` |" in markdown())"""
+        print(found.family.name, found.dialect, any("`olmo2`" in row for row in derive_tables.families()))"""
     command = [sys.executable, "-P", "-c", program]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'tests'}"}
     file.unlink()
     without = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert "for which there is no family" in without.stderr

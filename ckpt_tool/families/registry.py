@@ -174,15 +174,3 @@ def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
     table = family.table(dialect)
     named, _ = instances(table.left, names)
     return frozenset(table.rules[spot.rule].text for group in named for spot in group.spots)
-
-
-def markdown() -> str:
-    """The table of the guide (`ckpt help pretrained`): each family, its model types, and the systems whose names it
-    knows."""
-    systems = ("hf", "megatron", "paddle", "meta")
-    lines = ["| family | `model_type` | Hugging Face | Megatron | Paddle | Meta |", "|---|---|---|---|---|---|"]
-    for family in FAMILIES:
-        kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
-        known = " | ".join("✓" if system in family.known_dialects else "–" for system in systems)
-        lines.append(f"| `{family.name}` | {kinds} | {known} |")
-    return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""Records with a checksum: which zips were met in a tree's files, and small values read out of a record that is sound.
+"""Stored records: arrays of files without checksums, which zips were met in a tree's files, and small values read out
+of a record that is sound.
 
 A stored record (a member of a torch zip) has a CRC-32; whoever reads bytes of it holds the record against it. Bulk
 bytes are checked while they pass (`run.checksum`); a value that a reader wants at once, a step or an RNG state, comes
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import threading
 import zlib
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CorruptFile
 
@@ -58,6 +61,21 @@ class Met:
         """The record (offset, length, CRC-32) of file `path` was read and has that CRC."""
         with self._lock:
             self._sound.add((path, crc))
+
+
+def plain_array(tree: Tree, path: str, offset: int, dtype: DType, shape: tuple[int, ...]) -> StoredArray:
+    """An array that lies row-major at `offset` (bytes) of a file without checksums. Raises CorruptFile (E0311) where
+    the file does not hold all of it."""
+    size, nbytes = tree.size(path), dtype.nbytes(prod(shape))
+    if min(offset, *shape, 0) < 0 or offset + nbytes > size:
+        raise CorruptFile(
+            f"want {nbytes} bytes at {offset}, but the file has {size}",
+            code="E0311",
+            path=tree.display(path),
+            offset=min(max(offset, 0), size),
+            hint="the file is cut short: compare its size with the source",
+        )
+    return StoredArray(path, offset, dtype, shape)
 
 
 def read_array(tree: Tree, array: StoredArray, nbytes: int | None = None) -> bytes:

@@ -1,0 +1,100 @@
+"""The tables of formats and families in the READMEs and the guide, derived from what each says of itself.
+
+    python tests/derive_tables.py            write them
+    python tests/derive_tables.py --check    write nothing; exit 1 with a diff where a table is not as derived
+
+A table is known by how its head begins; the head is its page's own, in its language, and the rows below are derived.
+`tests/test_readme.py` checks them, and so `.ci/run` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # this tree, not what is installed
+
+from ckpt_tool.families.models import FAMILIES  # noqa: E402
+from ckpt_tool.formats.entry import entries, load  # noqa: E402
+
+# language -> (README, how the heads of the three tables begin)
+LANGUAGES = {
+    "en": ("README.md", "| name | what it is |", "| format | read |", "| family |"),
+    "zh": ("README_zh.md", "| 名称 | 说明 |", "| 格式 | 读 |", "| 家族 |"),
+}
+
+
+def row(name: str, *cells: str | bool) -> str:
+    return f"| `{name}` | {' | '.join(cell if isinstance(cell, str) else '✓' if cell else '–' for cell in cells)} |"
+
+
+def formats(language: str) -> list[str]:
+    return [row(entry.name, getattr(entry, language)) for entry in entries().values()]
+
+
+def capabilities() -> list[str]:
+    """Columns: read, write, model, optimizer, master, EMA, experts, TP, PP, VPP, EP, ETP, DP."""
+    states, degrees = ("model", "optimizer", "master", "ema"), ("tp", "pp", "vpp", "ep", "etp", "dp")
+    holds = {name: load(name).holds for name in entries()}
+    return [
+        row(name, True, True, *(each.has(state) for state in states), True, *(dim in each.mesh for dim in degrees))
+        for name, each in holds.items()
+    ]
+
+
+def families() -> list[str]:
+    """Columns: the model types, and the systems whose names the family knows."""
+    return [
+        row(
+            family.name,
+            ", ".join(f"`{kind}`" for kind in family.model_types),
+            *(system in family.known_dialects for system in ("hf", "megatron", "paddle", "meta")),
+        )
+        for family in FAMILIES
+    ]
+
+
+def tables() -> Iterator[tuple[str, str, list[str]]]:
+    """(file, how the table's head begins, the rows below)."""
+    for language, (readme, format_, capability, family) in LANGUAGES.items():
+        yield readme, format_, formats(language)
+        yield f"ckpt_tool/guide/{language}/formats.md", format_, formats(language)
+        yield f"ckpt_tool/guide/{language}/formats.md", capability, capabilities()
+        yield f"ckpt_tool/guide/{language}/pretrained.md", family, families()
+
+
+def derived(lines: list[str], head: str, rows: list[str]) -> list[str]:
+    """A page with `rows` below `head` and the line under it. Raises ValueError where no table begins so."""
+    first = next((at + 2 for at, line in enumerate(lines) if line.startswith(head)), 0)
+    if not first:
+        raise ValueError(f"no table begins with {head}")
+    behind = next((at for at in range(first, len(lines)) if not lines[at].startswith("|")), len(lines))
+    return [*lines[:first], *rows, *lines[behind:]]
+
+
+def pages() -> dict[str, tuple[list[str], list[str]]]:
+    """file -> its lines, and its lines as they should be."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for file, head, rows in tables():
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        found[file] = lines, derived(found.get(file, (lines, lines))[1], head, rows)
+    return found
+
+
+def differences() -> str:
+    """What `--check` prints: a diff, "" where all is as derived."""
+    diffs = (difflib.unified_diff(have, want, file, "derived", lineterm="") for file, (have, want) in pages().items())
+    return "".join(f"{line}\n" for diff in diffs for line in diff)
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        print(differences(), end="")
+        sys.exit(1 if differences() else 0)
+    for file, (have, want) in pages().items():
+        if have != want:
+            (ROOT / file).write_text("\n".join(want) + "\n", encoding="utf-8")
+            print(f"wrote {file}")

@@ -1,0 +1,89 @@
+"""A format is one folder: `template_format`, put as `formats/toy` into a copy of the tool, and nothing else changed.
+
+There it is detected, read, written and listed, keeps the laws of the house and passes what every format must. Its
+fixture is a checkpoint of PyTorch's, written as `toy`, with that checkpoint's truth from the live run beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "fixtures/dcp/fsdp2_dp4"
+TABLES = ["README.md", "README_zh.md", "ckpt_tool/guide/en/formats.md", "ckpt_tool/guide/zh/formats.md"]
+TESTS = ["conftest.py", "tiers.py", "derive_tables.py", "test_house.py", "formats/test_conformance.py"]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """The tool with the format in it, the tests that say what holds for every format, and all fixtures."""
+    house = tmp_path_factory.mktemp("house")
+    shutil.copytree(ROOT / "ckpt_tool", house / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests/formats/template_format", house / "ckpt_tool/formats/toy")
+    for name in ["pyproject.toml", *TABLES[:2], *(f"tests/{name}" for name in TESTS)]:
+        (house / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, house / name)
+    (house / "fixtures/toy").mkdir(parents=True)
+    for folder in (ROOT / "fixtures").iterdir():
+        (house / "fixtures" / folder.name).symlink_to(folder)
+    shutil.copy2(f"{SOURCE}.truth.safetensors", house / "fixtures/toy/fsdp2.truth.safetensors")
+    ckpt(house, "convert", SOURCE, "fixtures/toy/fsdp2", "--to", "toy")
+    return house
+
+
+def python(house, *words, **variables):
+    """A run of Python in the house: (exit code, what it printed)."""
+    environment = {**os.environ, "PYTHONPATH": str(house), **variables}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=house, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def ckpt(house, *words):
+    code, text = python(house, "-m", "ckpt_tool", *words)
+    assert code == 0, text
+    return text
+
+
+def test_it_is_written_detected_and_read(house):
+    toy = house / "fixtures/toy/fsdp2"
+    assert sorted(path.name for path in toy.iterdir()) == ["rank-0.toy", "rank-1.toy"]
+    found = json.loads(ckpt(house, "inspect", toy, "--json"))
+    assert found["format"] == "toy" and found["mesh"] == {"tp": 2}
+    assert json.loads(ckpt(house, "verify", toy, "--json"))["ok"]
+    assert json.loads(ckpt(house, "diff", SOURCE, toy, "--json"))["equal"]
+    for source, name in ((SOURCE, "direct"), (toy, "back")):
+        ckpt(house, "convert", source, f"{name}.safetensors", "--to", "safetensors", "--state", "model")
+    assert (house / "direct.safetensors").read_bytes() == (house / "back.safetensors").read_bytes()
+
+
+def test_it_is_listed_wherever_formats_are(house):
+    assert "peft, toy" in " ".join(ckpt(house, "convert", "--help").replace("│", " ").split())
+    line = {"_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": "ckpt convert --to to", "COMP_CWORD": "3"}
+    assert python(house, "-m", "ckpt_tool", **line)[1].split() == ["torch", "toy"]
+    code, diff = python(house, "tests/derive_tables.py", "--check")
+    assert code == 1 and diff.count("+| `toy` |") == 6
+    assert sorted(python(house, "tests/derive_tables.py")[1].split()[1::2]) == sorted(TABLES)
+    assert python(house, "tests/derive_tables.py", "--check") == (0, "")
+    assert all("| `toy` |" in (house / name).read_text(encoding="utf-8") for name in TABLES)
+
+
+@pytest.mark.first
+@pytest.mark.parametrize(
+    ("tests", "chosen"),
+    [
+        ("tests/formats/test_conformance.py", "toy"),
+        ("tests/test_house.py", "toy or lie_where or found_by or named_by"),
+    ],
+)
+def test_it_passes_what_every_format_must(house, tests, chosen):
+    code, text = python(house, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", tests, "-k", chosen)
+    assert code == 0, text[-5000:]
+    assert int(text.rpartition(" passed")[0].split()[-1]) > 4, text
