@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint says of itself besides values: the record that travels in the extras, and back.
+"""What a DeepSpeed checkpoint says of itself besides values: the record and the parameter groups in the extras.
 
 The one idea: whatever a writer must know to lay the same training state out again (ZeRO stage, order and groups of the
 flat tensors, ties, buffers, pipeline stages, MoE layers) is one plain value under `deepspeed` in the extras, so that it
@@ -10,7 +10,9 @@ group:
      "global_steps": 3, "lr_scheduler": {...}, ...}
 
 `params` are names in the order in which a flat group holds them (of the whole model: experts of all ranks, parameters
-of all stages). Extras are data of a checkpoint: `Described.from_extras` believes nothing that has not the right type.
+of all stages). Groups are taken as any source gives them (names, or numbers with `param_names`); names that have no
+fp32 weight in the output fall out, and parameters that no group lists get a group of their own. Extras are data of a
+checkpoint: nothing is believed that has not the right type.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from ckpt_tool.formats.state_dict.paths import OPTIMIZER_ROOTS
 
 HOME = "deepspeed"
 OPTIMIZER = "optimizer"
@@ -56,49 +60,132 @@ class Described:
         said = extras.get(HOME)
         if not isinstance(said, Mapping):
             return None
-        shared, tied, stages = said.get("shared", {}), said.get("tied", {}), said.get("stages", [])
-        names = [_strings(said.get(key, [])) for key in ("module", "buffers", "frozen", "moe")]
-        stage, dtype, prefix = said.get("zero_stage", 1), said.get("dtype", ""), said.get("prefix", "")
-        module, buffers, frozen, moe = names
-        if module is None or buffers is None or frozen is None or moe is None:
+        try:
+            return Described(**{name: _BELIEVED[name](said[name]) for name in _BELIEVED if name in said})
+        except TypeError:
             return None
-        if type(stage) is not int or stage not in (0, 1, 2, 3) or not isinstance(dtype, str):
-            return None
-        if prefix not in ("", "bf16_", "fp16_") or not isinstance(stages, list | tuple):
-            return None
-        if not isinstance(shared, Mapping) or not all(isinstance(x, str) for pair in shared.items() for x in pair):
-            return None
-        if not isinstance(tied, Mapping) or not all(isinstance(k, str) and type(i) is int for k, i in tied.items()):
-            return None
-        parts = []
-        for one in stages:
-            groups = [_strings(group) for group in one] if isinstance(one, list | tuple) else [None]
-            if any(group is None for group in groups):
-                return None
-            parts.append(tuple(group for group in groups if group is not None))
-        return Described(
-            stage,
-            bool(said.get("plain_bf16")),
-            prefix,
-            dtype,
-            bool(said.get("aligned")),
-            bool(said.get("round_robin")),
-            module,
-            buffers,
-            dict(shared),
-            frozen,
-            tuple(parts),
-            dict(tied),
-            moe,
-        )
-
-
-def _strings(value: Any) -> tuple[str, ...] | None:
-    fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    return tuple(value) if fits else None
 
 
 def _lists(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_lists(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
+
+
+# -- what is believed: each raises TypeError for another value ---------------------------------------------------------
+
+
+def _one_of(*known: object) -> Any:
+    def believed(value: Any) -> Any:
+        if type(value) is not type(known[0]) or value not in known:
+            raise TypeError
+        return value
+
+    return believed
+
+
+def _all(value: Any, kind: type) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple) or not all(type(item) is kind for item in value):
+        raise TypeError
+    return tuple(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return _all(value, str)
+
+
+def _stages(value: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(stage, list | tuple) for stage in value):
+        raise TypeError
+    return tuple(tuple(map(_names, stage)) for stage in value)
+
+
+def _map_to(kind: type) -> Any:
+    def believed(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return dict(zip(_names([*value]), _all([*value.values()], kind), strict=True))
+
+    return believed
+
+
+_BELIEVED: Mapping[str, Any] = {
+    "zero_stage": _one_of(0, 1, 2, 3),
+    "plain_bf16": bool,
+    "prefix": _one_of("", "bf16_", "fp16_"),
+    "dtype": lambda value: _names([value])[0],
+    "aligned": bool,
+    "round_robin": bool,
+    "module": _names,
+    "buffers": _names,
+    "shared": _map_to(str),
+    "frozen": _names,
+    "stages": _stages,
+    "tied": _map_to(int),
+    "moe": _names,
+}
+
+
+# -- parameter groups --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group. options: without `params`. scalars: `step` and such. ep: expert ranks, 0 for a group without
+    experts. listed: does the source list it? number: among `groups_of`."""
+
+    names: list[str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    ep: int = 0
+    listed: bool = True
+    number: int = 0
+
+
+def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]]) -> list[Group]:
+    """The groups of the parameters in `masters`, in the source's order."""
+    out: list[Group] = []
+    seen: set[str] = set()
+    for stated, scalars in stated_groups(extras):
+        names = [name for name in dict.fromkeys(names_of(stated)) if name in masters and name not in seen]
+        seen |= set(names)
+        options = {key: item for key, item in stated.items() if key not in ("params", "param_names")}
+        if names:
+            out.append(Group(names, options, scalars, number=len(out)))
+    rest = [name for name in masters if name not in seen]
+    if rest:
+        first = out[0] if out else Group([])
+        out.append(Group(rest, first.options, first.scalars, listed=False, number=len(out)))
+    return out
+
+
+def stated_groups(extras: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """(parameter group, its scalars) of an optimizer, or of all of a chained one (Megatron's experts)."""
+    homes = _homes(extras)
+    groups = [group for home in homes for group in home["param_groups"] if isinstance(group, Mapping)]
+    said = homes[0].get("scalars") if len(homes) == 1 else None
+    scalars = said if isinstance(said, list) and len(said) == len(groups) else [None] * len(groups)
+    return [(g, s if isinstance(s, Mapping) else {}) for g, s in zip(groups, scalars, strict=True)]
+
+
+def names_of(group: Mapping[str, Any]) -> list[str]:
+    """The parameters of a group, where it has names."""
+    for key in ("param_names", "params"):
+        names = group.get(key)
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return list(names)
+    return []
+
+
+def _homes(extras: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of the extras that have an optimizer's groups."""
+    if isinstance(extras.get("param_groups"), list):
+        return [extras]
+    for key in sorted(OPTIMIZER_ROOTS, key=lambda key: (key != OPTIMIZER, key)):
+        found = extras.get(key)
+        parts = (part for part in (found if isinstance(found, list | tuple) else [found]) if isinstance(part, Mapping))
+        inner = ((part if isinstance(part.get("param_groups"), list) else part.get(OPTIMIZER)) for part in parts)
+        homes = [home for home in inner if isinstance(home, Mapping) and isinstance(home.get("param_groups"), list)]
+        if homes:
+            return homes
+    return []

@@ -1,4 +1,4 @@
-"""DeepSpeed's file names: which rank of which kind a file is, and which files a whole checkpoint has.
+"""The files of a DeepSpeed checkpoint: their names, and each rank's module or optimizer file taken apart and checked.
 
     bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt   optimizer of data rank 2, model rank 0 ("pp_rank" is the DATA rank)
     mp_rank_00_model_states.pt                       module of model rank 0 (ZeRO 0-2)
@@ -6,32 +6,95 @@
     layer_03-model_states.pt                         a layer of a PipelineModule
     layer_1_expert_3_mp_rank_00_model_states.pt      expert 3 (global number) of MoE layer 1
 
-Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`),
-`runtime/pipe/module.py` (`ckpt_layer_path`). The model rank of a pipeline is stage * tp + tp rank. Cost: the listing.
+The one idea: what differs between ZeRO 1, 2, BF16_Optimizer and ZeRO 3 ends here: an `OptimizerFile` has flat groups,
+each with its fp32 partition, its 1-d states and its scalars (`step`), whatever keys they lay under.
+
+Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`,
+`_common_checkpoint_state`), `runtime/pipe/module.py` (`ckpt_layer_path`), `runtime/zero/stage_1_and_2.py` and
+`stage3.py` (`state_dict`), `runtime/bf16_optimizer.py`, `checkpoint/constants.py`. The model rank of a pipeline is
+stage * tp + tp rank. Kinds that are refused by name: elastic checkpoints (`base_optimizer_state` is a list), states
+swapped to NVMe (no `fp32_flat_groups`), AutoEP. Cost: the listing; each file's pickle and directory, and 4 bytes for
+each scalar tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-_OPTIM = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_?optim_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt")
-_MODEL3 = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_model_states\.pt")
-_LAYER = re.compile(r"layer_(\d{2,6})-model_states\.pt")
-_LAYER_TP = re.compile(r"layer_(\d{2,6})-model_(\d{2,6})-model_states\.pt")
-_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{2,6})_model_states\.pt")
-_EXPERT_OLD = re.compile(r"expert_(\d{1,6})_mp_rank_(\d{2,6})_model_states\.pt")
-_EXPP = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
+from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.tensor import Path, StoredArray
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.state_dict.tree import SLOT, dotted
+from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.records import read_array
+from ckpt_tool.storage.source import Tree
+
+MALFORMED, REFUSED, DISAGREE, MISSING = "E0355", "E0356", "E0359", "E0302"
+SHOWN = 100
+TWO_RUNS = "the files come from two runs or two steps: fetch one save whole"
+
+
+def malformed(message: str, path: str, key: str = "") -> CorruptFile:
+    """A file that is not laid out as DeepSpeed does."""
+    hint = "the file is damaged, or of a version of DeepSpeed that is not known here"
+    return CorruptFile(message, code=MALFORMED, path=path, key=key, hint=hint)
+
+
+def refused(
+    what: str,
+    path: str,
+    hint: str = "load it with DeepSpeed, and save it as a universal checkpoint or without this",
+    faults: Sequence[str] = (),
+) -> InputError:
+    """A kind of checkpoint that is not read."""
+    return InputError(what, code=REFUSED, path=path, hint=hint, faults=faults)
+
+
+def disagree(
+    message: str, path: str, key: str = "", hint: str = TWO_RUNS, faults: Sequence[str] = ()
+) -> InconsistentCheckpoint:
+    """Files, or parts of a file, that contradict each other."""
+    return InconsistentCheckpoint(message, code=DISAGREE, path=path, key=key, hint=hint, faults=faults[:SHOWN])
+
+
+def lost(message: str, path: str, hint: str, key: str = "", faults: Sequence[str] = ()) -> Incomplete:
+    """Something of the checkpoint is not there."""
+    return Incomplete(message, code=MISSING, path=path, key=key, hint=hint, faults=faults[:SHOWN])
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+OPTIM = "{prefix}zero_pp_rank_{data}_mp_rank_{model:02}_optim_states.pt"
+MODEL = "mp_rank_{model:02}_model_states.pt"
+MODEL3 = "zero_pp_rank_{data}_mp_rank_{model:02}_model_states.pt"
+LAYER = "layer_{layer:02}-model_states.pt"
+EXPERT = "layer_{layer}_expert_{expert}_mp_rank_{model:02}_model_states.pt"
+PLAIN_EXPERTS = "expp_rank_{expert}_mp_rank_{model:02}_optim_states.pt"  # the optimizer of an expert rank without ZeRO
+_REFUSED = {
+    "layer_{layer:02}-model_{model:02}-model_states.pt": "layers of tensor parallel ranks: how each weight is cut "
+    "stands nowhere in them",
+    "expert_{expert}_mp_rank_{model:02}_model_states.pt": "experts without their layer's number (DeepSpeed before 0.6)",
+}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """The expression for all names of a kind."""
+    name = re.sub(r"{(\w+)}", r"(?P<\1>\\d{1,6})", re.sub(r"{(\w+):02}", r"(?P<\1>\\d{2,6})", name.replace(".", r"\.")))
+    return re.compile(name.replace(r"(?P<prefix>\d{1,6})", "(?P<prefix>bf16_|fp16_|)").replace("_optim", "_?optim"))
+
+
+_KINDS = {name: _pattern(name) for name in (OPTIM, MODEL, MODEL3, LAYER, EXPERT, PLAIN_EXPERTS, *_REFUSED)}
 
 
 @dataclass(slots=True)
 class Files:
     """The files of one checkpoint by kind. optim, model3: (data rank, model rank) -> name. model: model rank -> name.
-    layers: layer index -> name. expp: expert rank -> name of its optimizer without ZeRO. experts: (MoE layer, expert)
-        -> name. refused: (name, why) of kinds that are not read.
-    prefixes: of the optimizer files: `bf16_` or ""."""
+    layers: layer index -> name. experts: (MoE layer, expert) -> name. expp: expert rank -> name of its optimizer
+    without ZeRO. refused: (name, why) of kinds that are not read. prefixes: of the optimizer files: `bf16_` or ""."""
 
     optim: dict[tuple[int, int], str] = field(default_factory=dict)
     model: dict[int, str] = field(default_factory=dict)
@@ -56,53 +119,408 @@ def sort_files(names: Iterable[str]) -> Files:
     """The kinds of the files directly in a checkpoint's folder; names of no kind are left alone."""
     out = Files()
     for name in names:
-        if match := _OPTIM.fullmatch(name):
-            out.optim[int(match[2]), int(match[3])] = name
-            out.prefixes.add(match[1])
-        elif match := _MODEL.fullmatch(name):
-            out.model[int(match[1])] = name
-        elif match := _MODEL3.fullmatch(name):
-            out.model3[int(match[1]), int(match[2])] = name
-        elif match := _LAYER.fullmatch(name):
-            out.layers[int(match[1])] = name
-        elif match := _EXPERT.fullmatch(name):
-            out.experts[int(match[1]), int(match[2])] = name
-            if int(match[3]):
-                out.refused.append((name, "experts of tensor parallel ranks"))
-        elif _LAYER_TP.fullmatch(name):
-            out.refused.append((name, "layers of tensor parallel ranks: how each weight is cut stands nowhere in them"))
-        elif _EXPERT_OLD.fullmatch(name):
-            out.refused.append((name, "experts without their layer's number (DeepSpeed before 0.6)"))
-        elif match := _EXPP.fullmatch(name):
-            out.expp[int(match[1])] = name
+        for kind, pattern in _KINDS.items():
+            if match := pattern.fullmatch(name):
+                _sort(out, kind, name, match.groupdict())
+                break
     return out
 
 
-def optim_name(prefix: str, data: int, model: int) -> str:
-    """The name of an optimizer file."""
-    return f"{prefix}zero_pp_rank_{data}_mp_rank_{model:02d}_optim_states.pt"
+def _sort(out: Files, kind: str, name: str, parts: Mapping[str, str]) -> None:
+    at = {part: int(number) for part, number in parts.items() if part != "prefix"}
+    if kind == OPTIM:
+        out.optim[at["data"], at["model"]] = name
+        out.prefixes.add(parts["prefix"])
+    elif kind == MODEL:
+        out.model[at["model"]] = name
+    elif kind == MODEL3:
+        out.model3[at["data"], at["model"]] = name
+    elif kind == LAYER:
+        out.layers[at["layer"]] = name
+    elif kind == EXPERT:
+        out.experts[at["layer"], at["expert"]] = name
+        if at["model"]:
+            out.refused.append((name, "experts of tensor parallel ranks"))
+    elif kind == PLAIN_EXPERTS:
+        out.expp[at["expert"]] = name
+    else:
+        out.refused.append((name, _REFUSED[kind]))
 
 
-def model_name(model: int) -> str:
-    """The name of a module's file, ZeRO 0-2."""
-    return f"mp_rank_{model:02d}_model_states.pt"
+# -- what a file holds -------------------------------------------------------------------------------------------------
+
+OPTIMIZER, BASE, MASTERS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
+FLAT3 = "fp32_flat_groups"
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "BOOL": "<?"}
+# Keys of a module file that say how it is laid out: made anew when it is written.
+LAYOUT_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+    }
+)
+OPTIMIZER_LAYOUT = frozenset(
+    {
+        BASE,
+        MASTERS,
+        FLAT3,
+        OPTIMIZER,
+        "zero_stage",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "param_slice_mappings",
+        "ds_zero_partition_groups",
+    }
+)
 
 
-def model3_name(data: int, model: int) -> str:
-    """The name of a rank's module file, ZeRO 3."""
-    return f"zero_pp_rank_{data}_mp_rank_{model:02d}_model_states.pt"
+@dataclass(slots=True)
+class ModuleFile:
+    """A module file. module, fragments: name -> array, in order. shapes: of each flat group (sub-group at stage 3),
+    name -> shape in flat order; None without ZeRO. frozen: shapes of frozen parameters (stage 2 and 3). shared: alias
+    -> kept name.
+    others: tensors of the client's state, at their paths. values: all that is no tensor. optimizer: (path, array) of
+    the optimizer that lies in this file without ZeRO."""
+
+    path: str
+    module: dict[str, StoredArray]
+    buffers: list[str]
+    shapes: list[dict[str, tuple[int, ...]]] | None
+    frozen: dict[str, tuple[int, ...]]
+    fragments: dict[str, StoredArray]
+    shared: dict[str, str]
+    values: dict[str, Any]
+    optimizer: list[tuple[Path, StoredArray]] = field(default_factory=list)
+    others: list[tuple[Path, StoredArray]] = field(default_factory=list)
+    unsafe: list[str] = field(default_factory=list)
+    globals: list[str] = field(default_factory=list)
+
+    def count(self, name: str, default: int = 1) -> int:
+        """A world size."""
+        value = self.values.get(name, default)
+        if type(value) is not int or not 1 <= value < 1 << 24:
+            raise malformed(f"{name} is {value!r}, want a count", self.path)
+        return value
 
 
-def layer_name(index: int) -> str:
-    """The name of a pipeline layer's file."""
-    return f"layer_{index:02d}-model_states.pt"
+@dataclass(slots=True)
+class FlatTensor:
+    """A flat tensor of this rank. options: of its parameter group, the learning rate and such. states: 1-d arrays as
+    long as the partition. scalars: one value for the whole group. dtypes: of those that were tensors."""
+
+    master: StoredArray
+    options: int
+    states: dict[str, StoredArray] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    count: int = 1  # ranks that share the group
+    gaps: list[int] | None = None
+    mapping: dict[str, tuple[int, int]] | None = None  # name -> (numel, start)
 
 
-def expp_name(expert: int) -> str:
-    """The name of an expert rank's optimizer file without ZeRO."""
-    return f"expp_rank_{expert}_mp_rank_00_optim_states.pt"
+@dataclass(slots=True)
+class OptimizerFile:
+    """An optimizer file. stage: 1, 2 or 3. plain_bf16: written by BF16_Optimizer. param_groups: options without
+    `params`.
+    rest: scalars of the whole optimizer (loss scaler, clip_grad, ...)."""
+
+    path: str
+    stage: int
+    plain_bf16: bool
+    groups: list[FlatTensor]
+    param_groups: list[dict[str, Any]]
+    rest: dict[str, Any]
+    unsafe: list[str]
+    globals: list[str]
 
 
-def expert_name(layer: int, expert: int) -> str:
-    """The name of an expert's file."""
-    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+def read_module(tree: Tree, name: str) -> ModuleFile:
+    """A `*_model_states.pt` file. Raises CorruptFile E0355 where it is not laid out as DeepSpeed does, and what
+    containers and pickles raise."""
+    content, shown = read_content(tree, name), tree.display(name)
+    values = dict(_mapping(content.extras, "the file", shown))
+    out = ModuleFile(
+        shown,
+        {},
+        _names(values.get("buffer_names") or [], "buffer_names", shown),
+        _shapes(values, shown),
+        _shape_map(values.get("frozen_param_shapes") or {}, "frozen_param_shapes", shown),
+        {},
+        _shared(values.get("shared_params") or {}, shown),
+        {key: item for key, item in values.items() if key not in LAYOUT_KEYS or key.endswith("world_size")},
+        unsafe=content.unsafe,
+        globals=content.globals,
+    )
+    if isinstance(values.get("checkpoint_parallel_dimensions"), dict):
+        out.values["checkpoint_parallel_dimensions"] = values["checkpoint_parallel_dimensions"]
+    left = values.get("module")
+    if isinstance(left, dict) and left:
+        out.values["module"] = left
+    if values.get("optimizer") is not None:
+        out.values["optimizer"] = values["optimizer"]
+    for path, array in content.leaves:
+        if path[0] == "module" and len(path) == 2:
+            out.module[str(path[1])] = array
+        elif path[0] == "frozen_param_fragments" and len(path) == 2:
+            out.fragments[str(path[1])] = array
+        elif path[0] == "optimizer":
+            out.optimizer.append((path, array))
+        elif path[0] in LAYOUT_KEYS:
+            raise malformed(f"a tensor at {dotted(path)[:200]}, where DeepSpeed keeps none", shown)
+        else:
+            out.others.append((path, array))
+    return out
+
+
+def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchContent]:
+    """A file of named tensors alone: a pipeline layer, an expert. Raises CorruptFile E0355 for anything else."""
+    content = read_content(tree, name)
+    out = {}
+    for path, array in content.leaves:
+        if len(path) != 1:
+            raise malformed(f"a tensor hangs at {dotted(path)[:200]}, want names and tensors alone", tree.display(name))
+        out[str(path[0])] = array
+    return out, content
+
+
+def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
+    """An `*_optim_states.pt` file. Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what
+    containers and pickles raise."""
+    content, shown = read_content(tree, name), tree.display(name)
+    top = _mapping(content.extras, "the file", shown)
+    state = _mapping(top.get(OPTIMIZER), OPTIMIZER, shown)
+    arrays = {path[1:]: array for path, array in content.leaves if path[0] == OPTIMIZER}
+    if isinstance(state.get(BASE), list):
+        raise refused(
+            "an elastic checkpoint (zero_optimization.elastic_checkpoint): its states are laid out in an older way",
+            shown,
+        )
+    if state.get("ds_zero_partition_groups") is not None:
+        raise refused("AutoEP at ZeRO 3 (ds_zero_partition_groups)", shown)
+    stage, said = _stage(state.get("zero_stage"), shown), "zero_stage" in state
+    base = _mapping(state.get(OPTIMIZER if stage == 3 else BASE), "the optimizer's state", shown)
+    prefix: Path = (OPTIMIZER,) if stage == 3 else (BASE,)
+    options = numbered(base.get("param_groups"))
+    if options is None:
+        raise malformed("param_groups is no list of groups with the numbers of their params", shown)
+    groups = _flat_groups(tree, arrays, FLAT3 if stage == 3 else MASTERS, options, shown)
+    _states(tree, arrays, prefix, _mapping(base.get("state") or {}, "state", shown), groups, options, shown)
+    _layout(state, groups, stage, shown)
+    rest = {key: plain(item) for key, item in state.items() if key not in OPTIMIZER_LAYOUT}
+    rest |= _others(tree, content, FLAT3 if stage == 3 else MASTERS, (*prefix, "state"), shown)
+    bare = [{key: item for key, item in group.items() if key != "params"} for group in options]
+    return OptimizerFile(shown, stage, stage != 3 and not said, groups, bare, rest, content.unsafe, content.globals)
+
+
+def _others(tree: Tree, content: TorchContent, flat: str, states: Path, shown: str) -> dict[str, Any]:
+    """Single numbers kept as tensors beside the states. Raises InputError E0356 for a tensor that is none: nothing is
+    left out in silence."""
+    out = {}
+    for path, array in content.leaves:
+        inner = path[1:] if path[0] == OPTIMIZER else ()
+        if inner[:1] == (flat,) and len(inner) == 2 or inner[: len(states)] == states and len(inner) == len(states) + 2:
+            continue
+        if len(inner) == 1 and array.numel == 1 and array.dtype.name in _SCALARS and inner[0] not in OPTIMIZER_LAYOUT:
+            out[str(inner[0])] = _scalar(tree, array, str(inner[0]))
+        else:
+            raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
+    return out
+
+
+def plain(value: Any) -> Any:
+    """A loss scaler as a dict of its state and its `class`: no format but DeepSpeed's has a place for the object."""
+    if isinstance(value, Opaque) and value.name.startswith("deepspeed.") and isinstance(value.state, dict):
+        return {"class": value.name, **value.state}
+    return value
+
+
+def opaque(value: Any) -> Any:
+    """`plain` backwards."""
+    name = value.get("class") if isinstance(value, Mapping) else None
+    if isinstance(name, str) and name.startswith("deepspeed."):
+        return Opaque(name, (), {key: item for key, item in value.items() if key != "class"})
+    return value
+
+
+def scalar_bytes(value: Any, dtype: Any) -> bytes | None:
+    """The bytes of a scalar tensor of the dtype called `dtype`; None for a value that is to be a plain number."""
+    code = _SCALARS.get(dtype) if isinstance(dtype, str) else None
+    if code is None or type(value) not in (int, float):
+        return None
+    number = float(value) if dtype in ("F32", "F64") else int(value)
+    if isinstance(number, int) and not -(1 << (8 * struct.calcsize(code) - 1)) <= number < 1 << (
+        8 * struct.calcsize(code) - 1
+    ):
+        return None
+    return struct.pack(code, number)
+
+
+# -- parts of an optimizer file ----------------------------------------------------------------------------------------
+
+
+def _flat_groups(
+    tree: Tree, arrays: Mapping[Path, StoredArray], key: str, options: list[dict[str, Any]], shown: str
+) -> list[FlatTensor]:
+    """The fp32 partitions, in order, each with the number of its parameter group."""
+    masters = {p[1]: a for p, a in arrays.items() if p[0] == key and len(p) == 2 and type(p[1]) is int}
+    if sorted(masters) != list(range(len(masters))):
+        raise malformed(f"{key} lacks a tensor in the middle", shown)
+    if not masters:
+        raise refused(f"no fp32 weights ({key}): they were swapped to NVMe, or this is no ZeRO optimizer", shown)
+    owner = {number: group for group, item in enumerate(options) for number in item["params"]}
+    for number, array in masters.items():
+        if number not in owner:
+            raise malformed(f"no param_groups entry names flat group {number}", shown)
+        if len(array.shape) != 1 or array.strides is not None:
+            raise malformed(f"{key}[{number}] has shape {list(array.shape)}, want one dim without gaps", shown)
+    return [FlatTensor(masters[number], owner[number]) for number in range(len(masters))]
+
+
+def _states(
+    tree: Tree,
+    arrays: Mapping[Path, StoredArray],
+    prefix: Path,
+    values: Mapping[Any, Any],
+    groups: list[FlatTensor],
+    options: list[dict[str, Any]],
+    shown: str,
+) -> None:
+    """Moments and scalars of each flat group."""
+    at = (*prefix, "state")
+    for path, array in arrays.items():
+        if path[: len(at)] != at or len(path) != len(at) + 2:
+            continue
+        number, state = path[-2], str(path[-1])
+        if type(number) is not int or not 0 <= number < len(groups):
+            raise malformed(f"a state of flat group {number!r}, but there are {len(groups)}", shown)
+        group = groups[number]
+        if array.numel == 1 and (not array.shape or group.master.numel > 1):
+            group.scalars[state], group.dtypes[state] = _scalar(tree, array, state), array.dtype.name
+        elif len(array.shape) != 1 or array.strides is not None or array.numel < group.master.numel:
+            raise InconsistentCheckpoint(
+                f"{state} of flat group {number} has shape {list(array.shape)}, its weights have "
+                f"{group.master.numel} elements",
+                code=DISAGREE,
+                path=shown,
+                place=dotted((OPTIMIZER, *path)),
+                hint="optimizer and weights come from two runs: fetch the whole save again",
+            )
+        else:
+            group.states[state] = array
+    for number, left in values.items():
+        if type(number) is int and 0 <= number < len(groups) and isinstance(left, dict):
+            groups[number].scalars |= {str(key): item for key, item in left.items() if item != SLOT}
+
+
+def number(tree: Tree, array: StoredArray) -> Any:
+    """The value of a tensor of one number, which is read; None for any other tensor."""
+    code = _SCALARS.get(array.dtype.name) if array.numel == 1 else None
+    return None if code is None else struct.unpack(code, read_array(tree, array, struct.calcsize(code)))[0]
+
+
+def _scalar(tree: Tree, array: StoredArray, state: str) -> Any:
+    value = number(tree, array)
+    if value is None:
+        what = f"{state} is a {array.dtype.name} scalar, want F32, F64 or an integer"
+        raise malformed(what, tree.display(array.path))
+    return value
+
+
+def _layout(state: Mapping[str, Any], groups: list[FlatTensor], stage: int, shown: str) -> None:
+    """Counts, paddings and mappings of the groups, where the file states them."""
+    counts = state.get("partition_count")
+    for number, group in enumerate(groups):
+        count = counts[number] if isinstance(counts, list) and number < len(counts) else counts
+        if type(count) is int and count > 0:
+            group.count = count
+        elif stage != 3 or counts is not None:
+            raise malformed(f"partition_count is {counts!r}, want a count for each of {len(groups)} groups", shown)
+        group.gaps = _entry(state.get("param_alignment_paddings"), number, list)
+        if group.gaps is not None and not all(type(gap) is int and 0 <= gap < 1 << 32 for gap in group.gaps):
+            raise malformed("param_alignment_paddings holds something else than counts", shown)
+        mapping = _entry(state.get("param_slice_mappings"), number, dict)
+        if mapping is not None:
+            group.mapping = {str(name): _fragment(item, shown) for name, item in mapping.items()}
+
+
+def _entry(value: Any, number: int, kind: type) -> Any:
+    item = value[number] if isinstance(value, list) and number < len(value) else None
+    return item if isinstance(item, kind) else None
+
+
+def _fragment(value: Any, shown: str) -> tuple[int, int]:
+    state = value.state if isinstance(value, Opaque) else None
+    found = (state.get("numel"), state.get("start")) if isinstance(state, dict) else (None, None)
+    if type(found[0]) is not int or type(found[1]) is not int:
+        raise malformed("an entry of param_slice_mappings is no fragment_address", shown)
+    return found[0], found[1]
+
+
+def numbered(value: Any) -> list[dict[str, Any]] | None:
+    """`param_groups` whose `params` are numbers; None for anything else."""
+    for group in value if isinstance(value, list) else [None]:
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or any(type(n) is not int for n in params):
+            return None
+    return [dict(group) for group in value]
+
+
+def _stage(value: Any, shown: str) -> int:
+    """The ZeRO stage; BF16_Optimizer states none and is laid out as stage 1."""
+    if value is None:
+        return 1
+    stage = value.args[0] if isinstance(value, Symbol) and value.args else value
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise malformed(f"zero_stage is {stage!r}, want 1, 2 or 3", shown)
+    return stage
+
+
+# -- parts of a module file --------------------------------------------------------------------------------------------
+
+
+def _shapes(values: Mapping[str, Any], shown: str) -> list[dict[str, tuple[int, ...]]] | None:
+    value = values.get("param_shapes")
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise malformed("param_shapes is no list of groups", shown)
+    return [_shape_map(group, f"param_shapes[{i}]", shown) for i, group in enumerate(value)]
+
+
+def _shape_map(value: Any, what: str, shown: str) -> dict[str, tuple[int, ...]]:
+    out = {}
+    for name, shape in _mapping(value, what, shown).items():
+        if not isinstance(name, str) or not isinstance(shape, tuple | list) or len(shape) > 64:
+            raise malformed(f"{what} maps no names to shapes", shown)
+        if any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
+            raise malformed(f"{what} gives {name[:200]} the shape {list(shape)!r}", shown)
+        out[name] = tuple(shape)
+    return out
+
+
+def _shared(value: Any, shown: str) -> dict[str, str]:
+    found = _mapping(value, "shared_params", shown)
+    if not all(isinstance(item, str) for pair in found.items() for item in pair):
+        raise malformed("shared_params maps no names to names", shown)
+    return dict(found)
+
+
+def _names(value: Any, what: str, shown: str) -> list[str]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise malformed(f"{what} is no list of names", shown)
+    return list(value)
+
+
+def _mapping(value: Any, what: str, shown: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise malformed(f"{what} is a {type(value).__name__}, want a dict", shown)
+    return value

@@ -1,49 +1,55 @@
 """A universal checkpoint of DeepSpeed as a catalog. Layout and names: `deepspeed_universal`.
 
-Three steps: the module file (names, shapes, the 16-bit model, client state), the folders below `zero/`, the optimizer's
-options. Cost: a pickle a file.
+Three steps: the module files (names, shapes and ties, the 16-bit model, frozen parameters, client state), the folders
+below `zero/`, the optimizer's options. The module files are copies of the checkpoint's own (`deepspeed.files`), or
+ours (`deepspeed_universal.target`). Cost: a pickle a file; of ZeRO 3's many module files only the first, and the others
+where frozen parameters lie in shares.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
-from ckpt_tool.core.faults import by_file
-from ckpt_tool.core.tensor import MASTER, MODEL, STEP, LogicalTensor, StoredArray, TensorKey
-from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat
+from ckpt_tool.core.faults import by_file, for_each
+from ckpt_tool.core.tensor import (
+    EXTRAS,
+    MASTER,
+    MODEL,
+    STEP,
+    Chunk,
+    LogicalTensor,
+    StoredArray,
+    TensorKey,
+    simple_tensor,
+)
+from ckpt_tool.errors import InputError, UnknownFormat
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
-from ckpt_tool.formats.deepspeed.files import sort_files
-from ckpt_tool.formats.deepspeed.rank import plain
-from ckpt_tool.formats.deepspeed_universal.module import DISAGREE, MISSING, Modules, malformed, shaped
-from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, Recorded
-from ckpt_tool.formats.torch.content import TorchContent, read_content
-from ckpt_tool.storage.records import read_array
-from ckpt_tool.storage.source import Tree
-
-_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-# Keys of optimizer_state.pt that hold partitions of rank 0, or lay them out.
-_PARTITIONS = frozenset(
-    {
-        "fp32_flat_groups",
-        "optimizer_state_dict",
-        "base_optimizer_state",
-        "single_partition_of_fp32_groups",
-        "zero_stage",
-        "group_paddings",
-        "param_alignment_paddings",
-        "partition_count",
-        "param_slice_mappings",
-        "param_groups",
-        KEY,
-        "ds_zero_partition_groups",
-    }
+from ckpt_tool.formats.deepspeed.files import (
+    MODEL3,
+    OPTIMIZER_LAYOUT,
+    Files,
+    ModuleFile,
+    disagree,
+    lost,
+    malformed,
+    number,
+    plain,
+    read_module,
+    sort_files,
 )
+from ckpt_tool.formats.deepspeed.job import Shape, shares
+from ckpt_tool.formats.deepspeed.read import COUNTERS, same
+from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, STATES, TENSORS, Recorded
+from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.torch.content import TorchContent, read_content
+from ckpt_tool.storage.source import Tree
 
 
 @dataclass(slots=True)
@@ -59,7 +65,8 @@ class _Param:
 
 
 class Reader:
-    """One universal checkpoint and what was found in it so far."""
+    """One universal checkpoint and what was found in it so far. values, buffers: of the first module file. shapes: of
+    each group (stage 3: sub-group), name -> shape."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -68,8 +75,11 @@ class Reader:
         self.globals: dict[str, None] = {}
         self.files: list[str] = []
         self.tensors: dict[TensorKey, LogicalTensor] = {}
-        self.module = Modules(tree, self._open)
         self.params: dict[str, _Param] = {}
+        self.values: Mapping[str, Any] = {}
+        self.buffers: Sequence[str] = ()
+        self.shapes: list[dict[str, Shape]] = []
+        self.shared: dict[str, str] = {}
 
     def catalog(self, *, required: bool) -> Catalog:
         """Everything. required: refuse files without CRCs."""
@@ -77,9 +87,7 @@ class Reader:
         files = sort_files(self.tree.names())
         state = self._optimizer_state()
         record = Recorded.from_value(state.extras.get(KEY)) if isinstance(state.extras, dict) else None
-        self.module.read(files, record)
-        self.tensors |= self.module.tensors
-        self.notes += self.module.notes
+        self._module_files(files, record)
         opened = by_file((path for found in folders.values() for path in found.values()), self._open)
         for name, found in folders.items():
             self.params[name] = self._param(name, {state: opened[path] for state, path in found.items()}, found)
@@ -120,21 +128,137 @@ class Reader:
 
     def _open(self, path: str) -> TorchContent:
         content = read_content(self.tree, path)
-        self.files.append(path)
-        self.unsafe += content.unsafe
-        self.globals.update(dict.fromkeys(content.globals))
+        self._note(path, content)
         return content
+
+    def _note(self, path: str, file: TorchContent | ModuleFile) -> None:
+        self.files.append(path)
+        self.unsafe += file.unsafe
+        self.globals.update(dict.fromkeys(file.globals))
 
     def _optimizer_state(self) -> TorchContent:
         path = "zero/optimizer_state.pt"
         if not self.tree.exists(path):
-            raise Incomplete(
+            raise lost(
                 "zero/optimizer_state.pt is missing: it is written last, so the conversion was not finished",
-                code=MISSING,
-                path=self.tree.display(),
-                hint="run the conversion again; its --input_folder is the whole checkpoint",
+                self.tree.display(),
+                "run the conversion again; its --input_folder is the whole checkpoint",
             )
         return self._open(path)
+
+    # -- the module files ----------------------------------------------------------------------------------------------
+
+    def _module_files(self, files: Files, record: Recorded | None) -> None:
+        """Every one that is needed. Raises Incomplete E0302, InconsistentCheckpoint E0359 (shares of frozen
+        parameters)."""
+        names = [files.model[rank] for rank in sorted(files.model)]
+        of_rank = {data: name for (data, model), name in sorted(files.model3.items()) if model == 0}
+        if not names:
+            names = [name for (data, _), name in sorted(files.model3.items()) if data == 0]
+        if not names or record is not None and not files.model:  # in ours the stage 3 file has no tensors
+            raise lost(
+                f"no {'mp_rank_00' if names else '*'}_model_states.pt lies beside zero/",
+                self.tree.display(),
+                "copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
+            )
+        try:
+            first, *others = modules = for_each(names, self._module_file)
+        except InputError:
+            for_each(
+                dict.fromkeys((*names, *of_rank.values())), self._module_file
+            )  # names those of the other ranks too
+            raise
+        self._of_one_save(first, others)
+        for file in modules:
+            self.shapes += [{} for _ in range(len(self.shapes), len(file.shapes or ()))]
+            for mine, group in zip(self.shapes, file.shapes or (), strict=False):
+                mine |= group
+            self.shared |= file.shared
+        self.values, self.buffers = first.values, first.buffers
+        sliced = len(names) > 1 and any(file.module for file in modules)
+        if sliced:
+            self.notes.append(
+                Note(
+                    "N-sliced-module",
+                    f"the 16-bit modules of {len(names)} tensor parallel ranks are not read: the fp32 weights "
+                    "below zero/ are whole (write them as the model with --as-model master)",
+                )
+            )
+        self._module(first, sliced=sliced)
+        if of_rank and first.frozen and first.fragments:
+            self._frozen_shares(first, of_rank)
+        for name, array in (
+            first.fragments.items() if not of_rank else ()
+        ):  # stage 2 keeps them whole, in the module too
+            if name in first.frozen and TensorKey(name) not in self.tensors:
+                self.tensors[TensorKey(name)] = _shaped(TensorKey(name), array, first.frozen[name])
+
+    def _module_file(self, name: str) -> ModuleFile:
+        file = read_module(self.tree, name)
+        self._note(name, file)
+        return file
+
+    def _of_one_save(self, first: ModuleFile, others: Sequence[ModuleFile], *, alike: bool = False) -> None:
+        """Raise InconsistentCheckpoint E0359 for module files of another step; alike: or of another model."""
+        faults = []
+        for file in others:
+            mine, theirs = ({key: f.values.get(key) for key in sorted(COUNTERS)} for f in (file, first))
+            if alike:
+                mine |= {"param_shapes": file.shapes, "frozen_param_shapes": file.frozen}
+                theirs |= {"param_shapes": first.shapes, "frozen_param_shapes": first.frozen}
+            name, its = (f.path.rpartition("/")[2] for f in (first, file))
+            faults += [
+                (f"{its} has {key} {str(mine[key])[:80]}, but {name} {str(theirs[key])[:80]}", file.path)
+                for key in mine
+                if not same(mine[key], theirs[key])
+            ]
+        if faults:
+            raise disagree(*faults[0], faults=[what for what, _ in faults[1:]])
+
+    def _module(self, file: ModuleFile, *, sliced: bool) -> None:
+        """Tensors of the first module file: the model, buffers, what the client kept."""
+        known = {name: shape for group in (*self.shapes, file.frozen) for name, shape in group.items()}
+        module: dict[str, StoredArray] = {}
+        for name, array in file.module.items():
+            shape = known.get(name, known.get(self.shared.get(name, name)))
+            if not sliced and (array.numel or shape is None or not prod(shape)):  # at stage 3 there are placeholders
+                module[name] = array
+        for path, array in (*file.optimizer, *file.others):
+            if path[0] == STATES and len(path) == 3:
+                key = TensorKey(str(path[2]), str(path[1]))
+            else:
+                key = TensorKey(str(path[1]) if path[0] == TENSORS and len(path) == 2 else dotted(path), EXTRAS)
+            self.tensors[key] = simple_tensor(key, array)
+        for name, array in module.items():
+            other = module.get(self.shared.get(name, name))
+            box = whole(array.shape)
+            tied = [Chunk(box, other, box, 1)] if other is not None and _differ(array, other) else []
+            key = TensorKey(name)
+            self.tensors[key] = LogicalTensor(key, array.shape, array.dtype, (Chunk(box, array, box), *tied))
+
+    def _frozen_shares(self, first: ModuleFile, of_rank: Mapping[int, str]) -> None:
+        """Frozen parameters of ZeRO 3: each rank's file holds a share."""
+        ranks = self.values.get("dp_world_size")
+        count = ranks if type(ranks) is int and 0 < ranks < 1 << 20 else 1
+        gone = [MODEL3.format(data=rank, model=0) for rank in range(count) if rank not in of_rank]
+        if gone:
+            raise lost(
+                f"{len(gone)} files with shares of the frozen parameters are missing: {', '.join(gone[:8])}",
+                self.tree.display(),
+                "copy every rank's model states into this folder",
+                faults=gone[8:],
+            )
+        files = [first, *for_each([of_rank[rank] for rank in range(1, count)], self._module_file)]
+        self._of_one_save(first, files[1:], alike=True)
+        for name, shape in first.frozen.items():
+            chunks: list[Chunk] = []
+            for rank, file in enumerate(files):
+                array, (line, length) = file.fragments.get(name), shares({name: shape}, count, rank)
+                if array is None or array.numel != length:
+                    raise disagree(f"rank {rank} holds no share of {length} elements", file.path, name)
+                chunks += (chunk for _, chunk in line.chunks(array))
+                dtype = array.dtype
+            self.tensors[TensorKey(name)] = LogicalTensor(TensorKey(name), shape, dtype, tuple(chunks))
 
     # -- the folders ---------------------------------------------------------------------------------------------------
 
@@ -157,14 +281,8 @@ class Reader:
         return out
 
     def _step(self, content: TorchContent, extras: Mapping[str, Any], shown: str, name: str) -> float | int:
-        if content.leaves:
-            array = content.leaves[0][1]
-            code = _SCALARS.get(array.dtype.name)
-            if code is not None and array.numel == 1:
-                value: float | int = struct.unpack(code, read_array(self.tree, array))[0]
-                return value
-        value = extras.get("value")  # type: ignore[assignment]
-        if content.leaves or type(value) not in (int, float):
+        value: float | int | None = number(self.tree, content.leaves[0][1]) if content.leaves else extras.get("value")
+        if value is None or type(value) not in (int, float):
             raise malformed("step is no number", shown, name)
         return value
 
@@ -174,31 +292,21 @@ class Reader:
             wanted = {name: set(states) for states, names in record.folders for name in names}
         else:
             usual = {state for param in self.params.values() for state in param.states} - {"fp32"}
-            wanted = {name: {"fp32"} for group in self.module.shapes for name in group}
+            wanted = {name: {"fp32"} for group in self.shapes for name in group}
             for name, param in self.params.items():  # with fp32.pt alone it never had a gradient
                 wanted.setdefault(name, {"fp32"}).update(usual if param.states & usual else ())
         for name, states in wanted.items():
             if name not in self.params:
-                raise Incomplete(
-                    "it has no folder below zero/",
-                    code=MISSING,
-                    path=self.tree.display("zero"),
-                    key=name,
-                    hint="a part was lost, or the conversion was not finished: run it again",
-                )
+                hint = "a part was lost, or the conversion was not finished: run it again"
+                raise lost("it has no folder below zero/", self.tree.display("zero"), hint, name)
             lacks = sorted(states - self.params[name].states)
             if lacks:
-                raise Incomplete(
-                    f"its folder lacks {', '.join(f'{state}.pt' for state in lacks)}",
-                    code=MISSING,
-                    key=name,
-                    path=self.tree.display(f"zero/{name}"),
-                    hint="a part was lost: run the conversion again",
-                )
+                what, hint = ", ".join(f"{state}.pt" for state in lacks), "a part was lost: run the conversion again"
+                raise lost(f"its folder lacks {what}", self.tree.display(f"zero/{name}"), hint, name)
 
     def _states(self, record: Recorded | None) -> None:
         """The folders' tensors, state by state, in the order of the flat groups."""
-        shapes = {name: shape for group in self.module.shapes for name, shape in group.items()}
+        shapes = {name: shape for group in self.shapes for name, shape in group.items()}
         order = [name for name in shapes if name in self.params]
         order += [name for name in self.params if name not in shapes]
         copies = []
@@ -216,7 +324,7 @@ class Reader:
                     continue
                 key = TensorKey(name, MASTER if state == "fp32" else state)
                 shape = shapes.get(name) if state != STEP else None
-                self.tensors[key] = shaped(key, array, shape if shape is not None else self._own_shape(name, array))
+                self.tensors[key] = _shaped(key, array, shape if shape is not None else self._own_shape(name, array))
         if copies:
             self.notes.append(
                 Note(
@@ -242,19 +350,15 @@ class Reader:
         steps: list[dict[str, Any]] = []
         for i, group in enumerate(groups):
             flat = group.get("params") if isinstance(group.get("params"), list) else [i]
-            numbers = [n for n in flat or () if type(n) is int and 0 <= n < len(self.module.shapes)] or [i]
-            names = [name for n in numbers if n < len(self.module.shapes) for name in self.module.shapes[n]]
+            numbers = [n for n in flat or () if type(n) is int and 0 <= n < len(self.shapes)] or [i]
+            names = [name for n in numbers if n < len(self.shapes) for name in self.shapes[n]]
             group["params"] = names
             known = [(name, self.params[name].step) for name in names if self.params[name].step is not None]
             for name, step in known:
                 if step != known[0][1]:
-                    raise InconsistentCheckpoint(
-                        f"step {step}, but {known[0][1]} for {known[0][0]} of the same group",
-                        code=DISAGREE,
-                        key=name,
-                        path=self.tree.display(f"zero/{name}/step.pt"),
-                        hint="the folders come from two steps",
-                    )
+                    what = f"step {step}, but {known[0][1]} for {known[0][0]} of the same group"
+                    shown = self.tree.display(f"zero/{name}/step.pt")
+                    raise disagree(what, shown, name, "the folders come from two steps")
             value = known[0][1] if known else self._step_of_group(state, numbers)
             steps.append({} if value is None else {STEP: value})
         return groups, steps
@@ -263,26 +367,25 @@ class Reader:
         """Stage 3: the step in the first rank's optimizer state."""
         for path, array in state.leaves:
             if path[:2] == ("optimizer_state_dict", "state") and path[2] in numbers and path[-1] == STEP:
-                code = _SCALARS.get(array.dtype.name)
-                if code is not None and array.numel == 1:
-                    found: float | int = struct.unpack(code, read_array(self.tree, array))[0]
+                found: float | int | None = number(self.tree, array)
+                if found is not None:
                     return found
         return None
 
     def _extras(
         self, state: TorchContent, record: Recorded | None, groups: list[dict[str, Any]], steps: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        values = {key: item for key, item in self.module.values.items() if key not in OWN_KEYS}
+        values = {key: item for key, item in self.values.items() if key not in OWN_KEYS}
         if record is not None:
             values = {key: item for key, item in values.items() if key not in record.made}
             return {**values, **record.extras}
         said = state.extras if isinstance(state.extras, dict) else {}
-        rest = {key: plain(item) for key, item in said.items() if key not in _PARTITIONS}
+        rest = {key: plain(item) for key, item in said.items() if key not in OPTIMIZER_LAYOUT | {"param_groups", KEY}}
         if rest.get("ds_version") == values.get("ds_version"):
             rest.pop("ds_version", None)
         stage = said.get("zero_stage")
         number = stage.args[0] if isinstance(stage, Symbol) and stage.args else stage
-        trained = {name for group in self.module.shapes for name in group}
+        trained = {name for group in self.shapes for name in group}
         model = [key.name for key in self.tensors if key.state == MODEL]
         described = Described(
             zero_stage=number if type(number) is int and number in (0, 1, 2, 3) else 1,
@@ -291,12 +394,10 @@ class Reader:
                 (t.dtype.name for t in self.tensors.values() if t.key.state == MODEL and t.key.name in trained), ""
             ),
             module=tuple(model),
-            buffers=tuple(self.module.buffers),
-            shared=self.module.shared,
+            buffers=tuple(self.buffers),
+            shared=self.shared,
             frozen=tuple(
-                n
-                for n in model
-                if n not in trained and n not in self.module.buffers and self.module.shared.get(n) not in trained
+                n for n in model if n not in trained and n not in self.buffers and self.shared.get(n) not in trained
             ),
         )
         dtypes = {STEP: "F32"} if any(steps) else {}
@@ -304,3 +405,16 @@ class Reader:
         cuts = {name: param.facts for name, param in self.params.items() if param.facts is not None}
         home = {**described.to_extras(), **({CUTS: cuts} if cuts else {})}
         return {**values, OPTIMIZER: optimizer, HOME: home}
+
+
+def _differ(a: StoredArray, b: StoredArray) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and (a.path, a.offset) != (b.path, b.offset)
+
+
+def _shaped(key: TensorKey, array: StoredArray, shape: Shape) -> LogicalTensor:
+    """A tensor of `shape` over an array of that shape, or a flat one. Raises InconsistentCheckpoint E0359."""
+    if array.shape != shape and (len(array.shape) != 1 or array.numel != prod(shape)):
+        what = f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}"
+        hint = "the file comes from another run: fetch the whole checkpoint again"
+        raise disagree(what, array.path, str(key), hint)
+    return LogicalTensor(key, shape, array.dtype, (Chunk(whole(shape), array, whole(array.shape)),))

@@ -20,30 +20,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tool.formats.deepspeed.files import LAYOUT_KEYS
+
 KEY = "ckpt"
 CUTS = (
     "cuts"  # in the extras under `deepspeed`: parameter -> what stands beside its tensor, where not `cat_dim: 0` alone
 )
 TENSORS, STATES = "ckpt_tensors", "ckpt_states"  # in the module file: extras that are tensors, states without a folder
 # Keys of a module file that DeepSpeed lays out; a foreign source's values under these names go into the record.
-OWN_KEYS = frozenset(
-    {
-        "module",
-        "optimizer",
-        "buffer_names",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "deepspeed",
-        KEY,
-        TENSORS,
-        STATES,
-    }
-)
+OWN_KEYS = LAYOUT_KEYS | {"deepspeed", KEY, TENSORS, STATES}
 
 
 @dataclass(frozen=True, slots=True)

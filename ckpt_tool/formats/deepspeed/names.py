@@ -1,0 +1,125 @@
+"""Names of DeepSpeed's parameters: experts inside a rank and in the whole model, layers of a pipeline and their files.
+
+A rank counts its experts from 0; the model counts all of them. With 4 experts on ep 2:
+
+    ...deepspeed_experts.1.w1.weight on expert rank 1  ->  ...deepspeed_experts.3.w1.weight     (1 * 2 + 1)
+
+The layer files of a PipelineModule hold local names, the optimizer's tables hold global ones:
+
+    layer_03-model_states.pt  {"norm.weight": ...}  ->  3.norm.weight
+    layer_00-model_states.pt  {"word.weight": ...}  ->  tied_modules.embed.word.weight
+
+A tied layer is saved once, by the first stage that has it; its parameters stand as `tied_modules.KEY.NAME` in the
+tables of every stage that uses it. The file does not say its key: it is the one whose names and shapes the file has.
+
+Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_save_moe_checkpoint`), `moe/utils.py` (the groups `ep_size_N`),
+`runtime/pipe/module.py` (`save_state_dict`, `ckpt_layer_path`, `_build`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ckpt_tool.core.bounds import numeral
+
+MARK = ".deepspeed_moe.experts.deepspeed_experts."
+_EXPERT = re.compile(r"^(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)$")
+TIED = "tied_modules."
+Shape = tuple[int, ...]
+
+
+class ExpertName(NamedTuple):
+    """`layer` + number + `part` is the name. layer: `moe.deepspeed_moe.experts.deepspeed_experts.`, part:
+    `.w1.weight`."""
+
+    layer: str
+    number: int
+    part: str
+
+
+def expert_name_of(name: str) -> ExpertName | None:
+    """The parts of an expert parameter's name; None for any other parameter."""
+    match = _EXPERT.match(name) if MARK in name else None
+    return ExpertName(match[1], int(match[2]), match[3]) if match else None
+
+
+def counts(names: Iterable[str]) -> dict[str, int]:
+    """Layer -> how many different experts `names` has of it, in order of first sight."""
+    seen: dict[str, set[int]] = {}
+    for name in names:
+        if found := expert_name_of(name):
+            seen.setdefault(found.layer, set()).add(found.number)
+    return {layer: len(numbers) for layer, numbers in seen.items()}
+
+
+def global_names(names: Iterable[str], expert_rank: int) -> list[str]:
+    """What expert rank 0 calls its parameters -> their counterparts on `expert_rank`, under the whole model's names."""
+    own = list(names)
+    if not expert_rank:
+        return own
+    local = counts(own)
+    found = [expert_name_of(name) for name in own]
+    return [
+        f"{expert.layer}{expert_rank * local[expert.layer] + expert.number}{expert.part}" if expert else name
+        for name, expert in zip(own, found, strict=True)
+    ]
+
+
+def first_rank(names: Iterable[str], ep: int) -> list[str]:
+    """The experts of expert rank 0 in the order of its module: layer by layer, expert by expert. names: of a group, all
+    experts of the whole model."""
+    each = {layer: count // ep for layer, count in counts(names).items()}
+    layers = {layer: number for number, layer in enumerate(each)}
+    found = [(name, expert) for name in names if (expert := expert_name_of(name))]
+    parts = {part: i for i, part in enumerate(dict.fromkeys((expert.layer, expert.part) for _, expert in found))}
+    mine = [
+        ((layers[expert.layer], expert.number, parts[expert.layer, expert.part]), name)
+        for name, expert in found
+        if expert.number < each[expert.layer]
+    ]
+    return [name for _, name in sorted(mine)]
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def tied_keys(shapes: Mapping[str, Shape], shared: Iterable[str]) -> dict[str, dict[str, Shape | None]]:
+    """Key -> its local names, with the shapes of those that the optimizer knows, in order of first sight."""
+    out: dict[str, dict[str, Shape | None]] = {}
+    for name in (*shapes, *shared):
+        if name.startswith(TIED):
+            key, _, local = name[len(TIED) :].partition(".")
+            out.setdefault(key, {}).setdefault(local, shapes.get(name))
+    return out
+
+
+def key_of_layer(
+    index: int, local: Mapping[str, Shape], known: Mapping[str, Shape], tied: Mapping[str, Mapping[str, Shape | None]]
+) -> str | None:
+    """The tied key whose names the file of layer `index` has; None for a layer of its own.
+
+    local: the file's names and shapes. known: the shapes of all global names. tied: keys that no file was given yet.
+    """
+    if any(f"{index}.{name}" in known for name in local):
+        return None
+    for key, names in tied.items():
+        wanted = [name for name, shape in names.items() if shape is not None]
+        if wanted and all(name in local and local[name] == names[name] for name in wanted):
+            return key
+    return None
+
+
+def global_name(index: int, key: str | None, local: str) -> str:
+    """The name of a parameter of layer `index`, or of the tied layer `key`."""
+    return f"{index}.{local}" if key is None else f"{TIED}{key}.{local}"
+
+
+def layer_and_local(name: str, tied: Mapping[str, int]) -> tuple[int, str]:
+    """The layer in whose file a parameter lies, its name there: `global_name` backwards. tied: key -> layer."""
+    if name.startswith(TIED):
+        key, _, local = name[len(TIED) :].partition(".")
+        return tied.get(key, 0), local
+    index, _, local = name.partition(".")
+    return int(index) if numeral(index) else 0, local
