@@ -316,20 +316,27 @@ def formats_named(file: str, source: str, names: Mapping[str, str]) -> list[int]
     """Lines that name a format other than the folder's own. names: {format: its folder}.
 
     Outside `formats/` names are words like others (options of a harness, of a report): it is what compares something's
-    `name`, `format` or `source_format` with one that counts. In there every literal does, but for names of systems.
+    `name`, `format` or `source_format` with one that counts, or with a constant of the module that holds one. In there
+    every literal does, but for names of systems.
     """
+    tree = ast.parse(source)
+    constants = {ast.unparse(each.targets[0]): _literals(each) for each in tree.body if isinstance(each, ast.Assign)}
     others = {name for name, folder in names.items() if not file.startswith(f"{folder}/")}
     words = others - {*WALLS["systems"]} if file.startswith("formats/") else set()
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in words:
             found.append(node.lineno)
         elif isinstance(node, ast.Compare):
             sides = [ast.unparse(each) for each in (node.left, *node.comparators)]
-            constants = {inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)}
-            if others & constants and any(re.search(r"\.(name|(source_)?format)$", side) for side in sides):
+            held = _literals(node).union(*(constants.get(side, ()) for side in sides))
+            if others & held and any(re.search(r"\.(name|(source_)?format)$", side) for side in sides):
                 found.append(node.lineno)
     return sorted({*found})
+
+
+def _literals(tree: ast.AST) -> set[Any]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
 def formats_by_folder() -> dict[str, str]:
@@ -357,6 +364,7 @@ def test_no_format_is_named_by_others() -> None:
         ("formats/beside.py", 'x = wanted.source_format != "torch"\n', [1]),
         ("formats/dcp/x.py", 'import torch\nx = ("torch", "Size"), "dcp"\n', []),
         ("report/x.py", 'x = "dcp"\n', []),
+        ("report/x.py", 'WHOLE = frozenset(("dcp", "x"))\ny = catalog.format in WHOLE\n', [2]),
     ],
 )
 def test_a_named_format_is_seen(file: str, source: str, lines: list[int]) -> None:

@@ -14,10 +14,10 @@ from ckpt_tool.commands.options import Reading
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.soundness import unsound
 from ckpt_tool.core.tensor import MASTER, TensorKey
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing
+from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.records import DAMAGED
@@ -52,7 +52,7 @@ def verify(
     for fault in faults_of(catalog.tensors.values(), catalog.indexes):
         note(fault)
         broken.add(fault.key)
-    for fault in (*unsound(catalog), *other_steps(opened.tree, catalog)):
+    for fault in (*unsound(catalog, opened.format.holds), *other_steps(opened.tree, catalog)):
         note(fault)
     for line in catalog.notes:
         if line.code in UNSOUND:

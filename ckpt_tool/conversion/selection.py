@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt_tool.conversion.groups import without_removed
-from ckpt_tool.core.soundness import check_sound
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.beside import optimizer_files
+from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
@@ -23,7 +23,7 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
     opened.refuse_unsafe()
     opened.catalog.check()
     if not job.reading.lenient:
-        check_sound(opened.catalog, other_steps(opened.tree, opened.catalog))
+        check_sound(opened.catalog, opened.format.holds, other_steps(opened.tree, opened.catalog))
     refuse_left_optimizer(opened, job)
     return chosen
 

@@ -66,7 +66,8 @@ class Holds:
     DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.options`.
     adapter: its tensors are an adapter's. safetensors: its weights are files of safetensors. pointers: files that name
     the step's folder, of this format alone. config: the file in which it states the model's config. with_args: extras
-    that its loader wants beside Megatron's arguments.
+    that its loader wants beside Megatron's arguments. lone_shards: one file of several is read as a checkpoint, so
+    states without their parameters are no fault. all_experts: its ranks hold all, so a gap in their numbers is one.
     """
 
     all_states: bool = True
@@ -85,6 +86,8 @@ class Holds:
     pointers: tuple[str, ...] = ()
     config: str = "config.json"
     with_args: Mapping[str, Any] = field(default_factory=dict)
+    lone_shards: bool = False
+    all_experts: bool = False
 
     def has(self, group: str) -> bool:
         """Is there a place for this group of states: `model`, `optimizer`, `master`, `ema`?"""

@@ -62,6 +62,7 @@ class _DeepSpeed:
         own_layout=True,
         heeds=frozenset({"zero", "pp-split"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        all_experts=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

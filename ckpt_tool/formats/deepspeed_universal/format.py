@@ -56,7 +56,10 @@ class _Universal:
 
     name = "deepspeed-universal"
     holds = Holds(
-        mesh=(), dialect="keep", pointers=("latest_universal",), dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2"))
+        dialect="keep",
+        pointers=("latest_universal",),
+        dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        all_experts=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

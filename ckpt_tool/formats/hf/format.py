@@ -75,6 +75,7 @@ class HfSafetensors:
         dtypes=frozenset({"C128"}),
         heeds=frozenset({"max-shard-size"}),
         safetensors=True,
+        lone_shards=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

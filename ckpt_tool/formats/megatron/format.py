@@ -58,6 +58,7 @@ class _Megatron:
         own_layout=True,
         heeds=frozenset({"spec", "pp-split"}),
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        all_experts=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

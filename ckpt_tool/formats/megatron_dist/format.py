@@ -95,6 +95,7 @@ class _MegatronDist:
         # Megatron's `load_args_from_checkpoint` wants the iteration; weights without one have 0
         with_args={"checkpoint_version": 3.0, "iteration": 0},
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
+        all_experts=True,
     )
 
     hashed = staticmethod(megatron_dist_folder.hashed)

@@ -66,6 +66,7 @@ class _Paddle:
         dtypes=frozenset(  # none of NumPy's, or bits that are stored without a mark and would be read as another's
             ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "U16")
         ),
+        all_experts=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

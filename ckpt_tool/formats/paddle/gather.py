@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.flat_line import Boxes, FlatLine
-from ckpt_tool.core.soundness import MOMENTS
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle.job import ALIGNMENT, Degrees, Rank, padded
@@ -56,6 +55,7 @@ from ckpt_tool.formats.paddle.rules import (
     stored_cut,
     text_config,
 )
+from ckpt_tool.formats.soundness import MOMENTS
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 

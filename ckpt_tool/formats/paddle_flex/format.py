@@ -63,6 +63,7 @@ class _Flex:
         own_layout=True,
         heeds=frozenset({"zero", "sharding", "pp-split"}),
         dtypes=frozenset(DTYPES) - frozenset(DTYPE_NAMES.values()),
+        all_experts=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

@@ -62,6 +62,7 @@ class PaddleUnified:
         dialect="paddle",
         heeds=frozenset({"max-shard-size"}),
         dtypes=frozenset({"C128", "U16"}),  # 16-bit integers mean bf16 to Paddle
+        all_experts=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

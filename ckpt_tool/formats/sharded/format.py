@@ -76,6 +76,7 @@ class Sharded:
         heeds=PLACED,
         dtypes=frozenset({"C128"}),
         safetensors=True,
+        lone_shards=True,
     )
 
     def detect(self, tree: Tree) -> Evidence | None:

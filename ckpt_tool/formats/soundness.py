@@ -13,8 +13,7 @@ together. Everything found is a fault that a trainer would meet later, as a cras
 What is no fault: a `step` tensor a parameter that differs from another's (torch counts a parameter's own steps, and one
 without a gradient does not step: `torch/optim/adamw.py`, 2.13); states of other shapes than their parameter's by design
 (factored or quantised optimizers name theirs otherwise); optimizers whose names have nothing to do with the model's
-(then nothing can be said). Formats of whole models and `sharded` are not asked: a lone shard of a model is none of the
-faults above.
+(then nothing can be said). Formats say for themselves what is none (`Holds.lone_shards`, `Holds.all_experts`).
 
 Cost: a pass over the rows, where there are other states than the model. What it does not do: read values
 (`run.rounding`).
@@ -30,32 +29,29 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats.base import Holds
 
 MOMENTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"))
-WHOLE_MODELS = frozenset(("safetensors", "sharded"))
-WITH_EXPERTS = frozenset(
-    ("megatron", "megatron-dist", "deepspeed", "deepspeed-universal", "paddle", "paddle-unified", "paddle-flex")
-)
 DEPTH = 8  # levels of the extras in which groups are looked for
 _EXPERT = re.compile(r"(.*\.(?:local_|deepspeed_)?experts)\.(\d{1,9})\.(.+)")
 _FACTORED = "exp_avg_sq_row"  # Adafactor's second moment of a matrix; vectors keep exp_avg_sq
 _LENIENT = "; --lenient takes it as it is"
 
 
-def unsound(catalog: Catalog) -> Iterator[CkptError]:
+def unsound(catalog: Catalog, holds: Holds) -> Iterator[CkptError]:
     """Every fault of this kind: InconsistentCheckpoint E0305 (moments, steps), Incomplete E0302 (experts)."""
-    if catalog.format in WHOLE_MODELS:
+    if holds.lone_shards:
         return
     yield from _steps(catalog.extras)
     if catalog.states() != (MODEL,):
         yield from _moments(catalog)
-    if catalog.format in WITH_EXPERTS:
+    if holds.all_experts:
         yield from _experts(catalog)
 
 
-def check_sound(catalog: Catalog, more: Iterable[CkptError] = ()) -> None:
+def check_sound(catalog: Catalog, holds: Holds, more: Iterable[CkptError] = ()) -> None:
     """Raise the first fault, with the others beside it. more: faults that were found by values (`formats.steps`)."""
-    faults = [*unsound(catalog), *more]
+    faults = [*unsound(catalog, holds), *more]
     if faults:
         first = faults[0]
         raise type(first)(

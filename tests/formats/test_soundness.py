@@ -8,17 +8,18 @@ import pytest
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.soundness import check_sound, unsound
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.base import Holds
+from ckpt_tool.formats.soundness import check_sound, unsound
 
 
-def catalog(*tensors: tuple[str, str, tuple[int, ...]], form: str = "dcp", **extras: Any) -> Catalog:
+def catalog(*tensors: tuple[str, str, tuple[int, ...]], **extras: Any) -> Catalog:
     made = {}
     for name, state, shape in tensors:
         key = TensorKey(name, state)
         made[key] = simple_tensor(key, StoredArray(f"{state}.bin", 0, DTYPES["F32"], shape))
-    return Catalog(form, made, extras)
+    return Catalog("made", made, extras)
 
 
 W, V = ("w", "model", (3, 4)), ("v", "model", (2,))
@@ -26,7 +27,7 @@ MOMENTS = (("w", "exp_avg", (3, 4)), ("w", "exp_avg_sq", (3, 4)), ("v", "exp_avg
 
 
 def codes(of: Catalog) -> list[str | None]:
-    return [fault.code for fault in unsound(of)]
+    return [fault.code for fault in unsound(of, Holds())]
 
 
 def test_a_whole_state_has_no_fault() -> None:
@@ -36,7 +37,7 @@ def test_a_whole_state_has_no_fault() -> None:
 
 
 def test_moments_of_another_shape_are_named() -> None:
-    found = list(unsound(catalog(W, V, *MOMENTS[1:], ("w", "exp_avg", (4, 3)))))
+    found = list(unsound(catalog(W, V, *MOMENTS[1:], ("w", "exp_avg", (4, 3))), Holds()))
     assert len(found) == 1 and found[0].key == "w [exp_avg]" and found[0].path == "exp_avg.bin"
     assert "[4, 3]" in found[0].message and "[3, 4]" in found[0].message and found[0].exit_code == 3 and found[0].hint
     assert codes(catalog(W, ("w", "master", (12,)))) == ["E0305"]
@@ -44,7 +45,7 @@ def test_moments_of_another_shape_are_named() -> None:
 
 
 def test_moments_without_a_parameter_are_named_unless_no_name_fits() -> None:
-    found = list(unsound(catalog(W, *MOMENTS)))
+    found = list(unsound(catalog(W, *MOMENTS), Holds()))
     assert [fault.key for fault in found] == ["v [exp_avg]"]
     assert not codes(catalog(("module.w", "model", (3, 4)), *MOMENTS))  # another dialect's names: nothing can be said
     assert not codes(catalog(W, ("0", "exp_avg", (3, 4)), ("w", "exp_avg", (3, 4))))  # numbers that were not told apart
@@ -56,7 +57,7 @@ def test_states_of_other_shapes_by_design_are_no_fault() -> None:
 
 def test_groups_at_two_steps_are_named_wherever_they_lie() -> None:
     groups = [{"lr": 0.1, "step": 3}, {"lr": 0.2}, {"lr": 0.3, "step": 4}]
-    (fault,) = unsound(catalog(W, optimizer={"param_groups": groups}))
+    (fault,) = unsound(catalog(W, optimizer={"param_groups": groups}), Holds())
     assert "group 2 is at step 4, group 0 at 3" in fault.message and "optimizer.param_groups" in fault.message
     assert codes(catalog(W, optimizer={"chained": [{"param_groups": groups[:2]}, {"param_groups": groups}]})) == [
         "E0305"
@@ -81,9 +82,9 @@ def expert(number: int, state: str = "model", part: str = "fc1") -> tuple[str, s
     ],
 )
 def test_experts_that_no_rank_wrote_are_named(tensors: list[Any], word: str) -> None:
-    found = [fault.message for fault in unsound(catalog(*tensors, form="megatron"))]
+    found = [fault.message for fault in unsound(catalog(*tensors), Holds(all_experts=True))]
     assert word in found
-    assert not list(unsound(catalog(*tensors, form="safetensors")))  # a lone shard of a model
+    assert not list(unsound(catalog(*tensors), Holds(lone_shards=True, all_experts=True)))  # a lone shard of a model
 
 
 def test_all_faults_are_told_at_once() -> None:
@@ -91,13 +92,13 @@ def test_all_faults_are_told_at_once() -> None:
         W, V, ("w", "exp_avg", (4, 3)), ("v", "exp_avg", (3,)), optimizer={"param_groups": [{"step": 1}, {"step": 2}]}
     )
     with pytest.raises(CkptError) as raised:
-        check_sound(of)
+        check_sound(of, Holds())
     assert len(raised.value.faults) == 2 and any("v [exp_avg]" in fault for fault in raised.value.faults)
 
 
 def test_one_of_two_moments_lost_is_named_where_most_have_both() -> None:
     both = [(name, state, (2,)) for name in "abc" for state in ("model", "exp_avg", "exp_avg_sq")]
-    (fault,) = unsound(catalog(*(row for row in both if row != ("b", "exp_avg", (2,)))))
+    (fault,) = unsound(catalog(*(row for row in both if row != ("b", "exp_avg", (2,)))), Holds())
     assert fault.key == "b [exp_avg]" and fault.path == "exp_avg_sq.bin" and fault.exit_code == 3 and fault.hint
     assert not codes(catalog(*both))
     others = [(name, state, (2,)) for name in "def" for state in ("model", "exp_avg")]
