@@ -26,7 +26,7 @@ from ckpt_tool.commands.options import Reading
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor
 from ckpt_tool.errors import CorruptFile, UsageError
-from ckpt_tool.formats.peft.lone import CONFIG, PADDLE_CONFIG, is_adapter, without_config
+from ckpt_tool.formats.peft.lone import CONFIG, PADDLE_CONFIG, adapter_config, is_adapter, without_config
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.strict_json import parse
@@ -279,7 +279,7 @@ def open_adapter(src: str, reading: Reading, weight: float) -> Adapter:
         )
     catalog.check()
     if not paddle:
-        config, path = catalog.hints["peft"]["config"], opened.tree.display(CONFIG)
+        config, path = adapter_config(catalog), opened.tree.display(CONFIG)
         settings = settings_of(config, path, weight=weight, lenient=reading.lenient)
         return Adapter(opened, settings, tuple(catalog.tensors.values()))
     path = opened.tree.display(PADDLE_CONFIG)

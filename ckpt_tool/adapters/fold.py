@@ -89,7 +89,7 @@ def fold(
     kept = named
     if writing.remove_keys or writing.keep_keys:
         kept = _model(base, job)
-        kept = _named(kept, job, named.all_hints.get("dialect") if named is not everything else None)
+        kept = _named(kept, job, named.all_hints.dialect if named is not everything else None)
     folded = changed(kept, adapters, matched, writing, option=OPTION)
     return write(_as_wanted(folded, everything, named, job), dst, job, progress)
 
@@ -257,7 +257,7 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
         and fmt.holds.dialect not in ("keep", home)
         and fmt.name != everything.sources[0].catalog.format
     ):
-        if not asked and named.all_hints.get("dialect") == FUSED:  # those in memory are no home of a format
+        if not asked and named.all_hints.dialect == FUSED:  # those in memory are no home of a format
             job = replace(job, writing=replace(writing, dialect=fmt.holds.dialect))
         return passed(folded, job, NAMES)
     if home is None:  # its names were the adapters' already
@@ -274,8 +274,8 @@ def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
     from ckpt_tool.plan.mapping import parameter_shapes
 
     catalog = everything.sources[0].catalog
-    dialect = catalog.hints.get("dialect", registry.by_name(catalog.format).holds.dialect)
-    stated = dialect if isinstance(dialect, str) and dialect not in ("keep", HUB) else None
+    dialect = catalog.hints.dialect or registry.by_name(catalog.format).holds.dialect
+    stated = dialect if dialect not in ("keep", HUB) else None
     return find(
         _config(named, reading), parameter_shapes(everything.stored), told=stated, family=reading.family
     ).dialect

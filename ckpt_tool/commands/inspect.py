@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
+from ckpt_tool.core.hints import FileRanks, Globals
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
@@ -96,7 +97,7 @@ def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
     """What the reader found in the pickles that it read; with `survey` what every file holds."""
     found: dict[str, Any] = {
         "unsafe": list(opened.catalog.unsafe),
-        "globals": list(opened.catalog.hints.get("globals", ())),
+        "globals": list(named.names) if (named := opened.catalog.hints.get(Globals)) else [],
     }
     if survey:
         _add_survey(found, opened.tree)
@@ -190,7 +191,7 @@ def _masters_alone(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def _add_chunks(catalog: Catalog, rows: Sequence[dict[str, Any]]) -> None:
-    ranks = catalog.hints.get("ranks", {})
+    ranks = found.coords if (found := catalog.hints.get(FileRanks)) else {}
     for row in rows:
         tensor = catalog.tensors[TensorKey(row["name"], row["state"])]
         row["chunks"] = [

@@ -109,7 +109,7 @@ def _check_staged(
 ) -> None:
     """Read the staged output's headers back through its own reader; with `full` its values too."""
     tree, _ = resolve(Tree(staged / plan.single if plan.single else staged), Reading(from_format=plan.format))
-    catalog = registry.by_name(plan.format).read(tree, {})
+    catalog = registry.by_name(plan.format).read(tree)
     catalog.check()
     have = {TensorKey(row.name, row.state): (row.shape, row.dtype) for row in catalog.rows()}
     unlisted = {TensorKey(*key) for key in plan.options.get("unlisted", ())}  # kept as plain values

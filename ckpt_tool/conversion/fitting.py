@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckpt_tool.commands.options import Writing
 from ckpt_tool.conversion.layout import degrees_of
-from ckpt_tool.core.target import Target
+from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
@@ -184,7 +183,9 @@ def fitted(chosen: Chosen, job: Conversion) -> Chosen:
     fmt = job.fmt
     if not isinstance(fmt, Fitting):
         return chosen
-    made = fmt.fit([row.tensor for row in chosen.stored], chosen.extras, options_of(chosen, fmt, job.writing))
+    made = fmt.fit(
+        [row.tensor for row in chosen.stored], chosen.extras, chosen.all_hints, wish_of(chosen, fmt, job.writing)
+    )
     stored = tuple(Stored(chosen.stored[index].source, tensor) for index, tensor in made.tensors)
     return replace(
         chosen,
@@ -195,19 +196,18 @@ def fitted(chosen: Chosen, job: Conversion) -> Chosen:
     )
 
 
-def options_of(chosen: Chosen, fmt: Format, writing: Writing) -> dict[str, Any]:
-    """`Wanted.options` for a format with a layout of its own."""
+def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
+    """What is wished of a format with a layout of its own."""
     config = chosen.config
     if config is None and fmt.holds.dialect == "paddle":
         config = config_in(chosen.sources[0].tree)
-    return {
-        "degrees": degrees_of(chosen, writing),
-        "zero": writing.zero,
-        "pp_split": writing.pp_split,
-        "sharding": writing.sharding,
-        "spec": writing.spec,
-        "hints": chosen.all_hints,
-        "config": config,
-        "vocab_size": writing.vocab_size,
-        "removed": frozenset(t.key for t in chosen.removed),
-    }
+    return LayoutWish(
+        degrees_of(chosen, writing),
+        writing.zero,
+        writing.pp_split,
+        writing.sharding,
+        writing.spec,
+        config,
+        writing.vocab_size,
+        frozenset(t.key for t in chosen.removed),
+    )

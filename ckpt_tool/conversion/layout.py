@@ -22,6 +22,7 @@ from typing import Any
 
 from ckpt_tool.commands.options import DEFAULT_POLICY, Writing
 from ckpt_tool.core.bounds import DIGITS
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import Wanted
@@ -35,20 +36,21 @@ from ckpt_tool.sources.chosen import Chosen
 FEW, RANKS = 1024, 1 << 17  # of one job: planned whatever the tensors are; the largest so far have some 100,000
 
 
-def degrees_of(chosen: Chosen, writing: Writing) -> dict[str, int]:
-    """For a format with a layout of its own: mesh dim -> size, `dp` all data ranks; what nobody says is left out."""
+def degrees_of(chosen: Chosen, writing: Writing) -> Degrees:
+    """For a format with a layout of its own: what is known of the degrees."""
     catalog = chosen.sources[0].catalog
     inherited: dict[str, int] = {}
     if chosen.inherits:
-        stated = chosen.all_hints.get("degrees")
-        inherited = dict(stated if stated else catalog.mesh.dims)
+        stated = chosen.all_hints.get(Degrees)
+        inherited = stated.stated() if stated else {}
+        inherited = inherited or dict(catalog.mesh.dims)
         if not stated and "ep" in inherited:
             inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
     if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
         inherited.pop("etp", None)  # experts follow tp unless somebody parted them
     degrees = {**inherited, **writing.degrees}
     refuse_idle_ranks(degrees, (row.tensor.shape for row in chosen.stored))
-    return degrees
+    return Degrees(**degrees)
 
 
 def refuse_idle_ranks(degrees: Mapping[str, int], shapes: Iterable[tuple[int, ...]]) -> None:
@@ -91,7 +93,7 @@ def _shown(size: int) -> str:
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
     """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
     if fmt.holds.own_layout:
-        return Layout(Mesh.of_degrees(wanted.options["degrees"]), (), f"the rules of {fmt.name}"), []
+        return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), f"the rules of {fmt.name}"), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
     rules: tuple[Rule, ...] = ()
@@ -126,7 +128,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             rules,
             cuts,
             writing.pp_split,
-            chosen.all_hints.get("dialect") == "paddle",
+            chosen.all_hints.dialect == "paddle",
             held_together(wanted.tensors, chosen) if any(size > 1 for size in degrees.values()) else {},
         ),
     )

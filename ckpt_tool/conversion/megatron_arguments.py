@@ -101,18 +101,16 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     out |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
     if dtype is not None:
         out["params_dtype"] = Symbol(f"torch.{dtype}")
-    degrees = wanted.options.get("degrees") or {}
-    tp = int(degrees.get("tp", 1))
+    tp = wanted.wish.degrees.at("tp")
     if EMBEDDING in model and model[EMBEDDING].shape:
         rows = model[EMBEDDING].shape[0]
-        size = wanted.options.get("vocab_size")
-        out["vocab_size"] = size if isinstance(size, int) and size else rows
+        out["vocab_size"] = wanted.wish.vocab_size or rows
         out["make_vocab_size_divisible_by"] = vocabulary_multiple(rows, tp)
         unit = out["make_vocab_size_divisible_by"] * tp
         out["padded_vocab_size"] = -(-out["vocab_size"] // unit) * unit
     ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
     out["mtp_num_layers"] = len(ahead) or None
-    te = wanted.options.get("spec") == "te"
+    te = wanted.wish.spec == "te"
     out["transformer_impl"] = "transformer_engine" if te else "local"
     if out.get("num_experts"):
         out["moe_grouped_gemm"] = te

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from ckpt_tool.conversion.groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import without_padding
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
 from ckpt_tool.plan.moves import Stored
@@ -95,7 +96,7 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
 def _dialect_of(chosen: Chosen) -> str | None:
     """What the first source says of its names, or whose they were given since: `hf`, `paddle`, ...; None for
     nothing."""
-    dialect = chosen.all_hints.get("dialect")
+    dialect = chosen.all_hints.dialect
     if isinstance(dialect, str):
         return dialect if dialect in DIALECTS and dialect != "keep" else None
     return None if chosen.home == "keep" else chosen.home
@@ -136,7 +137,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     hints, lost = _hints(target, config, renamed=found.dialect != target)
     chosen = chosen.noted(*lost)
     if found.dialect == target:
-        return replace(chosen, hints={**chosen.all_hints, "dialect": target})
+        return replace(chosen, hints=chosen.all_hints.having(Dialect(target)))
     if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
         found = found._replace(dialect=SHIFTED)
     if found.dialect.startswith("megatron"):
@@ -190,17 +191,20 @@ def _refuse_odd_models(
         )
 
 
-def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[dict[str, Any], list[str]]:
+def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[list[Hint], list[str]]:
     """(the hints for the target's format, lines about what it can't say)."""
-    hints: dict[str, Any] = {"dialect": target}
+    hints: list[Hint] = [Dialect(target)]
     if target == "paddle" and config is not None:
+        from ckpt_tool.formats.paddle.job import PaddleHints
+
         plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
-        hints["paddle"] = {"config": {**plain, "architectures": config.get("architectures")}}
+        hints.append(PaddleHints(config={**plain, "architectures": config.get("architectures")}))
     if target == "meta" and config is not None and renamed:
         from ckpt_tool.families.config.meta import params_of
+        from ckpt_tool.formats.meta.params import MetaHints
 
         params, lost = params_of(config)
-        return {**hints, "meta": {"params": params}}, lost
+        return [*hints, MetaHints(params, None, False)], lost
     return hints, []
 
 
@@ -245,7 +249,7 @@ def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen
     mapped = compile_aoa(
         statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)), skip_unmatched=reading.lenient
     )
-    return _renamed(chosen, mapped, writing, f"the statements of {file.name}", {"dialect": "keep"})
+    return _renamed(chosen, mapped, writing, f"the statements of {file.name}", [Dialect("keep")])
 
 
 def _bands(chosen: Chosen) -> dict[str, int]:
@@ -264,7 +268,7 @@ def _bands(chosen: Chosen) -> dict[str, int]:
     return out
 
 
-def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Mapping[str, Any]) -> Chosen:
+def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Sequence[Hint]) -> Chosen:
     """`chosen` under the names of `mapped`; what the mapping leaves out is reported as dropped."""
     from ckpt_tool.plan.mapping import apply_mapping
 
@@ -284,7 +288,7 @@ def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: M
         renewed=chosen.renewed | applied.renewed,
         casts={**_followed(chosen.casts, applied.names), **casts},
         names=applied.names,
-        hints={**chosen.all_hints, **hints},
+        hints=chosen.all_hints.having(*hints),
     )
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.commands.options import DEFAULT_SHARD_SIZE, Writing
-from ckpt_tool.conversion.fitting import options_of, refuse_unsplit, single_name
+from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.megatron_arguments import with_arguments
 from ckpt_tool.conversion.side_files import side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted, WantedTensor
+from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.formats.base import Format
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
@@ -39,7 +39,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
         () if single else side_files(chosen, fmt),
         single,
         writing.max_shard_size or DEFAULT_SHARD_SIZE,
-        options_of(chosen, fmt, writing) if fmt.holds.own_layout else {},
+        wish_of(chosen, fmt, writing) if fmt.holds.own_layout else LayoutWish(),
     )
     extras, lines = with_arguments(wanted, chosen, fmt)
     wanted = replace(wanted, extras=extras)

@@ -55,7 +55,7 @@ def source_of(chosen: Chosen, path: str) -> Tree:
 
 def dialect_of(chosen: Chosen, fmt: Format) -> str:
     """Whose names the output has: `hf`, `paddle`, `megatron`, ..., `keep` where nothing says."""
-    dialect = chosen.all_hints.get("dialect")
+    dialect = chosen.all_hints.dialect
     if isinstance(dialect, str):
         return dialect
     return fmt.holds.dialect if chosen.home == "keep" else chosen.home

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import first_hole, first_overlap
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
@@ -52,7 +53,7 @@ class Catalog:
     sidefiles: small files beside it (config.json, tokenizer) that a conversion copies as they are.
     unsafe: globals of tier 3 (see `storage.pickles`), as `module.name at FILE, opcode N`; `inspect` shows them,
         every other verb refuses.
-    hints: what a format wants to remember for writing itself again (key prefixes, item style); plain values.
+    hints: what a format wants to remember for writing itself again (key prefixes, item style).
     digests: layout-free digests that the source recorded for its tensors.
     indexes: files that say which box lies in which file, where the format has them: what they leave out is in no file.
     """
@@ -65,7 +66,7 @@ class Catalog:
     sidefiles: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     unsafe: tuple[str, ...] = ()
-    hints: Mapping[str, Any] = field(default_factory=dict)
+    hints: Hints = Hints()
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import Degrees, Hints
 from ckpt_tool.core.tensor import Path, TensorKey
 
 DIGEST_CHARS = 32  # hex digits of a digest, the size of its hole in an index
@@ -153,6 +154,25 @@ class WantedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutWish:
+    """What is wished of a format with a layout of its own (`formats.base.Holds.own_layout`).
+
+    degrees: what is known of them. zero: the ZeRO stage, 0 to 3. pp_split: layers of each stage, () for even ones.
+    sharding: how Paddle's ranks share states, `v1` or `v2`. spec: Megatron's layer spec, `te` or `local`. config: the
+    model's. removed: the keys that were removed by pattern. None where nobody says.
+    """
+
+    degrees: Degrees = Degrees()
+    zero: int | None = None
+    pp_split: tuple[int, ...] = ()
+    sharding: str | None = None
+    spec: str | None = None
+    config: Mapping[str, Any] | None = None
+    vocab_size: int | None = None
+    removed: frozenset[TensorKey] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What the output shall hold, before any format has laid it out.
 
@@ -161,20 +181,16 @@ class Wanted:
     sidefiles: (path, size in bytes) of the source's side files to copy as they are.
     single: the output's file name where the user asked for one file (`OUT.pt`), None for a folder.
     shard_size: `--max-shard-size` in bytes.
-    options: for formats with a layout of their own (`formats.base.Holds.own_layout`): `degrees` (mesh dim -> size, `dp`
-    all data ranks, only what is known), `zero` (0-3 or None), `pp_split` (layers a stage, () for even), `sharding`
-    (`v1`, `v2` or None), `vocab_size`, `removed` (the keys that were removed by pattern), `hints`,
-    `config` (of the model, None where there is none).
     """
 
     tensors: tuple[WantedTensor, ...]
     extras: Mapping[str, Any] = field(default_factory=dict)
-    hints: Mapping[str, Any] = field(default_factory=dict)
+    hints: Hints = Hints()
     source_format: str = ""
     sidefiles: tuple[tuple[str, int], ...] = ()
     single: str | None = None
     shard_size: int = 5_000_000_000
-    options: Mapping[str, Any] = field(default_factory=dict)
+    wish: LayoutWish = LayoutWish()
 
 
 def whole_file(path: str, data: bytes) -> TargetFile:

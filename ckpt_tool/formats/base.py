@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.storage.source import Tree
 
@@ -63,7 +65,7 @@ class Holds:
     one file, () for folders alone. heeds: of the options that only some formats can heed (max-shard-size, zero,
     sharding, spec, pp-split, layout, on-indivisible) those that change what is written.
     dialect: the names that are at home here. own_layout: the system itself fixes which rank holds what (Megatron,
-    DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.options`.
+    DeepSpeed): `target` gets a Layout without placements and takes degrees and wishes from `Wanted.wish`.
     adapter: its tensors are an adapter's. safetensors: its weights are files of safetensors. pointers: files that name
     the step's folder, of this format alone. config: the file in which it states the model's config. with_args: extras
     that its loader wants beside Megatron's arguments. lone_shards: one file of several is read as a checkpoint, so
@@ -94,6 +96,26 @@ class Holds:
         return group == "model" or self.all_states and group not in self.lacks
 
 
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a user may say of a source beside its path.
+
+    lenient: faults that leave the values sound are notes. prefer: which of several kinds of files to read.
+    require_checksums: an error for what no checksum covers. family, config: the model type and the config.json, where
+    the files hold none. forced: `--from` names the format, so nothing else was looked for.
+    """
+
+    lenient: bool = False
+    prefer: str | None = None
+    require_checksums: bool = False
+    family: str | None = None
+    config: Mapping[str, Any] | None = None
+    forced: bool = False
+
+
+AS_IS = ReadOptions()
+
+
 class Format(Protocol):
     """One checkpoint format."""
 
@@ -105,7 +127,7 @@ class Format(Protocol):
         a tree of another format."""
         ...
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from headers alone. Raises InputError / UnsafeInput with file and place."""
         ...
 
@@ -143,6 +165,8 @@ class Fitted(NamedTuple):
 class Fitting(Protocol):
     """A format that keeps the same state with other tensors in some of its kinds (DeepSpeed's ZeRO stages)."""
 
-    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
-        """The tensors to write, exact and said in words. options: as in `Wanted.options`."""
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
+        """The tensors to write, exact and reported. The rest: as in `Wanted`."""
         ...

@@ -90,7 +90,7 @@ class Loader:
         """path: as `prepared` gives it. Raises what the tool's readers raise, and Incomplete E1533 without scalars."""
         tree = open_tree(str(path))
         fmt, _ = registry.detect(tree)
-        catalog = fmt.read(tree, {})
+        catalog = fmt.read(tree)
         catalog.check()
         self.path = path
         self._open = OpenCatalog(tree, catalog)

@@ -82,10 +82,10 @@ def _grows(model: Model, size: int) -> bool:
 def _as_wanted(chosen: Chosen, donor: Model, to: Conversion) -> Chosen:
     """Under the names that the output wants; those that the first model came with where it keeps names."""
     writing = to.writing
-    home = donor.opened.catalog.hints.get("dialect", donor.opened.format.holds.dialect)
-    renamed = donor.chosen.all_hints.get("dialect") != donor.opened.catalog.hints.get("dialect")
+    home = donor.opened.catalog.hints.dialect or donor.opened.format.holds.dialect
+    renamed = donor.chosen.all_hints.dialect != donor.opened.catalog.hints.dialect
     if renamed and writing.dialect in (None, "keep") and not writing.aoa and to.fmt.holds.dialect in ("keep", home):
-        writing = replace(writing, dialect=home if isinstance(home, str) and home != "keep" else None)
+        writing = replace(writing, dialect=home if home != "keep" else None)
     return passed(chosen, replace(to, writing=writing), NAMES)
 
 

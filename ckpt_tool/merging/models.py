@@ -22,6 +22,7 @@ from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.peft.lone import adapter_config
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -103,7 +104,7 @@ def check_models(models: Sequence[Model], *, sliced: bool, any_tokenizer: bool) 
             faults.append((ARCHITECTURES, f"{pair}: {key} is {b} and {a}"))
         for key, a, b in _differences(first.config, other.config, _TELLING):
             notes.append(f"{pair}: {key} is {b} and {a}; the output has that of {first.path}")
-        one, two = (each.opened.catalog.hints.get("peft", {}).get("config", {}) for each in (first, other))
+        one, two = (adapter_config(each.opened.catalog) for each in (first, other))
         for key in sorted({*one, *two} & set(_SCALING)):
             if (one.get(key) or None) != (two.get(key) or None):
                 faults.append((ARCHITECTURES, f"{pair}: the adapters' {key} is {two.get(key)} and {one.get(key)}"))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
@@ -52,7 +53,7 @@ class Chosen:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
     config: Mapping[str, Any] | None = None  # what `--config` says
     config_from: str = "--config"  # what it comes from, in words
-    hints: Mapping[str, Any] | None = None  # where they are not the first source's: its names are others now
+    hints: Hints | None = None  # where they are not the first source's: its names are others now
     untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
     stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied
 
@@ -62,7 +63,7 @@ class Chosen:
         return registry.by_name(self.sources[0].catalog.format).holds.dialect
 
     @property
-    def all_hints(self) -> Mapping[str, Any]:
+    def all_hints(self) -> Hints:
         """What formats remember of the source."""
         return self.sources[0].catalog.hints if self.hints is None else self.hints
 

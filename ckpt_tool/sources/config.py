@@ -143,13 +143,14 @@ def file_config(opened: Opened) -> Mapping[str, Any] | None:
 
 def meta_config(opened: Opened) -> Mapping[str, Any] | None:
     """What Meta's params.json says, None where the source has none."""
-    own = opened.catalog.hints.get("meta")
-    params = own.get("params") if isinstance(own, Mapping) else None
-    if not isinstance(params, Mapping):
+    from ckpt_tool.formats.meta.params import MetaHints
+
+    own = opened.catalog.hints.get(MetaHints)
+    if own is None or own.params is None:
         return None
     from ckpt_tool.families.config.meta import hub_config
 
-    return hub_config(params, {row.name: row.shape for row in opened.catalog.rows()})
+    return hub_config(own.params, {row.name: row.shape for row in opened.catalog.rows()})
 
 
 def model_arguments(opened: Opened) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums, registry
-from ckpt_tool.formats.base import Format, Specificity
+from ckpt_tool.formats.base import Format, ReadOptions, Specificity
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
 from ckpt_tool.sources.config import read_config
@@ -102,15 +102,14 @@ def _opened(given: Tree, reading: Reading) -> Opened:
 
 
 def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
-    options = {
-        "lenient": reading.lenient,
-        "prefer": reading.prefer,
-        "allow_compressed": reading.allow_compressed,
-        "require_checksums": reading.require_checksums,
-        "family": reading.family,
-        "config": read_config(reading.config) if reading.config else None,
-        "forced": reading.from_format is not None,
-    }
+    options = ReadOptions(
+        reading.lenient,
+        reading.prefer,
+        reading.require_checksums,
+        reading.family,
+        read_config(reading.config) if reading.config else None,
+        reading.from_format is not None,
+    )
     enabled = gc.isenabled()
     gc.disable()  # a reader makes many small values that all live: collecting halves its speed for nothing
     try:

@@ -17,6 +17,7 @@ import torch
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import from_torch
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout, place
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
@@ -42,14 +43,20 @@ def wanted_of(
         dtype = from_torch(str(tensor.dtype))
         assert dtype is not None
         items.append(WantedTensor(key, tuple(tensor.shape), dtype, (paths or {}).get(key, ())))
-    return Wanted(tuple(items), **rest)
+    return Wanted(tuple(items), **_typed(rest))
 
 
 def rewanted(catalog: Catalog, **rest: Any) -> Wanted:
     """What `convert` would want of a catalog: everything, where it was."""
     items = tuple(WantedTensor(t.key, t.shape, t.dtype, t.path) for t in catalog.tensors.values())
     given = {"extras": catalog.extras, "hints": catalog.hints, "source_format": catalog.format}
-    return Wanted(items, **(given | rest))
+    return Wanted(items, **_typed(given | rest))
+
+
+def _typed(given: dict[str, Any]) -> dict[str, Any]:
+    """Hints may be given in their plain form."""
+    hints = given.get("hints")
+    return {**given, "hints": Hints(hints)} if isinstance(hints, dict) else given
 
 
 def along_rows(wanted: Wanted, *, policy: str = "dtensor", **degrees: int) -> Layout:

@@ -22,6 +22,7 @@ from targets import FIXTURES
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.sources.opening import open_source
@@ -201,7 +202,7 @@ ROUNDS: dict[str, list[tuple[int | None, dict[str, int]]]] = {
 def test_there_and_back(case: str, zero: int | None, degrees: dict[str, int], tmp_path: Path) -> None:
     write(HERE / case, tmp_path / "there", zero=zero, **degrees)
     was = open_source(str(HERE / case), Reading()).catalog
-    home = {name: size for name, size in was.hints["degrees"].items() if name in ("dp", "ep")}
+    home = {name: size for name, size in was.hints.get(Degrees).stated().items() if name in ("dp", "ep")}
     write(tmp_path / "there", tmp_path / "back", zero=was.extras["deepspeed"]["zero_stage"], **home)
     assert equal(HERE / case, tmp_path / "back")
     again = open_source(str(tmp_path / "back"), Reading()).catalog
@@ -212,7 +213,7 @@ def test_there_and_back(case: str, zero: int | None, degrees: dict[str, int], tm
 def test_through_dcp_nothing_is_lost(tmp_path: Path) -> None:
     for case in ("z1_bf16_dp4", "z3_bf16_dp4", "moe_z2_ep2_dp4", "pipe_pp2_dp2_z1"):
         write(HERE / case, tmp_path / f"{case}.dcp", to="dcp", dp=2)
-        degrees = open_source(str(HERE / case), Reading()).catalog.hints["degrees"]
+        degrees = open_source(str(HERE / case), Reading()).catalog.hints.get(Degrees).stated()
         home = {name: degrees[name] for name in ("dp", "ep", "pp")}
         write(tmp_path / f"{case}.dcp", tmp_path / case, to="deepspeed", **home)
         for path in sorted((HERE / case).iterdir()):

@@ -22,7 +22,7 @@ from ckpt_tool.core.layout import Layout, Mesh
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InternalError, UsageError
-from ckpt_tool.formats.base import Specificity
+from ckpt_tool.formats.base import ReadOptions, Specificity
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import index as hf_index
 from ckpt_tool.formats.hf.format import FORMAT, pack
@@ -44,7 +44,7 @@ table_a, table_b = _load("safetensors_cases"), _load("index_cases")
 
 
 def read(path, **options):
-    return FORMAT.read(Tree(path), options)
+    return FORMAT.read(Tree(path), ReadOptions(**options))
 
 
 def codes(catalog):
@@ -66,7 +66,7 @@ def test_bad_input_is_told(row, make, want, words, tmp_path):
         tree = Tree(source)
         evidence = FORMAT.detect(tree)
         assert evidence is not None and evidence.why
-        catalog = FORMAT.read(tree, {})
+        catalog = FORMAT.read(tree)
         catalog.check()
         assert code == 0 and len(catalog.tensors)
         if row == "B9":

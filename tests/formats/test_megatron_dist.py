@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.box import Box, flat_boxes
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Degrees, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.containers.dcp_metadata import Piece, TensorEntry
+from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist import objects as megatron_dist_objects
 from ckpt_tool.formats.megatron_dist.format import FORMAT
@@ -40,6 +44,8 @@ from ckpt_tool.formats.megatron_dist.keys import name_of, parse, parse_object
 from ckpt_tool.formats.megatron_dist.pieces import apart, chunks_of
 from ckpt_tool.formats.megatron_dist.ranks import Ranks, Segment
 from ckpt_tool.storage.source import Tree
+
+HALVES = Hints.of(DistHints(("singletons", "halves"), {}, common_file=True, integrity=False))
 
 HOME = FIXTURES / "megatron-dist"
 
@@ -197,7 +203,7 @@ def test_rows_of_a_stacked_piece() -> None:
 def test_layers_are_the_rows_that_torch_loads(case: str) -> None:
     """Every raw key that torch loads, position by position."""
     folder = iteration(HOME / case)
-    catalog, seen = FORMAT.read(Tree(folder), {}), set()
+    catalog, seen = FORMAT.read(Tree(folder)), set()
     for fqn, whole in loaded(folder).items():
         if ".distributed." in fqn:
             continue
@@ -210,8 +216,8 @@ def test_layers_are_the_rows_that_torch_loads(case: str) -> None:
 
 
 def test_degrees_and_extras_come_from_the_common_state() -> None:
-    catalog = FORMAT.read(Tree(HOME / "llama_tp2"), {})
-    assert catalog.hints["degrees"] == {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 1, "cp": 1}
+    catalog = FORMAT.read(Tree(HOME / "llama_tp2"))
+    assert catalog.hints.get(Degrees) == Degrees(tp=2, pp=1, vpp=1, ep=1, etp=2, dp=1, cp=1)
     assert catalog.extras["iteration"] == 1 and catalog.extras["args"].name == "argparse.Namespace"
     assert not catalog.unsafe
 
@@ -236,14 +242,14 @@ def test_dcp_leaves_it_alone_and_a_bare_dcp_is_not_ours() -> None:
 def test_a_lost_file_is_named(llama: Path, name: str, code: str, word: str) -> None:
     (llama / name).unlink()
     with pytest.raises(CkptError) as e:
-        FORMAT.read(Tree(llama), {})
+        FORMAT.read(Tree(llama))
     assert e.value.code == code and word in e.value.message and e.value.exit_code == 3
 
 
 def test_zarr_is_refused_by_name(llama: Path) -> None:
     (llama / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
     with pytest.raises(CkptError, match="zarr") as e:
-        FORMAT.read(Tree(llama), {})
+        FORMAT.read(Tree(llama))
     assert e.value.code == "E0303"
 
 
@@ -255,7 +261,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 def test_integrity_that_holds(llama: Path) -> None:
     (llama / "integrity.json").write_text(json.dumps(manifest(llama), indent=2))
-    assert FORMAT.read(Tree(llama), {}).tensors
+    assert FORMAT.read(Tree(llama)).tensors
 
 
 @pytest.mark.parametrize("how", ["changed", "missing", "traversal", "form", "algorithm"])
@@ -273,7 +279,7 @@ def test_integrity_that_does_not(llama: Path, how: str) -> None:
         said["algorithm"] = "md5"
     (llama / "integrity.json").write_text(json.dumps(said))
     with pytest.raises(CkptError) as e:
-        FORMAT.read(Tree(llama), {})
+        FORMAT.read(Tree(llama))
     assert (e.value.exit_code, e.value.code) == (
         (4, "E0410") if how == "traversal" else (3, "E0301" if how == "missing" else "E2005")
     )
@@ -324,7 +330,7 @@ def test_a_large_file_is_hashed_by_verify(llama: Path, monkeypatch: pytest.Monke
     said = manifest(llama)
     said["files"]["__0_0.distcp"] = "0" * 64
     (llama / "integrity.json").write_text(json.dumps(said))
-    catalog = FORMAT.read(Tree(llama), {})
+    catalog = FORMAT.read(Tree(llama))
     assert any("verify" in note.message for note in catalog.notes)
     report = verify(str(llama), Reading(), progress=Silent())
     assert [line["code"] for line in report["findings"]] == ["E2005"]
@@ -370,12 +376,12 @@ def test_gate_and_up_are_boxes_of_their_own(tmp_path: Path) -> None:
 
 def test_the_arguments_say_the_new_degrees(tmp_path: Path) -> None:
     out = reshaped(HOME / "moe_ep2_flat", tmp_path / "out", tp=2, pp=2, ep=2, dp=2)
-    catalog = FORMAT.read(Tree(out), {})
+    catalog = FORMAT.read(Tree(out))
     args = catalog.extras["args"].state
     assert [args[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "expert_model", "data")] == [
         2
     ] * 4
-    assert catalog.hints["degrees"] | {"etp": 2} == {"tp": 2, "pp": 2, "vpp": 1, "ep": 2, "etp": 2, "dp": 2, "cp": 1}
+    assert replace(catalog.hints.get(Degrees), etp=2) == Degrees(tp=2, pp=2, vpp=1, ep=2, etp=2, dp=2, cp=1)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +419,7 @@ def edited(folder: Path, change: Any) -> CkptError:
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CkptError) as e:
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
     return e.value
 
 
@@ -478,7 +484,7 @@ def test_experts_have_an_optimizer_of_their_own_where_they_are_parallel(
 ) -> None:
     reshaped(HOME / "moe_ep2_flat", tmp_path / "one", ep=1, dp=1)
     out = reshaped(tmp_path / "one", tmp_path / "two", **degrees)
-    said = FORMAT.read(Tree(out), {}).extras["optimizer"]
+    said = FORMAT.read(Tree(out)).extras["optimizer"]
     several = [said[n] for n in sorted(said)] if 0 in said else [said]
     assert len(several) == count
     for number, one in enumerate(several):
@@ -500,9 +506,9 @@ def test_singleton_shards_there_and_back(tmp_path: Path) -> None:
     wanted = wanted_of(
         tensors,
         extras={"iteration": 3},
-        hints={"dist": {"styles": ["singletons", "halves"]}},
+        hints=HALVES,
         source_format="megatron-dist",
-        options={"degrees": {"tp": 2, "ep": 2, "dp": 2}},
+        wish=LayoutWish(Degrees(tp=2, ep=2, dp=2)),
     )
     write(FORMAT.target(wanted, Layout(Mesh(), ())), tmp_path, [bits(tensor) for tensor in tensors.values()])
     raw = loaded(iteration(tmp_path))
@@ -511,7 +517,7 @@ def test_singleton_shards_there_and_back(tmp_path: Path) -> None:
         key = key if state == "model" else f"optimizer.state.{state}.{key}"
         for half, suffix in enumerate("wv"):
             np.testing.assert_array_equal(bits(raw[f"{key}_{suffix}"]), bits(want[4 * half : 4 * half + 4]))
-    catalog = FORMAT.read(Tree(tmp_path), {})
+    catalog = FORMAT.read(Tree(tmp_path))
     for tensor_key, want in tensors.items():
         np.testing.assert_array_equal(gather(Tree(tmp_path), catalog.tensors[tensor_key]), bits(want))
     assert set(catalog.tensors) == set(tensors)
@@ -519,7 +525,7 @@ def test_singleton_shards_there_and_back(tmp_path: Path) -> None:
 
 def test_half_of_a_singleton_is_incomplete(tmp_path: Path) -> None:
     tensors = {TensorKey("decoder.layers.0.mlp.linear_fc1.weight"): ramp((8, 3))}
-    wanted = wanted_of(tensors, hints={"dist": {"styles": ["singletons", "halves"]}}, source_format="megatron-dist")
+    wanted = wanted_of(tensors, hints=HALVES, source_format="megatron-dist")
     write(FORMAT.target(wanted, Layout(Mesh(), ())), tmp_path, [bits(tensor) for tensor in tensors.values()])
 
     def drop(metadata: Any) -> None:
@@ -546,6 +552,6 @@ def test_a_tensor_rank_holds_its_rows_of_both_halves() -> None:
 
 def test_a_folder_of_another_iteration_is_told(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(iteration(HOME / "llama_tp2"), tmp_path / "iter_0000007"))
-    notes = [note.message for note in FORMAT.read(Tree(folder), {}).notes]
+    notes = [note.message for note in FORMAT.read(Tree(folder)).notes]
     assert any("iteration 1" in note and "iter_0000007" in note for note in notes)
-    assert not [n for n in FORMAT.read(Tree(HOME / "llama_tp2"), {}).notes if n.code == "N-iteration"]
+    assert not [n for n in FORMAT.read(Tree(HOME / "llama_tp2")).notes if n.code == "N-iteration"]

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.hints import Degrees, Hints
+from ckpt_tool.core.target import LayoutWish, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.base import Fitted
+from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.target import fit, paddle_target
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -26,8 +28,8 @@ def tensors(states: Mapping[str, tuple[str, ...]]) -> list[LogicalTensor]:
 
 
 def fitted(states: Mapping[str, tuple[str, ...]], degrees: Mapping[str, int], **hints: Any) -> Fitted:
-    options = {"degrees": degrees, "zero": None, "hints": {"paddle": hints, "degrees": {}}}
-    return fit(tensors(states), {}, options)
+    known = Hints.of(PaddleHints(**hints), Degrees())
+    return fit(tensors(states), {}, known, LayoutWish(Degrees(**degrees)))
 
 
 def held(made: Fitted, state: str) -> set[str]:
@@ -77,13 +79,8 @@ def test_weights_are_rounded_masters_only_where_paddle_would_round_them() -> Non
 
 
 def test_a_weight_that_was_removed_is_not_made_anew() -> None:
-    options = {
-        "degrees": {},
-        "zero": None,
-        "removed": frozenset({TensorKey(HEAD)}),
-        "hints": {"paddle": {"kind": "sharding_io", "sharding_degree": 2}},
-    }
-    made = fit(tensors({"master": NAMES}), {}, options)
+    hints = Hints.of(PaddleHints(kind="sharding_io", sharding_degree=2))
+    made = fit(tensors({"master": NAMES}), {}, hints, LayoutWish(removed=frozenset({TensorKey(HEAD)})))
     assert held(made, "model") == set(NAMES[:-1])
 
 
@@ -98,17 +95,16 @@ def test_masters_of_float32_weights_in_a_bf16_model_are_left_out_and_said() -> N
             for name, state, dtype in kinds
         ]
 
-    options = {"degrees": {}, "zero": None, "hints": {"paddle": {}, "degrees": {}}}
-    made = fit(rows("F32", "BF16"), {}, options)
+    made = fit(rows("F32", "BF16"), {}, Hints(), LayoutWish())
     assert held(made, "master") == {names[1]} and held(made, "exp_avg") == set(names)
     (entry,) = made.dropped
     assert (entry["state"], entry["tensors"], entry["bytes"]) == ("master", 1, 384)
-    assert held(fit(rows("F32", "F32"), {}, options), "master") == set(names)
+    assert held(fit(rows("F32", "F32"), {}, Hints(), LayoutWish()), "master") == set(names)
 
 
 def test_files_are_named_as_paddle_looks_for_them() -> None:
     """A unified checkpoint calls its file `model`, an adapter's ranks `lora_model_state`: the first is no name here."""
     listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for row in tensors({"model": NAMES}))
     for stem, wanted in (("model", "model_state"), ("lora_model_state", "lora_model_state")):
-        target = paddle_target(Wanted(listed, {}, {"paddle": {"stem": stem}}, options={"degrees": {}, "zero": None}))
+        target = paddle_target(Wanted(listed, {}, Hints.of(PaddleHints(stem=stem))))
         assert f"{wanted}.pdparams" in {file.path for file in target.files}

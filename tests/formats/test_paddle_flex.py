@@ -7,6 +7,7 @@ NumPy.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -22,10 +23,13 @@ from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.target import LayoutWish, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.pickle_file import read_paddle
 from ckpt_tool.formats.paddle_flex.folders import folder_of, plain_keys, suffix_of, trainer_key
 from ckpt_tool.formats.paddle_flex.format import FORMAT
@@ -91,7 +95,7 @@ def gather(tree, tensor):
 
 def values_of(path):
     tree = Tree(path)
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     return catalog, {key: gather(tree, tensor) for key, tensor in catalog.tensors.items()}
 
 
@@ -99,12 +103,12 @@ def rewrite(path, out, degrees, sharding=None, config=None, **hints):
     """What `convert` would make of a checkpoint at these degrees."""
     catalog, values = values_of(path)
     zero = 1 if degrees.get("dp", 1) > 1 else None
-    said = {**catalog.hints, "paddle": {**catalog.hints["paddle"], **hints}}
-    options = {"degrees": degrees, "sharding": sharding, "zero": zero, "config": config or {}, "hints": said}
-    fitted = FORMAT.fit(list(catalog.tensors.values()), catalog.extras, options)
+    known = catalog.hints.having(dataclasses.replace(catalog.hints.get(PaddleHints), **hints))
+    wish = LayoutWish(Degrees(**degrees), zero, sharding=sharding, config=config)
+    fitted = FORMAT.fit(list(catalog.tensors.values()), catalog.extras, known, wish)
     tensors = tuple(WantedTensor(t.key, t.shape, fitted.casts.get(t.key, t.dtype), t.path) for _, t in fitted.tensors)
     assert not fitted.casts
-    wanted = Wanted(tensors, catalog.extras, said, "paddle-flex", options=options)
+    wanted = Wanted(tensors, catalog.extras, known, "paddle-flex", wish=wish)
     rows = list(values.values())
     lay_out(FORMAT.target(wanted, None), out, [rows[index] for index, _ in fitted.tensors])
     return catalog, values
@@ -154,7 +158,7 @@ def test_empty_ranks_and_empty_folders_are_there(tmp_path):
     it."""
     keys = (TensorKey("norm.weight"), TensorKey("norm.weight", "exp_avg"))
     tensors = tuple(WantedTensor(key, (3,), DTYPES["F32"]) for key in keys)
-    target = FORMAT.target(Wanted(tensors, options={"degrees": {"dp": 2}, "zero": 1, "sharding": "v1"}), None)
+    target = FORMAT.target(Wanted(tensors, wish=LayoutWish(Degrees(dp=2), 1, sharding="v1")), None)
     sizes = {file.path: file.size for file in target.files}
     assert sizes["master_weight/0_0.distcp"] == sizes["optimizer_state/1_0.distcp"] == 47
     assert {"model_state/0.metadata", "optimizer_state/0.metadata", "master_weight/0.metadata"} <= sizes.keys()
@@ -232,8 +236,8 @@ def test_there_and_back_at_any_degrees(tmp_path_factory, job):
     folder = tmp_path_factory.mktemp("job")
     try:
         for number, degrees in enumerate((first, second)):
-            options = {"degrees": degrees, "zero": 1, "sharding": sharding, "config": MOE if experts else ERNIE}
-            target = FORMAT.target(Wanted(tensors, {}, {"dialect": "paddle"}, options=options), None)
+            wish = LayoutWish(Degrees(**degrees), 1, sharding=sharding, config=MOE if experts else ERNIE)
+            target = FORMAT.target(Wanted(tensors, {}, Hints.of(Dialect("paddle")), wish=wish), None)
             lay_out(target, folder / str(number), values)
             catalog, have = values_of(folder / str(number))
             assert set(have) == {t.key for t in tensors}
@@ -251,8 +255,8 @@ def test_a_rank_holds_its_gate_beside_its_up(tmp_path, tp):
     name = "model.layers.0.mlp.up_gate_proj.weight"
     whole = np.arange(8 * 24, dtype="u4").reshape(8, 24) + 1
     tensors = (WantedTensor(TensorKey(name), (8, 24), DTYPES["F32"]),)
-    options = {"degrees": {"tp": tp}, "config": ERNIE}
-    lay_out(FORMAT.target(Wanted(tensors, options=options), None), tmp_path, [whole])
+    wish = LayoutWish(Degrees(tp=tp), config=ERNIE)
+    lay_out(FORMAT.target(Wanted(tensors, wish=wish), None), tmp_path, [whole])
     gate, up = whole[:, :12], whole[:, 12:]
     for rank in range(tp):
         tree = Tree(tmp_path)
@@ -338,19 +342,21 @@ def test_a_plain_folder_stays_one(tmp_path):
 
 
 def test_hints_say_what_the_files_show():
-    catalog = FORMAT.read(Tree(FIXTURES / "ernie_ema_tp2sd2v2"), {})
-    assert catalog.hints["degrees"] == {"tp": 2, "dp": 2}
-    own = catalog.hints["paddle"]
+    catalog = FORMAT.read(Tree(FIXTURES / "ernie_ema_tp2sd2v2"))
+    assert catalog.hints.get(Degrees) == Degrees(tp=2, dp=2)
+    own = catalog.hints.plain["paddle"]
     assert (own["flex"], own["sharding"], own["sharding_degree"]) == ("trainer", "v2", 2)
-    tied = FORMAT.read(Tree(FIXTURES / "llama_tied_pp2"), {}).hints
+    tied = FORMAT.read(Tree(FIXTURES / "llama_tied_pp2")).hints
     assert tied["degrees"] == {"pp": 2}
-    assert FORMAT.read(Tree(FIXTURES / "llama_tied_pp2"), {"config": LLAMA}).hints["paddle"]["config"] == LLAMA
+    assert (
+        FORMAT.read(Tree(FIXTURES / "llama_tied_pp2"), ReadOptions(config=LLAMA)).hints.get(PaddleHints).config == LLAMA
+    )
 
 
 def test_averages_keep_the_key_that_no_metadata_lists():
     catalog, values = values_of(FIXTURES / "ema")
     assert TensorKey("scaling_factor", "ema") in values
-    stray = [note for note in FORMAT.read(Tree(FIXTURES / "twice"), {}).notes if note.code == "N-several-saves"]
+    stray = [note for note in FORMAT.read(Tree(FIXTURES / "twice")).notes if note.code == "N-several-saves"]
     assert len(stray) == 1 and "number 3" in stray[0].message
 
 
@@ -440,7 +446,7 @@ def test_a_lost_rank_of_averages_is_named(tmp_path):
     shutil.copytree(FIXTURES / "ema_old", tmp_path / "x")
     (tmp_path / "x/ema_state/1_0.distcp").unlink()
     with pytest.raises(CkptError, match="in no file") as e:
-        FORMAT.read(Tree(tmp_path / "x"), {})
+        FORMAT.read(Tree(tmp_path / "x"))
     assert e.value.exit_code == 3 and "mlp.weight [ema]" in e.value.key
 
 

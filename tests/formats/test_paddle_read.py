@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from paddle_job import TABLE, Job, write
 
 from ckpt_tool.commands.options import Reading
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 
@@ -65,12 +67,12 @@ def test_values_are_the_jobs(name, kind, tmp_path):
     one.save(tmp_path, io=io)
     catalog, have = values(tmp_path)
     same(have, one.truth(io=io))
-    degrees = catalog.hints["degrees"]
+    degrees = catalog.hints.plain["degrees"]
     assert (degrees["tp"], degrees["pp"], degrees["ep"]) == (one.tp, one.pp, one.ep)
-    assert catalog.hints["dialect"] == "paddle"
+    assert catalog.hints.dialect == "paddle"
     if one.sharding > 1:
-        assert catalog.hints["paddle"]["sharding"] == ("v2" if one.v2 else "v1")
-        assert catalog.hints["paddle"]["sharding_degree"] == one.sharding
+        assert catalog.hints.get(PaddleHints).sharding == ("v2" if one.v2 else "v1")
+        assert catalog.hints.get(PaddleHints).sharding_degree == one.sharding
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -121,7 +123,7 @@ def test_experts_over_data_ranks(tmp_path):
     catalog, have = values(tmp_path)
     assert have["model", "model.layers.0.mlp.experts.1.up_proj.weight"][0, 0] == 20
     assert have["exp_avg", "model.layers.0.mlp.experts.1.up_proj.weight"][0, 0] == 1
-    assert catalog.hints["degrees"]["ep"] == 2
+    assert catalog.hints.get(Degrees).ep == 2
     assert len(catalog.tensors[TensorKey("model.norm.weight")].chunks) == 2
 
 
@@ -287,7 +289,7 @@ def test_an_adapter_is_read_with_its_config_beside(tmp_path):
     catalog, have = values(tmp_path)
     want = {q + "lora_A": a, q + "lora_B": b, w + "lora_A": o, w + "lora_B": b}
     same(have, {("model", name): array for name, array in want.items()})
-    assert catalog.sidefiles == ("lora_config.json",) and catalog.hints["paddle"]["stem"] == "lora_model_state"
+    assert catalog.sidefiles == ("lora_config.json",) and catalog.hints.get(PaddleHints).stem == "lora_model_state"
 
 
 def test_a_model_in_two_files_is_one(tmp_path):

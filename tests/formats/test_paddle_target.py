@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from targets import gather
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Degrees, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.target import Target, Wanted, WantedTensor
+from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle.format import FORMAT
 from ckpt_tool.formats.paddle.pickle_file import read_paddle
 from ckpt_tool.formats.paddle.target import paddle_target
@@ -34,13 +36,9 @@ def wanted_of(model: pm.Model, job: pm.Job, **hints: Any) -> Wanted:
         for (state, name), array in model.arrays.items()
     ]
     config = dict(pm.CONFIG, model_type="ernie4_5_moe") if job.by_tensor else dict(pm.CONFIG)
-    options = {
-        "degrees": {"tp": job.tp, "pp": job.pp, "ep": job.ep, "dp": job.sharding},
-        "zero": None,
-        "sharding": job.version,
-        "config": config,
-    }
-    return Wanted(tuple(tensors), options=options, hints=hints)
+    degrees = Degrees(tp=job.tp, pp=job.pp, ep=job.ep, dp=job.sharding)
+    wish = LayoutWish(degrees, sharding=job.version, config=config)
+    return Wanted(tuple(tensors), hints=Hints(hints), wish=wish)
 
 
 def lay_down(target: Target, wanted: Wanted, model: pm.Model, folder: Path) -> None:
@@ -134,7 +132,7 @@ def check_ranks(folder: Path, model: pm.Model, job: pm.Job) -> None:
 def check_back(folder: Path, model: pm.Model, config: Mapping[str, Any]) -> None:
     """Our reader gives the whole tensors again."""
     tree = Tree(folder)
-    catalog = FORMAT.read(tree, {"config": config})
+    catalog = FORMAT.read(tree, ReadOptions(config=config))
     catalog.check()
     assert {(key.state, key.name) for key in catalog.tensors} == model.arrays.keys()
     for key, tensor in catalog.tensors.items():

@@ -21,11 +21,14 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.progress import Silent
-from ckpt_tool.core.target import Wanted, WantedTensor
+from ckpt_tool.core.target import LayoutWish, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import ReadOptions
+from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.rules import module_of
 from ckpt_tool.formats.paddle_unified.files import file_key, optimizer_key
 from ckpt_tool.formats.paddle_unified.format import FORMAT
@@ -113,8 +116,8 @@ def job(
     return truth
 
 
-def read(folder: Path, **options: object) -> Catalog:
-    catalog = FORMAT.read(Tree(folder), options)
+def read(folder: Path, **options: Any) -> Catalog:
+    catalog = FORMAT.read(Tree(folder), ReadOptions(**options))
     catalog.check()
     return catalog
 
@@ -160,7 +163,7 @@ def test_the_lists_settle_a_square_weight_and_nothing_else_does(tmp_path: Path) 
     assert "q_proj" in (fault.key or "") and "--config" in (fault.hint or "")
     catalog = read(tmp_path, config=LLAMA)
     assert catalog.tensors[TensorKey("model.layers.0.self_attn.q_proj.weight")].chunks[0].array.strides == (1, 4)
-    assert read(tmp_path, family="llama").hints["paddle"]["told"] is True
+    assert read(tmp_path, family="llama").hints.get(PaddleHints).told is True
     del truth
 
 
@@ -513,7 +516,7 @@ def test_many_files_and_a_note_for_jobs_of_one_process(tmp_path: Path) -> None:
 
 def wanted(tensors: Mapping[TensorKey, tuple[tuple[int, ...], str]], hints: Mapping[str, Any]) -> Wanted:
     rows = tuple(WantedTensor(key, shape, DTYPES[dtype]) for key, (shape, dtype) in tensors.items())
-    return Wanted(rows, hints=hints)
+    return Wanted(rows, hints=Hints(hints))
 
 
 def test_layout_of_a_foreign_source_follows_the_loader() -> None:
@@ -557,19 +560,19 @@ def test_a_file_in_the_hugging_face_layout_can_be_read_by_itself(tmp_path: Path)
 def test_weights_are_rounded_from_masters_that_are_alone(tmp_path: Path) -> None:
     array = StoredArray("x", 0, DTYPES["F32"], (4, 6))
     both = [simple_tensor(TensorKey("a", state), array) for state in ("master", "exp_avg")]
-    hints = {"hints": {"paddle": {"config": {"dtype": "bfloat16"}}}}
-    made = FORMAT.fit(both, {}, hints)
+    hints = Hints.of(PaddleHints(config={"dtype": "bfloat16"}))
+    made = FORMAT.fit(both, {}, hints, LayoutWish())
     assert [tensor.key for _, tensor in made.tensors][-1] == TensorKey("a") and made.casts[
         TensorKey("a")
     ].name == "BF16"
     assert "rounded to BF16" in made.dropped[0]["reason"]
-    for options in (
-        {},
-        {"hints": {"paddle": {"config": {"dtype": "float32"}}}},
-        {**hints, "removed": frozenset({TensorKey("a")})},
-        {"hints": {"paddle": {"config": {"dtype": "bfloat16"}, "skip_save_model_weight": True}}},
+    for other, wish in (
+        (Hints(), LayoutWish()),
+        (Hints.of(PaddleHints(config={"dtype": "float32"})), LayoutWish()),
+        (hints, LayoutWish(removed=frozenset({TensorKey("a")}))),
+        (Hints.of(PaddleHints(config={"dtype": "bfloat16"}, skip_save_model_weight=True)), LayoutWish()),
     ):
-        assert len(FORMAT.fit(both, {}, options).tensors) == 2, options
+        assert len(FORMAT.fit(both, {}, other, wish).tensors) == 2, (other, wish)
 
 
 def test_states_of_a_tied_pair_are_written_under_both_names() -> None:
@@ -577,14 +580,14 @@ def test_states_of_a_tied_pair_are_written_under_both_names() -> None:
     array = StoredArray("x", 0, DTYPES["F32"], (6, 4))
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     rows = [simple_tensor(TensorKey(*key), array) for key in ((head, "model"), (table, "model"), (table, "exp_avg"))]
-    tied = {"hints": {"paddle": {"config": {"tie_word_embeddings": True}}}}
-    made = FORMAT.fit(rows, {}, tied)
+    tied = Hints.of(PaddleHints(config={"tie_word_embeddings": True}))
+    made = FORMAT.fit(rows, {}, tied, LayoutWish())
     assert made.tensors[-1][0] == 2 and made.tensors[-1][1].key == TensorKey(head, "exp_avg")
     assert "both names" in made.dropped[0]["reason"]
-    unified = {"hints": {"paddle": {"kind": "unified", "config": {"tie_word_embeddings": True}}}}
-    for options in (unified, {}, {"hints": {"paddle": {"config": {"tie_word_embeddings": False}}}}):
-        assert len(FORMAT.fit(rows, {}, options).tensors) == 3
-    assert len(FORMAT.fit(rows[1:], {}, tied).tensors) == 2  # one of them was removed
+    unified = Hints.of(PaddleHints(kind="unified", config={"tie_word_embeddings": True}))
+    for hints in (unified, Hints(), Hints.of(PaddleHints(config={"tie_word_embeddings": False}))):
+        assert len(FORMAT.fit(rows, {}, hints, LayoutWish()).tensors) == 3
+    assert len(FORMAT.fit(rows[1:], {}, tied, LayoutWish()).tensors) == 2  # one of them was removed
     keys = {row.key: ((6, 4), "F32") for row in rows}
     config = {"config": {**LLAMA, "tie_word_embeddings": True}, "kind": "unified"}
     told = unified_target(wanted(keys, {"dialect": "paddle", "paddle": config}), "x").notes
@@ -606,7 +609,7 @@ def test_what_scales_stays_with_what_is_scaled(tmp_path: Path) -> None:
     named = lambda i: [i["weight_map"].pop(key) for key in list(i["weight_map"]) if "scales" in key]  # noqa: E731
     edit(tmp_path / "a" / "optimizer.safetensors.index.json", lambda i: (named(i), None)[1])
     catalog = read(tmp_path / "a")
-    assert len(catalog.tensors) == 15 and catalog.hints["quantised"] == {
+    assert len(catalog.tensors) == 15 and catalog.hints.plain["quantised"] == {
         "kind": "paddle",
         "stage": "O1",
         "resume_times": 1,

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.commands.options import Reading
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle_unified.format import FORMAT
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
@@ -128,7 +130,7 @@ def test_a_slice_of_padding_alone_is_no_second_copy(tmp_path: Path) -> None:
 
 def test_degrees_stand_in_the_names(tmp_path: Path) -> None:
     write(tmp_path, 2, 2, flat=True)
-    assert FORMAT.read(Tree(tmp_path), {}).hints["degrees"] == {"tp": 2, "dp": 2}
+    assert FORMAT.read(Tree(tmp_path)).hints.get(Degrees) == Degrees(tp=2, dp=2)
 
 
 @pytest.mark.parametrize("name", ["optimizer.tp01_shard00.safetensors", "master_weights.tp00_shard01.safetensors"])
@@ -136,7 +138,7 @@ def test_a_lost_rank_is_told(name: str, tmp_path: Path) -> None:
     write(tmp_path, 2, 2, flat=True)
     (tmp_path / name).unlink()
     with pytest.raises(CkptError) as caught:
-        FORMAT.read(Tree(tmp_path), {})
+        FORMAT.read(Tree(tmp_path))
     assert caught.value.code == "E1355" and name in caught.value.message
 
 
@@ -148,9 +150,9 @@ def test_ranks_that_nothing_but_their_states_show_to_be_lost(tmp_path: Path) -> 
         path = tmp_path / f"optimizer.{rank}.safetensors"
         save_file({k: v for k, v in load_file(path).items() if "norm" not in k}, path)
     with pytest.raises(CkptError) as caught:
-        FORMAT.read(Tree(tmp_path), {})
+        FORMAT.read(Tree(tmp_path))
     assert caught.value.code == "E1358" and "norm" in (caught.value.key or "")
-    notes = FORMAT.read(Tree(tmp_path), {"lenient": True}).notes
+    notes = FORMAT.read(Tree(tmp_path), ReadOptions(lenient=True)).notes
     assert any(note.code == "W-untrained" for note in notes)
 
 
@@ -158,7 +160,7 @@ def test_files_of_two_jobs(tmp_path: Path) -> None:
     write(tmp_path, 2, 1, flat=False)
     (tmp_path / "optimizer.tp00_pp00.safetensors").write_bytes((tmp_path / "optimizer.tp00.safetensors").read_bytes())
     with pytest.raises(CkptError) as caught:
-        FORMAT.read(Tree(tmp_path), {})
+        FORMAT.read(Tree(tmp_path))
     assert caught.value.code == "E0384"
 
 
@@ -167,7 +169,7 @@ def test_no_files_of_ranks_at_all(tmp_path: Path) -> None:
     for path in (*tmp_path.glob("optimizer.safetensors"), *tmp_path.glob("master*")):
         path.unlink()
     with pytest.raises(CkptError) as caught:
-        FORMAT.read(Tree(tmp_path), {})
+        FORMAT.read(Tree(tmp_path))
     assert caught.value.code == "E1358"
 
 
@@ -176,7 +178,7 @@ def test_slices_without_the_model_have_no_shape(tmp_path: Path) -> None:
     for path in tmp_path.glob("model*"):
         path.unlink()
     with pytest.raises(CkptError) as caught:
-        FORMAT.read(Tree(tmp_path), {})
+        FORMAT.read(Tree(tmp_path))
     assert caught.value.code == "E1356" and "shape nothing says" in caught.value.message
 
 
@@ -194,7 +196,7 @@ def test_heads_that_nothing_counts(tmp_path: Path) -> None:
     index = (tmp_path / "model.safetensors.index.json").read_text()
     (tmp_path / "model.safetensors.index.json").write_text(index.replace("qkv_proj", "k_proj"))
     (tmp_path / "config.json").write_text("{}")
-    catalog = FORMAT.read(Tree(tmp_path), {})
+    catalog = FORMAT.read(Tree(tmp_path))
     catalog.check()
     shapes = {key.state: t.shape for key, t in catalog.tensors.items() if "k_proj" in key.name}
     assert shapes["master"] == shapes["exp_avg"] == shapes["model"] == (4, 16)
@@ -211,5 +213,5 @@ def test_quantised_shares_have_scales_of_their_own(tmp_path: Path) -> None:
             tensors[key + "@scales"] = np.ones(tensors[key].shape[1:], np.float32)
         save_file(tensors, path)
     with pytest.raises(CkptError) as caught:
-        FORMAT.read(Tree(tmp_path), {})
+        FORMAT.read(Tree(tmp_path))
     assert caught.value.code == "E1356" and "scales" in caught.value.message

@@ -17,7 +17,7 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
-from ckpt_tool.formats.peft.lone import is_adapter
+from ckpt_tool.formats.peft.lone import adapter_config, is_adapter
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
@@ -104,7 +104,7 @@ def test_the_config_travels(adapter, tmp_path):
     assert left == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
     assert (tmp_path / "out/adapter_config.json").read_bytes() == (adapter / "adapter_config.json").read_bytes()
     catalog = open_source(str(tmp_path / "out"), Reading()).catalog
-    assert len(catalog.tensors) == 4 and catalog.hints["peft"]["config"] == json.loads(
+    assert len(catalog.tensors) == 4 and adapter_config(catalog) == json.loads(
         (adapter / "adapter_config.json").read_text()
     )
 

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
@@ -118,7 +119,7 @@ def read_by_library(folder: Path) -> dict[tuple[str, str], np.ndarray]:
 
 
 def read_by_us(folder: Path) -> tuple[Catalog, dict[tuple[str, str], np.ndarray]]:
-    catalog = FORMAT.read(Tree(folder), {})
+    catalog = FORMAT.read(Tree(folder))
     catalog.check()
     out = {}
     for key, tensor in catalog.tensors.items():
@@ -166,7 +167,7 @@ def tiny_parts() -> tuple[Arrays, Wanted, Layout]:
     wanted = wanted_of(
         arrays,
         extras={"iteration": 7, "betas": (0.9, 0.95)},
-        hints={"prefix": "model."},
+        hints=Hints({"prefix": "model."}),
         source_format="dcp",
         sidefiles=(("config.json", 11),),
         paths={TensorKey("w", "exp_avg"): ("optim", "state", 0, "exp_avg")},
@@ -242,7 +243,7 @@ def test_reading_gives_back_what_was_wanted(tiny: Path) -> None:
     check_equal(values, arrays)
     assert catalog.mesh == Mesh.of(tp=2, dp=2)
     assert catalog.extras == wanted.extras
-    assert catalog.hints == {"prefix": "model.", "source_format": "dcp"}
+    assert catalog.hints.plain == {"prefix": "model.", "source_format": "dcp"}
     assert catalog.sidefiles == ("config.json",) and catalog.notes == ()
     assert catalog.tensors[TensorKey("w", "exp_avg")].path == ("optim", "state", 0, "exp_avg")
     assert catalog.digests[TensorKey("w", "exp_avg")] == f"{3:032x}"
@@ -262,7 +263,7 @@ def test_an_uncomputed_digest_is_none(tmp_path: Path, hole: bytes) -> None:
         for patch in file.patches:
             data[patch.offset : patch.offset + 32] = hole
         (tmp_path / file.path).write_bytes(data)
-    assert FORMAT.read(Tree(tmp_path), {}).digests == {}
+    assert FORMAT.read(Tree(tmp_path)).digests == {}
 
 
 def test_a_reshard_of_a_reshard_keeps_the_first_source(tiny: Path) -> None:
@@ -286,7 +287,7 @@ def test_headers_alone_are_read(tmp_path: Path) -> None:
     layout = Layout(mesh, tuple(place((400, 100), [(0, ("tp",))], mesh) for _ in arrays))
     write(FORMAT.target(wanted_of(arrays), layout), arrays, tmp_path)
     tree = Tree(tmp_path)
-    FORMAT.read(tree, {})
+    FORMAT.read(tree)
     stored = sum(tree.listing().values())
     assert tree.bytes_read <= 2 * (128 << 10) + 8192 < stored - 900_000
 
@@ -434,10 +435,10 @@ def test_extras_of_every_kind_come_back(tmp_path: Path) -> None:
         "args": Opaque("argparse.Namespace", (), {"lr": 0.1}),
         "ü\n": "日本",
     }
-    write(FORMAT.target(wanted_of({}, extras=extras, hints={"k": (1, 2)}), Layout(Mesh(), ())), {}, tmp_path)
-    catalog = FORMAT.read(Tree(tmp_path), {})
+    write(FORMAT.target(wanted_of({}, extras=extras, hints=Hints({"k": (1, 2)})), Layout(Mesh(), ())), {}, tmp_path)
+    catalog = FORMAT.read(Tree(tmp_path))
     assert catalog.extras == extras
-    assert catalog.hints["k"] == (1, 2)
+    assert catalog.hints.plain["k"] == (1, 2)
 
 
 # -- what can't be written ----------------------------------------------------------------------------------------
@@ -482,7 +483,7 @@ def test_states_that_differ_only_in_case_or_are_endless_are_refused() -> None:
 
 def fault(folder: Path, kind: type[CkptError], code: str) -> CkptError:
     with pytest.raises(kind) as info:
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
     assert info.value.code == code, info.value
     assert info.value.path is not None and info.value.hint
     return info.value
@@ -683,7 +684,7 @@ def test_a_link_in_place_of_a_rank_file_is_refused(tiny: Path) -> None:
 def test_an_index_that_is_no_index_is_exit_3(tiny: Path, text: bytes) -> None:
     (tiny / INDEX).write_bytes(text)
     with pytest.raises(CkptError) as info:
-        FORMAT.read(Tree(tiny), {})
+        FORMAT.read(Tree(tiny))
     assert info.value.exit_code == 3 and info.value.path == str(tiny / INDEX)
 
 
@@ -696,7 +697,7 @@ def test_a_truncated_or_bit_flipped_index_never_crashes(tiny: Path) -> None:
         for text in (raw[:at], bytes(flipped)):
             (tiny / INDEX).write_bytes(text)
             try:
-                FORMAT.read(Tree(tiny), {})
+                FORMAT.read(Tree(tiny))
             except CkptError as e:
                 assert e.exit_code in (3, 4)
 
@@ -705,7 +706,7 @@ def test_other_files_are_ignored_with_a_note(tiny: Path) -> None:
     (tiny / "ema.tp00_dp00.safetensors").write_bytes(b"half")
     (tiny / "config.json").unlink()
     (tiny / "tokenizer.json").write_bytes(b"{}")
-    catalog = FORMAT.read(Tree(tiny), {})
+    catalog = FORMAT.read(Tree(tiny))
     assert {(note.code, note.path) for note in catalog.notes} == {
         ("W-ignored", str(tiny / "ema.tp00_dp00.safetensors")),
         ("W-side-file-gone", str(tiny / "config.json")),

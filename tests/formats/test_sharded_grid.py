@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, TargetArray, Wanted, WantedTensor
@@ -51,7 +52,7 @@ def cases(draw: st.DrawFn) -> tuple[Wanted, Layout]:
         ]
         layout = Layout(Mesh.of(**mesh.to_json(), pp=2), tuple(placements), "by hand")
     sidefiles = (("config.json", 7),) if draw(st.booleans()) else ()
-    return Wanted(tuple(tensors), {"iteration": 7}, {"k": "v"}, "dcp", sidefiles), layout
+    return Wanted(tuple(tensors), {"iteration": 7}, Hints({"k": "v"}), "dcp", sidefiles), layout
 
 
 def both(wanted: Wanted, layout: Layout) -> tuple[Target, Target]:

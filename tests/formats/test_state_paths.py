@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, clean, common_prefix, name_leaves
@@ -226,8 +227,8 @@ def test_an_alignment_is_found_exactly_when_it_is_the_only_one(
 def test_roots_survive_the_hints() -> None:
     moments, extras = numbered({0: (5,)})
     roots = name_leaves([leaf("app", "model", "a", shape=(5,)), *moments], extras).roots
-    assert Roots.from_hints(roots.to_hints()) == roots
-    assert Roots.from_hints({}) is None
+    assert Hints.of(roots).get(Roots) == roots
+    assert Hints().get(Roots) is None
     assert Roots().path(TensorKey("a", "exp_avg")) == ("optim", "state", "a", "exp_avg")
     assert Roots().path(TensorKey("a", "ema")) == ("ema", "a")
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from targets import ramp, wanted_of
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, UsageError
@@ -93,8 +94,8 @@ def test_paths_that_lost_their_evidence_are_given_up(tmp_path: Any) -> None:
     """torchtitan's flat states without model and groups look like a model: they get the usual places instead."""
     tensors = {TensorKey("w", "exp_avg"): ramp((2, 2)), TensorKey("w", "odd"): ramp((2, 2))}
     paths = {key: (f"state.w.{key.state}",) for key in tensors}
-    hints = Roots(model=(), optimizer=(), flat=True).to_hints()
-    keys, _, notes = names_again(wanted_of(tensors, paths, hints=hints))
+    hints = Roots(model=(), optimizer=(), flat=True)
+    keys, _, notes = names_again(wanted_of(tensors, paths, hints=Hints.of(hints)))
     assert keys == list(tensors) and "get_state_dict" in notes[0]
 
 
@@ -104,9 +105,9 @@ def test_numbers_that_order_no_longer_names_get_names() -> None:
     paths = {key: ("model", key.name) for key in tensors} | {
         TensorKey("a", "exp_avg"): ("optim", "state", 0, "exp_avg")
     }
-    hints = Roots(ids={("optim",): {"0": "a", "1": "b"}}).to_hints()
+    hints = Roots(ids={("optim",): {"0": "a", "1": "b"}})
     extras = {"optim": {"param_groups": [{"params": [0, 1], "lr": 0.1}]}}
-    keys, found, notes = names_again(wanted_of(tensors, paths, hints=hints, extras=extras))
+    keys, found, notes = names_again(wanted_of(tensors, paths, hints=Hints.of(hints), extras=extras))
     assert keys == list(tensors)
     assert found["optim"]["param_groups"] == [{"params": [0, 1], "lr": 0.1, "param_names": ["a", "b"]}]
     assert "param_names" in notes[0]
@@ -117,21 +118,21 @@ def test_numbers_that_were_never_named_keep_their_numbers() -> None:
     tensors = {TensorKey("a"): ramp((3,)), TensorKey("0", "exp_avg"): ramp((3,))}
     paths = {TensorKey("a"): ("model", "a"), TensorKey("0", "exp_avg"): ("optim", "state", 0, "exp_avg")}
     extras = {"optim": {"param_groups": [{"params": [0]}]}}
-    keys, _, _ = names_again(wanted_of(tensors, paths, hints=Roots().to_hints(), extras=extras))
+    keys, _, _ = names_again(wanted_of(tensors, paths, hints=Hints.of(Roots()), extras=extras))
     assert keys == list(tensors)
 
 
 def test_a_renamed_tensor_does_not_go_back_to_its_old_place() -> None:
     tensors = {TensorKey("new.name"): ramp((3,))}
     wanted = wanted_of(
-        tensors, {TensorKey("new.name"): ("app", "model", "old")}, hints=Roots(model=("app", "model")).to_hints()
+        tensors, {TensorKey("new.name"): ("app", "model", "old")}, hints=Hints.of(Roots(model=("app", "model")))
     )
     assert nest(wanted, [1], whole_numbers=True).tree == {"app": {"model": {"new.name": 1}}}
 
 
 def test_hints_from_an_edited_index_do_no_harm() -> None:
     for said in (3, {"model": 7}, {"ids": [[1]]}, {"ids": "x"}, {"model": [["a"]]}, {"flat": {}, "ema": [None]}):
-        assert Roots.from_hints({"roots": said}) is None or isinstance(Roots.from_hints({"roots": said}), Roots)
+        assert Roots.read(said) is None or isinstance(Roots.read(said), Roots)
         wanted = wanted_of(
             {TensorKey("w"): ramp((2,))}, hints={"roots": said, "ordered": [["model"], 5], "folders": [1, None]}
         )

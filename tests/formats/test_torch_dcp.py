@@ -23,12 +23,14 @@ from safetensors.torch import load_file
 from targets import FIXTURES, along_rows, bits, gather, ramp, rewanted, values_of, wanted_of, write
 
 from ckpt_tool.core.extras import Opaque
+from ckpt_tool.core.hints import Globals
 from ckpt_tool.core.layout import Layout, place
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, UnknownFormat, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.dcp import folders as dcp_folders
 from ckpt_tool.formats.dcp.format import FORMAT
 from ckpt_tool.storage.source import Tree
@@ -65,7 +67,7 @@ def test_fixtures_hold_what_the_run_held(case: str) -> None:
     tree = Tree(FIXTURES / "dcp" / case)
     assert FORMAT.detect(tree) is not None
     assert tree.bytes_read == 0
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     headers = tree.bytes_read
     truth = load_file(FIXTURES / "dcp" / f"{case}.truth.safetensors")
     assert {f"{key.state}/{key.name}" for key in catalog.tensors} == set(truth)
@@ -99,27 +101,27 @@ MESHES = {
 
 @pytest.mark.parametrize("case", MESHES)
 def test_the_mesh_is_what_the_boxes_show(case: str) -> None:
-    assert FORMAT.read(Tree(FIXTURES / "dcp" / case), {}).mesh.to_json() == MESHES[case]
+    assert FORMAT.read(Tree(FIXTURES / "dcp" / case)).mesh.to_json() == MESHES[case]
 
 
 def test_paths_are_kept_and_files_are_told_to_their_ranks() -> None:
-    catalog = FORMAT.read(Tree(FIXTURES / "dcp" / "titan"), {})
+    catalog = FORMAT.read(Tree(FIXTURES / "dcp" / "titan"))
     assert catalog.tensors[TensorKey("embed.weight", "exp_avg")].path == ("optimizer", "state.embed.weight.exp_avg")
-    assert catalog.hints["ranks"] == {"__0_0.distcp": {"dp": 0}, "__1_0.distcp": {"dp": 1}}
-    assert "torch.distributed.checkpoint.metadata.Metadata" in catalog.hints["globals"]
+    assert catalog.hints.plain["ranks"] == {"__0_0.distcp": {"dp": 0}, "__1_0.distcp": {"dp": 1}}
+    assert "torch.distributed.checkpoint.metadata.Metadata" in catalog.hints.get(Globals).names
 
 
 def test_stray_files_and_wrappers_are_noted() -> None:
-    notes = [note.message for note in FORMAT.read(Tree(FIXTURES / "dcp" / "stale_files"), {}).notes]
+    notes = [note.message for note in FORMAT.read(Tree(FIXTURES / "dcp" / "stale_files")).notes]
     assert any("__2_0.distcp" in note for note in notes)
-    notes = [note.message for note in FORMAT.read(Tree(FIXTURES / "dcp" / "wrapper_names"), {}).notes]
+    notes = [note.message for note in FORMAT.read(Tree(FIXTURES / "dcp" / "wrapper_names")).notes]
     assert any("_orig_mod" in note for note in notes)
 
 
 def test_each_of_accelerates_folders_is_a_checkpoint_too() -> None:
-    whole = FORMAT.read(Tree(FIXTURES / "dcp" / "accelerate_fsdp2"), {})
-    model = FORMAT.read(Tree(FIXTURES / "dcp" / "accelerate_fsdp2" / "pytorch_model_fsdp_0"), {})
-    optimizer = FORMAT.read(Tree(FIXTURES / "dcp" / "accelerate_fsdp2" / "optimizer_0"), {})
+    whole = FORMAT.read(Tree(FIXTURES / "dcp" / "accelerate_fsdp2"))
+    model = FORMAT.read(Tree(FIXTURES / "dcp" / "accelerate_fsdp2" / "pytorch_model_fsdp_0"))
+    optimizer = FORMAT.read(Tree(FIXTURES / "dcp" / "accelerate_fsdp2" / "optimizer_0"))
     assert set(model.tensors) | set(optimizer.tensors) == set(whole.tensors)
     assert not set(model.tensors) & set(optimizer.tensors)
 
@@ -141,10 +143,10 @@ def test_what_is_not_dcp_is_not_claimed(tmp_path: Path) -> None:
     half = folder("half", "__0_0.distcp")
     assert FORMAT.detect(half) is not None, "claimed, so that the message can say what is wrong"
     with pytest.raises(Incomplete, match="not finished"):
-        FORMAT.read(half, {})
+        FORMAT.read(half)
     steps = folder("steps", "step-1/.metadata", "step-1/__0_0.distcp", "step-2/.metadata", "step-2/__0_0.distcp")
     with pytest.raises(UnknownFormat, match="2 DCP checkpoints"):
-        FORMAT.read(steps, {})
+        FORMAT.read(steps)
 
 
 def test_tensors_inside_an_object_item_are_tensors(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_tensors_inside_an_object_item_are_tensors(tmp_path: Path) -> None:
             no_dist=True,
         )
     tree = Tree(tmp_path / "a")
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     assert {str(key): tensor.path for key, tensor in catalog.tensors.items()} == {
         "w": ("model", "w"),
         "list.0 [extras]": ("list", 0),
@@ -196,14 +198,14 @@ def test_hostile_folders(row: str, make: Any, want: Any, words: tuple[str, ...],
     tree = Tree(make(tmp_path))
     assert FORMAT.detect(tree) is not None
     if want == 0:
-        assert not FORMAT.read(tree, {}).unsafe
+        assert not FORMAT.read(tree).unsafe
         return
     if isinstance(want, dict):  # shown by inspect, refused by everything else
-        text = " ".join(FORMAT.read(tree, {}).unsafe)
+        text = " ".join(FORMAT.read(tree).unsafe)
         assert text
     else:
         with pytest.raises(CkptError) as raised:
-            FORMAT.read(tree, {})
+            FORMAT.read(tree)
         assert raised.value.exit_code == want and raised.value.hint
         text = json.dumps(raised.value.to_json(), ensure_ascii=False)
     for word in words:
@@ -218,7 +220,7 @@ def test_hostile_folders(row: str, make: Any, want: Any, words: tuple[str, ...],
 @pytest.mark.parametrize("case", CASES)
 def test_torch_loads_what_we_write_and_we_read_it_back(case: str, tmp_path: Path) -> None:
     tree = Tree(FIXTURES / "dcp" / case)
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     wanted = rewanted(catalog)
     write(FORMAT.target(wanted, along_rows(wanted, dp=3)), tmp_path, values_of(tree, catalog))
     flat = load(tmp_path)
@@ -226,7 +228,7 @@ def test_torch_loads_what_we_write_and_we_read_it_back(case: str, tmp_path: Path
     for key, tensor in catalog.tensors.items():
         assert same_bits(flat.pop(".".join(map(str, tensor.path))), truth[f"{key.state}/{key.name}"]), key
     assert not any(isinstance(value, torch.Tensor) for value in flat.values())
-    again = FORMAT.read(Tree(tmp_path), {})
+    again = FORMAT.read(Tree(tmp_path))
     again.check()
     assert again.extras == catalog.extras
     assert {key: tensor.path for key, tensor in again.tensors.items()} == {
@@ -332,7 +334,7 @@ def test_items_lie_aligned_and_heads_are_shared() -> None:
 
 def test_accelerates_two_folders_come_back_and_load_as_one(tmp_path: Path) -> None:
     tree = Tree(FIXTURES / "dcp" / "accelerate_fsdp2")
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     wanted = rewanted(catalog)
     write(FORMAT.target(wanted, along_rows(wanted, dp=2)), tmp_path, values_of(tree, catalog))
     together = load(tmp_path)
@@ -348,7 +350,7 @@ def test_native_numbers_survive_and_removed_ones_leave_the_groups(tmp_path: Path
     from ckpt_tool.formats.torch.format import FORMAT as TORCH
 
     tree = Tree(FIXTURES / "torch" / "training.pt")
-    catalog = TORCH.read(tree, {})
+    catalog = TORCH.read(tree)
     kept = {key: tensor for key, tensor in catalog.tensors.items() if key.name != "lm_head.weight"}
     removed = [key for key in catalog.tensors if key not in kept]
     assert len(removed) == 4
@@ -359,7 +361,7 @@ def test_native_numbers_survive_and_removed_ones_leave_the_groups(tmp_path: Path
     (gone,) = {int(catalog.tensors[key].path[2]) for key in removed if key.state == "exp_avg"}
     assert gone not in flat["optimizer.param_groups.0.params"] and len(flat["optimizer.param_groups.0.params"]) == 4
     assert f"optimizer.state.{gone}.exp_avg" not in flat and "optimizer.state.0.exp_avg" in flat
-    assert set(FORMAT.read(Tree(tmp_path), {}).tensors) == set(kept)
+    assert set(FORMAT.read(Tree(tmp_path)).tensors) == set(kept)
 
 
 def test_what_our_pickles_cannot_hold_is_left_out_and_named() -> None:
@@ -378,9 +380,9 @@ def test_empty_dicts_are_lost_and_named(tmp_path: Path) -> None:
 
 
 def test_checksums_can_be_required() -> None:
-    FORMAT.read(Tree(FIXTURES / "dcp" / "fsdp2_dp4"), {"require_checksums": True})
+    FORMAT.read(Tree(FIXTURES / "dcp" / "fsdp2_dp4"), ReadOptions(require_checksums=True))
     with pytest.raises(CkptError, match="no checksum"):
-        FORMAT.read(Tree(FIXTURES / "dcp" / "safetensors_2d"), {"require_checksums": True})
+        FORMAT.read(Tree(FIXTURES / "dcp" / "safetensors_2d"), ReadOptions(require_checksums=True))
 
 
 def test_what_cannot_be_written_is_a_usage_error() -> None:
@@ -412,7 +414,7 @@ def test_random_checkpoints_on_random_meshes(shapes_: list[Any], dp: int, tp: in
             [bits(t) for t in tensors.values()],
         )
         tree = Tree(scratch)
-        catalog = FORMAT.read(tree, {})
+        catalog = FORMAT.read(tree)
         assert set(catalog.tensors) == set(tensors)
         for key, tensor in tensors.items():
             np.testing.assert_array_equal(gather(tree, catalog.tensors[key]), bits(tensor))
@@ -423,7 +425,7 @@ def test_random_checkpoints_on_random_meshes(shapes_: list[Any], dp: int, tp: in
 def test_an_fsdp2_job_on_other_ranks_loads_it(tmp_path: Path) -> None:
     """Into a real FSDP2 model and optimizer on 3 gloo ranks; the job's own view of what it loaded is the truth."""
     tree = Tree(FIXTURES / "dcp" / "fsdp2_dp4")
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     wanted = rewanted(catalog)
     write(FORMAT.target(wanted, along_rows(wanted, dp=2)), tmp_path / "in", values_of(tree, catalog))
     script = Path(__file__).with_name("load_fsdp2.py")
@@ -458,7 +460,7 @@ def test_the_metadata_is_what_torch_itself_would_pickle(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     tree = Tree(tmp_path / "theirs")
-    catalog = FORMAT.read(tree, {})
+    catalog = FORMAT.read(tree)
     wanted = rewanted(catalog)
     write(FORMAT.target(wanted, along_rows(wanted)), tmp_path / "ours", values_of(tree, catalog))
     theirs, ours = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("theirs", "ours"))

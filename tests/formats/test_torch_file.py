@@ -19,6 +19,7 @@ from ckpt_tool.core.extras import Opaque
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.torch.format import FORMAT
 from ckpt_tool.storage.source import Tree
 
@@ -32,10 +33,10 @@ def path_of(case: str) -> Path:
     return path if path.is_dir() else path.with_suffix(".pt")
 
 
-def read(path: Path, **options: object) -> tuple[Tree, Catalog]:
+def read(path: Path, **options: Any) -> tuple[Tree, Catalog]:
     tree = Tree(path)
     assert FORMAT.detect(tree) is not None
-    return tree, FORMAT.read(tree, options)
+    return tree, FORMAT.read(tree, ReadOptions(**options))
 
 
 def rewritten(path: Path, out: Path, **rest: Any) -> Catalog:
@@ -81,7 +82,7 @@ def test_names_of_numbered_parameters_equal_the_runs_own() -> None:
     for case in ("training", "training_groups", "training_named", "tutorial", "legacy"):
         _, catalog = read(path_of(case))
         ids = json.loads((FIXTURES / "torch" / f"{case}.truth.json").read_text())["extras"]["ids"]
-        (recorded,) = (dict(names) for _, names in catalog.hints["roots"]["ids"])
+        (recorded,) = (dict(names) for _, names in catalog.hints.plain["roots"]["ids"])
         assert recorded == ids
 
 
@@ -145,18 +146,18 @@ def test_an_index_is_held_against_its_files(tmp_path: Path) -> None:
 
     torch.save({"b.w": ramp((3,)), "c.w": ramp((1,))}, folder / "pytorch_model-00002-of-00002.bin")
     with pytest.raises(CkptError, match=r"not in the index; the first: c\.w") as raised:
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
     assert raised.value.exit_code == 3
     assert set(read(folder, lenient=True)[1].tensors) == {TensorKey("a.w"), TensorKey("b.w")}
 
     torch.save({"c.w": ramp((1,))}, folder / "pytorch_model-00002-of-00002.bin")
     with pytest.raises(CkptError, match=r"not in pytorch_model-00002-of-00002\.bin; the first: b\.w"):
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
 
     for file in folder.glob("*.bin"):
         file.unlink()
     with pytest.raises(CkptError, match="2 of 2 files are missing") as raised:
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
     assert "00001" in raised.value.message and "00002" in raised.value.message
 
 
@@ -166,7 +167,7 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a.w": "../secret.bin"}}')
     with pytest.raises(CkptError, match=r"\.\./secret\.bin") as raised:
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
     assert raised.value.exit_code == 4
 
 
@@ -176,14 +177,14 @@ def test_numbered_files_without_an_index(tmp_path: Path) -> None:
     assert len(read(folder)[1].tensors) == 2
     (folder / "pytorch_model-00001-of-00002.bin").unlink()
     with pytest.raises(CkptError, match="1 of 2 files are missing"):
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "m", {"a.w": ramp((2,))}, {"a.w": ramp((2,))})
     (folder / "pytorch_model.bin.index.json").unlink()
     with pytest.raises(CkptError, match="lies in") as raised:
-        FORMAT.read(Tree(folder), {})
+        FORMAT.read(Tree(folder))
     assert raised.value.code == "E0383"
 
 
@@ -217,7 +218,7 @@ def test_what_lies_beside_the_model_is_named(tmp_path: Path) -> None:
 def test_checksums_can_be_required() -> None:
     assert read(path_of("weights"), require_checksums=True)[1].tensors
     with pytest.raises(CkptError, match="no checksum"):
-        FORMAT.read(Tree(path_of("legacy")), {"require_checksums": True})
+        FORMAT.read(Tree(path_of("legacy")), ReadOptions(require_checksums=True))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def test_numbers_of_a_dcp_source_become_integers_again(tmp_path: Path) -> None:
     wanted = rewanted(catalog)
     write(DCP.target(wanted, along_rows(wanted)), tmp_path / "dcp", values_of(tree, catalog))
     middle = Tree(tmp_path / "dcp")
-    between = DCP.read(middle, {})
+    between = DCP.read(middle)
     wanted = rewanted(between, single="b.pt")
     write(FORMAT.target(wanted, along_rows(wanted)), tmp_path, values_of(middle, between))
     got = leaves(torch.load(tmp_path / "b.pt", weights_only=True))

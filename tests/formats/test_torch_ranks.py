@@ -24,6 +24,7 @@ from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InputError
@@ -181,7 +182,7 @@ def test_split_factors_that_would_make_millions_of_boxes_are_refused() -> None:
 def test_what_is_in_the_folder() -> None:
     catalog = open_source(str(RANKS), Reading()).catalog
     catalog.check()
-    assert catalog.mesh.to_json() == {"dp": 4} and catalog.hints["degrees"] == {"dp": 4}
+    assert catalog.mesh.to_json() == {"dp": 4} and catalog.hints.get(Degrees) == Degrees(dp=4)
     tensor = catalog.tensors[TensorKey("layers.0.w1.weight", "exp_avg")]
     assert tensor.shape == (5, 10) and [c.box.shape[0] for c in tensor.chunks] == [2, 2, 1]  # rank 3 has none
     assert catalog.extras["extra_state"]["lr_scheduler"]["last_epoch"] == 0

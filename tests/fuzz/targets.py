@@ -33,6 +33,7 @@ from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.dcp.format import FORMAT as DCP
 from ckpt_tool.merging.groups import Grouping
 from ckpt_tool.merging.mergekit import read_config
@@ -253,7 +254,7 @@ def read_tree(files):
     tree = Files(files)
     try:
         fmt, _ = registry.detect(tree)
-        catalog = fmt.read(tree, {"lenient": False})
+        catalog = fmt.read(tree, ReadOptions(lenient=False))
         seen(catalog)
     except CkptError as error:
         told(error)
@@ -278,7 +279,7 @@ def one_dcp(data):
     tree = Files({".metadata": data, "__0_0.distcp": bytes(4096), "__1_0.distcp": bytes(512)})
     try:
         if DCP.detect(tree):
-            seen(DCP.read(tree, {}))
+            seen(DCP.read(tree))
     except CkptError as error:
         told(error)
 

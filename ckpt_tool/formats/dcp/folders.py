@@ -24,9 +24,11 @@ Sources: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEF
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from ckpt_tool.core.hints import Names
 from ckpt_tool.errors import Incomplete, UnknownFormat
 from ckpt_tool.formats.containers.dcp_items import DATA
 from ckpt_tool.formats.containers.dcp_metadata import MEGATRON_OBJECTS, METADATA, UNFINISHED
@@ -48,6 +50,13 @@ class Save:
     folder: str
     metadata: tuple[str, ...]
     tmp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Folders(Names):
+    """The folders of the saves of a source that has several."""
+
+    KEY: ClassVar[str] = "folders"
 
 
 def find(listing: Iterable[str]) -> list[Save]:
@@ -119,7 +128,7 @@ def check(saves: list[Save], shown: str) -> None:
         )
 
 
-def is_pair(names: list[str]) -> bool:
+def is_pair(names: Sequence[str]) -> bool:
     """Are these a model's folder and an optimizer's, at most one each?"""
     models = [name for name in names if _MODEL.fullmatch(name)]
     optimizers = [name for name in names if _OPTIMIZER.fullmatch(name)]

@@ -34,17 +34,18 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.hints import FileRanks, Globals, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import InputError, UnknownFormat, UnsafeInput
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import PLACED, Evidence, Holds
+from ckpt_tool.formats.base import AS_IS, PLACED, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.containers.dcp_items import DATA, Items, ReadObject
 from ckpt_tool.formats.containers.dcp_metadata import Listing, TensorEntry, check_files, read_listing
 from ckpt_tool.formats.dcp import folders as dcp_folders
-from ckpt_tool.formats.dcp.folders import Save
+from ckpt_tool.formats.dcp.folders import Folders, Save
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.tree import SLOT, part
@@ -79,7 +80,7 @@ class _Dcp:
             return None
         return Evidence(dcp_folders.why(saves), files=dcp_folders.files(saves, tree.listing()))
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
         `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so
         keys that have another system's meaning are read as they are.
@@ -99,7 +100,7 @@ class _Dcp:
         dcp_folders.check(saves, tree.display())
         listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
         for listing in listings:
-            if not options.get("forced"):
+            if not options.forced:
                 dcp_folders.refuse(
                     listing.tensors,
                     listing.objects,
@@ -107,7 +108,7 @@ class _Dcp:
                     finished=tree.exists(f"{listing.folder}metadata.json"),
                 )
         check_files(tree, listings, saves[0].folder + saves[0].metadata[0])
-        catalog = _Reading(tree, saves, listings).catalog(required=bool(options.get("require_checksums")))
+        catalog = _Reading(tree, saves, listings).catalog(required=options.require_checksums)
         catalog.check()
         return catalog
 
@@ -159,13 +160,12 @@ class _Reading:
         }
         files = [file for listing in self.listings for file in listing.files]
         mesh = _mesh(tensors.values())
-        globals_ = dict.fromkeys((*(g for each in self.listings for g in each.globals), *self.items.globals))
-        hints = {
-            **named.roots.to_hints(),
-            "globals": list(globals_),
-            "ranks": _ranks(files, mesh),
-            "folders": [save.folder.rstrip("/") for save in self.saves if save.folder],
-        }
+        hints = Hints.of(
+            named.roots,
+            Globals.each(*(each.globals for each in self.listings), self.items.globals),
+            FileRanks(_ranks(files, mesh)),
+            Folders.each(save.folder.rstrip("/") for save in self.saves if save.folder),
+        )
         return Catalog(
             "dcp",
             tensors,

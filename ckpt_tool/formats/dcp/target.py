@@ -27,7 +27,7 @@ from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_items import ItemFiles, Placed, torch_dtype
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
-from ckpt_tool.formats.dcp.folders import is_pair
+from ckpt_tool.formats.dcp.folders import Folders, is_pair
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.torch.content import Part, TorchComposer
@@ -42,7 +42,7 @@ class _Slot(NamedTuple):
 def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     """The folder. Raises UsageError E0240 (two keys flatten to one), E0241, E0242 (a dtype torch lacks)."""
     nested = nest(wanted, [_Slot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
-    folders = _folders(wanted.hints)
+    folders = _folders(wanted.hints.get(Folders))
     leaves: dict[str, tuple[Path, Any]] = {}
     for path, value in flatten(nested.tree):
         key = dotted(path)
@@ -79,10 +79,9 @@ def _empty_dicts(value: Any, path: Path = ()) -> Iterator[str]:
             yield from _empty_dicts(item, (*path, i))
 
 
-def _folders(hints: Mapping[str, Any]) -> dict[str, str]:
+def _folders(hint: Folders | None) -> dict[str, str]:
     """accelerate's folders: first step of a path -> folder with a slash. {} for a plain checkpoint."""
-    said = hints.get("folders", ())
-    names = [str(name) for name in said] if isinstance(said, list | tuple) else []
+    names = hint.names if hint else ()
     if len(names) != 2 or not is_pair(names) or any("/" in name for name in names):
         return {}
     optimizer = next(name for name in names if name.startswith("optim"))

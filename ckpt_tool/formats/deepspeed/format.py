@@ -43,10 +43,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
+from ckpt_tool.core.target import LayoutWish, Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.formats.base import Evidence, Fitted, Holds
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.deepspeed.files import sort_files
 from ckpt_tool.storage.source import Tree
 
@@ -77,7 +78,7 @@ class _DeepSpeed:
             files=frozenset(files.all()),
         )
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from pickles and directories alone.
 
         Raises Incomplete E0302 (files, experts missing), InconsistentCheckpoint E0359 (ranks that contradict each
@@ -88,14 +89,16 @@ class _DeepSpeed:
 
         return read(tree)
 
-    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
         """The tensors that the ZeRO stage keeps. See `deepspeed.layout`."""
         from ckpt_tool.formats.deepspeed.layout import fit
 
-        return fit(tensors, extras, options)
+        return fit(tensors, extras, wish)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """Every rank's files, for the degrees in `wanted.options`. See `deepspeed.write`."""
+        """Every rank's files, for the degrees in `wanted.wish`. See `deepspeed.write`."""
         from ckpt_tool.formats.deepspeed.write import target
 
         return target(wanted)

@@ -31,8 +31,9 @@ from typing import Any
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.mesh import divisors_near
-from ckpt_tool.core.target import Wanted
+from ckpt_tool.core.target import LayoutWish, Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
@@ -68,11 +69,11 @@ def stage_of(states: Sequence[str], described: Described | None, asked: int | No
     return 1 if has_master else 0
 
 
-def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], wish: LayoutWish) -> Fitted:
     """The tensors that the stage keeps. Raises UsageError E0286 where the optimizer's states can't be kept exactly."""
     described = Described.from_extras(extras)
     states = list(dict.fromkeys(tensor.key.state for tensor in tensors))
-    stage = stage_of(states, described, options.get("zero"))
+    stage = stage_of(states, described, wish.zero)
     if stage == 0:
         return Fitted(tuple(enumerate(tensors)))
     fitting = _Fitting(list(enumerate(tensors)), extras, described or Described())
@@ -80,7 +81,7 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Ma
     if stage == 3:
         fitting.drop_module()
     else:
-        fitting.refuse_removed(options.get("removed", ()))
+        fitting.refuse_removed(wish.removed)
         fitting.add_module()
     fitting.fold_steps()
     unlisted = tuple(row.key for _, row in fitting.rows if row.key.state == STEP)
@@ -272,10 +273,10 @@ class Laid:
 
 def settle(wanted: Wanted) -> Laid:
     """Degrees, stage, groups and job, checked."""
-    degrees = _degrees(wanted.options.get("degrees") or {})
+    degrees = _degrees(wanted.wish.degrees)
     described = Described.from_extras(wanted.extras)
     present = list(dict.fromkeys(tensor.key.state for tensor in wanted.tensors))
-    stage = stage_of(present, described, wanted.options.get("zero"))
+    stage = stage_of(present, described, wanted.wish.zero)
     extras, left_out = writable(wanted.extras)
     notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
     described = _completed(described, wanted) if described else _foreign(wanted, stage, notes)
@@ -297,7 +298,7 @@ def settle(wanted: Wanted) -> Laid:
         raise UsageError(f"--ep {ep} does not divide --dp {dp}", code=DEGREE, hint="choose --ep that divides --dp")
     if stage:
         _check_states(laid, groups)
-    stages = _stages_of(groups, described, pp, wanted.options.get("pp_split") or ())
+    stages = _stages_of(groups, described, pp, wanted.wish.pp_split)
     if described.stages and stage > 1:
         raise _unfit(f"--zero {stage}: DeepSpeed's pipelines take no more than ZeRO 1", "write --zero 1")
     job = Job(stage, dp, config.data_first, [[*laid.flat_groups(one)] for one in stages]) if stage else None
@@ -321,8 +322,8 @@ def _note_foreign(groups: Sequence[Group], described: Described, stage: int, not
         )
 
 
-def _degrees(said: Mapping[str, int]) -> dict[str, int]:
-    out = {name: said.get(name, 1) for name in ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")}
+def _degrees(wished: Degrees) -> dict[str, int]:
+    out = {name: wished.at(name) for name in ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")}
     for name in ("tp", "vpp", "etp", "cp"):
         if out[name] > 1 and (name != "etp" or out["etp"] != out["tp"]):
             what = f"--{name} {out[name]}: deepspeed is written for data, pipeline and expert ranks"
@@ -384,9 +385,9 @@ def _check_states(laid: Laid, groups: Sequence[Group]) -> None:
 
 def _moved(wanted: Wanted, dp: int, pp: int, ep: int) -> bool:
     """Are these other degrees than the source's?"""
-    before = wanted.hints.get("degrees")
+    before = wanted.hints.get(Degrees)
     now = {"dp": dp, "pp": pp, "ep": ep}
-    return isinstance(before, Mapping) and any(before.get(name, 1) != value for name, value in now.items())
+    return before is not None and any(before.at(name) != value for name, value in now.items())
 
 
 def _set_aside(laid: Laid) -> None:

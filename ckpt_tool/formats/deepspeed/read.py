@@ -23,6 +23,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.faults import by_file, for_each
+from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
@@ -383,16 +384,16 @@ class Reader:
         if optimizer:
             extras[OPTIMIZER] = optimizer
         extras[HOME] = self._described(module).to_extras()
-        degrees = {"tp": 1, "pp": self.pp, "vpp": 1, "ep": self.ep, "etp": 1, "dp": self.dp, "cp": 1}
+        degrees = Degrees(tp=1, pp=self.pp, vpp=1, ep=self.ep, etp=1, dp=self.dp, cp=1)
         return Catalog(
             "deepspeed",
             tensors,
             extras,
-            Mesh.of_degrees(degrees),
+            Mesh.of_degrees(degrees.stated()),
             files=self.files.all(),
             notes=(*self.notes, *self._notes(module)),
             unsafe=tuple(self.unsafe),
-            hints={"degrees": degrees, "globals": list(self.globals)},
+            hints=Hints.of(degrees, Globals.each(self.globals)),
         )
 
     def _plain(self, module: Module) -> Plain:

@@ -37,6 +37,7 @@ from ckpt_tool.formats.deepspeed.job import Job, RankArray, shares
 from ckpt_tool.formats.deepspeed.layout import Laid, is_random, settle
 from ckpt_tool.formats.deepspeed.names import counts, expert_name_of, first_rank, global_names, layer_and_local
 from ckpt_tool.formats.deepspeed.plain_optimizer import WRAPPER
+from ckpt_tool.formats.state_dict.nesting import ordered
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
@@ -155,7 +156,7 @@ class _Writer:
             elif name in without or laid.stage == 3 and name in self.shared:
                 empty = empty or composer.value((0,), DTYPES.get(laid.described.dtype) or DTYPES["BF16"], b"")
                 out[name] = empty
-        for attributes in (item for path, item in _ordered(laid.wanted.hints) if path == ("module",)):
+        for attributes in (item for path, item in ordered(laid.wanted.hints) if path == ("module",)):
             out.attributes = attributes
         return out
 
@@ -354,10 +355,3 @@ class _Writer:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _ordered(hints: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    said = hints.get("ordered", ())
-    for entry in said if isinstance(said, list | tuple) else ():
-        if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], Mapping):
-            yield tuple(entry[0]) if isinstance(entry[0], list | tuple) else (), dict(entry[1])

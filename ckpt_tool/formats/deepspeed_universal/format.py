@@ -39,12 +39,10 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
-from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.deepspeed.files import sort_files
 from ckpt_tool.storage.source import Tree
 
@@ -75,7 +73,7 @@ class _Universal:
         modules.optim, modules.expp = {}, {}
         return Evidence(f"{found} parameters below zero/", Specificity.OWN, frozenset((*modules.all(), *below)))
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from pickles and directories alone. Options: `require_checksums` (bool).
 
         Raises Incomplete E0302 (files, parameters missing), InconsistentCheckpoint E0359 (parts that contradict each
@@ -83,7 +81,7 @@ class _Universal:
         """
         from ckpt_tool.formats.deepspeed_universal.read import Reader
 
-        return Reader(tree).catalog(required=bool(options.get("require_checksums")))
+        return Reader(tree).catalog(required=options.require_checksums)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The folder that DeepSpeed resumes from, and the pointer to it."""

@@ -17,6 +17,7 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
 from ckpt_tool.core.faults import by_file, for_each
+from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.tensor import (
     EXTRAS,
     MASTER,
@@ -96,7 +97,6 @@ class Reader:
         groups, steps = self._groups(state)
         extras = self._extras(state, record, groups, steps)
         checked = checksums.missing(self.tree, self.tensors.values(), required=required)
-        hints = dict(record.hints) if record is not None else {}
         return Catalog(
             "deepspeed-universal",
             self.tensors,
@@ -104,7 +104,7 @@ class Reader:
             files=tuple(self.files),
             notes=(*self.notes, *checked),
             unsafe=tuple(dict.fromkeys(self.unsafe)),
-            hints={**hints, "globals": list(self.globals)},
+            hints=Hints(record.hints if record else {}).having(Globals.each(self.globals)),
         )
 
     # -- which files ---------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Symbol
+from ckpt_tool.core.hints import Globals
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
@@ -205,7 +206,7 @@ class _Writer:
 
     def _record(self) -> Recorded:
         hidden = {key: item for key, item in self.extras.items() if key in OWN_KEYS}
-        hints, _ = writable({key: item for key, item in self.wanted.hints.items() if key != "globals"})
+        hints, _ = writable(self.wanted.hints.without(Globals).plain)
         made = tuple(key for key in self._made() if key not in self.extras)
         folders: dict[tuple[str, ...], list[str]] = {}
         for name, rows in self.folders.items():

@@ -33,7 +33,7 @@ from ckpt_tool.core.catalog import Catalog, Note, faults_of
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
-from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf import shards as hf_shards
 from ckpt_tool.formats.hf.files import INDEX_SUFFIX, SHOWN, SUFFIX, FileSet
@@ -93,9 +93,9 @@ class HfSafetensors:
             loader="transformers" if named and chosen.kind != "ranks" else "",
         )
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are told at once."""
-        prefer = options.get("prefer")
+        prefer = options.prefer
         chosen = _choose(tree, prefer if isinstance(prefer, str) else None)
         if chosen is None and tree.single is not None:  # asked for by name: the header's fault says what it is
             chosen = hf_files.one_file(tree.single, "asked for")
@@ -103,7 +103,7 @@ class HfSafetensors:
             raise UnknownFormat(
                 "no safetensors files here", code="E0393", path=tree.display(), hint="pass the folder that holds them"
             )
-        catalog = _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
+        catalog = _read(tree, chosen, lenient=options.lenient, forced=options.forced)
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
         return catalog
@@ -156,12 +156,12 @@ def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
     return None
 
 
-def read_of(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> Catalog:
+def read_of(tree: Tree, files: Sequence[str], options: ReadOptions = AS_IS) -> Catalog:
     """The catalog of these files (safetensors and perhaps their index) of a folder, whatever else lies there."""
     chosen = hf_files.choose(files)
     if chosen is None:
         raise InternalError(f"no safetensors among {files}")
-    return _read(tree, chosen, lenient=bool(options.get("lenient")), forced=bool(options.get("forced")))
+    return _read(tree, chosen, lenient=options.lenient, forced=options.forced)
 
 
 @gc_paused()

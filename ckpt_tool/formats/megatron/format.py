@@ -34,12 +34,10 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.megatron.ranks import rank_folders
 from ckpt_tool.storage.source import Tree
 
@@ -73,7 +71,7 @@ class _Megatron:
             ),
         )
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from the pickles of every rank. Raises Incomplete (E0302 ranks, layers, experts; E0309 boxes),
         InconsistentCheckpoint (E0305 ranks that contradict each other, E2004 an optimizer that does not fit, E0379
         steps), UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""

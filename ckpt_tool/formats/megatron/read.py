@@ -17,11 +17,13 @@ from typing import Any
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
+from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
 from ckpt_tool.formats.megatron.optimizer import Param, chained, groups_of
 from ckpt_tool.formats.megatron.ranks import (
@@ -423,27 +425,27 @@ class _Reading:
         every = [f"{rank.path}/{name}" for rank in self.ranks for name in (MODEL_FILE, OPTIM_FILE)]
         return tuple(name for name in every if self.tree.exists(name))
 
-    def _hints(self) -> dict[str, Any]:
+    def _hints(self) -> Hints:
         states = {_template(key) for rank in self.ranks for key in _extra_states(rank)}
         prefix = self.first.path.rpartition("/")[0] or self.tree.shown.rstrip("/").rpartition("/")[2]
-        return {
-            "degrees": dict(self.degrees),
-            "globals": list(self.globals),
-            "megatron": {
-                "te": any(names.is_fused_norm(name) for name in self.local),
-                "container": next((found for name in self.local if (found := names.container_of(name))), None),
-                "mtp_inner": next(
+        return Hints.of(
+            Degrees(**self.degrees),
+            Globals.each(self.globals),
+            MegatronHints(
+                te=any(names.is_fused_norm(name) for name in self.local),
+                container=next((found for name in self.local if (found := names.container_of(name))), None),
+                mtp_inner=next(
                     (word for word in ("mtp_model_layer",) if any(f".{word}." in n for n in self.local)), None
                 ),
-                "extra_states": sorted(states),
-                "counts": list(self.stages.counts),
-                "mtp": [i for i, stage in enumerate(self.stages.chunks) if stage.mtp],
-                "gated": self.cutting.gated,
-                "down_shared": self.cutting.down_shared,
-                "release": prefix == "release",
-                "distributed": any(self.tree.exists(f"{rank.path}/{OPTIM_FILE}") for rank in self.ranks),
-            },
-        }
+                extra_states=tuple(sorted(states)),
+                counts=tuple(self.stages.counts),
+                mtp=tuple(i for i, stage in enumerate(self.stages.chunks) if stage.mtp),
+                gated=self.cutting.gated,
+                down_shared=self.cutting.down_shared,
+                release=prefix == "release",
+                distributed=any(self.tree.exists(f"{rank.path}/{OPTIM_FILE}") for rank in self.ranks),
+            ),
+        )
 
 
 def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:

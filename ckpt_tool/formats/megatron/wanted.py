@@ -18,16 +18,18 @@ named below. Cost: a pass over names. What it does not do: boxes and files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, with_spec
+from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.model import EMBEDDING, TIED_HEAD, Cutting
 from ckpt_tool.formats.megatron.ranks import fit
 from ckpt_tool.formats.megatron.rules import ETP, VOCABULARY, Units, check_degree, nearest, units_of
@@ -78,13 +80,13 @@ def decide(wanted: Wanted) -> Shape:
     """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276
     the vocabulary."""
     model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
-    spec = wanted.options.get("spec")
+    spec = wanted.wish.spec
     args = with_spec(arguments(wanted.extras), spec)
     stated = facts_of(args, spec)
     style = _style(wanted, stated, spec)
     experts = names.experts_count(model)
     facts = _completed(stated, model, experts, wanted)
-    degrees, notes = fit(dict(wanted.options.get("degrees", {})), experts)
+    degrees, notes = fit(wanted.wish.degrees.stated(), experts)
     stages = _stages(wanted, model, args, facts, degrees)
     cutting = Cutting(
         facts, degrees, _gated(wanted, model, facts), not style.te, experts // degrees["ep"] if experts else 0
@@ -99,17 +101,25 @@ def decide(wanted: Wanted) -> Shape:
 
 def _style(wanted: Wanted, facts: Facts, spec: object) -> Style:
     """As the source has it, if it is of this format; a spec that was asked for comes first."""
-    hints = wanted.hints.get("megatron") if wanted.source_format == "megatron" else None
-    own: Mapping[str, Any] = hints if isinstance(hints, Mapping) else {}
-    states = None if spec else own.get("extra_states")
+    own = _own_hints(wanted)
+    if own is None:
+        return Style(facts.te, facts.container, _MTP_INNER, None, False, facts.distributed)
     return Style(
-        facts.te if spec else bool(own.get("te", facts.te)),
-        facts.container if spec else own.get("container") or facts.container,
-        own.get("mtp_inner") or "transformer_layer",
-        frozenset(states) if isinstance(states, list) and states else None,
-        bool(own.get("release")),
-        own.get("distributed") or facts.distributed if own else facts.distributed,
+        facts.te if spec else own.te,
+        facts.container if spec else own.container or facts.container,
+        own.mtp_inner or _MTP_INNER,
+        None if spec else frozenset(own.extra_states) or None,
+        own.release,
+        own.distributed or facts.distributed,
     )
+
+
+_MTP_INNER = "transformer_layer"
+
+
+def _own_hints(wanted: Wanted) -> MegatronHints | None:
+    """What the reader of a source of this format remembered."""
+    return wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None
 
 
 def _completed(facts: Facts, model: Mapping[str, int], experts: int, wanted: Wanted) -> Facts:
@@ -143,13 +153,12 @@ def _stages(
         raise UsageError(
             f"--vpp {vpp} without pipeline stages", code=NO_SPLIT, hint="give --pp of at least 2, or leave --vpp off"
         )
-    split = wanted.options.get("pp_split") or ()
+    split = wanted.wish.pp_split
     if split:
         return from_wish(split, pp, vpp, layers, mtp=facts.mtp)
-    hints = wanted.hints.get("megatron") if wanted.source_format == "megatron" else None
-    if isinstance(hints, Mapping) and _counts_fit(hints.get("counts"), wanted.hints.get("degrees"), pp, vpp, layers):
-        mtp = hints.get("mtp")
-        return from_counts(hints["counts"], pp, vpp, mtp=facts.mtp, mtp_at=mtp[0] if mtp else None)
+    own = _own_hints(wanted)
+    if own is not None and _counts_fit(own.counts, wanted.hints.get(Degrees), pp, vpp, layers):
+        return from_counts(own.counts, pp, vpp, mtp=facts.mtp, mtp_at=own.mtp[0] if own.mtp else None)
     before = facts_of(args)
     kept = dict(args) if (before.pp, before.vpp) == (pp, vpp) else _even_only(args)
     made = from_args(kept, pp, vpp, layers, mtp=facts.mtp) or from_args({}, pp, vpp, layers, mtp=facts.mtp)
@@ -171,14 +180,9 @@ def _even_only(args: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in args.items() if name not in own}
 
 
-def _counts_fit(counts: Any, degrees: Any, pp: int, vpp: int, layers: int) -> bool:
-    return (
-        isinstance(counts, list)
-        and isinstance(degrees, Mapping)
-        and (degrees.get("pp"), degrees.get("vpp")) == (pp, vpp)
-        and len(counts) == pp * vpp
-        and sum(counts) == layers
-    )
+def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int, layers: int) -> bool:
+    same = before is not None and (before.pp, before.vpp) == (pp, vpp)
+    return same and len(counts) == pp * vpp and sum(counts) == layers
 
 
 # -- degrees -----------------------------------------------------------------------------------------------------------
@@ -233,9 +237,7 @@ def _rows(
         )
     (have,) = found
     multiple = bounded(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
-    real = wanted.options.get("vocab_size") or bounded(
-        facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments"
-    )
+    real = wanted.wish.vocab_size or bounded(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:
         need = -(-real // unit) * unit

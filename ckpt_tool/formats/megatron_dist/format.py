@@ -41,6 +41,7 @@ from typing import Any
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both
+from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, Wanted
@@ -57,7 +58,7 @@ from ckpt_tool.core.tensor import (
 )
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.containers.dcp_items import Items
 from ckpt_tool.formats.containers.dcp_metadata import (
     CONTRADICTION,
@@ -68,6 +69,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     check_files,
     read_listing,
 )
+from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist.keys import DistKey, name_of, parse, styles_of
 from ckpt_tool.formats.megatron_dist.objects import Objects, check_step, read_objects
@@ -108,7 +110,7 @@ class _MegatronDist:
             return None
         return Evidence(found[1], Specificity.OWN, megatron_dist_folder.files(tree, found[0]))
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from `.metadata`, the common state and the heads of the items; objects are read whole. Options:
         `require_checksums` (bool) refuses files without CRCs (E0397).
 
@@ -122,7 +124,7 @@ class _MegatronDist:
         notes = megatron_dist_folder.check_integrity(tree, folder)
         listing = read_listing(tree, folder, (METADATA,))
         check_files(tree, [listing], folder + METADATA)
-        catalog = _Reading(tree, folder, listing, notes).catalog(required=bool(options.get("require_checksums")))
+        catalog = _Reading(tree, folder, listing, notes).catalog(required=options.require_checksums)
         catalog.check()
         return catalog
 
@@ -212,18 +214,17 @@ class _Reading:
         )
         return (*(self.folder + name for name in names), *self.listing.files)
 
-    def _hints(self, objects: Objects, degrees: Mapping[str, int]) -> dict[str, Any]:
-        globals_ = dict.fromkeys((*self.listing.globals, *self.items.globals, *objects.globals))
-        return {
-            "degrees": dict(degrees),
-            "dist": {
-                "styles": list(self.styles),
-                "extra_states": {base: list(shape) for base, shape in objects.extra_states.items()},
-                "common_file": objects.common_file,
-                "integrity": self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY),
-            },
-            "globals": list(globals_),
-        }
+    def _hints(self, objects: Objects, degrees: Mapping[str, int]) -> Hints:
+        return Hints.of(
+            Degrees(**degrees),
+            DistHints(
+                tuple(self.styles),
+                {base: list(shape) for base, shape in objects.extra_states.items()},
+                objects.common_file,
+                self.tree.exists(self.folder + megatron_dist_folder.INTEGRITY),
+            ),
+            Globals.each(self.listing.globals, self.items.globals, objects.globals),
+        )
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_items import Placed
 from ckpt_tool.formats.megatron.args import facts_of
+from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.rules import ETP, TP, Rule, Units, check_degree, nearest, rule_of, units_of
 from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
 from ckpt_tool.formats.megatron_dist.keys import HALVES, SINGLETONS, STACKED_LAYERS, DistKey, name_of, parse, spelled
@@ -57,7 +58,7 @@ class DistLayout:
     def __init__(self, wanted: Wanted, args: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
         self.wanted = wanted
         self.args = args
-        spec = wanted.options.get("spec")
+        spec = wanted.wish.spec
         self.facts = facts_of(args, spec)
         self.notes: list[str] = []
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
@@ -66,11 +67,9 @@ class DistLayout:
         self.layers = _count([s.layer for s in self.spots.values() if s.layer is not None], "layers")
         self.experts = _count([s.expert for s in self.spots.values() if s.expert is not None], "experts")
         self.degrees = self._carve(degrees)
-        said = wanted.hints.get("dist")
-        as_source = wanted.source_format == "megatron-dist" and spec is None
-        styles = said.get("styles") if isinstance(said, dict) and as_source else None
-        self.as_source = isinstance(styles, list | tuple)
-        self.styles = set(styles) if isinstance(styles, list | tuple) else self._styles()
+        own = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" and spec is None else None
+        self.as_source = own is not None
+        self.styles = set(own.styles) if own is not None else self._styles()
         self.singletons = SINGLETONS in self.styles
         self.distributed = self.facts.distributed is not False
         self.stages = self._stages()
@@ -105,7 +104,7 @@ class DistLayout:
         if pp * vpp > CHUNKS:
             raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=STAGES, hint="give smaller degrees")
         mtp = len({name.split(".")[2] for name in self.names if name.startswith("mtp.layers.")})
-        wish = tuple(self.wanted.options.get("pp_split") or ())
+        wish = self.wanted.wish.pp_split
         if wish:
             return from_wish(wish, pp, vpp, layers, mtp=mtp)
         if not layers:

@@ -28,9 +28,11 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MASTER, MODEL, STEP
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
+from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist.layout import DistLayout
 from ckpt_tool.formats.state_dict.tree import SLOT
 from ckpt_tool.formats.torch.content import TorchComposer
@@ -169,8 +171,8 @@ def _experts_of(one: Mapping[Any, Any], layout: DistLayout) -> dict[Any, Any]:
 
 
 def _same_ranks(wanted: Wanted, layout: DistLayout, dims: Iterable[str]) -> bool:
-    said = wanted.hints.get("degrees")
-    return isinstance(said, dict) and all(said.get(dim, 1) == layout.degrees[dim] for dim in dims)
+    before = wanted.hints.get(Degrees)
+    return before is not None and all(before.at(dim) == layout.degrees[dim] for dim in dims)
 
 
 def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple[str, Any]]:
@@ -214,9 +216,8 @@ def _others(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tu
 
 def _extra_states(wanted: Wanted, layout: DistLayout) -> Iterator[tuple[str, Any]]:
     """The extra states, all None: those of the source, or those that Megatron's modules look for."""
-    said = wanted.hints.get("dist")
-    known = said.get("extra_states") if isinstance(said, dict) else None
-    bases = known if isinstance(known, dict) and layout.as_source else dict(_modules(layout))
+    own = wanted.hints.get(DistHints) if layout.as_source else None
+    bases = own.extra_states if own else dict(_modules(layout))
     for base, shape in bases.items():
         yield from ((f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, shape))}", None) for at in _grid(shape))
 

@@ -25,16 +25,18 @@ saves.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Patch, Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EXTRAS, STEP
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_items import ItemFiles
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
+from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY, POINTER
 from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
 from ckpt_tool.formats.megatron_dist.objects import COMMON_STATE
@@ -49,12 +51,12 @@ _HOLE = "0" * 64  # a SHA-256 in hex, before it is known
 def dist_target(wanted: Wanted) -> Target:
     """The whole output. Raises UsageError: E0237, E0272, E0273 (degrees that the model can't take), E0242, E2001 (what
     can't be held), E0375 (extras that no pickle of ours can hold)."""
-    degrees = _degrees(wanted.options.get("degrees") or {})
-    layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.options.get("spec")), degrees)
+    degrees = _degrees(wanted.wish.degrees)
+    layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.wish.spec), degrees)
     state = stored_state(wanted, layout)
     folder = _folder(wanted.extras.get("iteration"))
-    said = wanted.hints.get("dist")
-    as_file = not (isinstance(said, dict) and said.get("common_file") is False)
+    own = wanted.hints.get(DistHints)
+    as_file = own is None or own.common_file
     items = ItemFiles(wanted.tensors)
     for fqn, (shape, placed) in layout.entries().items():
         items.tensor(fqn, (fqn,), shape, placed, folder)
@@ -76,7 +78,7 @@ def dist_target(wanted: Wanted) -> Target:
         backends |= {"common_backend": "torch", "common_backend_version": 1}
     files += [*items.finished(), whole_file(folder + METADATA, pickled(items.entries.values(), folder, nested=False))]
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
-    if isinstance(said, dict) and said.get("integrity"):
+    if own is not None and own.integrity:
         files.append(_integrity(folder, files))
     name = folder.rstrip("/")
     pointer = str(int(name.removeprefix("iter_"))) if name != "release" else name
@@ -85,9 +87,9 @@ def dist_target(wanted: Wanted) -> Target:
     return Target("megatron-dist", (*files, *copies), notes=state.notes)
 
 
-def _degrees(said: Mapping[str, int]) -> dict[str, int]:
-    degrees = {dim: int(said.get(dim, 1)) for dim in DIMS}
-    if "etp" not in said:
+def _degrees(wished: Degrees) -> dict[str, int]:
+    degrees = {dim: wished.at(dim) for dim in DIMS}
+    if wished.etp is None:
         degrees["etp"] = degrees["tp"]
     return degrees
 

@@ -32,15 +32,17 @@ cut: E1404), quantised releases' scales.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.errors import UnknownFormat
-from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose
+from ckpt_tool.formats.meta.params import MetaHints
 from ckpt_tool.storage.source import Tree
 
 
@@ -75,7 +77,7 @@ class _Meta:
         why = f"{len(chosen.shards)} shards consolidated.NN.pth"
         return Evidence(why, Specificity.OWN if PARAMS in tree.names() else Specificity.NAMES, frozenset(chosen.shards))
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog. Options: `lenient` (bool) leaves out tensors that no rule can join; `require_checksums` (bool).
 
         Raises Incomplete (E1400 shards, E1402 params.json, E1406 layers, E1407 tensors missing), InconsistentCheckpoint
@@ -94,9 +96,7 @@ class _Meta:
             return _safetensors(tree, chosen.safetensors, options)
         from ckpt_tool.formats.meta.read import read_shards
 
-        return read_shards(
-            tree, chosen.shards, lenient=bool(options.get("lenient")), required=bool(options.get("require_checksums"))
-        )
+        return read_shards(tree, chosen.shards, lenient=options.lenient, required=options.require_checksums)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.meta.target`."""
@@ -112,13 +112,12 @@ def _choose(tree: Tree) -> MetaFiles | None:
     return choose(tree.names()) if tree.single is None else None
 
 
-def _safetensors(tree: Tree, files: Sequence[str], options: Mapping[str, object]) -> Catalog:
+def _safetensors(tree: Tree, files: Sequence[str], options: ReadOptions = AS_IS) -> Catalog:
     """Mistral AI's whole tensors, as the reader of Hugging Face's files gives them."""
     from ckpt_tool.formats.hf.format import read_of
     from ckpt_tool.formats.meta.params import read_params, sizes_of
-    from ckpt_tool.formats.meta.read import hints_of
 
     catalog, params = read_of(tree, files, options), read_params(tree)
     if params is not None:
         sizes_of(params, tree.display(PARAMS))
-    return replace(catalog, format="meta", extras={}, hints={"meta": hints_of(params, None)})
+    return replace(catalog, format="meta", extras={}, hints=Hints.of(MetaHints(params, None, params is not None)))

@@ -11,8 +11,10 @@ What it does not do: the width of the MLP from `multiple_of` and `ffn_dim_multip
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
+from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import CorruptFile
 from ckpt_tool.formats.meta.files import PARAMS
 from ckpt_tool.storage.source import Tree
@@ -33,6 +35,17 @@ class Sizes(NamedTuple):
     kv: int
     head: int
     vocab: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetaHints(Hint):
+    """What a reader of Meta's files remembers. params: of params.json. embedding: the dim along which the embedding is
+    cut. as_read: the params are those of a file that lies in the source."""
+
+    KEY: ClassVar[str] = "meta"
+    params: Mapping[str, Any] | None
+    embedding: int | None
+    as_read: bool
 
 
 def read_params(tree: Tree) -> Mapping[str, Any] | None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, UnmappedTensor
@@ -23,7 +24,7 @@ from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.meta import files as meta_files
 from ckpt_tool.formats.meta.files import PARAMS
-from ckpt_tool.formats.meta.params import Sizes, read_params, sizes_of
+from ckpt_tool.formats.meta.params import MetaHints, Sizes, read_params, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of, is_key_or_value, layer_of, shape_of
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
@@ -93,20 +94,10 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
         sidefiles=sidefiles,
         notes=tuple(notes),
         unsafe=tuple(line for file in files for line in file.unsafe),
-        hints={
-            "meta": hints_of(params, _embedding_dim(tensors)),
-            "globals": list(dict.fromkeys(g for f in files for g in f.globals)),
-        },
+        hints=Hints.of(
+            MetaHints(params, _embedding_dim(tensors), params is not None), Globals.each(*(f.globals for f in files))
+        ),
     )
-
-
-def hints_of(params: Mapping[str, Any] | None, embedding: int | None) -> dict[str, Any]:
-    """What the format remembers. as_read: params.json is the file that lies in the source."""
-    return {
-        "params": dict(params) if params is not None else None,
-        "embedding": embedding,
-        "as_read": params is not None,
-    }
 
 
 def _embedding_dim(tensors: Mapping[TensorKey, LogicalTensor]) -> int | None:

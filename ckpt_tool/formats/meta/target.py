@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.meta.files import PARAMS
-from ckpt_tool.formats.meta.params import Sizes, sizes_of
+from ckpt_tool.formats.meta.params import MetaHints, Sizes, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of
 from ckpt_tool.formats.torch.content import Part, TorchComposer
 
@@ -26,15 +27,13 @@ LLAMA3_THETA = 500_000.0  # of every Llama 3; Llama 1 and 2 have 10,000, Code Ll
 def meta_target(wanted: Wanted) -> Target:
     """The files. Raises UsageError: E1410 (another degree than tp), E1411 (tensors or sizes that say no way to cut),
     E1412 (dims and heads that --tp does not divide)."""
-    tp = _tp(wanted.options.get("degrees", {}))
-    own = wanted.hints.get("meta")
-    hints: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
-    params = hints.get("params")
-    params = _with_vocabulary(params, wanted.tensors) if isinstance(params, Mapping) else None
-    cuts, notes = _cuts(wanted, tp, params, hints) if tp > 1 else ([ALL] * len(wanted.tensors), [])
+    tp = _tp(wanted.wish.degrees)
+    hints = wanted.hints.get(MetaHints) or MetaHints(None, None, False)
+    params = _with_vocabulary(hints.params, wanted.tensors) if hints.params is not None else None
+    cuts, notes = _cuts(wanted, tp, params, hints.embedding) if tp > 1 else ([ALL] * len(wanted.tensors), [])
     files = [_shard(wanted.tensors, cuts, rank, tp) for rank in range(tp)]
     copies = [TargetFile(path, size, copy_of=path) for path, size in wanted.sidefiles]
-    same = hints.get("as_read") and params == hints["params"]
+    same = hints.as_read and params == hints.params
     if params is not None and not (same and any(file.path == PARAMS for file in copies)):
         copies = [file for file in copies if file.path != PARAMS]
         copies.append(whole_file(PARAMS, (json.dumps(params, indent=2, ensure_ascii=False) + "\n").encode()))
@@ -54,21 +53,23 @@ def _with_vocabulary(params: Mapping[str, Any], tensors: Sequence[WantedTensor])
     return {**params, "vocab_size": rows}
 
 
-def _tp(degrees: Mapping[str, int]) -> int:
-    foreign = [name for name, size in degrees.items() if size > 1 and name != "tp"]
+def _tp(degrees: Degrees) -> int:
+    foreign = [name for name, size in degrees.stated().items() if size > 1 and name != "tp"]
     if foreign:
         raise UsageError(
-            f"--{foreign[0]} {degrees[foreign[0]]}: Meta's checkpoints have tensor parallel shards alone",
+            f"--{foreign[0]} {degrees.at(foreign[0])}: Meta's checkpoints have tensor parallel shards alone",
             code=DEGREE,
             hint="give --tp, or leave the degree off",
         )
-    return degrees.get("tp", 1)
+    return degrees.at("tp")
 
 
 def _cuts(
-    wanted: Wanted, tp: int, params: Mapping[str, Any] | None, hints: Mapping[str, Any]
+    wanted: Wanted, tp: int, params: Mapping[str, Any] | None, embedding: int | None
 ) -> tuple[list[int], list[str]]:
-    """(the dim along which each tensor is cut, `ALL` for none; lines for the report)."""
+    """embedding: the dim along which the source's is cut, None for a source without a cut.
+
+    Returns (the dim along which each tensor is cut, `ALL` for none; lines for the report)."""
     strange = [tensor.key.name for tensor in wanted.tensors if cut_of(tensor.key.name) is None]
     if params is None or strange:
         what = f"nothing says how {strange[0]} is cut" if strange else "nothing tells the number of heads"
@@ -82,8 +83,8 @@ def _cuts(
             else "give the model's config.json with --config FILE, or --tp 1",
         )
     notes = []
-    if hints.get("embedding") in (0, 1):
-        dim = int(hints["embedding"])
+    if embedding in (0, 1):
+        dim = embedding
     else:
         inner = params.get("model")
         level = inner if isinstance(inner, Mapping) else params

@@ -20,6 +20,7 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.extras import from_json, to_json
 from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, CorruptFile
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle.pickle_file import PaddleComposer, chunks_of, read_paddle
 from ckpt_tool.formats.torch.content import Part
 from ckpt_tool.storage.safetensors_file import build_header, read_header
@@ -79,17 +80,15 @@ def read_extras(tree: Tree) -> Beside:
     return Beside(extras, tensors, tuple(files), tuple(unsafe))
 
 
-def read_config(tree: Tree, options: Mapping[str, object]) -> dict[str, Any]:
+def read_config(tree: Tree, options: ReadOptions) -> dict[str, Any]:
     """What is known of the model: --config, else config.json beside the files; --family says the model type."""
-    given = options.get("config")
     config: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        config = dict(given)
+    if options.config is not None:
+        config = dict(options.config)
     elif lies_beside(tree, CONFIG):
         value = parse(tree.read_whole(CONFIG, limit=CONFIG_LIMIT), path=tree.display(CONFIG))
         config = dict(value) if isinstance(value, dict) else {}
-    family = options.get("family")
-    return {**config, "model_type": family} if isinstance(family, str) and family else config
+    return {**config, "model_type": options.family} if options.family else config
 
 
 def lies_beside(tree: Tree, name: str) -> bool:
@@ -108,7 +107,7 @@ def extras_files(wanted: Wanted, extras: Mapping[str, Any]) -> list[TargetFile]:
     are written as Paddle's where they come from a Paddle job."""
     from ckpt_tool.core.target import TargetArray, TargetFile, whole_file
 
-    paddle = wanted.hints.get("dialect") == "paddle"
+    paddle = wanted.hints.dialect == "paddle"
     tensors = [(number, tensor) for number, tensor in enumerate(wanted.tensors) if tensor.key.state == EXTRAS]
     out = []
     rest = dict(extras)

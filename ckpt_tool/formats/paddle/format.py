@@ -42,10 +42,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
+from ckpt_tool.core.target import LayoutWish, Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.formats.base import Evidence, Fitted, Holds
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.paddle.ranks import EXTENSIONS, rank_files
 from ckpt_tool.storage.source import Tree
 
@@ -85,7 +86,7 @@ class _Paddle:
             f"{len(files)} files of paddle.save, {files[0].name} first", files=frozenset(file.name for file in files)
         )
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from the pickles and metas. Options: `config` (mapping), `family`, `prefer` (the model files'
         stem).
 
@@ -97,11 +98,13 @@ class _Paddle:
 
         return read_tree(tree, options)
 
-    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
         """The tensors as Paddle's files hold them; see `formats.paddle.target`."""
         from ckpt_tool.formats.paddle.target import fit
 
-        return fit(tensors, extras, options)
+        return fit(tensors, extras, hints, wish)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.paddle.target`."""

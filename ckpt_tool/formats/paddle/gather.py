@@ -42,7 +42,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
-from ckpt_tool.formats.paddle.job import ALIGNMENT, Degrees, Rank, padded
+from ckpt_tool.formats.paddle.job import ALIGNMENT, JobDegrees, Rank, padded
 from ckpt_tool.formats.paddle.names import SCALARS
 from ckpt_tool.formats.paddle.pickle_file import Saved, chunks_of
 from ckpt_tool.formats.paddle.ranks import CONTRADICTION, two_jobs
@@ -111,7 +111,11 @@ class Numbering:
 
 
 def number_experts(
-    held: Mapping[tuple[int, int, int], set[str]], degrees: Degrees, config: Mapping[str, Any], *, parted: bool = True
+    held: Mapping[tuple[int, int, int], set[str]],
+    degrees: JobDegrees,
+    config: Mapping[str, Any],
+    *,
+    parted: bool = True,
 ) -> Numbering:
     """How experts are numbered. held: the names of each (tp, pp, ep). parted: False where a meta says that every rank
     has all (no expert is kept out of the gradients' synchronisation)."""
@@ -160,7 +164,7 @@ class Gathering:
     apart: is a name an expert of one rank, which others lack? differ: do the ranks' arrays of a name (a list a state)
     hold different values (`paddle.gather`)?"""
 
-    degrees: Degrees
+    degrees: JobDegrees
     config: Mapping[str, Any]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     distributed: dict[str, bool] = field(default_factory=dict)

@@ -43,14 +43,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle.rules import text_config
 
 V1, V2 = "v1", "v2"
+
+
+@dataclass(frozen=True, slots=True)
+class PaddleHints(Hint):
+    """What a reader of Paddle's formats remembers; None where that format has no such thing.
+
+    flex: `trainer` or `plain`. kind: `plain`, `sharding_io`, `nested`, `unified`. layout: of a unified model file, `np`
+    or `pt`. skip_save_model_weight: it has the masters alone. sharding: `v1`, `v2`, "" where no ranks share states;
+    sharding_degree: how many do. told: the user named the config. names: structured -> static. counts: decoder layers
+    of each stage. roots: where a plain flex folder keeps what. safetensors: its files are of that kind. config: the
+    model's. stem: of the model file's name.
+    """
+
+    KEY: ClassVar[str] = "paddle"
+    flex: str | None = None
+    kind: str | None = None
+    layout: str | None = None
+    skip_save_model_weight: bool | None = None
+    sharding: str | None = None
+    sharding_degree: int | None = None
+    told: bool | None = None
+    names: Mapping[str, str] | None = None
+    counts: tuple[int, ...] | None = None
+    roots: Mapping[str, Any] | None = None
+    safetensors: bool | None = None
+    config: Mapping[str, Any] | None = None
+    stem: str | None = None
 
 
 class Rank(NamedTuple):
@@ -65,7 +94,7 @@ class Rank(NamedTuple):
     moe_shard: int
 
 
-class Degrees(NamedTuple):
+class JobDegrees(NamedTuple):
     """dp: all data ranks. sharding: those that share the states (1: nobody does). version: `v1`, `v2`, "" when nobody
     does, or a reader has yet to see it. by_data: expert ranks are data ranks (files `moeNN`)."""
 

@@ -37,17 +37,18 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.mesh import divisors_near
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle.job import (
-    BUFFER_MB,
     V1,
     V2,
-    Degrees,
     Items,
+    JobDegrees,
     Member,
+    PaddleHints,
     Rank,
     Span,
     Stages,
@@ -65,32 +66,30 @@ DEGREE, LACKS, SHARDING = "E1251", "E1252", "E1253"
 _TENSOR = ("mp", "model", "tp", "mpdp")  # `moe_group`s that are the tensor group
 
 
-def paddle_hints(wanted: Wanted) -> Mapping[str, Any]:
-    """What the source's reader remembered for writing Paddle's formats; {} from a source of another system."""
-    own = wanted.hints.get("paddle")
-    return own if isinstance(own, Mapping) else {}
+def paddle_hints(wanted: Wanted) -> PaddleHints:
+    """What the source's reader remembered for writing Paddle's formats; nothing from a source of another system."""
+    return wanted.hints.get(PaddleHints) or PaddleHints()
 
 
 def config_of(wanted: Wanted) -> Mapping[str, Any]:
     """The model's config as far as anybody knows it: what `--config` says goes before the source's own."""
-    stated = (wanted.hints.get("config"), paddle_hints(wanted).get("config"), wanted.options.get("config"))
-    known = {key: value for config in stated if isinstance(config, Mapping) for key, value in config.items()}
+    known = {**(paddle_hints(wanted).config or {}), **(wanted.wish.config or {})}
     seen = wanted.extras.get(HEADS)
     return known or ({HEADS: seen} if isinstance(seen, Mapping) else {})
 
 
-def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> Degrees:
+def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
     """The degrees of the job. experts: the number that expert ranks must divide. Raises UsageError E1251 to E1253."""
-    stated: Mapping[str, int] = wanted.options.get("degrees") or {}
-    tp, pp, ep, dp = (max(1, stated.get(name, 1)) for name in ("tp", "pp", "ep", "dp"))
+    stated = wanted.wish.degrees
+    tp, pp, ep, dp = (max(1, stated.at(name)) for name in ("tp", "pp", "ep", "dp"))
     for name in ("vpp", "etp", "cp"):
-        if stated.get(name, 1) > 1 and not (name == "etp" and stated["etp"] == tp):
+        if stated.at(name) > 1 and not (name == "etp" and stated.etp == tp):
             raise UsageError(
-                f"--{name} {stated[name]}: paddle is written for tensor, pipeline, expert and data ranks",
+                f"--{name} {stated.at(name)}: paddle is written for tensor, pipeline, expert and data ranks",
                 code=LACKS,
                 hint=f"the nearest that it takes is --{name} 1",
             )
-    zero = wanted.options.get("zero")
+    zero = wanted.wish.zero
     if ep > 1:
         dp = _with_experts(tp, ep, dp, experts, notes)
         if zero == 0 and dp > 1:
@@ -102,12 +101,12 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> Degrees:
         sharding = dp
     else:
         sharding = 1 if zero == 0 else dp if zero else _inherited(wanted, dp)
-    wish = wanted.options.get("sharding") or paddle_hints(wanted).get("sharding") or (V2 if ep > 1 else V1)
-    if sharding == 1 and wanted.options.get("sharding"):
+    wish = wanted.wish.sharding or paddle_hints(wanted).sharding or (V2 if ep > 1 else V1)
+    if sharding == 1 and wanted.wish.sharding:
         notes.append(nothing_shared(wish))
     if zero is not None and zero > 1:
         notes.append(f"--zero {zero} is written as sharding stage 1: Paddle's files share states, not gradients")
-    return Degrees(tp, pp, ep, dp, sharding, wish if sharding > 1 else "")
+    return JobDegrees(tp, pp, ep, dp, sharding, wish if sharding > 1 else "")
 
 
 def nothing_shared(version: object) -> str:
@@ -142,17 +141,15 @@ def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> 
 
 def _inherited(wanted: Wanted, dp: int) -> int:
     """Sharding ranks where nobody says: as the source had it, all data ranks where that can't be."""
-    own = paddle_hints(wanted)
-    before = wanted.hints.get("degrees")
-    had = own.get("sharding_degree")
-    if type(had) is not int or not isinstance(before, Mapping):
+    before, had = wanted.hints.get(Degrees), paddle_hints(wanted).sharding_degree
+    if had is None or before is None:
         return dp
-    if before.get("dp", 1) == dp and dp % max(had, 1) == 0:
+    if before.at("dp") == dp and dp % max(had, 1) == 0:
         return max(had, 1)
-    return dp if had > 1 or before.get("dp", 1) == 1 else 1
+    return dp if had > 1 or before.at("dp") == 1 else 1
 
 
-def check_heads(config: Mapping[str, Any], degrees: Degrees, names: Iterable[str]) -> None:
+def check_heads(config: Mapping[str, Any], degrees: JobDegrees, names: Iterable[str]) -> None:
     """Raise UsageError E1251 where tensor ranks would part a head, or a group of heads that is stored fused in one
     matrix."""
     facts = text_config(config)
@@ -172,7 +169,7 @@ def _near(n: int, wanted: int) -> list[int]:
     return divisors_near(n if n < 1 << 20 else 0, wanted) or [1]
 
 
-def experts_by_tensor(experts: int, degrees: Degrees, config: Mapping[str, Any]) -> bool:
+def experts_by_tensor(experts: int, degrees: JobDegrees, config: Mapping[str, Any]) -> bool:
     """Do tensor ranks share the experts out among themselves (`moe_group`; "mp" is the default of ERNIE's classes)?
     Raises UsageError E1251 where they can't evenly."""
     if degrees.tp == 1 or degrees.ep > 1 or not experts:
@@ -341,17 +338,16 @@ class Laid:
 
     def __init__(
         self,
-        degrees: Degrees,
+        degrees: JobDegrees,
         stages: Stages,
         parameters: Mapping[str, Parameter],
         config: Mapping[str, Any],
         notes: Sequence[str],
-        buffer_mb: int,
         *,
         by_tensor: bool = False,
     ) -> None:
         self.degrees, self.stages, self.parameters, self.by_tensor = degrees, stages, parameters, by_tensor
-        self.config, self.notes, self.buffer_mb = config, tuple(notes), buffer_mb
+        self.config, self.notes = config, tuple(notes)
         self._by_stage: list[list[Parameter]] = [[] for _ in range(degrees.pp)]
         for parameter in parameters.values():
             for stage in parameter.stages:
@@ -396,7 +392,7 @@ class Laid:
         held: dict[str, Span] = {}
         for colour in self.colours(blocks):
             ranks, own = self.group_size(colour[0]), self.group_rank(colour[0], rank)
-            held |= spans([_member(b) for b in colour], ranks, own, buffer_mb=self.buffer_mb)
+            held |= spans([_member(b) for b in colour], ranks, own)
         return [Share(b, held[b.parameter.name]) for b in blocks if b.parameter.name in held]
 
     def group_rank(self, block: Block, rank: Rank) -> int:
@@ -439,13 +435,13 @@ def settle(wanted: Wanted) -> Laid:
     own = paddle_hints(wanted)
     config = config_of(wanted)
     rows = rows_of(wanted.tensors)
-    names = registration_order(list(rows), tuple(own.get("names") or ()))
+    names = registration_order(list(rows), tuple(own.names or ()))
     items = items_of(names, config)
     notes: list[str] = []
     degrees = degrees_of(wanted, experts_in(names), notes)
     if degrees.ep == 1 and all(state in (MODEL, EMA) for states in rows.values() for state in states):
         degrees = degrees._replace(sharding=1, version="")  # there is nothing to share
-    stages = stages_of(items, degrees.pp, wanted.options.get("pp_split") or (), own.get("counts") or ())
+    stages = stages_of(items, degrees.pp, wanted.wish.pp_split, own.counts or ())
     if stages.method == "uniform":
         notes.append(
             f"{items.layers} decoder layers do not divide by {degrees.pp} stages: cut as Paddle's uniform method does, "
@@ -453,11 +449,9 @@ def settle(wanted: Wanted) -> Laid:
         )
     by_tensor = experts_by_tensor(experts_in(names), degrees, config)
     holders = degrees.tp if by_tensor else degrees.ep
-    parameters = parameters_of(names, rows, stages, config, own.get("names") or {}, holders)
+    parameters = parameters_of(names, rows, stages, config, own.names or {}, holders)
     check_heads(config, degrees, names)
-    stated = own.get("comm_buffer_mb")
-    size = stated if type(stated) is int and stated > 0 else BUFFER_MB
-    laid = Laid(degrees, stages, parameters, config, notes, size, by_tensor=by_tensor)
+    laid = Laid(degrees, stages, parameters, config, notes, by_tensor=by_tensor)
     if degrees.version == V1 and degrees.ep > 1:
         notes.append("sharding v1 with expert ranks: experts are dealt to owners inside their own sharding group")
         laid.notes = tuple(notes)

@@ -23,13 +23,16 @@ O2 stores no `K/moment1_0`, though the index still names it; `total_size` counts
 Source: PaddleFormers 1.2.0 `quantization/unified_checkpoint_quantization.py`, `checkpoint_quantization_utils.py`
 (`qdq_weight`, `asymmetry_qdq_weight`, `group_wise_quant_dequant`, `merge_int4`). The arithmetic is `quantised`.
 
-A catalog that holds such states says so: `hints["quantised"] == {"kind": "paddle", "stage": "O1"}`.
+A catalog that holds such states says so: `QuantisedStates("paddle", "O1", 0)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ckpt_tool.core.hints import Hint
 
 SYMMETRIC, LOW, HIGH = "@scales", "@min_scales", "@max_scales"
 SUFFIXES = (SYMMETRIC, LOW, HIGH)
@@ -37,6 +40,16 @@ FIRST8, FIRST_SCALES = "exp_avg@int8", "exp_avg@scales"
 SECOND8, SECOND_LOW, SECOND_HIGH = "exp_avg_sq@uint8", "exp_avg_sq@min_scales", "exp_avg_sq@max_scales"
 PACKED = "exp_avg_exp_avg_sq@int4"
 GROUP = 32  # rows of O2 that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedStates(Hint):
+    """That a source holds such states. resume_times: how often they were read and written since."""
+
+    KEY: ClassVar[str] = "quantised"
+    kind: str
+    stage: str
+    resume_times: int
 
 
 class Quantised(NamedTuple):

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
-from ckpt_tool.formats.paddle.job import V1, V2, Degrees, Rank
+from ckpt_tool.formats.paddle.job import V1, V2, JobDegrees, Rank
 from ckpt_tool.formats.paddle.pickle_file import DTYPE_NUMBERS
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -87,7 +87,7 @@ def two_jobs(
     return InconsistentCheckpoint(what, code=code, path=path, key=key, hint=hint)
 
 
-def rank_of(file: RankFile, degrees: Degrees) -> Rank:
+def rank_of(file: RankFile, degrees: JobDegrees) -> Rank:
     """Whose a file is. A model file without a sharding rank is rank 0's, or its expert rank's."""
     at = file.at
     rank = degrees.rank(at.get("pp", 0), at.get("tp", 0), at.get("shard", 0))
@@ -146,7 +146,7 @@ def _order(file: RankFile) -> tuple[int, ...]:
     return at.get("pp", 0), at.get("moe_sharding", at.get("moe", 0)), at.get("shard", 0), at.get("tp", 0)
 
 
-def degrees_of(tree: Tree, files: Sequence[RankFile], stated: Mapping[str, int]) -> Degrees:
+def degrees_of(tree: Tree, files: Sequence[RankFile], stated: Mapping[str, int]) -> JobDegrees:
     """The degrees: those that `stated` (tp, pp, sharding, ep) has, else the least that the names show. Raises
     InconsistentCheckpoint E0305 for a file beyond a stated degree."""
 
@@ -167,7 +167,7 @@ def degrees_of(tree: Tree, files: Sequence[RankFile], stated: Mapping[str, int])
     tp, pp, sharding, ep = (stated.get(dim) or least[dim] for dim in ("tp", "pp", "sharding", "ep"))
     by_data = any("moe" in file.at for file in files)
     dp = _data_ranks(tree, tp * pp, max(sharding, ep if by_data else 1))
-    return Degrees(tp, pp, ep, dp, sharding, by_data=by_data)
+    return JobDegrees(tp, pp, ep, dp, sharding, by_data=by_data)
 
 
 def _data_ranks(tree: Tree, others: int, least: int) -> int:
@@ -179,7 +179,7 @@ def _data_ranks(tree: Tree, others: int, least: int) -> int:
     return least
 
 
-def check_whole(tree: Tree, files: Sequence[RankFile], degrees: Degrees) -> None:
+def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> None:
     """Raise Incomplete E0302 naming every rank's file that is missing, InconsistentCheckpoint E0305 for a mixture."""
     missing: list[str] = []
     for kind in (MODEL_FILE, OPTIMIZER_FILE, EMA_FILE):
@@ -206,7 +206,7 @@ def check_whole(tree: Tree, files: Sequence[RankFile], degrees: Degrees) -> None
         )
 
 
-def _expected(own: Sequence[RankFile], degrees: Degrees) -> Iterable[str]:
+def _expected(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:
     """The names of all ranks' files of one kind."""
     first = own[0]
     sizes = {
@@ -320,7 +320,7 @@ def read_meta(tree: Tree) -> Meta:
     return meta
 
 
-def meta_json(degrees: Degrees, stages: Mapping[tuple[int, int, int], StageMeta]) -> bytes:
+def meta_json(degrees: JobDegrees, stages: Mapping[tuple[int, int, int], StageMeta]) -> bytes:
     """The meta as Paddle writes it. The degree of expert sharding is 0 where there are no expert ranks."""
     config = {key: getattr(degrees, dim) for key, dim in _DEGREES.items()}
     config |= {} if degrees.ep > 1 else {"moe_sharding_degree": 0}

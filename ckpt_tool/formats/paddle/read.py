@@ -23,13 +23,15 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.extras import lies_beside, read_config, read_extras
 from ckpt_tool.formats.paddle.gather import Gathering, Held, Numbering, differ, number_experts
-from ckpt_tool.formats.paddle.job import Rank
+from ckpt_tool.formats.paddle.job import PaddleHints, Rank
 from ckpt_tool.formats.paddle.names import MASTER_WEIGHTS, SCHEDULER, Owner, Table, without_master
 from ckpt_tool.formats.paddle.pickle_file import PaddleContent, Saved, chunks_of, read_paddle
 from ckpt_tool.formats.paddle.ranks import (
@@ -401,7 +403,7 @@ class Reading:
         if not any(note.code == code for note in self.notes):
             self.notes.append(Note(code, message, path))
 
-    def _hints(self) -> dict[str, Any]:
+    def _hints(self) -> Hints:
         degrees = self.degrees
         names = {
             self.numbering.logical(name, at[2]): static
@@ -410,19 +412,20 @@ class Reading:
         }
         sharded = any("shard" in file.at for file in self.files if file.kind == MODEL_FILE)
         version = ("v2" if self.gathering.saw_slices else "v1") if degrees.sharding > 1 else ""
-        return {
-            "dialect": "paddle",
-            "degrees": degrees.to_json(),
-            "paddle": {
-                "kind": "sharding_io" if sharded or self.meta.stages else "plain",
-                "sharding": self.meta.strategy or version,
-                "sharding_degree": degrees.sharding,
-                "names": names if len(names) <= _NAMES_KEPT else {},
-                "counts": self._counts(),
-                "config": plain_config(self.config),
-                "stem": next((file.stem for file in self.files if file.kind == MODEL_FILE), ""),
-            },
-        }
+        stem = next((file.stem for file in self.files if file.kind == MODEL_FILE), "")
+        return Hints.of(
+            Dialect("paddle"),
+            Degrees(**degrees.to_json()),
+            PaddleHints(
+                kind="sharding_io" if sharded or self.meta.stages else "plain",
+                sharding=self.meta.strategy or version,
+                sharding_degree=degrees.sharding,
+                names=names if len(names) <= _NAMES_KEPT else {},
+                counts=tuple(self._counts()),
+                config=plain_config(self.config),
+                stem=stem,
+            ),
+        )
 
     def _counts(self) -> list[int]:
         """Decoder layers of each stage."""
@@ -485,13 +488,13 @@ _SIGNAL = re.compile(r"saved_signal_\d+")
 _MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
 
 
-def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
+def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
     """The catalog. Raises what `formats.paddle.format` says."""
     config = read_config(tree, options)
     if tree.single is not None:
-        return _read_one(tree, tree.single, config, lenient=bool(options.get("lenient")))
+        return _read_one(tree, tree.single, config, lenient=options.lenient)
     names = tree.names()
-    files = rank_files(names, prefer=options.get("prefer"))
+    files = rank_files(names, prefer=options.prefer)
     if not files:
         raise UnknownFormat(
             "no model_state*.pdparams or optimizer*.pdopt",
@@ -500,7 +503,7 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
             hint="pass the folder of a checkpoint, or a file; of models with different names say which with "
             "--prefer STEM",
         )
-    if not options.get("lenient"):
+    if not options.lenient:
         _refuse_lost_optimizer(tree, names, files)
     beside = read_extras(tree)
     tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in beside.tensors.items()}
@@ -515,7 +518,7 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
     if unread:
         reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
     catalog = reading.catalog(beside.extras, sides, beside.files)
-    if not options.get("lenient") and not catalog.unsafe:  # what asks for code is reported first
+    if not options.lenient and not catalog.unsafe:  # what asks for code is reported first
         _refuse_lost_masters(tree, reading)
     return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
 
@@ -618,11 +621,8 @@ def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleCon
         dtype = element_type(saved, None, bf16=bf16)
         chunks = chunks_of(saved, whole(saved.shape), dtype=dtype)
         tensors[key] = LogicalTensor(key, saved.shape, dtype, chunks, saved.path)
-    hints = {
-        **named.roots.to_hints(),
-        "dialect": "paddle",
-        "paddle": {"kind": "nested", "config": plain_config(config)},
-    }
+    own = PaddleHints(kind="nested", config=plain_config(config))
+    hints = Hints.of(named.roots, Dialect("paddle"), own)
     return Catalog(
         "paddle", tensors, extras, files=(name,), notes=tuple(named.notes), unsafe=tuple(content.unsafe), hints=hints
     )

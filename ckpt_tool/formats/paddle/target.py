@@ -42,7 +42,8 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.flat_line import Boxes, FlatLine
-from ckpt_tool.core.target import Target, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.hints import Degrees, Hints
+from ckpt_tool.core.target import LayoutWish, Target, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
@@ -80,7 +81,7 @@ def kind_of(laid: Laid, wanted: Wanted) -> str:
     if laid.degrees.sharding == 1:
         return PLAIN
     own = paddle_hints(wanted)
-    return PLAIN if own.get("kind") == PLAIN and own.get("sharding_degree", 1) > 1 else IO
+    return PLAIN if own.kind == PLAIN and (own.sharding_degree or 1) > 1 else IO
 
 
 class _Writing:
@@ -106,7 +107,7 @@ class _Writing:
         self.averages = EMA in present
         self.kept = self._kept_names()
         self.statics: dict[tuple[int, int, int], dict[str, str]] = {}
-        paddle = wanted.hints.get("dialect") == "paddle"
+        paddle = wanted.hints.dialect == "paddle"
         stated = wanted.extras.get(SCHEDULER, wanted.extras.get("scheduler")) if paddle else None
         self.scheduler = stated if isinstance(stated, Mapping) else None
 
@@ -140,17 +141,16 @@ class _Writing:
 
     def _kept_names(self) -> Mapping[str, str]:
         """The source's static names, where every stage and expert rank holds what it held; {} else."""
-        own, before = paddle_hints(self.wanted), self.wanted.hints.get("degrees")
-        names = own.get("names")
-        if not isinstance(names, Mapping) or not isinstance(before, Mapping) or not names:
+        own, before = paddle_hints(self.wanted), self.wanted.hints.get(Degrees)
+        names = own.names
+        if not names or before is None:
             return {}
         d = self.laid.degrees
-        same = (before.get("pp", 1), before.get("ep", 1)) == (d.pp, d.ep)
-        same = same and (not self.laid.by_tensor or before.get("tp", 1) == d.tp)
-        counts = own.get("counts")
-        if not same or d.pp > 1 and tuple(counts or ()) != self.laid.stages.counts:
+        same = (before.at("pp"), before.at("ep")) == (d.pp, d.ep)
+        same = same and (not self.laid.by_tensor or before.at("tp") == d.tp)
+        if not same or d.pp > 1 and (own.counts or ()) != self.laid.stages.counts:
             return {}
-        if not all(type(names.get(name)) is str for name in self.laid.parameters):
+        if not all(name in names for name in self.laid.parameters):
             return {}
         for rank in self.laid.degrees.ranks():  # one name, one tensor; tied ones aside
             here = [block.parameter for block in self.laid.blocks(rank)]
@@ -228,7 +228,7 @@ class _Writing:
         return composer.file(path, state, {name: static[name] for name in state})
 
     def _stem(self) -> str:
-        stated = paddle_hints(self.wanted).get("stem")  # a unified checkpoint's is another format's word
+        stated = paddle_hints(self.wanted).stem  # a unified checkpoint's is another format's word
         if type(stated) is str and stated.isidentifier() and stated.endswith("model_state"):
             return stated
         return "model_state"
@@ -363,26 +363,30 @@ def parts_of(number: int, shape: tuple[int, ...], boxes: Boxes, span: tuple[int,
 Rows = list[tuple[int, LogicalTensor]]
 
 
-def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish) -> Fitted:
     """The tensors to write. Raises UsageError as `paddle.layout.settle` does."""
     rows: Rows = list(enumerate(tensors))
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
-    wanted, laid = _settled(rows, extras, options)
+    asked = Wanted((), extras, hints, wish=wish)
+    _, laid = _settled(rows, asked)
     rows = _without_copies(with_head(rows, laid, dropped), dropped)
-    wanted, laid = _settled(rows, extras, options)
+    wanted, laid = _settled(rows, asked)
     rows = _tied(rows, laid, dropped)
     own = paddle_hints(wanted)
-    if kind_of(laid, wanted) == PLAIN and own.get("kind") == IO:  # so they are bf16; of other sources nobody knows
-        rows = with_weights(rows, options, casts, dropped)
+    if kind_of(laid, wanted) == PLAIN and own.kind == IO:  # so they are bf16; of other sources nobody knows
+        rows = with_weights(rows, wish, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, extras: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Wanted, Laid]:
-    listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows)
-    stated = options.get("hints")
-    wanted = Wanted(listed, extras, stated if isinstance(stated, Mapping) else {}, options=options)
+def _settled(rows: Rows, asked: Wanted) -> tuple[Wanted, Laid]:
+    wanted = with_rows(asked, rows)
     return wanted, settle(wanted)
+
+
+def with_rows(asked: Wanted, rows: Rows) -> Wanted:
+    """What is asked for, with these tensors."""
+    return replace(asked, tensors=tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows))
 
 
 def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
@@ -444,12 +448,10 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
     return out
 
 
-def with_weights(
-    rows: Rows, options: Mapping[str, Any], casts: dict[TensorKey, DType], dropped: list[dict[str, Any]]
-) -> Rows:
+def with_weights(rows: Rows, wish: LayoutWish, casts: dict[TensorKey, DType], dropped: list[dict[str, Any]]) -> Rows:
     """Weights of the model where the source has masters alone; none anew that was removed by name."""
     have = {row.key.name for _, row in rows if row.key.state == MODEL}
-    have |= {key.name for key in options.get("removed", ()) if key.state == MODEL}
+    have |= {key.name for key in wish.removed if key.state == MODEL}
     made: Rows = []
     for index, row in rows:
         if row.key.state == MASTER and row.key.name not in have:

@@ -41,10 +41,11 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
+from ckpt_tool.core.target import LayoutWish, Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.formats.base import Evidence, Fitted, Holds
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES
 from ckpt_tool.formats.paddle_flex import folders as paddle_flex_folders
 from ckpt_tool.storage.source import Tree
@@ -75,7 +76,7 @@ class _Flex:
             return None
         return Evidence(paddle_flex_folders.why(saves), files=paddle_flex_folders.files(saves, tree.listing()))
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from the metadata and the headers of the data files. Options: `config` (a model's config),
         `require_checksums`.
 
@@ -86,11 +87,13 @@ class _Flex:
 
         return read_tree(tree, options)
 
-    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
         """The tensors to write; see `formats.paddle_flex.target`."""
         from ckpt_tool.formats.paddle_flex.target import fit
 
-        return fit(tensors, extras, options)
+        return fit(tensors, extras, hints, wish)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output; see `formats.paddle_flex.target`."""

@@ -57,12 +57,15 @@ from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.flat_line import Boxes, FlatLine
+from ckpt_tool.core.hints import Degrees, Dialect, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats import checksums
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle.extras import read_config, read_extras
+from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.names import INFIX
 from ckpt_tool.formats.paddle.pickle_file import Saved, chunks_of, read_paddle
 from ckpt_tool.formats.paddle.rules import Cut, divides, local_boxes, side_by_side
@@ -527,7 +530,7 @@ TWICE = "E1339"
 _JOB = re.compile(r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)?\.pth|static_name_to_dyg_name\.json")
 
 
-def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
+def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
     """The catalog. Raises what `formats.paddle_flex.format` says."""
     saves = folders.find(tree.listing())
     if not saves:
@@ -545,9 +548,9 @@ def read_tree(tree: Tree, options: Mapping[str, object]) -> Catalog:
 class _Reading:
     """One read: the tensors of all folders, put into one catalog."""
 
-    def __init__(self, tree: Tree, saves: Sequence[Save], options: Mapping[str, object]) -> None:
+    def __init__(self, tree: Tree, saves: Sequence[Save], options: ReadOptions) -> None:
         self.tree, self.saves, self.options = tree, saves, options
-        self.notes = folders.check(saves, tree.display(), tree.names(), lenient=bool(options.get("lenient")))
+        self.notes = folders.check(saves, tree.display(), tree.names(), lenient=options.lenient)
         self.files = DataFiles(tree)
         self.trainer = bool(saves[0].folder)
         self.listings: dict[str, Listing] = {}
@@ -562,7 +565,7 @@ class _Reading:
         for tensor in beside.tensors.values():
             self._put(tensor, "beside the folders")
         degrees, hints = self._hints()
-        required = bool(self.options.get("require_checksums"))
+        required = self.options.require_checksums
         checks = checksums.missing(self.tree, self.tensors.values(), required=required)
         data = [file for listing in self.listings.values() for file in listing.files]
         metadata = [save.folder + save.metadata for save in self.saves if save.metadata]
@@ -687,22 +690,18 @@ class _Reading:
 
     # -- what is not tensors -------------------------------------------------------------------------------------------
 
-    def _hints(self) -> tuple[dict[str, int], dict[str, Any]]:
+    def _hints(self) -> tuple[dict[str, int], Hints]:
         ranks = max(len(save.data) for save in self.saves)
         degrees, version = degrees_of(self.listings.values(), ranks) if self.trainer else ({}, "")
-        own: dict[str, Any] = {"flex": "trainer" if self.trainer else "plain", "sharding": version}
+        own = PaddleHints(flex="trainer" if self.trainer else "plain", sharding=version, config=self._config() or None)
         if self.trainer:
-            own["sharding_degree"] = degrees.get("dp", 1) if version else 1
-            own["names"] = self._names()
+            own = replace(own, sharding_degree=degrees.get("dp", 1) if version else 1, names=self._names())
         else:
-            own["roots"] = dict(self.roots)
-            own["safetensors"] = any(name.endswith(".safetensors") for name in self.saves[0].data)
-        config = self._config()
-        if config:
-            own["config"] = config
-        globals_ = dict.fromkeys((*(g for each in self.listings.values() for g in each.globals), *self.files.globals))
-        hints = {"dialect": "paddle", "paddle": own, "globals": list(globals_)}
-        return degrees, hints | ({"degrees": degrees} if degrees else {})
+            safe = any(name.endswith(".safetensors") for name in self.saves[0].data)
+            own = replace(own, roots=dict(self.roots), safetensors=safe)
+        globals_ = Globals.each(*(each.globals for each in self.listings.values()), self.files.globals)
+        hints = Hints.of(Dialect("paddle"), own, globals_)
+        return degrees, hints.having(Degrees(**degrees)) if degrees else hints
 
     def _names(self) -> dict[str, str]:
         """Structured -> static, in the model's order; {} where the tables do not say it of every trained parameter."""
@@ -716,7 +715,7 @@ class _Reading:
 
     def _config(self) -> dict[str, Any]:
         """The plain scalars of the model's config: `--config`, else the folder's own."""
-        config = read_config(self.tree, {"config": self.options.get("config")})
+        config = read_config(self.tree, ReadOptions(config=self.options.config))
         return {key: value for key, value in config.items() if value is None or type(value) in (bool, int, float, str)}
 
     def _job_notes(self) -> Iterable[Note]:

@@ -55,17 +55,18 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.flat_line import Boxes
-from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.target import LayoutWish, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, Path, TensorKey
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.paddle.extras import extras_files
-from ckpt_tool.formats.paddle.job import Degrees, Rank
+from ckpt_tool.formats.paddle.job import JobDegrees, Rank
 from ckpt_tool.formats.paddle.layout import Block, Laid, Share, config_of, nothing_shared, paddle_hints, settle
 from ckpt_tool.formats.paddle.names import static_key
 from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES, PaddleComposer
 from ckpt_tool.formats.paddle.ranks import meta_json
 from ckpt_tool.formats.paddle.rules import joined_shape, text_config
-from ckpt_tool.formats.paddle.target import Rows, made_of, parts_of, with_head, with_weights
+from ckpt_tool.formats.paddle.target import Rows, made_of, parts_of, with_head, with_rows, with_weights
 from ckpt_tool.formats.paddle_flex.folders import (
     EMA_FOLDER,
     MASTER_FOLDER,
@@ -172,51 +173,41 @@ _KEYS = (".k_proj.weight", ".v_proj.weight", ".kv_b_proj.weight")
 
 def with_heads(wanted: Wanted) -> tuple[Wanted, tuple[str, ...]]:
     """`wanted` with a number of key and value heads that its tensor ranks can take, and the note that says so."""
-    tp = (wanted.options.get("degrees") or {}).get("tp", 1)
+    tp = wanted.wish.degrees.at("tp")
     config = config_of(wanted)
     facts = text_config(config)
     widths = {row.shape[-1] for row in wanted.tensors if row.key.name.endswith(_KEYS) and row.shape}
     if tp == 1 or not widths or any(type(facts.get(key)) is int for key in _STATED):
         return wanted, ()
     parted = all(width % tp == 0 for width in widths)
-    options = {**wanted.options, "config": {**config, "num_key_value_heads": tp if parted else 1}}
+    wish = replace(wanted.wish, config={**config, "num_key_value_heads": tp if parted else 1})
     how = f"cut for --tp {tp}" if parted else "whole on every rank"
     note = (
         f"keys and values are {how}: no config says how many heads they have, and Paddle's loader goes "
         "by the recorded boxes"
     )
-    return replace(wanted, options=options), (note,)
+    return replace(wanted, wish=wish), (note,)
 
 
 # -- which tensors -----------------------------------------------------------------------------------------------------
 
 
-def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish) -> Fitted:
     """The tensors to write. Raises UsageError as `paddle.layout.settle` does."""
     rows: Rows = list(enumerate(tensors))
-    if _is_plain(options):
+    asked = Wanted((), extras, hints, wish=wish)
+    if paddle_hints(asked).flex == "plain" and wish.degrees.alone:  # a plain folder will be written again
         return Fitted(tuple(rows))
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
-    rows = with_head(rows, _settled(rows, extras, options), dropped)
-    rows = _tied(rows, _settled(rows, extras, options), dropped)
-    rows = with_weights(rows, options, casts, dropped)
+    rows = with_head(rows, _settled(rows, asked), dropped)
+    rows = _tied(rows, _settled(rows, asked), dropped)
+    rows = with_weights(rows, wish, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _is_plain(options: Mapping[str, Any]) -> bool:
-    """Will a plain folder be written again?"""
-    hints = options.get("hints")
-    own = hints.get("paddle") if isinstance(hints, Mapping) else None
-    degrees: Mapping[str, int] = options.get("degrees") or {}
-    return isinstance(own, Mapping) and own.get("flex") == "plain" and all(size == 1 for size in degrees.values())
-
-
-def _settled(rows: Rows, extras: Mapping[str, Any], options: Mapping[str, Any]) -> Laid:
-    listed = tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows)
-    stated = options.get("hints")
-    wanted = Wanted(listed, extras, stated if isinstance(stated, Mapping) else {}, options=options)
-    return settle(with_heads(wanted)[0])
+def _settled(rows: Rows, asked: Wanted) -> Laid:
+    return settle(with_heads(with_rows(asked, rows))[0])
 
 
 def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
@@ -258,9 +249,9 @@ def flex_target(wanted: Wanted) -> Target:
         writer = _Writer(wanted)
         files = writer.files()
         notes += writer.notes
-        if writer.laid is None and wanted.options.get("sharding"):
-            notes.append(nothing_shared(wanted.options["sharding"]))
-        if paddle_hints(wanted).get("flex") == "plain" and wanted.source_format == "paddle-flex":
+        if writer.laid is None and wanted.wish.sharding:
+            notes.append(nothing_shared(wanted.wish.sharding))
+        if paddle_hints(wanted).flex == "plain" and wanted.source_format == "paddle-flex":
             notes.append("written as the Trainer's folders: a plain folder holds what one rank saves")
     files += extras_files(wanted, wanted.extras)
     files += [TargetFile(name, size, copy_of=name) for name, size in wanted.sidefiles]
@@ -280,8 +271,7 @@ class _Writer:
         self.laid = settle(stated) if _wants_ranks(wanted) else None
         self.notes = (*self.laid.notes, *given) if self.laid else ()
         self.own = paddle_hints(wanted)
-        names = self.own.get("names")
-        self.names: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
+        self.names: Mapping[str, str] = self.own.names or {}
         self.states = list(dict.fromkeys(t.key.state for t in wanted.tensors if t.key.state not in (MODEL, EXTRAS)))
         self.by_state: dict[str, dict[str, int]] = {}
         for number, tensor in enumerate(wanted.tensors):
@@ -306,7 +296,7 @@ class _Writer:
 
     def _meta(self) -> bytes:
         """The degrees, which Paddle's callbacks for averages hold against their own before they take any."""
-        degrees = self.laid.degrees if self.laid else Degrees()
+        degrees = self.laid.degrees if self.laid else JobDegrees()
         return meta_json(degrees, {})
 
     def ranks(self) -> list[tuple[int, dict[str, list[Item]]]]:
@@ -403,8 +393,7 @@ class _Writer:
 
 
 def _wants_ranks(wanted: Wanted) -> bool:
-    degrees = wanted.options.get("degrees") or {}
-    return any(size > 1 for size in degrees.values())
+    return not wanted.wish.degrees.alone
 
 
 # -- a plain folder ----------------------------------------------------------------------------------------------------
@@ -413,15 +402,13 @@ def _wants_ranks(wanted: Wanted) -> bool:
 def _plain_items(wanted: Wanted) -> list[Item] | None:
     """The items of one rank's plain save, where the source was one and everything still has a key there; else None."""
     own = paddle_hints(wanted)
-    if own.get("flex") != "plain" or wanted.source_format != "paddle-flex" or _wants_ranks(wanted):
+    if own.flex != "plain" or wanted.source_format != "paddle-flex" or _wants_ranks(wanted):
         return None
-    stated = own.get("roots")
-    roots: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
     items: list[Item] = []
     for number, tensor in enumerate(wanted.tensors):
         if tensor.key.state == EXTRAS:
             continue
-        path = _plain_path(tensor, roots)
+        path = _plain_path(tensor, own.roots or {})
         if path is None:
             return None
         items.append(whole_item(dotted(path), path, tensor.key.name, tensor, number))
@@ -445,7 +432,7 @@ def _plain_path(tensor: WantedTensor, roots: Mapping[str, Any]) -> Path | None:
 
 
 def _plain_files(wanted: Wanted, items: list[Item]) -> list[TargetFile]:
-    return _save_files("", kept([(0, items)]), safetensors=bool(paddle_hints(wanted).get("safetensors")))
+    return _save_files("", kept([(0, items)]), safetensors=bool(paddle_hints(wanted).safetensors))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -42,8 +42,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.formats.base import Evidence, Fitted, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.paddle_unified import files as files_of
 from ckpt_tool.storage.source import Tree
 
@@ -70,17 +72,19 @@ class PaddleUnified:
         why = files_of.why(tree)
         return Evidence(why, Specificity.OWN, files_of.claimed(tree.names())) if why else None
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog from indexes and headers. Raises InputError / UnsafeInput."""
         from ckpt_tool.formats.paddle_unified.read import read_catalog
 
         return read_catalog(tree, self.name, options)
 
-    def fit(self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], options: Mapping[str, Any]) -> Fitted:
+    def fit(
+        self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
+    ) -> Fitted:
         """The tensors, and 16-bit weights for those that have a master alone (`sharding_io` of a bf16 job)."""
         from ckpt_tool.formats.paddle_unified.target import fit
 
-        return fit(tensors, options)
+        return fit(tensors, hints, wish)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The whole output. Raises UsageError E1271, E1272, E1273."""

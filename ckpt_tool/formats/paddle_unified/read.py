@@ -37,11 +37,14 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Row
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
+from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.extras import read_config, read_extras
+from ckpt_tool.formats.paddle.job import PaddleHints
 from ckpt_tool.formats.paddle.rules import is_expert, model_type_of, module_of, transposed_in_hf
 from ckpt_tool.formats.paddle_unified import files as files_of
 from ckpt_tool.formats.paddle_unified.files import (
@@ -211,14 +214,14 @@ _HALF = {"bfloat16": "BF16", "float16": "F16"}
 Entries = dict[TensorKey, Lying | LogicalTensor]
 
 
-def read_catalog(tree: Tree, name: str, options: Mapping[str, object]) -> Catalog:
+def read_catalog(tree: Tree, name: str, options: ReadOptions) -> Catalog:
     """The catalog of the folder. name: of the format. Raises InputError, UnsafeInput."""
-    lenient = bool(options.get("lenient"))
+    lenient = options.lenient
     files = files_of.classify(tree.names())
     files_of.check_markers(tree, files)
     files_of.check_indexes(tree, files)
     config = read_config(tree, options)
-    named = bool(options.get("config") or options.get("family"))
+    named = bool(options.config or options.family)
     reading = _Reading(tree, files, config, lenient=lenient, named=named)
     entries = reading.entries()
     sidefiles = tuple(
@@ -254,36 +257,36 @@ class _Reading:
         self.skipped = False  # skip_save_model_weight
         self.optimizer: PaddleIndex | None = None
 
-    def hints(self) -> dict[str, Any]:
+    def hints(self) -> Hints:
         """What a writer wants to know."""
         plain = {
             key: value for key, value in self.config.items() if value is None or type(value) in (bool, int, float, str)
         }
         stated = self.optimizer.stated if self.optimizer is not None else {}
-        paddle: dict[str, Any] = {
-            "kind": "unified",
-            "layout": self.layout,
-            "stem": self.files.stem,
-            "skip_save_model_weight": self.skipped,
-            "sharding": "",
-            "told": self.named,
-            "config": {**plain, **_lists(self.config)},
-        }
-        hints: dict[str, Any] = {"dialect": "paddle", "paddle": paddle}
+        hints = Hints.of(
+            Dialect("paddle"),
+            PaddleHints(
+                kind="unified",
+                layout=self.layout,
+                stem=self.files.stem,
+                skip_save_model_weight=self.skipped,
+                sharding="",
+                told=self.named,
+                config={**plain, **_lists(self.config)},
+            ),
+        )
         if self.optimizer is not None and self.optimizer.stage:
             times = stated.get("quant_ckpt_resume_times")
-            hints["quantised"] = {
-                "kind": "paddle",
-                "stage": self.optimizer.stage,
-                "resume_times": times if type(times) is int else 0,
-            }
+            hints = hints.having(
+                quant.QuantisedStates("paddle", self.optimizer.stage, times if type(times) is int else 0)
+            )
         if self.degrees:
             degrees = {
                 "tp": self.degrees.get("tp", 1),
                 "pp": self.degrees.get("pp", 1),
                 "dp": self.degrees.get("shard", 1),
             }
-            hints["degrees"] = {dim: size for dim, size in degrees.items() if size > 1}
+            hints = hints.having(Degrees(**{dim: size for dim, size in degrees.items() if size > 1}))
         return hints
 
     # -- parts --------------------------------------------------------------------------------------------------------

@@ -24,13 +24,16 @@ from typing import Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
+from ckpt_tool.core.hints import Hints
+from ckpt_tool.core.target import LayoutWish, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Fitted
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.formats.paddle.extras import EXTRAS_FILE, EXTRAS_TENSORS, PICKLED, extras_files
+from ckpt_tool.formats.paddle.job import PaddleHints
+from ckpt_tool.formats.paddle.layout import paddle_hints
 from ckpt_tool.formats.paddle.rules import model_type_of, text_config, transposed_in_hf
 from ckpt_tool.formats.paddle_unified.files import (
     EMA_STEM,
@@ -64,8 +67,8 @@ def unified_target(wanted: Wanted, name: str) -> Target:
         state = tensor.key.state
         by_kind[state if state in by_kind else "optimizer"].append((number, tensor))
     notes: list[str] = []
-    stem = PEFT_STEM if hints.get("stem") == PEFT_STEM or _all_lora(by_kind[MODEL]) else MODEL_STEM
-    masters_as_model = hints.get("skip_save_model_weight") is True and not by_kind[MODEL]
+    stem = PEFT_STEM if hints.stem == PEFT_STEM or _all_lora(by_kind[MODEL]) else MODEL_STEM
+    masters_as_model = hints.skip_save_model_weight is True and not by_kind[MODEL]
     stated: dict[str, Any] = {}
     if by_kind["optimizer"] and by_kind[MASTER]:
         stated["master_weights"] = True
@@ -128,14 +131,13 @@ def _all_lora(tensors: Numbered) -> bool:
 # -- the layout of the model file --------------------------------------------------------------------------------------
 
 
-def _facts(wanted: Wanted) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+def _facts(wanted: Wanted) -> tuple[PaddleHints, Mapping[str, Any], bool]:
     """(what a Paddle source left in the hints, the model's config, did the user name it?)."""
-    paddle, given = wanted.hints.get("paddle"), wanted.options.get("config")
-    hints: Mapping[str, Any] = paddle if isinstance(paddle, Mapping) else {}
-    for config in (given, hints.get("config")):
-        if isinstance(config, Mapping) and config:
-            return hints, config, config is given or hints.get("told") is True
-    return hints, {}, False
+    own, given = paddle_hints(wanted), wanted.wish.config
+    for config in (given, own.config):
+        if config:
+            return own, config, config is given or own.told is True
+    return own, {}, False
 
 
 def _known_type(config: Mapping[str, Any]) -> str:
@@ -149,10 +151,10 @@ def _known_type(config: Mapping[str, Any]) -> str:
 def _layout(tensors: Numbered, wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> str:
     """`pt` or `np`; see the module's docstring."""
     hints, _, _ = _facts(wanted)
-    own = hints.get("layout") if hints.get("kind") == "unified" else None
+    own = hints.layout if hints.kind == "unified" else None
     if not any(len(tensor.shape) == 2 and "lora" not in tensor.key.name for _, tensor in tensors):
         return own if own in ("np", "pt") else "np"
-    if wanted.hints.get("dialect") != "paddle":
+    if wanted.hints.dialect != "paddle":
         notes.append(
             "names and layouts are the source's, not Paddle's: the model file says format np for what lies in it as "
             "it lay; --dialect paddle makes them Paddle's"
@@ -267,33 +269,26 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
 
 
 def _stage(wanted: Wanted) -> tuple[str, int]:
-    stated = wanted.hints.get("quantised")
-    times = stated.get("resume_times") if isinstance(stated, Mapping) else 0
+    stated = wanted.hints.get(quant.QuantisedStates)
     packed = any(tensor.key.state == quant.PACKED for tensor in wanted.tensors)
-    return ("O2" if packed else "O1"), times if type(times) is int else 0
+    return ("O2" if packed else "O1"), stated.resume_times if stated else 0
 
 
 # -- which tensors -----------------------------------------------------------------------------------------------------
 
 
-def fit(tensors: Sequence[LogicalTensor], options: Mapping[str, Any]) -> Fitted:
+def fit(tensors: Sequence[LogicalTensor], hints: Hints, wish: LayoutWish) -> Fitted:
     """Weights that Paddle would round from their fp32 masters on loading, where the source has none; and the states of
     a tied pair under both of its names, as the loader of a job of several processes looks for them.
 
     Nothing is made where the source was a unified checkpoint of that kind, or where nothing says dtype or tie.
     """
     rows = list(enumerate(tensors))
-    hints = options.get("hints")
-    paddle = hints.get("paddle") if isinstance(hints, Mapping) else None
-    facts = paddle if isinstance(paddle, Mapping) else {}
-    given = options.get("config")
-    config = given if isinstance(given, Mapping) and given else facts.get("config")
-    config = config if isinstance(config, Mapping) else {}
-    removed = {key.name for key in options.get("removed", ()) if key.state == MODEL}
-    made, casts = _rounded(rows, facts, config, removed)
-    twins = (
-        [] if facts.get("kind") == "unified" or config.get("tie_word_embeddings") is not True else _twins(rows + made)
-    )
+    own = hints.get(PaddleHints) or PaddleHints()
+    config = wish.config or own.config or {}
+    removed = {key.name for key in wish.removed if key.state == MODEL}
+    made, casts = _rounded(rows, config, removed, masters_alone=own.skip_save_model_weight is True)
+    twins = [] if own.kind == "unified" or config.get("tie_word_embeddings") is not True else _twins(rows + made)
     report = []
     if made:
         dtype = next(iter(casts.values())).name
@@ -306,12 +301,12 @@ def fit(tensors: Sequence[LogicalTensor], options: Mapping[str, Any]) -> Fitted:
 
 
 def _rounded(
-    rows: Rows, facts: Mapping[str, Any], config: Mapping[str, Any], removed: set[str]
+    rows: Rows, config: Mapping[str, Any], removed: set[str], *, masters_alone: bool
 ) -> tuple[Rows, dict[TensorKey, DType]]:
     have = {tensor.key.name for _, tensor in rows if tensor.key.state == MODEL}
     alone = [(i, tensor) for i, tensor in rows if tensor.key.state == MASTER and tensor.key.name not in have | removed]
     dtype = dtype_of(config)
-    if facts.get("skip_save_model_weight") and not have or dtype not in ("BF16", "F16"):
+    if masters_alone and not have or dtype not in ("BF16", "F16"):
         return [], {}
     made = [(i, replace(tensor, key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
     return made, {tensor.key: DTYPES[dtype] for _, tensor in made}

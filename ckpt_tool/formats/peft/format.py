@@ -39,11 +39,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hf import files as hf_files
-from ckpt_tool.formats.peft.lone import CONFIG, is_adapter, without_config
+from ckpt_tool.formats.peft.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -74,7 +75,7 @@ class Peft:
         weights = SAFE if SAFE in names else BIN
         return Evidence(f"{CONFIG} and {weights}", files=frozenset((CONFIG, weights)), loader="transformers", turn=2)
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a
         .bin that is no state dict), and what the containers raise."""
         config = _config(tree)
@@ -92,7 +93,7 @@ class Peft:
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()
         if file == SAFE:
-            header = read_header(tree, SAFE, lenient=bool(options.get("lenient")))
+            header = read_header(tree, SAFE, lenient=options.lenient)
             notes += tuple(Note("W-header", warning, SAFE) for warning in header.warnings)
             tensors = HeaderTable([header])
         else:
@@ -104,7 +105,7 @@ class Peft:
             sidefiles=sidefiles,
             notes=notes,
             unsafe=unsafe,
-            hints={"peft": {"config": config}},
+            hints=Hints.of(PeftHints(config)),
         )
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
@@ -162,15 +163,14 @@ def _target(wanted: Wanted) -> Target:
 
     if any(tensor.key.state != "model" for tensor in wanted.tensors):
         raise InternalError("a model-only format was asked for training state")
-    hint = wanted.hints.get("peft")
-    config = hint.get("config") if isinstance(hint, Mapping) else None
-    if not isinstance(config, Mapping) and is_adapter(tensor.key for tensor in wanted.tensors):
+    hint = wanted.hints.get(PeftHints)
+    if hint is None and is_adapter(tensor.key for tensor in wanted.tensors):
         raise UsageError(
             f"there is no adapter config to write: the source is an adapter whose {CONFIG} is missing",
             code=NOT_AN_ADAPTER,
             hint=f"put the adapter's {CONFIG} beside its weights, and pass the folder",
         )
-    if not isinstance(config, Mapping):
+    if hint is None:
         raise UsageError(
             "peft holds adapters, and the source is none: there is no adapter config to write",
             code=NOT_AN_ADAPTER,
@@ -183,5 +183,5 @@ def _target(wanted: Wanted) -> Target:
         for row, (each, offset) in enumerate(zip(wanted.tensors, offsets, strict=True))
     )
     copies = tuple(TargetFile(path, nbytes, copy_of=path) for path, nbytes in wanted.sidefiles if path != CONFIG)
-    text = json.dumps(config, indent=2, sort_keys=True).encode()
+    text = json.dumps(hint.config, indent=2, sort_keys=True).encode()
     return Target(Peft.name, (TargetFile(SAFE, size, ((0, head),), arrays), whole_file(CONFIG, text), *copies))

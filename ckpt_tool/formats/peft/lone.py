@@ -7,9 +7,12 @@ Cost: the first name, and a look at all names where that one is an adapter's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from ckpt_tool.core.catalog import Note
+from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.storage.source import Tree
@@ -17,6 +20,20 @@ from ckpt_tool.storage.source import Tree
 CONFIG, PADDLE_CONFIG = "adapter_config.json", "lora_config.json"
 NO_CONFIG = "E1612"
 _PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class PeftHints(Hint):
+    """What the reader of an adapter remembers. config: adapter_config.json."""
+
+    KEY: ClassVar[str] = "peft"
+    config: Mapping[str, Any]
+
+
+def adapter_config(catalog: Catalog) -> Mapping[str, Any]:
+    """The config of an adapter, {} of any other source."""
+    hint = catalog.hints.get(PeftHints)
+    return hint.config if hint else {}
 
 
 def is_adapter(keys: Iterable[TensorKey]) -> bool:

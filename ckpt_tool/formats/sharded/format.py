@@ -43,12 +43,11 @@ What it does not do: C128 has no name in safetensors and is refused; nothing is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.mesh import DIMS
-from ckpt_tool.formats.base import PLACED, Evidence, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, PLACED, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.sharded.index import INDEX
 from ckpt_tool.formats.sharded.read import read_catalog
 from ckpt_tool.storage.source import Tree
@@ -92,9 +91,9 @@ class Sharded:
         why = f"{files[0]} is one rank's file, though {INDEX} is {'damaged' if INDEX in names else 'missing'}"
         return Evidence(why, Specificity.SIGNED, frozenset(files))
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog. Raises what `sharded.read.read_catalog` raises."""
-        return read_catalog(tree, lenient=bool(options.get("lenient")))
+        return read_catalog(tree, lenient=options.lenient)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """Raises UsageError: E0245 for what safetensors or JSON can't hold, E0246 for names that collide or are too

@@ -20,9 +20,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, SAFETENSORS_NAMES, DType
+from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.layout import Choice, Layout, Placement
 from ckpt_tool.core.mesh import DIMS, Coords, Mesh
 from ckpt_tool.core.target import DIGEST_CHARS
@@ -31,7 +32,6 @@ from ckpt_tool.errors import CorruptFile, UnknownFormat
 
 INDEX = "ckpt.index.json"
 VERSION = 1  # of the layout of the files and of the index
-ORIGIN = "source_format"  # the hint under which a catalog remembers where the checkpoint came from first
 Case = tuple[tuple[tuple[object, ...], tuple[type, ...]], ...]
 NO_DIGEST = "0" * DIGEST_CHARS
 RANK_LIMIT = 64  # dims of a tensor
@@ -62,6 +62,21 @@ class TensorEntry(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin(Hint):
+    """The format that the checkpoint came from first."""
+
+    KEY: ClassVar[str] = "source_format"
+    format: str
+
+    def plain(self) -> str:
+        return self.format
+
+    @classmethod
+    def read(cls, plain: Any) -> Origin | None:
+        return cls(plain) if isinstance(plain, str) else None
 
 
 @dataclass(frozen=True, slots=True)

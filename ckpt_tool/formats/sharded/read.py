@@ -18,6 +18,7 @@ from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.extras import from_json
 from ckpt_tool.core.faults import together
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.mesh import DIMS
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint
@@ -25,11 +26,11 @@ from ckpt_tool.formats.hf.files import is_sidefile
 from ckpt_tool.formats.sharded.index import (
     INDEX,
     NO_DIGEST,
-    ORIGIN,
     Case,
     Fields,
     FileEntry,
     Index,
+    Origin,
     boxes_hash,
     case_of,
     file_name,
@@ -88,7 +89,7 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
         files=(INDEX, *(entry.path for entry in index.files)),
         sidefiles=tuple(path for path in sidefiles if tree.exists(path)),
         notes=tuple(_notes(tree, known)),
-        hints={**_values(index.hints, shown, "/source/hints"), ORIGIN: index.source_format},
+        hints=Hints(_values(index.hints, shown, "/source/hints")).having(Origin(index.source_format)),
         digests={key: entry.digest for key, entry in index.tensors.items() if entry.digest != NO_DIGEST},
     )
 

@@ -25,10 +25,10 @@ from ckpt_tool.errors import InternalError, UsageError
 from ckpt_tool.formats.sharded.grid import Grid, GridPlaces, Slot, State, header_size, padded, plain
 from ckpt_tool.formats.sharded.index import (
     INDEX,
-    ORIGIN,
     VERSION,
     FileEntry,
     Index,
+    Origin,
     TensorEntry,
     boxes_hash,
     dumps,
@@ -155,7 +155,7 @@ def _index_file(wanted: Wanted, layout: Layout, extras: object, files: list[File
 def _index(wanted: Wanted, layout: Layout, extras: object, files: Sequence[FileEntry], *, bare: bool = False) -> Index:
     """The index; bare: without its tensors."""
     cuts = _Cuts(layout)
-    hints = {name: value for name, value in wanted.hints.items() if name != ORIGIN}
+    origin = wanted.hints.get(Origin)
     return Index(
         mesh=layout.mesh,
         files=tuple(files),
@@ -168,8 +168,8 @@ def _index(wanted: Wanted, layout: Layout, extras: object, files: Sequence[FileE
         placements=cuts.distinct,
         fallbacks=fallbacks_of([item.key for item in wanted.tensors], layout) if cuts.odd else (),
         extras=extras,
-        source_format=str(wanted.hints.get(ORIGIN, wanted.source_format)),
-        hints=_plain(hints, "hints"),
+        source_format=origin.format if origin else wanted.source_format,
+        hints=_plain(wanted.hints.without(Origin).plain, "hints"),
         sidefiles=tuple(path for path, _ in wanted.sidefiles),
     )
 

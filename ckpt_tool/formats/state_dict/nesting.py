@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.extras import Opaque, Symbol
+from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, Path, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, clean, name_leaves
-from ckpt_tool.formats.state_dict.roots import Roots
+from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join
 from ckpt_tool.storage.pickle_values import OrderedMap
 from ckpt_tool.storage.pickle_writer import dumps
@@ -48,7 +49,7 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     """
     extras, left_out = writable(wanted.extras)
     notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
-    known = Roots.from_hints(wanted.hints)
+    known = wanted.hints.get(Roots)
     attempts: list[tuple[Roots, bool]] = [(Roots(), False)] if known is None else [(known, True), (Roots(), False)]
     for roots, kept in attempts:
         here = _without_removed(extras, wanted, roots)
@@ -69,7 +70,7 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
         notes.append("laid out as get_state_dict does: at their old paths, the tensors left could not be told apart")
     notes += [f"{dotted(path)}: param_names were added, order and shape do not name its parameters" for path in named]
     tree = join(here, zip(paths, places, strict=True))
-    for path, attributes in _ordered(wanted.hints) if kept else ():
+    for path, attributes in ordered(wanted.hints) if kept else ():
         tree = _order(tree, path, attributes)
     return Nested(tree, paths, notes)
 
@@ -220,15 +221,13 @@ def _prune(groups: Any, numbers: set[int], names: set[str]) -> Any:
     return out
 
 
-def _ordered(hints: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The OrderedDicts of the source that carried attributes, as far as the hints are sound."""
-    said = hints.get("ordered", ())
-    for entry in said if isinstance(said, list | tuple) else ():
-        if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], Mapping):
-            path = tuple(entry[0]) if isinstance(entry[0], list | tuple) else None
-            attributes, left_out = writable(entry[1])
-            if path is not None and not left_out and all(type(step) in (str, int) for step in path):
-                yield path, attributes
+def ordered(hints: Hints) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    """(path, attributes) of the OrderedDicts of the source that carried attributes which can be written."""
+    found = hints.get(Ordered)
+    for path, attributes in found.attributes if found else ():
+        kept, left_out = writable(attributes)
+        if not left_out:
+            yield path, kept
 
 
 def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tool.core.bounds import numeral
+from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.state_dict.tree import dotted
 
 
 @dataclass(frozen=True, slots=True)
-class Roots:
+class Roots(Hint):
     """Where a source keeps what: the hints by which tensors without a path find a place. flat: torchtitan's spelling
     of optimizer states; then the optimizer's path may end in a key's prefix (`("optim.",)`). dotted: the whole path is
     one key (a DCP without planner_data).
@@ -30,6 +31,7 @@ class Roots:
     ids: path of an optimizer -> its numbers' names, as `{"0": "embed.weight"}`.
     """
 
+    KEY: ClassVar[str] = "roots"
     model: Path = ("model",)
     optimizer: Path = ("optim",)
     ema: Path = ("ema",)
@@ -54,31 +56,26 @@ class Roots:
             path = (*self.optimizer, "state", key.name, key.state)
         return (dotted(path),) if self.dotted else path
 
-    def to_hints(self) -> dict[str, Any]:
-        """Plain values for `Catalog.hints`."""
+    def plain(self) -> dict[str, Any]:
         return {
-            "roots": {
-                "model": list(self.model),
-                "optimizer": list(self.optimizer),
-                "ema": list(self.ema),
-                "master": list(self.master),
-                "flat": self.flat,
-                "dotted": self.dotted,
-                "ids": [[list(path), dict(names)] for path, names in self.ids.items()],
-            }
+            "model": list(self.model),
+            "optimizer": list(self.optimizer),
+            "ema": list(self.ema),
+            "master": list(self.master),
+            "flat": self.flat,
+            "dotted": self.dotted,
+            "ids": [[list(path), dict(names)] for path, names in self.ids.items()],
         }
 
-    @staticmethod
-    def from_hints(hints: Mapping[str, Any]) -> Roots | None:
-        """What `to_hints` left in a catalog's hints; None where a source has no nesting of this kind (or its index was
-        edited: hints are data of the checkpoint)."""
-        said = hints.get("roots")
-        if not isinstance(said, Mapping):
+    @classmethod
+    def read(cls, plain: Any) -> Roots | None:
+        """The inverse of `plain`; of a damaged part nothing is believed."""
+        if not isinstance(plain, Mapping):
             return None
         model, optimizer, ema, master = (
-            _as_path(said.get(name, [])) for name in ("model", "optimizer", "ema", "master")
+            _as_path(plain.get(name, [])) for name in ("model", "optimizer", "ema", "master")
         )
-        ids = said.get("ids", [])
+        ids = plain.get("ids", [])
         if model is None or optimizer is None or ema is None or master is None or not isinstance(ids, list | tuple):
             return None
         known: dict[Path, dict[str, str]] = {}
@@ -88,7 +85,30 @@ class Roots:
             if path is None or not isinstance(names, Mapping):
                 return None
             known[path] = {str(n): str(name) for n, name in names.items() if numeral(n)}
-        return Roots(model, optimizer, ema, master, bool(said.get("flat")), bool(said.get("dotted")), known)
+        return Roots(model, optimizer, ema, master, bool(plain.get("flat")), bool(plain.get("dotted")), known)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered(Hint):
+    """The OrderedDicts of a source that carried attributes (`_metadata` of a module's state): (path, attributes)."""
+
+    KEY: ClassVar[str] = "ordered"
+    attributes: tuple[tuple[Path, Mapping[Any, Any]], ...] = ()
+
+    def plain(self) -> list[Any]:
+        return [[list(path), attributes] for path, attributes in self.attributes]
+
+    @classmethod
+    def read(cls, plain: Any) -> Ordered | None:
+        rows = (
+            [row for row in plain if isinstance(row, list | tuple) and len(row) == 2]
+            if isinstance(plain, list | tuple)
+            else []
+        )
+        known = [
+            (path, row[1]) for row in rows if isinstance(row[1], Mapping) and (path := _as_path(row[0])) is not None
+        ]
+        return cls(tuple(known)) if known else None
 
 
 def _as_path(value: Any) -> Path | None:

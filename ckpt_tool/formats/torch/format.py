@@ -34,18 +34,19 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Patch, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey, simple_tensor
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, UsageError
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.base import Evidence, Holds
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.hf.index import read_index, write_index
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.paths import Leaf, Named, clean, name_leaves
-from ckpt_tool.formats.state_dict.roots import Roots
+from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.choice import Chosen, RankFile
@@ -79,7 +80,7 @@ class _Torch:
         """By names and first bytes: see `formats.torch.choice`."""
         return torch_choice.evidence(tree)
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from pickles and directories alone. Options: `lenient` (bool) allows tensors that the index does
         not name, `require_checksums` (bool) refuses files without CRCs.
 
@@ -98,7 +99,7 @@ class _Torch:
             )
         torch_choice.check_numbers(chosen.files, tree.display())
         expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
-        required = bool(options.get("require_checksums"))
+        required = options.require_checksums
         from ckpt_tool.formats.torch import ranks as torch_ranks  # few sources are of this kind
 
         if chosen.ranks:
@@ -107,7 +108,7 @@ class _Torch:
         if any(file.wrapped for file in files.values()):
             own = [(torch_choice.rank_files([n]) or (RankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
             return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
-        notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=bool(options.get("lenient")))]
+        notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
         return _catalog(tree, chosen, files, notes, required=required)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
@@ -205,11 +206,11 @@ def _catalog(
     tensors: dict[TensorKey, LogicalTensor] = {}
     for key, (path, array) in zip(named.keys, found, strict=True):
         tensors[key] = simple_tensor(key, array, path)
-    hints = {
-        **named.roots.to_hints(),
-        "globals": list(dict.fromkeys(g for file in files.values() for g in file.globals)),
-        "ordered": [[list(path), attributes] for file in files.values() for path, attributes in file.ordered],
-    }
+    hints = Hints.of(
+        named.roots,
+        Globals.each(*(file.globals for file in files.values())),
+        Ordered(tuple(row for file in files.values() for row in file.ordered)),
+    )
     names = tuple(files)
     sidefiles = () if tree.single else tuple(name for name in tree.names() if hf_files.is_sidefile(name))
     notes += [*named.notes, *_sharing(tensors), *checksums.missing(tree, tensors.values(), required=required)]
@@ -277,7 +278,7 @@ def _target(wanted: Wanted) -> Target:
 
 def _bare(wanted: Wanted) -> bool:
     """Is it a model alone, of a source without nesting, whose names a reader will take for what they are?"""
-    if wanted.extras or Roots.from_hints(wanted.hints) or any(t.key.state != MODEL for t in wanted.tensors):
+    if wanted.extras or wanted.hints.get(Roots) or any(t.key.state != MODEL for t in wanted.tensors):
         return False
     found = name_leaves([Leaf((t.key.name,), t.shape) for t in wanted.tensors], {})
     return found.keys == [t.key for t in wanted.tensors]

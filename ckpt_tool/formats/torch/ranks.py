@@ -30,12 +30,14 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, Path, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats import checksums
 from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
+from ckpt_tool.formats.state_dict.roots import Ordered
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.torch import dtensor_spec
 from ckpt_tool.formats.torch.choice import MISSING, MIXED, Chosen, RankFile
@@ -67,7 +69,7 @@ class _State:
     extras: dict[str, Any] = field(default_factory=dict)
     unsafe: dict[str, None] = field(default_factory=dict)
     globals: dict[str, None] = field(default_factory=dict)
-    ordered: list[list[Any]] = field(default_factory=list)
+    ordered: list[tuple[Path, Any]] = field(default_factory=list)
     meshes: dict[RankMesh, None] = field(default_factory=dict)
     own: dict[str, list[int]] = field(default_factory=dict)  # what each rank has of its own -> ranks
     kinds: dict[str, list[int]] = field(default_factory=dict)
@@ -102,12 +104,8 @@ def read(tree: Tree, chosen: Chosen, *, required: bool) -> Catalog:
         *_own_notes(state),
         *checksums.missing(tree, keyed.values(), required=required),
     ]
-    hints = {
-        **named.roots.to_hints(),
-        "globals": list(state.globals),
-        "ordered": state.ordered,
-        "degrees": mesh.to_json(),
-    }
+    degrees = Degrees(**mesh.to_json())
+    hints = Hints.of(named.roots, Globals.each(state.globals), Ordered(tuple(state.ordered)), degrees)
     return Catalog(
         "torch",
         keyed,
@@ -199,7 +197,7 @@ def _add(tree: Tree, file: RankFile, content: TorchContent, state: _State) -> No
     state.kinds.setdefault(file.kind, []).append(owner)
     _add_extras(content.extras, file, owner, state, shown)
     if owner == 0:
-        state.ordered += [[[*root, *path], attributes] for path, attributes in content.ordered]
+        state.ordered += [((*root, *path), attributes) for path, attributes in content.ordered]
 
 
 def _placed(wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None) -> tuple[Placed, int]:
