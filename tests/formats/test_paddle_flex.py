@@ -347,7 +347,7 @@ def test_hints_say_what_the_files_show():
     own = catalog.hints.plain["paddle"]
     assert (own["flex"], own["sharding"], own["sharding_degree"]) == ("trainer", "v2", 2)
     tied = FORMAT.read(Tree(FIXTURES / "llama_tied_pp2")).hints
-    assert tied["degrees"] == {"pp": 2}
+    assert tied.get(Degrees) == Degrees(pp=2)
     assert (
         FORMAT.read(Tree(FIXTURES / "llama_tied_pp2"), ReadOptions(config=LLAMA)).hints.get(PaddleHints).config == LLAMA
     )

@@ -167,7 +167,7 @@ def test_every_rank_holds_what_numpy_cuts_for_it(tmp_path_factory: Any, drawn: t
     target = FORMAT.target(wanted, Layout(Mesh(), ()))
     lay_down(target, wanted, model, folder)
     check_ranks(folder, model, job)
-    check_back(folder, model, wanted.options["config"])
+    check_back(folder, model, wanted.wish.config)
 
 
 @pytest.mark.parametrize("version", ["v1", "v2", ""])
@@ -194,7 +194,7 @@ def test_an_average_lies_as_its_master_and_whole_where_there_is_none(tmp_path: P
                 seen[path[0]] = seen.get(path[0], 0) + 1
                 np.testing.assert_array_equal(array, pm.cut(path[0], model.arrays["ema", path[0]], job, at.tp))
     assert set(seen.values()) <= {job.tp}
-    check_back(tmp_path, model, wanted.options["config"])
+    check_back(tmp_path, model, wanted.wish.config)
 
 
 def test_a_stage_names_its_parameters_after_its_own_counters(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ Reading costs the two heads. What it does not do: dtypes of less than a byte, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
@@ -34,7 +33,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import Target, TargetArray, TargetFile, Wanted
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, UnknownFormat
-from ckpt_tool.formats.base import Evidence, Holds, Specificity
+from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.storage.records import plain_array
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
@@ -54,7 +53,7 @@ class Toy:
         files = [name for name in tree.names() if name in FILES]
         return Evidence(f"files of ranks, {files[0]}", Specificity.OWN, frozenset(files)) if files else None
 
-    def read(self, tree: Tree, options: Mapping[str, object]) -> Catalog:
+    def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from the heads alone. Raises UnknownFormat E0393, Incomplete E0302 for a rank that is missing,
         CorruptFile E0378 for a head that is none, E0311 for values beyond the end of a file."""
         missing = [name for name in FILES if name not in tree.names()]
