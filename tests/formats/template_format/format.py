@@ -22,6 +22,7 @@ Reading costs the two heads. What it does not do: dtypes of less than a byte, wh
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
