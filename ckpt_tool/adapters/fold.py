@@ -277,5 +277,5 @@ def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
     dialect = catalog.hints.dialect or registry.by_name(catalog.format).holds.dialect
     stated = dialect if dialect not in ("keep", HUB) else None
     return find(
-        _config(named, reading), parameter_shapes(everything.stored), told=stated, family=reading.family
+        _config(named, reading), parameter_shapes(everything.stored), stated=stated, family=reading.family
     ).dialect

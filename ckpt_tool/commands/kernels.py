@@ -60,7 +60,7 @@ def info() -> dict[str, Any]:
         "verdict": {
             "numpy": "no device: the CPU does all",
             "host": "the host shim: for tests, slower than the CPU's own way",
-            "cuda": "a GPU, when a verb is told --device cuda",
+            "cuda": "a GPU, when a verb is given --device cuda",
             "path": "the library that CKPT_KERNELS names",
         }[choice.level],
     }

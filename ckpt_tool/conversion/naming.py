@@ -117,7 +117,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     shapes = parameter_shapes(chosen.stored)
     stated = None if source == "hf" else source
     try:
-        found = find(config, _one_of_each(shapes), told=stated, family=reading.family)
+        found = find(config, _one_of_each(shapes), stated=stated, family=reading.family)
         if target not in found.family.known_dialects:
             found.family.table(target)
     except (UsageError, InputError) as e:

@@ -85,7 +85,7 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
         files = tuple(file for file in target.files if file is not copied)
         target = replace(target, files=(*files, whole_file(NAME, data)))
         if before is None:
-            target = target.noted(f"{NAME} is told by {chosen.config_from}")
+            target = target.noted(f"{NAME} is derived from {chosen.config_from}")
     return target
 
 
@@ -111,7 +111,7 @@ def _unnested(target: Target) -> Target:
 def _belonging(
     config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """(config.json of the output, what to say of it)."""
+    """(config.json of the output, lines for the report)."""
     from ckpt_tool.families.config.paddle import from_paddle, is_paddle, paddle_config
     from ckpt_tool.quantised.scheme import without
 

@@ -157,16 +157,16 @@ def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[lis
     none else.
     """
     own = set(_parts(tensor))
-    said: dict[tuple[str, ...], list[TensorKey]] = {}
+    found: dict[tuple[str, ...], list[TensorKey]] = {}
     for peer in sound if own else ():
         theirs = _parts(peer)
         files = {theirs[part] for part in theirs.keys() - own}
         if own < theirs.keys() and files.isdisjoint(file for file, *_ in own):
-            said.setdefault(tuple(sorted(files)), []).append(peer.key)
-    if not said:
+            found.setdefault(tuple(sorted(files)), []).append(peer.key)
+    if not found:
         return None
-    files_, peers = max(said.items(), key=lambda item: len(item[1]))
-    return list(files_), peers[0], len(said) == 1 and len(peers) > 2
+    files_, peers = max(found.items(), key=lambda item: len(item[1]))
+    return list(files_), peers[0], len(found) == 1 and len(peers) > 2
 
 
 def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:

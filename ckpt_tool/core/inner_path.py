@@ -90,7 +90,7 @@ def inner_path(path: str) -> tuple[str, ...]:
 
 
 def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None], path: str | None, hint: str) -> None:
-    """Raise UnsafeInput E1600 that tells every output path that can't be written, alone or with the others.
+    """Raise UnsafeInput E1600 with every output path that can't be written, alone or with the others.
 
     named_by: the tensor whose name the path was made of, None where it is none's. path: the file that states the paths.
     """
@@ -98,9 +98,9 @@ def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None]
     if found:
         keys = [named_by(at) for at, _ in found[:SHOWN]]
         texts = [f"{_shown(at)} {why}" for at, why in found]
-        told = [text if key is None else f"{key[:200]}: {text}" for key, text in zip(keys, texts, strict=False)]
+        named = [text if key is None else f"{key[:200]}: {text}" for key, text in zip(keys, texts, strict=False)]
         raise UnsafeInput(
-            f"the output path {texts[0]}", code="E1600", path=path, key=keys[0], hint=hint, faults=told[1:]
+            f"the output path {texts[0]}", code="E1600", path=path, key=keys[0], hint=hint, faults=named[1:]
         )
 
 

@@ -206,7 +206,7 @@ def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str
 
 
 def compile_to(recipe: Recipe, target: Path) -> str:
-    """Compile to `target` and return what the compiler said. Raises StorageError E1555. Files in between go beside
+    """Compile to `target` and return what the compiler printed. Raises StorageError E1555. Files in between go beside
     it."""
     scratch = target.parent / f".tmp-{os.getpid()}"
     try:
@@ -236,12 +236,12 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
     except OSError as e:
         raise wrap_os_error(e, command[0], f"starting {name}") from e
     if done.returncode != 0:
-        said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        printed = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise StorageError(
             f"{name} failed with exit code {done.returncode}",
             code="E1555",
             path=command[0],
-            faults=said[-20:],
+            faults=printed[-20:],
             hint="CUDA 12.0 or newer and a g++ that it supports are needed; --device cpu does without the kernels",
         )
     return done.stdout + done.stderr

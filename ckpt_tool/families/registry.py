@@ -1,7 +1,7 @@
 """The families by name, and which family and dialect a checkpoint is of.
 
     find(config, shapes)                                     Found(LLAMA, "hf")
-    find(config, shapes, told="paddle")                     Found(LLAMA, "paddle"): the format says whose names they are
+    find(config, shapes, stated="paddle")                     Found(LLAMA, "paddle"): the format says whose names they are
     find(None, shapes, family="ernie4_5:paddle-contiguous")  the user says both
 
 The family comes from the user, else from config.json (`model_type`, `architectures`), else from names that only one
@@ -47,7 +47,7 @@ def find(
     config: Config | None,
     names: Mapping[str, Shape] | Iterable[str],
     *,
-    told: str | None = None,
+    stated: str | None = None,
     family: str | None = None,
 ) -> Found:
     """Whose tensors they are.
@@ -55,7 +55,7 @@ def find(
     Args:
         config: the model's config.json, None where there is none.
         names: {parameter: shape}, or the names alone.
-        told: what the format says of the dialect: `paddle` is also any `paddle-...`.
+        stated: what the format says of the dialect: `paddle` is also any `paddle-...`.
         family: what the user says, `NAME` or `NAME:DIALECT`.
     Raises UsageError: E1230 (no such family), E1231 (no such dialect), E1232 and E1233 (several families, several
     dialects fit); InputError: E1372 (no family), E1373 (the names are of none of the family's dialects).
@@ -70,7 +70,7 @@ def find(
             return Found(chosen, dialect)
     else:
         chosen = _configured(config or {}) or _named(names)
-    return Found(chosen, _dialect(chosen, names, shapes, config or {}, told))
+    return Found(chosen, _dialect(chosen, names, shapes, config or {}, stated))
 
 
 def _configured(config: Config) -> Family | None:
@@ -108,9 +108,9 @@ def _named(names: list[str]) -> Family:
             hint=f"there are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
         )
     if len(fitting) > 1:
-        told = ", ".join(family.name for family in fitting)
+        fitted = ", ".join(family.name for family in fitting)
         raise UsageError(
-            f"without a config the names fit several families: {told}",
+            f"without a config the names fit several families: {fitted}",
             code="E1232",
             hint=f"give the model's config.json with --config FILE, or the family with --family NAME, {_KEEP}",
         )
@@ -125,18 +125,18 @@ def _known(family: Family, names: list[str]) -> dict[str, int]:
 
 
 def _dialect(
-    family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, told: str | None
+    family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, stated: str | None
 ) -> str:
     known = _known(family, names)
-    if told is not None:
-        known = {dialect: n for dialect, n in known.items() if dialect == told or dialect.startswith(f"{told}-")}
+    if stated is not None:
+        known = {dialect: n for dialect, n in known.items() if dialect == stated or dialect.startswith(f"{stated}-")}
         if not known:
-            family.table(told)  # raises, with what there is
+            family.table(stated)  # raises, with what there is
     most = max(known.values())
     if most == 0:
         raise InputError(
             f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
-            + (f" in dialect {told}" if told else ""),
+            + (f" in dialect {stated}" if stated else ""),
             code="E1373",
             hint=f"is it the right family? There are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
         )
@@ -148,8 +148,8 @@ def _dialect(
             min(wrong.values()) and len(fitting) > 1
         ):  # none of them: the shapes that do not fit are what is to be reported
             fitting = fitting[:1]
-    if told in fitting:
-        return told
+    if stated in fitting:
+        return stated
     if len(fitting) > 1 and config:
         fitting = [dialect for dialect in fitting if _meant(family, dialect, config)] or fitting
     if len({_wording(family, dialect, names) for dialect in fitting}) > 1:
@@ -165,8 +165,8 @@ def _dialect(
 
 def _meant(family: Family, dialect: str, config: Config) -> bool:
     """Does the config speak for the dialect, or say nothing against it?"""
-    told = family.dialects.get(dialect)
-    return not (isinstance(told, Variant) and told.when) or bool(expression(told.when).value(config))
+    table = family.dialects.get(dialect)
+    return not (isinstance(table, Variant) and table.when) or bool(expression(table.when).value(config))
 
 
 def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:

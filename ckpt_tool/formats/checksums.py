@@ -1,4 +1,4 @@
-"""Which tensors of a torch container have a CRC in their file, told in a note, or refused where checksums are required.
+"""Which tensors of a torch container have no CRC in their file: a note, or an error where checksums are required.
 
 A torch zip has a CRC-32 a storage, valid unless the writer switched it off; a legacy stream and a safetensors file
 inside a DCP folder have none. The CRC itself is checked by whoever reads the bytes. Cost: one look at each array.

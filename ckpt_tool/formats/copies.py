@@ -159,12 +159,12 @@ def _by_crc(tree: Tree, tensors: Sequence[LogicalTensor], again: Set[int]) -> It
                 sample.setdefault(record, chunk.array)
                 mine = stands[record]
                 mine[chunk.array.path] = mine.get(chunk.array.path, 0) ^ _hash(tensor.key, chunk, crc[0])
-    told: set[frozenset[str]] = set()
+    reported: set[frozenset[str]] = set()
     for record, files in stands.items():
-        if len(set(files.values())) > 1 and frozenset(files) not in told:
+        if len(set(files.values())) > 1 and frozenset(files) not in reported:
             offset, length, _ = sample[record].crc or (0, 0, 0)
             if _changes(tree.read(sample[record].path, offset, min(length, PROBE))):
-                told.add(frozenset(files))
+                reported.add(frozenset(files))
                 yield files
 
 

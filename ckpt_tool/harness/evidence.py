@@ -94,21 +94,21 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     """All checks of one pair, carried out in `folder`. say: takes a line about each stage as it begins."""
     check(case)
     began = time.perf_counter()
-    said = _Said(say)
+    announce = _Announced(say)
     base = case.reference or case.source
-    said(f"reference: {case.before + case.after} steps as {base}")
+    announce(f"reference: {case.before + case.after} steps as {base}")
     final = Saving(folder / "reference", "sharded", (case.before + case.after,))
     want = runs.run(case.job(base), case.before + case.after, saving=final, machine=case.machine)
-    said(f"kill: {case.before} steps as {case.source}, saved as {case.fmt}, then SIGKILL")
+    announce(f"kill: {case.before} steps as {case.source}, saved as {case.fmt}, then SIGKILL")
     saving = Saving(folder / "run", case.fmt, (case.before,), run="killed")
     end = runs.killed(case.job(case.source), case.before, saving=saving, machine=case.machine)
     good = latest(folder / "run")
-    said(f"reshard: {case.source} -> {case.target}")
+    announce(f"reshard: {case.source} -> {case.target}")
     command = _reshard(case, good.path, folder / "resharded", case.target)
     moved = run_tool(*command)
     here = prepared(folder / "resharded", folder / "hub")
     states = [_digest_check("reshard", _digests(case, good.path), _digests(case, folder / "resharded"), case.unkept)]
-    said(f"resume: {case.after} steps as {case.target}")
+    announce(f"resume: {case.after} steps as {case.target}")
     ends = Saving(folder / "resumed", "sharded", (case.before + case.after,))
     got = runs.run(case.job(case.target), case.after, start=here, saving=ends, machine=case.machine)
     curve = _curve(want, got, case)
@@ -117,13 +117,13 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     )
     if not case.canonical:
         states[-1]["counted"] = False  # other layouts round otherwise: the curve is what counts
-    said(f"back: {case.target} -> {case.source}")
+    announce(f"back: {case.target} -> {case.source}")
     run_tool(*_reshard(case, folder / "resharded", folder / "back", case.source))
     states.append(
         _digest_check("there and back", _digests(case, good.path), _digests(case, folder / "back"), case.unkept)
     )
-    controls = _controls(case, here, folder, want, said) if case.planted and case.after else []
-    noise = _noise(case, want, folder, said) if not case.canonical and case.after else None
+    controls = _controls(case, here, folder, want, announce) if case.planted and case.after else []
+    noise = _noise(case, want, folder, announce) if not case.canonical and case.after else None
     return _document(
         case,
         curve,
@@ -136,13 +136,13 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
             "notes": list(good.notes),
             "commands": [_shown(command)],
             "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
-            "stages": said.lines,
+            "stages": announce.lines,
             "elapsed_s": round(time.perf_counter() - began, 3),
         },
     )
 
 
-class _Said:
+class _Announced:
     """Passes lines on and keeps them with the seconds at which they came."""
 
     def __init__(self, say: Say) -> None:
@@ -221,9 +221,9 @@ def _relative(want: float, got: float) -> float:
     return abs(want - got) / max(abs(want), 1e-12)
 
 
-def _noise(case: Case, want: Sequence[Step], folder: Path, said: _Said) -> float:
+def _noise(case: Case, want: Sequence[Step], folder: Path, announce: _Announced) -> float:
     """The largest relative difference of the loss that a change of layout alone makes: B, uninterrupted, against A."""
-    said(f"noise: {case.before + case.after} steps as {case.target}, uninterrupted")
+    announce(f"noise: {case.before + case.after} steps as {case.target}, uninterrupted")
     other = runs.run(case.job(case.target), case.before + case.after, machine=case.machine)
     return max(_relative(a.loss, b.loss) for a, b in zip(want, other, strict=True))
 
@@ -231,7 +231,7 @@ def _noise(case: Case, want: Sequence[Step], folder: Path, said: _Said) -> float
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
-def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], said: _Said) -> list[Document]:
+def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], announce: _Announced) -> list[Document]:
     """A row a fault: which checks see it. The first row plants nothing, and no check may see anything."""
     clean = folder / "controls" / "clean"
     clean.parent.mkdir()
@@ -241,7 +241,7 @@ def _controls(case: Case, here: Path, folder: Path, want: Sequence[Step], said: 
     rows = [_row("nothing", "nothing planted", case, truth, truth, want, steps)]
     for name in case.planted:
         fault = faults.FAULTS[name]
-        said(f"control: {fault.what}")
+        announce(f"control: {fault.what}")
         broken = folder / "controls" / name
         shutil.copytree(clean, broken)
         faults.plant(fault, broken)
@@ -277,8 +277,10 @@ def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
         end = _of_memory(assemble([trainer.state()]))
         return {"digests": before, "scalars": dict(source.scalars), "steps": done, "end": end}
 
-    (said,) = run_ranks(1, entry, backend="sim", device=case.machine.device)
-    return _Fingerprint(said["digests"], said["scalars"], tuple(Step(*row) for row in said["steps"]), said["end"])
+    (result,) = run_ranks(1, entry, backend="sim", device=case.machine.device)
+    return _Fingerprint(
+        result["digests"], result["scalars"], tuple(Step(*row) for row in result["steps"]), result["end"]
+    )
 
 
 def _of_memory(whole: Any) -> dict[str, str]:

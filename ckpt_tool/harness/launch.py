@@ -111,7 +111,7 @@ class _Rank:
     number: int
     pid: int
     pipe: int  # what the rank says, to read from
-    said: bytes = b""
+    output: bytes = b""
 
 
 def _fork(rank: int, work: Callable[[int], Any], life: tuple[int, int]) -> _Rank:
@@ -202,7 +202,7 @@ def _collected(ranks: Sequence[_Rank], until: float) -> list[Any]:
             for key, _ in ready:
                 rank = key.data
                 raw = os.read(rank.pipe, 1 << 20)
-                rank.said += raw
+                rank.output += raw
                 if not raw:
                     waiting.unregister(rank.pipe)
                     try:
@@ -223,16 +223,16 @@ def _guilt(error: CkptError) -> int:
 
 
 def _result(rank: _Rank) -> Any:
-    """What a rank said before its pipe ended. Raises what it died of."""
+    """What a rank wrote before its pipe ended. Raises what it died of."""
     _, status = os.waitpid(rank.pid, 0)
     rank.pid = 0
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         name = signal.Signals(-code).name
         raise InternalError(f"rank {rank.number} was killed by {name}", code="E1505", place=f"rank {rank.number}")
-    if not rank.said:
-        raise InternalError(f"rank {rank.number} ended with {code} and said nothing", code="E1505")
-    document = json.loads(rank.said)
+    if not rank.output:
+        raise InternalError(f"rank {rank.number} ended with {code} without a result", code="E1505")
+    document = json.loads(rank.output)
     if "error" in document:
         raise _as_error(rank.number, document["error"])
     return document["result"]

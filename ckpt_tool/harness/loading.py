@@ -37,7 +37,7 @@ MISSING, SHAPE, TOOL, SCALARS = "E1530", "E1531", "E1532", "E1533"
 
 
 class ToolFailed(CkptError):
-    """A command of the tool's own ended with an error: the same exit code, and what it said."""
+    """A command of the tool's own ended with an error: the same exit code, and its message."""
 
 
 def run_tool(*arguments: str | Path, json_output: bool = True) -> dict[str, Any]:
@@ -55,12 +55,12 @@ def run_tool(*arguments: str | Path, json_output: bool = True) -> dict[str, Any]
 
 
 def _said(errors: str) -> tuple[str, str]:
-    """What a command of ours said on stderr, and its hint."""
+    """What a command of ours wrote to stderr, and its hint."""
     try:
         error = json.loads(errors)["error"]
         return f"{error['code']}: {error['message']}", error["hint"] or "run the line by hand"
     except (ValueError, KeyError, TypeError):
-        return errors.strip()[-2000:] or "nothing was said", "run the line by hand"
+        return errors.strip()[-2000:] or "it wrote nothing", "run the line by hand"
 
 
 def folder_of(path: Path) -> Path:

@@ -187,7 +187,9 @@ def _digests(path: Path) -> Mapping[str, str]:
     """`NAME [STATE]` -> digest, and what `verify` finds fault with."""
     document = run_tool("verify", path)
     faults = {f"finding {number}": str(finding["code"]) for number, finding in enumerate(document["findings"])}
-    every = {f"{name} [{state}]": said for state, names in document["digests"].items() for name, said in names.items()}
+    every = {
+        f"{name} [{state}]": digest for state, names in document["digests"].items() for name, digest in names.items()
+    }
     return every | faults
 
 

@@ -127,7 +127,7 @@ def _numbers(source: Any) -> Sequence[int]:
     tensor = source.tensor
     if tensor.numel > 8 or not tensor.dtype.name.startswith(("I", "U")):
         raise InconsistentCheckpoint(
-            f"a shape is told by {tensor.dtype.name} {list(tensor.shape)}",
+            f"a shape is stated by {tensor.dtype.name} {list(tensor.shape)}",
             code=MISFIT,
             key=str(tensor.key),
             hint="want a few integers: fetch the checkpoint again",

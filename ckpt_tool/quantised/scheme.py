@@ -77,7 +77,7 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     sizes = tuple(int(n) for n in block if isinstance(n, int)) if isinstance(block, list | tuple) else ()
     if method in _METHODS:
         return Quantisation(method, sizes if len(sizes) == 2 and min(sizes) > 0 else ())
-    return Quantisation(method or "without a name", why=f"quant_method {method or 'is not said'}")
+    return Quantisation(method or "without a name", why=f"quant_method {method or 'is not stated'}")
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

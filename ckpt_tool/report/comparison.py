@@ -106,10 +106,10 @@ def _uncovered(rows: Sequence[Document]) -> list[Block]:
     """What damage can't be seen in: whole files, and of others what is around their checksummed records."""
     whole = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
     parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
-    said = [f"{plural(len(whole), 'file')}, {size(sum(whole))}"] if whole else []
+    lines = [f"{plural(len(whole), 'file')}, {size(sum(whole))}"] if whole else []
     if parts:
-        said.append(f"{size(sum(parts))} around the records of {plural(len(parts), 'other' if whole else 'file')}")
-    return [Facts((("no checksum covers", "; ".join(said)),))] if said else []
+        lines.append(f"{size(sum(parts))} around the records of {plural(len(parts), 'other' if whole else 'file')}")
+    return [Facts((("no checksum covers", "; ".join(lines)),))] if lines else []
 
 
 def _detail(difference: Document) -> str:

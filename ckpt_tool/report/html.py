@@ -215,9 +215,9 @@ def tiles(block: Tiles) -> str:
                 f'<rect x="{left + 1}" y="{top + 1}" width="{TILE_WIDE - 2}" height="{high - 2}" rx="5" '
                 f'fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
             )
-            for n, said in enumerate((label, *text)):
+            for n, line in enumerate((label, *text)):
                 weight = ' font-weight="600"' if n == 0 else ""
-                parts.append(f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(shown(said, 18))}</text>')
+                parts.append(f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(shown(line, 18))}</text>')
     return "".join([*parts, "</svg>"])
 
 

@@ -1,4 +1,4 @@
-"""How a long run tells of itself on stderr: a bar, lines, JSON lines, or nothing.
+"""How a long run reports its progress on stderr: a bar, lines, JSON lines, or nothing.
 
 `auto` draws the bar on a terminal and a line every few seconds elsewhere. Workers call `advance` for every copy, so
 it only adds under a lock and looks at the clock; drawing happens at most a few times a second. A screen that goes

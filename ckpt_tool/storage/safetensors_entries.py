@@ -231,7 +231,7 @@ class _Entry(NamedTuple):
 def strict(text: bytes, *, path: str, offset: int = 8, lenient: bool = False) -> Columns:
     """The columns of any header that keeps the rules. `text` is the header without its padding.
 
-    lenient: accept `__metadata__: null` with a warning. Raises CorruptFile; all entries at fault are told at once.
+    lenient: accept `__metadata__: null` with a warning. Raises CorruptFile; all entries at fault are named at once.
     """
     entries: list[_Entry] = []
     metadata: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Every family that Paddle has: transformers saves a model, `convert` makes each of Paddle's formats of it and brings
 it back.
 
-What comes back is the source, bit for bit and name for name. What tensor ranks hold of Phi-3 and gpt-oss is told by
+What comes back is the source, bit for bit and name for name. What tensor ranks hold of Phi-3 and gpt-oss comes from
 NumPy, as the forward passes of PaddleFormers 1.2.0 take it.
 """
 

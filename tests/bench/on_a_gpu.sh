@@ -5,7 +5,7 @@
 #   tests/bench/on_a_gpu.sh OUT build check table     some of: build check tests memcheck racecheck initcheck table sweep
 #
 # Needs python with the package's dependencies, torch and pytest, nvcc (or CKPT_KERNELS=path:FILE), and compute-sanitizer for three
-# of the steps. About 15 minutes; each step has a limit of its own and is told by its exit code, and the others go on. To try the
+# of the steps. About 15 minutes; each step has a limit of its own and is judged by its exit code, and the others go on. To try the
 # script where there is no GPU: ARCH=host SMALL=1 CKPT_KERNELS=host tests/bench/on_a_gpu.sh OUT
 set -uo pipefail
 out=$(mkdir -p "${1:?the folder for what comes out}" && cd "$1" && pwd)

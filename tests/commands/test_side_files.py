@@ -153,7 +153,7 @@ def test_arguments_of_megatron_and_the_way_back_from_them_alone(to: str, tmp_pat
     assert args.items() >= want.items()
     (tmp_path / "there" / "config.json").unlink()
     notes = run(tmp_path / "there", tmp_path / "back")
-    assert "told by Megatron's arguments" in notes
+    assert "derived from Megatron's arguments" in notes
     back = config_in(tmp_path / "back")
     plain = {key: value for key, value in CONFIG.items() if key not in ("rope_parameters", "dtype", "bos_token_id")}
     assert back.items() >= {**plain, "rope_theta": 1e6, "torch_dtype": "bfloat16"}.items()

@@ -133,7 +133,7 @@ def test_megatron_equals_what_numpy_makes_of_the_hub(name: str, layers: int) -> 
     assert got.keys() == want.keys() and set(mapped.dropped) == copies
     for key, array in want.items():
         np.testing.assert_array_equal(got[key], array, err_msg=key)
-    assert find(config, shapes_of(got), told="megatron").dialect == "megatron"
+    assert find(config, shapes_of(got), stated="megatron").dialect == "megatron"
 
 
 @pytest.mark.parametrize("between", ["hf-fused", "paddle"])

@@ -144,7 +144,7 @@ def test_the_same_logits_as_transformers(params: dict[str, Any]) -> None:
     shapes = {name: value.shape for name, value in w.items()}
     config = hub_config(params, shapes)
     family = by_name("mixtral" if "moe" in params else "llama")
-    assert find(config, shapes, told="meta") == (family, "meta")
+    assert find(config, shapes, stated="meta") == (family, "meta")
     hub = turned(mapping(family, "meta", "hf", shapes, config), w)
     if "moe" in params:  # the experts of a layer are one tensor in memory
         hub = turned(mapping(family, "hf", "hf-fused", {n: a.shape for n, a in hub.items()}, config), hub)

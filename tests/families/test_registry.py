@@ -40,7 +40,7 @@ def test_names_and_shapes_tell_the_dialect(name: str, dialect: str) -> None:
     else:
         assert find(config_of(name), shapes) == (by_name(name), dialect)
         if dialect.startswith("paddle"):
-            assert find(config_of(name), shapes, told="paddle") == (by_name(name), dialect)
+            assert find(config_of(name), shapes, stated="paddle") == (by_name(name), dialect)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,7 +48,7 @@ def test_the_family_comes_from_the_model_type_or_from_a_class(name: str) -> None
     config, shapes = config_of(name), shapes_in(name, "hf")
     kind = {key: value for key, value in config.items() if key != "architectures"}
     classes = {key: value for key, value in config.items() if key != "model_type"}
-    assert find(kind, shapes, told="hf").family.name == name
+    assert find(kind, shapes, stated="hf").family.name == name
     assert find({**classes, "architectures": [f"{classes['architectures'][0]}Pipe"]}, shapes).family.name == name
 
 
@@ -75,12 +75,12 @@ def test_names_alone_do_not_tell_two_layouts() -> None:
         find(config_of("llama"), list(shapes_in("llama", "hf")))
     assert error.value.code == "E1233"
     assert "--family llama:hf or --family llama:paddle" in (error.value.hint or "")
-    assert find(config_of("llama"), list(shapes_in("llama", "hf")), told="paddle").dialect == "paddle"
+    assert find(config_of("llama"), list(shapes_in("llama", "hf")), stated="paddle").dialect == "paddle"
 
 
 def test_what_a_format_says_is_taken_where_it_fits() -> None:
     names = list(shapes_in("ernie4_5", "paddle"))  # a Trainer's Hugging Face save has them too
-    assert find(config_of("ernie4_5"), names, told="paddle").dialect == "paddle"
+    assert find(config_of("ernie4_5"), names, stated="paddle").dialect == "paddle"
     with pytest.raises(UsageError, match="paddle, paddle-hf"):
         find(config_of("ernie4_5"), names)
 
@@ -90,7 +90,7 @@ def test_square_shapes_do_not_tell_either_unless_told() -> None:
     shapes = hub_shapes("llama", square)
     with pytest.raises(UsageError, match="names and shapes fit"):
         find(square, shapes)
-    assert find(square, shapes, told="hf").dialect == "hf"
+    assert find(square, shapes, stated="hf").dialect == "hf"
     assert find(square, shapes, family="llama:paddle").dialect == "paddle"
 
 
@@ -107,7 +107,7 @@ def test_tensors_that_lie_alike_in_both_are_no_question() -> None:
 FAULTS = {
     "no family": (lambda: find(None, ["x"], family="lama"), UsageError, "E1230", "did you mean llama"),
     "no dialect": (lambda: find(None, ["x"], family="llama:padle"), UsageError, "E1231", "did you mean paddle"),
-    "a told dialect": (lambda: find(config_of("llama"), ["x"], told="onnx"), UsageError, "E1231", "it has hf"),
+    "a told dialect": (lambda: find(config_of("llama"), ["x"], stated="onnx"), UsageError, "E1231", "it has hf"),
     "no such names": (lambda: find(config_of("llama"), ["x.y"]), InputError, "E1373", "right family"),
     "names of nobody": (lambda: find(None, ["x.y"]), InputError, "E1372", "--dialect keep"),
     "no names": (lambda: find(None, []), InputError, "E1372", "--dialect keep"),

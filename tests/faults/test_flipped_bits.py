@@ -1,6 +1,6 @@
 """One flipped bit, over the registry and the fixtures: in every kind of place of every kind of file.
 
-`verify` finds it, or says that no checksum covers the file there. What a zip's own CRC covers is told by Python's
+`verify` finds it, or says that no checksum covers the file there. What a zip's own CRC covers comes from Python's
 `zipfile`, never by our reader: there it is found always, named by file, byte and member; and no conversion gives other
 values for it. Every other verb that reads the values sees it too.
 """

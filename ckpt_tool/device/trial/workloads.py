@@ -6,7 +6,7 @@ A payload is split into boxes that read or write all of it once, so the floor of
 the speed of a plain copy. An arena has several slots of a payload, used in turn, so that no call finds in a cache what
 the one before left there. Values are random: normal floats where a kernel computes, bytes elsewhere.
 
-The names stay: figures of different days are told apart by them. Runs are in bytes, shapes in elements.
+The names stay: they identify figures of different days. Runs are in bytes, shapes in elements.
 """
 
 from __future__ import annotations

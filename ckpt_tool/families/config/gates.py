@@ -23,10 +23,10 @@ _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 
 
 def _gelu_to(model: Model, out: Values) -> None:
-    said = model.get("activation_function")
-    out["bias_gelu_fusion"] = said in _TANH
-    if said not in (*_TANH, "gelu"):
-        model.lost(f"activation_function: Megatron's arguments have no plain {said}")
+    stated = model.get("activation_function")
+    out["bias_gelu_fusion"] = stated in _TANH
+    if stated not in (*_TANH, "gelu"):
+        model.lost(f"activation_function: Megatron's arguments have no plain {stated}")
     if out.get("ffn_hidden_size") is None:
         out["ffn_hidden_size"] = 4 * (model.count("hidden_size") or 0)
 

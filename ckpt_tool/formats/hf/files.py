@@ -88,7 +88,7 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
     """The files that count, None where the folder holds no model of this format.
 
     listing: paths relative to the folder, sub-folders' too. prefer: the index to take where several lie there.
-    Never raises: what is wrong with the set is told by `check`.
+    Never raises: `check` reports what is wrong with the set.
     """
     paths = sorted(listing)
     names = [path for path in paths if "/" not in path]

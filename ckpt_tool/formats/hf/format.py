@@ -64,7 +64,7 @@ NO_GLOBAL_SHAPE, TOTAL_SIZE, HEADER_WARNING, EXTRA = "W-no-global-shape", "W-tot
 
 class HfSafetensors:
     """The format object. Options of `read`: `lenient` (bool): white space before a header, `__metadata__: null` and
-    tensors that the index does not name are told in notes instead of refused; `prefer` (str): the index to read by."""
+    tensors that the index does not name are noted instead of refused; `prefer` (str): the index to read by."""
 
     name = "safetensors"
     holds = Holds(
@@ -94,7 +94,7 @@ class HfSafetensors:
         )
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are told at once."""
+        """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are named at once."""
         prefer = options.prefer
         chosen = _choose(tree, prefer if isinstance(prefer, str) else None)
         if chosen is None and tree.single is not None:  # asked for by name: the header's fault says what it is
@@ -192,7 +192,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
 
 
 def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[Header]:
-    """Every header; all files at fault are told at once."""
+    """Every header; all files at fault are named at once."""
     return for_each(files, lambda file: read_header(tree, file, lenient=lenient))
 
 

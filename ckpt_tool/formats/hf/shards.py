@@ -122,7 +122,7 @@ def _held_twice(parts: Mapping[str, list[Part]]) -> Iterator[tuple[str, str, str
     """(tensor, file, what is wrong), at most once a pair of files: torch writes each part once, and all parts of a
     tensor to files of one number. A file in another's place would go unseen otherwise: without its last part a tensor
     reads as a smaller one."""
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for name, found in parts.items():
         first: dict[tuple[int, ...], str] = {}
         number, home = "", ""
@@ -132,11 +132,11 @@ def _held_twice(parts: Mapping[str, list[Part]]) -> Iterator[tuple[str, str, str
             if match is None:
                 continue
             other = first.setdefault(part.offset, path)
-            if other != path and (other, path) not in told:
-                told.add((other, path))
+            if other != path and (other, path) not in reported:
+                reported.add((other, path))
                 yield name, path, f"{other} and {path} hold the same part of {name[:200]}, at {list(part.offset)}"
-            if number and match[2] != number and (home, path) not in told:
-                told.add((home, path))
+            if number and match[2] != number and (home, path) not in reported:
+                reported.add((home, path))
                 yield (
                     name,
                     path,

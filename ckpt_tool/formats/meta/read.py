@@ -3,7 +3,7 @@
     shards (16, 4), (16, 4) of layers.0.attention.wq.weight, 32 rows by params.json  ->
           one tensor, two boxes of 16 rows
 
-Shapes times shards must come to what params.json says; whoever misses a shard is told how many rows there are and how
+Shapes times shards must come to what params.json says; a missing shard is reported with the rows that there are and how
 many are wanted. All faults of a pass come at once. Cost: a pickle a shard, then some 5 us a tensor and shard.
 """
 
@@ -235,7 +235,7 @@ def _check_layers(tree: Tree, shards: _Shards, faults: list[CkptError]) -> None:
 
 
 def _raise(faults: list[CkptError], notes: list[Note], *, lenient: bool) -> None:
-    """Raise the first fault with all the others; under `lenient` tensors without a rule are told instead."""
+    """Raise the first fault with all the others; under `lenient` tensors without a rule are noted instead."""
     if lenient:
         for fault in faults:
             if fault.code == NO_RULE:

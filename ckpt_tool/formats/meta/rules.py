@@ -57,7 +57,7 @@ def is_key_or_value(name: str) -> bool:
 
 
 def shape_of(name: str, sizes: Sizes, hidden: int | None) -> tuple[int | None, ...] | None:
-    """The whole tensor's shape by params.json; None for a dim that it does not tell, None where nothing is told.
+    """The whole tensor's shape by params.json; None for a dim that it does not state, None where it states nothing.
 
     hidden: the width of the MLP, which the files tell.
     """

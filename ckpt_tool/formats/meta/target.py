@@ -1,7 +1,7 @@
 """Writing: `consolidated.NN.pth`, a file a tensor parallel rank, and `params.json`.
 
 Every shard is a flat dict of names and tensors, as Meta's loaders expect: `torch.load(weights_only=True)` reads it. All
-that can be wrong with the degree is told at once, before a byte moves.
+that can be wrong with the degree is reported at once, before a byte moves.
 """
 
 from __future__ import annotations

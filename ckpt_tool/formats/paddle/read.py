@@ -311,7 +311,7 @@ class Reading:
         differing = differ(self.tree, lists)
         if differing is not None:
             what = "the ranks' differ, so they are parts" if differing else "the ranks' are equal, so they are copies"
-            self.notes.append(Note(BY_VALUES, f"how ranks share it is told by its values: {what}", key=name))
+            self.notes.append(Note(BY_VALUES, f"how ranks share it is derived from its values: {what}", key=name))
         return differing
 
     # -- checks -------------------------------------------------------------------------------------------------------

@@ -378,7 +378,7 @@ class _Reading:
                 key=name,
                 hint="PaddleFormers 1.2.0 itself can't resume this: save with ignore_merge_optimizer, with "
                 "sharding v1, or"
-                " in another format; --drop is no way out, the states lie in no order that can be told",
+                " in another format; --drop is no way out, the states lie in no known order",
             )
         message = (
             "slices of sharding v2 in merged files, joined in the order of the files (PaddleFormers 1.2.0 "

@@ -1,7 +1,7 @@
 """An adapter without its config: what its tensors are named says that it is one, and nothing else does.
 
 `adapter_config.json` says rank scaling, targets and method; PEFT loads no adapter without it (0.21.2 `peft_model.py`,
-`from_pretrained`), and `lora_alpha` can't be told from the tensors. Read as what they are, plain tensors, with a note.
+`from_pretrained`), and no tensor shows `lora_alpha`. Read as what they are, plain tensors, with a note.
 Cost: the first name, and a look at all names where that one is an adapter's.
 """
 

@@ -2,7 +2,7 @@
 
 The one idea: the index makes claims and the headers are the evidence. A rank's file states its own mesh, rank, boxes
 and save id; the index states all files and tensors and one hash a file. So a file that is missing, cut short, of
-another save, swapped with another rank's or edited is told, with its name, and all such files at once:
+another save, swapped with another rank's or edited is reported by name, all such files at once:
 
     index: 4 files, save 5f..      model.tp00 ok    model.tp01 missing    exp_avg.tp00 save 77.. (another run)
 

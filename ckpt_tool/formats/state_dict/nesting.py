@@ -67,7 +67,9 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
             hint="rename it, leave it out with --remove-keys, or write --to sharded",
         )
     if known is not None and not kept:
-        notes.append("laid out as get_state_dict does: at their old paths, the tensors left could not be told apart")
+        notes.append(
+            "laid out as get_state_dict does: at their old paths, the tensors that are left would be ambiguous"
+        )
     notes += [f"{dotted(path)}: param_names were added, order and shape do not name its parameters" for path in named]
     tree = join(here, zip(paths, places, strict=True))
     for path, attributes in ordered(wanted.hints) if kept else ():

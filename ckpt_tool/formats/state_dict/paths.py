@@ -362,8 +362,8 @@ class _Naming:
             if not aligned.names:
                 self.note(
                     "N-unnamed-parameters",
-                    f"{shown} numbers its parameters and the numbers can't be told from the model ({aligned.why}): its "
-                    "states keep the numbers as names; build the optimizer from named_parameters() to have names saved",
+                    f"{shown} numbers its parameters and their names can't be derived from the model ({aligned.why}): "
+                    "its states keep the numbers as names; build the optimizer from named_parameters() to have names saved",
                 )
                 continue
             self.note("N-numbered-parameters", f"{shown} numbers its parameters; their names were found {aligned.why}")

@@ -12,7 +12,7 @@ Specification. Containers: `storage.torchzip` (torch >= 1.6: a zip of stored rec
 * A file holds any object; a state dict is an OrderedDict with `_metadata` (module versions), a training state nests
   several. Names and states: `formats.state_dict.paths`; an optimizer's numbers: `formats.state_dict.optimizer_ids`.
 * Tensors are views: several may lie in one storage (tied weights, slices of a flat buffer), with any strides; stride 0
-  repeats elements (`expand`). Each name is a tensor of its own here; that two share bytes is told in a note.
+  repeats elements (`expand`). Each name is a tensor of its own here; a note reports that two share bytes.
 * Parameters are tensors with a flag, which is not kept. Objects of other classes are carried in the extras as records.
 * Hugging Face (transformers 4): `pytorch_model-0000i-of-0000n.bin` and `pytorch_model.bin.index.json` with `weight_map`
   (`formats.hf.index`), flat names.

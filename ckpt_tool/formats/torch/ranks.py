@@ -11,7 +11,7 @@ as any other.
 
 Specification. File names: verl 2025 `utils/checkpoint/fsdp_checkpoint_manager.py` (`model_`, `optim_`, `extra_state_`,
 then `world_size_W_rank_R.pt`); a name without `world_size_W` counts too. Content: torch 2.13 `distributed/tensor`; an
-optimizer of `optimizer.state_dict()` numbers its parameters, told by `formats.state_dict.optimizer_ids`.
+optimizer of `optimizer.state_dict()` numbers its parameters: `formats.state_dict.optimizer_ids` derives their names.
 
 What ranks share: a tensor that is no DTensor, or a box that several hold (Replicate), is a replica, compared when the
 values are read. Plain values have to be equal on all ranks, RNG states aside: those are each rank's own, kept as

@@ -64,12 +64,12 @@ def check(fmt: str, layout: Any, shape: Any = None) -> None:
     wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in writer.takes]
     stage = layout.zero if layout.dp > 1 else 1  # ZeRO over one rank is none
     if wrong or stage not in writer.zero:
-        said = [f"{dim}{getattr(layout, dim)}" for dim in wrong]
-        said += [] if stage in writer.zero else [f"zero{layout.zero}"]
+        unfit = [f"{dim}{getattr(layout, dim)}" for dim in wrong]
+        unfit += [] if stage in writer.zero else [f"zero{layout.zero}"]
         keeps = [f"{dim}{getattr(layout, dim)}" for dim in writer.takes if getattr(layout, dim) > 1]
         zero = min(writer.zero, key=lambda stage: abs(stage - layout.zero))
         raise UsageError(
-            f"{fmt} has no place for {', '.join(said)}",
+            f"{fmt} has no place for {', '.join(unfit)}",
             code=LAYOUT,
             hint=f"the nearest that it has is {','.join([*keeps, f'zero{zero}'])}",
         )

@@ -108,16 +108,16 @@ def _rank_file(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[s
         if param.name.endswith(_LINEAR):
             model[param.name.removesuffix("weight") + "_extra_state"] = None
         averages[param.chunk]["ema"][param.name] = _value(whole, rank, param, "ema")
-    said = whole.scalars["scheduler"]
+    schedule = whole.scalars["scheduler"]
     return {
         **models,
         "optimizer": _optimizer(whole, rank, params),
         "opt_param_scheduler": {
-            "max_lr": said.get("peak", whole.scalars["lr"]),
-            "min_lr": said.get("floor", 0.0),
+            "max_lr": schedule.get("peak", whole.scalars["lr"]),
+            "min_lr": schedule.get("floor", 0.0),
             "lr_decay_style": "cosine",
-            "lr_warmup_steps": said.get("warmup", 0),
-            "lr_decay_steps": said.get("total", 0),
+            "lr_warmup_steps": schedule.get("warmup", 0),
+            "lr_decay_steps": schedule.get("total", 0),
             "num_steps": int(whole.scalars["consumed"]),
         },
         "num_floating_point_operations_so_far": 0,

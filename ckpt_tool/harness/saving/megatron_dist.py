@@ -90,7 +90,7 @@ def _common(whole: Whole) -> dict[str, Any]:
     """The common state: what is the same on all ranks."""
     dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}}
     experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}}
-    said = whole.scalars["scheduler"]
+    schedule = whole.scalars["scheduler"]
     return {
         "args": namespace(whole),
         "checkpoint_version": 3.0,
@@ -98,11 +98,11 @@ def _common(whole: Whole) -> dict[str, Any]:
         "num_floating_point_operations_so_far": 0,
         "optimizer": {0: dense, 1: experts} if whole.layout.ep > 1 else dense,
         "opt_param_scheduler": {
-            "max_lr": said.get("peak", whole.scalars["lr"]),
-            "min_lr": said.get("floor", 0.0),
+            "max_lr": schedule.get("peak", whole.scalars["lr"]),
+            "min_lr": schedule.get("floor", 0.0),
             "lr_decay_style": "cosine",
-            "lr_warmup_steps": said.get("warmup", 0),
-            "lr_decay_steps": said.get("total", 0),
+            "lr_warmup_steps": schedule.get("warmup", 0),
+            "lr_decay_steps": schedule.get("total", 0),
             "num_steps": int(whole.scalars["consumed"]),
         },
         "content_metadata": {

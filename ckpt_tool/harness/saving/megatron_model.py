@@ -130,7 +130,7 @@ def _shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
 def namespace(whole: Whole) -> argparse.Namespace:
     """What a job's `args` say of model, degrees and optimizer: the part of Megatron's 650 attributes that decides about
     files."""
-    config, layout, said = whole.config, whole.layout, whole.scalars["optimizer"]
+    config, layout, settings = whole.config, whole.layout, whole.scalars["optimizer"]
     experts = int(config["moe_num_experts"])
     layers, first = int(config["num_hidden_layers"]), int(config["moe_layer_start_index"])
     model = {
@@ -187,11 +187,11 @@ def namespace(whole: Whole) -> argparse.Namespace:
         "seed": whole.scalars["seed"],
         "lr": whole.scalars["scheduler"].get("peak"),
         "optimizer": "adam",
-        "adam_beta1": said["beta1"],
-        "adam_beta2": said["beta2"],
-        "adam_eps": said["eps"],
-        "weight_decay": said["weight_decay"],
-        "clip_grad": said["clip"],
+        "adam_beta1": settings["beta1"],
+        "adam_beta2": settings["beta2"],
+        "adam_eps": settings["eps"],
+        "weight_decay": settings["weight_decay"],
+        "clip_grad": settings["clip"],
         "accumulate_allreduce_grads_in_fp32": True,
         "pipeline_model_parallel_layout": _pipeline(whole),
         "decoder_first_pipeline_num_layers": None,
@@ -214,7 +214,7 @@ def _pipeline(whole: Whole) -> str | None:
 
 def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -> dict[str, Any]:
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's."""
-    said = scalars["optimizer"]
+    settings = scalars["optimizer"]
     return {
         "is_expert_parallel": expert,
         "default_config": True,
@@ -224,9 +224,9 @@ def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -
         "max_lr": scalars["scheduler"].get("peak", scalars["lr"]),
         "min_lr": scalars["scheduler"].get("floor", 0.0),
         "lr": scalars["lr"],
-        "betas": (said["beta1"], said["beta2"]),
-        "eps": said["eps"],
-        "weight_decay": said["weight_decay"] if decays else 0.0,
+        "betas": (settings["beta1"], settings["beta2"]),
+        "eps": settings["eps"],
+        "weight_decay": settings["weight_decay"] if decays else 0.0,
         "bias_correction": True,
         "step": int(scalars["step"]),
     }

@@ -62,9 +62,9 @@ def value(weight: Weight, state: str, whole: Whole) -> torch.Tensor:
 
 def powers(whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
     """Paddle's accumulators of Adam's bias correction: beta to the power of the next step."""
-    step, said = int(whole.scalars["step"]), whole.scalars["optimizer"]
+    step, settings = int(whole.scalars["step"]), whole.scalars["optimizer"]
     for number in (1, 2):
-        yield f"beta{number}_pow_acc_0", torch.tensor([said[f"beta{number}"] ** (step + 1)], dtype=torch.float32)
+        yield f"beta{number}_pow_acc_0", torch.tensor([settings[f"beta{number}"] ** (step + 1)], dtype=torch.float32)
 
 
 def scheduler(whole: Whole, key: str) -> bytes:

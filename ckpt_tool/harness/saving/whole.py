@@ -113,12 +113,12 @@ def first_holders(whole: Whole) -> Iterator[tuple[int, Key, Box, torch.Tensor]]:
 
 def adam_group(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """The scalars in the words of torch's AdamW."""
-    said = scalars["optimizer"]
+    settings = scalars["optimizer"]
     return {
         "lr": scalars["lr"],
-        "betas": (said["beta1"], said["beta2"]),
-        "eps": said["eps"],
-        "weight_decay": said["weight_decay"],
+        "betas": (settings["beta1"], settings["beta2"]),
+        "eps": settings["eps"],
+        "weight_decay": settings["weight_decay"],
         "amsgrad": False,
         "foreach": None,
         "maximize": False,
