@@ -1,4 +1,5 @@
-"""Expression: the arithmetic of family tables (axes, conditions), read by its own small parser, never by `eval`.
+"""Expression: the arithmetic of family tables (axes, conditions), parsed by `ast` and never run: a value is found by
+walking the tree, of which few kinds of nodes are known.
 
     >>> config = {"num_attention_heads": 8, "num_key_value_heads": 2, "mlp_only_layers": [0]}
     >>> expression("num_attention_heads // num_key_value_heads").value(config)
@@ -8,52 +9,56 @@
     >>> extent("1:num_attention_heads:2", config)
     range(1, 8, 2)
 
-Language, loosest first: `or`, `and`, `not`, one comparison (`== != < <= > >= in`, `not in`), `+ -`, `* // %`, unary
-`-`, `a[i]`, `( )`. Operands: whole and decimal numbers, 'strings', `[lists]`, `true false none`, names of the config
-(dotted names descend: `text_config.hidden_size`). `name?` is none where the config lacks the name, so that
-`head_dim? or hidden_size // num_attention_heads` states a default; `and` and `or` give an operand, as in Python.
-There are no calls, no attributes, no powers: an expression costs at most its own length.
+The language is a part of Python's: `or`, `and`, `not`, one comparison (`== != < <= > >= in`, `not in`), `+ - * // %`,
+unary `-`, `a[i]`, `( )`. Operands: whole and decimal numbers, 'strings', `[lists]`, `true false none`, names of the
+config (dotted names descend: `text_config.hidden_size`). `name?` is none where the config lacks the name, so that
+`head_dim? or hidden_size // num_attention_heads` states a default. There are no calls, no powers: an expression costs
+at most its own length.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ckpt_tool.errors import UsageError, near_misses
 
-MAX_CHARS, MAX_DEPTH = 800, 40  # far above any table; they keep a hostile one from exhausting the stack
+MAX_CHARS = 800  # far above any table; it keeps a hostile one from exhausting the stack
 Extent = int | range | tuple[int, ...]  # an axis: 0 <= k < n, or the indices that its name takes in order
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<string>'[^']*'|\"[^\"]*\")|(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\??)"
-    r"|(?P<op>//|==|!=|<=|>=|[-+*%()<>\[\],]))"
-)
-_LEVELS: tuple[tuple[str, ...], ...] = (("or",), ("and",), (), (), ("+", "-"), ("*", "//", "%"))
-_NOT, _COMPARE, _UNARY = 2, 3, 6
-_COMPARISONS = ("==", "!=", "<", "<=", ">", ">=", "in", "not")
+_OPTIONAL = re.compile(r"(?<=\w)\?")
+_MARK = "\u0294"  # a letter in the place of `?`, so that columns stay
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_ANY: dict[type, Callable[[Any, Any], Any]] = {  # of any values, not of numbers alone
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
 _WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False, "none": None, "None": None}
-_RESERVED = ("or", "and", "not", "in", "if")
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """op: `const` (value), `name` (value), `list`, `index`, `neg`, `not` or a binary operator, over `args`."""
-
-    op: str
-    args: tuple[_Node, ...] = ()
-    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression. `names`: what it asks for, without the `?` of optional names."""
+    """A parsed expression. `names`: what it needs, without the `?` of optional names."""
 
     text: str
-    root: _Node
+    root: ast.expr
     names: frozenset[str]
 
     def value(self, names: Mapping[str, Any]) -> Any:
@@ -67,11 +72,16 @@ class Expression:
 @lru_cache(maxsize=1024)
 def expression(text: str) -> Expression:
     """Parse `text`. Raises UsageError (E0222) with the column."""
-    parser = _Parser(text)
-    root = parser.level(0)
-    if parser.peek():
-        raise parser.fault(f"`{parser.peek()}` is left over")
-    return Expression(text.strip(), root, frozenset(parser.names))
+    if len(text) > MAX_CHARS:
+        raise _fault(text, f"an expression of {len(text)} characters, at most {MAX_CHARS} are read", 1)
+    try:
+        root = ast.parse(_OPTIONAL.sub(_MARK, text.strip()), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        message = f"not an expression: {e.msg}" if isinstance(e, SyntaxError) else "it is nested too deeply"
+        raise _fault(text, message, getattr(e, "offset", None) or 1) from e
+    names: set[str] = set()
+    _check(root, text, names)
+    return Expression(text.strip(), root, frozenset(names))
 
 
 def extent(text: str, names: Mapping[str, Any]) -> Extent:
@@ -117,162 +127,79 @@ def extents(axes: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Ext
     return found
 
 
-class _Parser:
-    """Recursive descent over one text; `names` collects what is asked for."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.depth, self.at = text, 0, 0
-        self.names: set[str] = set()
-        self.tokens: list[tuple[str, str, int]] = []  # kind, text, column
-        here = 0
-        while len(text) <= MAX_CHARS and here < len(text.rstrip()):
-            match = _TOKEN.match(text, here)
-            if match is None:
-                self.tokens.append(("end", text[here:].strip()[:1], here))
-                raise self.fault(f"`{text[here:].strip()[:1]}` has no meaning here")
-            kind = match.lastgroup or ""
-            self.tokens.append((kind, match[kind], match.start(kind)))
-            here = match.end()
-        self.tokens.append(("end", "", len(text)))
-        if len(text) > MAX_CHARS:
-            raise self.fault(f"an expression of {len(text)} characters, at most {MAX_CHARS} are read")
-
-    def fault(self, message: str) -> UsageError:
-        column = self.tokens[min(self.at, len(self.tokens) - 1)][2] + 1
-        return UsageError(f"{message}: `{self.text.strip()[:200]}`", code="E0222", place=f"column {column}")
-
-    def peek(self) -> str:
-        return self.tokens[self.at][1]
-
-    def take(self) -> tuple[str, str]:
-        kind, text, _ = self.tokens[self.at]
-        self.at += kind != "end"
-        return kind, text
-
-    def want(self, text: str) -> None:
-        if self.peek() != text:
-            raise self.fault(f"want `{text}`, found `{self.peek() or 'the end'}`")
-        self.take()
-
-    def level(self, level: int) -> _Node:
-        """What binds at least as tightly as `_LEVELS[level]`."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH * len(_LEVELS):
-            raise self.fault(f"more than {MAX_DEPTH} levels of nesting")
-        if level == _NOT and self.peek() == "not":
-            self.take()
-            node = _Node("not", (self.level(_NOT),))
-        elif level >= _UNARY:
-            node = self.unary()
-        else:
-            node = self.level(level + 1)
-            while self.peek() in _LEVELS[level]:
-                node = _Node(self.take()[1], (node, self.level(level + 1)))
-            if level == _COMPARE and self.peek() in _COMPARISONS:
-                node = self.comparison(node)
-        self.depth -= 1
-        return node
-
-    def comparison(self, left: _Node) -> _Node:
-        op = self.take()[1]
-        if op == "not":
-            self.want("in")
-            return _Node("not", (_Node("in", (left, self.level(_COMPARE + 1))),))
-        node = _Node(op, (left, self.level(_COMPARE + 1)))
-        if self.peek() in _COMPARISONS:
-            raise self.fault("comparisons don't chain: join them with `and`")
-        return node
-
-    def unary(self) -> _Node:
-        if self.peek() == "-":
-            self.take()
-            return _Node("neg", (self.level(_UNARY),))
-        node = self.operand()
-        while self.peek() == "[":
-            self.take()
-            node = _Node("index", (node, self.level(0)))
-            self.want("]")
-        return node
-
-    def operand(self) -> _Node:
-        kind, text = self.take()
-        if kind == "number":
-            return _Node("const", value=float(text) if "." in text else int(text))
-        if kind == "string":
-            return _Node("const", value=text[1:-1])
-        if kind == "name" and text in _WORDS:
-            return _Node("const", value=_WORDS[text])
-        if kind == "name" and text not in _RESERVED:
-            self.names.add(text.removesuffix("?"))
-            return _Node("name", value=text)
-        if text == "(":
-            node = self.level(0)
-            self.want(")")
-            return node
-        if text == "[":
-            items = [] if self.peek() == "]" else [self.level(0)]
-            while self.peek() == ",":
-                self.take()
-                items.append(self.level(0))
-            self.want("]")
-            return _Node("list", tuple(items))
-        self.at -= kind != "end"
-        raise self.fault(f"want a value, found `{text or 'the end'}`")
+def _fault(text: str, message: str, column: int) -> UsageError:
+    shown = text.strip()[:200].replace(_MARK, "?")
+    return UsageError(f"{message.replace(_MARK, '?')}: `{shown}`", code="E0222", place=f"column {column}")
 
 
-def _value(node: _Node, names: Mapping[str, Any]) -> Any:
-    op, args = node.op, node.args
-    if op == "const":
-        return node.value
-    if op == "name":
-        return _lookup(node.value, names)
-    left = _value(args[0], names) if args else None
-    if op == "list":
-        return [left, *(_value(arg, names) for arg in args[1:])] if args else []
-    if op == "not":
-        return not left
-    if op == "and":
-        return _value(args[1], names) if left else left
-    if op == "or":
-        return left or _value(args[1], names)
-    if op == "neg":
-        return -_number(left)
-    right = _value(args[1], names)
-    if op == "index":
-        if isinstance(left, Sequence) and not isinstance(left, str):
-            return left[right]
-        raise TypeError(f"{left!r} is no list")
-    return _apply(op, left, right)
-
-
-def _apply(op: str, left: Any, right: Any) -> Any:
-    match op:
-        case "==":
-            return left == right
-        case "!=":
-            return left != right
-        case "in":
-            return left in right
-    a, b = _number(left), _number(right)
-    match op:
-        case "<":
-            return a < b
-        case "<=":
-            return a <= b
-        case ">":
-            return a > b
-        case ">=":
-            return a >= b
-        case "+":
-            return a + b
-        case "-":
-            return a - b
-        case "*":
-            return a * b
-        case "//":
-            return a // b
+def _check(node: ast.expr, text: str, names: set[str]) -> None:
+    """Raise UsageError E0222 for what is not of the language; collect the names."""
+    name = _name_of(node)
+    if name is not None:
+        if name not in _WORDS:
+            names.add(name.removesuffix("?"))
+        return
+    match node:
+        case ast.Constant(value=int() | float() | str()):
+            parts: list[ast.expr] = []
+        case ast.List(elts=parts) | ast.BoolOp(values=parts):
+            pass
+        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=inner):
+            parts = [inner]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            parts = [left, right]
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY or type(op) in _ANY:
+            parts = [left, right]
+        case ast.Subscript(value=left, slice=right):
+            parts = [left, right]
+        case ast.Compare(ops=[_, _, *_]):
+            raise _fault(text, "comparisons don't chain: join them with `and`", node.col_offset + 1)
         case _:
-            return a % b
+            raise _fault(text, f"{type(node).__name__} has no meaning here", node.col_offset + 1)
+    for part in parts:
+        _check(part, text, names)
+
+
+def _name_of(node: ast.expr) -> str | None:
+    """`text_config.hidden_size?` of a chain of attributes, None of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id.replace(_MARK, "?")
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool)):
+        return str(node.value)
+    front = _name_of(node.value) if isinstance(node, ast.Attribute) else None
+    return f"{front}.{node.attr.replace(_MARK, '?')}" if isinstance(node, ast.Attribute) and front else None
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    name = _name_of(node)
+    if name is not None:
+        return _WORDS[name] if name in _WORDS else _lookup(name, names)
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.List(elts=items):
+            return [_value(item, names) for item in items]
+        case ast.BoolOp(op=op, values=[first, *rest]):
+            value = _value(first, names)
+            for each in rest:
+                if bool(value) == isinstance(op, ast.Or):
+                    break
+                value = _value(each, names)
+            return value
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return not _value(inner, names)
+        case ast.UnaryOp(operand=inner):
+            return -_number(_value(inner, names))
+        case ast.Subscript(value=items, slice=index):
+            found = _value(items, names)
+            if isinstance(found, Sequence) and not isinstance(found, str):
+                return found[_value(index, names)]
+            raise TypeError(f"{found!r} is no list")
+        case ast.Compare(left=left, ops=[op], comparators=[right]) | ast.BinOp(left=left, op=op, right=right):
+            a, b = _value(left, names), _value(right, names)
+            kind = type(op)
+            return _ANY[kind](a, b) if kind in _ANY else _BINARY[kind](_number(a), _number(b))
+    raise TypeError(f"no value of {type(node).__name__}")  # `_check` lets nothing else pass
 
 
 def _number(value: Any) -> int | float:

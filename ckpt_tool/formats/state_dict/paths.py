@@ -363,7 +363,7 @@ class _Naming:
                 self.note(
                     "N-unnamed-parameters",
                     f"{shown} numbers its parameters and their names can't be derived from the model ({aligned.why}): "
-                    "its states keep the numbers as names; build the optimizer from named_parameters() to have names saved",
+                    "its states keep the numbers as names; an optimizer of named_parameters() saves names",
                 )
                 continue
             self.note("N-numbered-parameters", f"{shown} numbers its parameters; their names were found {aligned.why}")
