@@ -1,8 +1,7 @@
 """FlatLine: tensors laid end to end in one flat buffer, of which files hold intervals. Readers and writers both use it.
 
     w (3 x 4) and b (5) on one line, which two ranks share:         element 0 ........ 10 ........ 20
-    FlatLine((Place("w", 0, 0, 12, (3, 4)),                         w 0..12, three elements of padding, b at 15
-              Place("b", 15, 0, 5, (5,))))
+    FlatLine.end_to_end([("w", (3, 4), 3), ("b", (5,), 0)])         w 0..12, three elements of padding, b at 15
         .window(0, 10)   rank 0's interval: w 0..10                 boxes w[0:2, :] at 0 and w[2, 0:2] at 8
         .window(10, 20)  rank 1's: w 10..12 and b                   boxes w[2, 2:4] at 0 and b[0:5] at 5
 
@@ -68,6 +67,15 @@ class FlatLine(Generic[T]):
         """The line of one block."""
         return FlatLine((Place(of, 0, 0, prod(shape), shape, boxes),))
 
+    @staticmethod
+    def end_to_end(blocks: Iterable[tuple[T, tuple[int, ...], int]]) -> FlatLine[T]:
+        """Whole tensors one behind the other: (of, shape, elements of padding behind it)."""
+        places, at = [], 0
+        for of, shape, gap in blocks:
+            places.append(Place(of, at, 0, prod(shape), shape))
+            at += prod(shape) + gap
+        return FlatLine(tuple(places))
+
     @property
     def end(self) -> int:
         """The element behind the last that is no padding."""
@@ -81,7 +89,9 @@ class FlatLine(Generic[T]):
             if place.at >= stop:
                 break
             low, high = max(place.at, start), min(place.end, stop)
-            if low < high:
+            if start == 0 and low < high == place.end:
+                out.append(place)
+            elif low < high:
                 first = place.start + low - place.at
                 out.append(place._replace(at=low - start, start=first, stop=first + high - low))
         return FlatLine(tuple(out))

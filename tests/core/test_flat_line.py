@@ -110,7 +110,8 @@ def test_no_box_of_a_cut_line_crosses_a_border(seed: int) -> None:
 
 def test_one_chunk_a_box_without_gaps() -> None:
     """The example of the module."""
-    line = FlatLine((Place("w", 0, 0, 12, (3, 4)), Place("b", 15, 0, 5, (5,))))
+    line = FlatLine.end_to_end([("w", (3, 4), 3), ("b", (5,), 0)])
+    assert line.places == (Place("w", 0, 0, 12, (3, 4)), Place("b", 15, 0, 5, (5,)))
     boxes = [
         [(p.of, p.box.offset, p.box.shape, p.at) for p in line.window(*ends).parts()] for ends in ((0, 10), (10, 20))
     ]

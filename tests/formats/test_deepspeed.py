@@ -11,6 +11,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,26 @@ def test_moments_without_an_exact_master_stay_as_they_are_or_are_refused(tmp_pat
     assert load(tag(tmp_path / "out") / "mp_rank_00_model_states.pt")["optimizer"]["state"]
     with pytest.raises(UsageError, match="no fp32 master"):
         write(case, tmp_path / "other", to="deepspeed", zero=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ep", "words"),
+    [
+        ({0: 4, 1: 4, 3: 4}, 1, "experts.3.w has no counterpart"),
+        ({0: 4, 1: 4, 2: 4, 4: 4}, 2, "experts.3.w has no counterpart"),
+        ({0: 4, 1: 4, 2: 5, 3: 4}, 2, "experts.2.w has another shape"),
+        ({0: 4, 1: 4, 2: 5, 3: 4}, 1, ""),
+    ],
+)
+def test_experts_that_are_not_alike_are_not_written(sizes: dict[int, int], ep: int, words: str, tmp_path: Path) -> None:
+    """The module file lists the parameters of one expert rank for all: what others have otherwise would be lost."""
+    names = {e: f"moe.deepspeed_moe.experts.deepspeed_experts.{e}.w" for e in sizes}
+    state = {names[e]: torch.arange(float(size)) for e, size in sizes.items()}
+    moments = {name: {"exp_avg": t + 1, "exp_avg_sq": t + 2} for name, t in state.items()}
+    torch.save({"model": state, "optim": {"state": moments, "param_groups": [{"params": [*state]}]}}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=words) if words else nullcontext() as e:
+        write(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", zero=1, dp=2, ep=ep)
+    assert (tmp_path / "out").exists() is (e is None)
 
 
 # -- refused by name ---------------------------------------------------------------------------------------------------

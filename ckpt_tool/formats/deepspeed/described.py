@@ -17,7 +17,7 @@ checkpoint: nothing is believed that has not the right type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckpt_tool.formats.state_dict.paths import OPTIMIZER_ROOTS
 
 HOME = "deepspeed"
 OPTIMIZER = "optimizer"
+WRAPPER = "wrapper"  # under `optimizer`: what DeepSpeed's 16-bit wrapper keeps beside
 UNUSED = "ckpt_unused"  # in a module file: values that DeepSpeed shall not take for its own
 
 
@@ -124,6 +125,40 @@ _BELIEVED: Mapping[str, Any] = {
     "tied": _map_to(int),
     "moe": _names,
 }
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stands under `optimizer`. groups: `param_groups`, whose `params` are names. scalars: of each group (`step`),
+    None without ZeRO. dtypes: of those that were tensors. rest: of the whole optimizer (`loss_scaler`)."""
+
+    groups: Sequence[Mapping[str, Any]] = ()
+    scalars: Sequence[Mapping[str, Any]] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    rest: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_extras(self) -> dict[str, Any]:
+        """Plain values."""
+        flat = {} if self.scalars is None else {"scalars": list(self.scalars), "scalar_dtypes": dict(self.dtypes)}
+        return {"param_groups": list(self.groups), **flat, **self.rest}
+
+    @staticmethod
+    def from_extras(extras: Mapping[str, Any]) -> Options:
+        """All but the groups and their scalars, which other sources keep elsewhere (`stated_groups`)."""
+        home = extras.get(OPTIMIZER)
+        rest = dict(home) if isinstance(home, Mapping) else {}
+        _, _, dtypes = (rest.pop(key, None) for key in ("param_groups", "scalars", "scalar_dtypes"))
+        named = {k: d for k, d in dtypes.items() if isinstance(d, str)} if isinstance(dtypes, Mapping) else {}
+        return Options(dtypes=named, rest=rest)
+
+    @property
+    def wrapper(self) -> Mapping[str, Any] | None:
+        """What DeepSpeed's 16-bit wrapper keeps beside the optimizer, None where there was none."""
+        found = self.rest.get(WRAPPER)
+        return found if isinstance(found, Mapping) else None
 
 
 # -- parameter groups --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.tensor import Path, StoredArray
@@ -147,6 +147,22 @@ def _sort(out: Files, kind: str, name: str, parts: Mapping[str, str]) -> None:
         out.refused.append((name, _REFUSED[kind]))
 
 
+class RankFiles(NamedTuple):
+    """The names of the files that ranks write: (data rank, model rank) -> name."""
+
+    modules: dict[tuple[int, int], str]
+    optimizers: dict[tuple[int, int], str]
+
+
+def rank_files(stage: int, prefix: str, dp: int, pp: int) -> RankFiles:
+    """The files of a job of so many data ranks and pipeline stages. At ZeRO 3 every data rank has a module file."""
+    ranks = [(data, model) for model in range(pp) for data in range(dp)]
+    kind, writers = (MODEL3, ranks) if stage == 3 else (MODEL, [(0, model) for model in range(pp)])
+    modules = {(data, model): kind.format(data=data, model=model) for data, model in writers}
+    optimizers = {(data, model): OPTIM.format(prefix=prefix, data=data, model=model) for data, model in ranks}
+    return RankFiles(modules, optimizers if stage else {})
+
+
 # -- what a file holds -------------------------------------------------------------------------------------------------
 
 OPTIMIZER, BASE, MASTERS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
@@ -214,17 +230,19 @@ class ModuleFile:
 
 @dataclass(slots=True)
 class FlatTensor:
-    """A flat tensor of this rank. options: of its parameter group, the learning rate and such. states: 1-d arrays as
-    long as the partition. scalars: one value for the whole group. dtypes: of those that were tensors."""
+    """A flat tensor of this rank. options: number of its parameter group. count: ranks that share the group. gaps:
+    padding behind each parameter, () where the file does not say. mapping: name -> (elements, start), likewise None.
+    states: 1-d arrays as long as the partition. scalars: one value for the whole group. dtypes: of those that were
+    tensors."""
 
     master: StoredArray
     options: int
+    count: int
+    gaps: tuple[int, ...]
+    mapping: dict[str, tuple[int, int]] | None
     states: dict[str, StoredArray] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
-    count: int = 1  # ranks that share the group
-    gaps: list[int] | None = None
-    mapping: dict[str, tuple[int, int]] | None = None  # name -> (numel, start)
 
 
 @dataclass(slots=True)
@@ -295,45 +313,13 @@ def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchCo
 def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
     """An `*_optim_states.pt` file. Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what
     containers and pickles raise."""
-    content, shown = read_content(tree, name), tree.display(name)
-    top = _mapping(content.extras, "the file", shown)
-    state = _mapping(top.get(OPTIMIZER), OPTIMIZER, shown)
-    arrays = {path[1:]: array for path, array in content.leaves if path[0] == OPTIMIZER}
-    if isinstance(state.get(BASE), list):
-        raise refused(
-            "an elastic checkpoint (zero_optimization.elastic_checkpoint): its states are laid out in an older way",
-            shown,
-        )
-    if state.get("ds_zero_partition_groups") is not None:
-        raise refused("AutoEP at ZeRO 3 (ds_zero_partition_groups)", shown)
-    stage, said = _stage(state.get("zero_stage"), shown), "zero_stage" in state
-    base = _mapping(state.get(OPTIMIZER if stage == 3 else BASE), "the optimizer's state", shown)
-    prefix: Path = (OPTIMIZER,) if stage == 3 else (BASE,)
-    options = numbered(base.get("param_groups"))
-    if options is None:
-        raise malformed("param_groups is no list of groups with the numbers of their params", shown)
-    groups = _flat_groups(tree, arrays, FLAT3 if stage == 3 else MASTERS, options, shown)
-    _states(tree, arrays, prefix, _mapping(base.get("state") or {}, "state", shown), groups, options, shown)
-    _layout(state, groups, stage, shown)
-    rest = {key: plain(item) for key, item in state.items() if key not in OPTIMIZER_LAYOUT}
-    rest |= _others(tree, content, FLAT3 if stage == 3 else MASTERS, (*prefix, "state"), shown)
-    bare = [{key: item for key, item in group.items() if key != "params"} for group in options]
-    return OptimizerFile(shown, stage, stage != 3 and not said, groups, bare, rest, content.unsafe, content.globals)
-
-
-def _others(tree: Tree, content: TorchContent, flat: str, states: Path, shown: str) -> dict[str, Any]:
-    """Single numbers kept as tensors beside the states. Raises InputError E0356 for a tensor that is none: nothing is
-    left out in silence."""
-    out = {}
-    for path, array in content.leaves:
-        inner = path[1:] if path[0] == OPTIMIZER else ()
-        if inner[:1] == (flat,) and len(inner) == 2 or inner[: len(states)] == states and len(inner) == len(states) + 2:
-            continue
-        if len(inner) == 1 and array.numel == 1 and array.dtype.name in _SCALARS and inner[0] not in OPTIMIZER_LAYOUT:
-            out[str(inner[0])] = _scalar(tree, array, str(inner[0]))
-        else:
-            raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
-    return out
+    content = read_content(tree, name)
+    parts = _OptimizerParts(tree, content, tree.display(name))
+    groups = parts.groups()
+    rest = {key: plain(item) for key, item in parts.state.items() if key not in OPTIMIZER_LAYOUT} | parts.rest
+    bare = [{key: item for key, item in group.items() if key != "params"} for group in parts.options]
+    plain_bf16 = parts.stage != 3 and "zero_stage" not in parts.state
+    return OptimizerFile(parts.shown, parts.stage, plain_bf16, groups, bare, rest, content.unsafe, content.globals)
 
 
 def plain(value: Any) -> Any:
@@ -351,118 +337,139 @@ def opaque(value: Any) -> Any:
     return value
 
 
-def scalar_bytes(value: Any, dtype: Any) -> bytes | None:
+def scalar_bytes(value: Any, dtype: str) -> bytes | None:
     """The bytes of a scalar tensor of the dtype called `dtype`; None for a value that is to be a plain number."""
-    code = _SCALARS.get(dtype) if isinstance(dtype, str) else None
+    code = _SCALARS.get(dtype)
     if code is None or type(value) not in (int, float):
         return None
-    number = float(value) if dtype in ("F32", "F64") else int(value)
-    if isinstance(number, int) and not -(1 << (8 * struct.calcsize(code) - 1)) <= number < 1 << (
-        8 * struct.calcsize(code) - 1
-    ):
+    try:
+        return struct.pack(code, float(value) if dtype in ("F32", "F64") else int(value))
+    except (struct.error, OverflowError, ValueError):  # out of the dtype's range
         return None
-    return struct.pack(code, number)
 
 
 # -- parts of an optimizer file ----------------------------------------------------------------------------------------
 
 
-def _flat_groups(
-    tree: Tree, arrays: Mapping[Path, StoredArray], key: str, options: list[dict[str, Any]], shown: str
-) -> list[FlatTensor]:
-    """The fp32 partitions, in order, each with the number of its parameter group."""
-    masters = {p[1]: a for p, a in arrays.items() if p[0] == key and len(p) == 2 and type(p[1]) is int}
-    if sorted(masters) != list(range(len(masters))):
-        raise malformed(f"{key} lacks a tensor in the middle", shown)
-    if not masters:
-        raise refused(f"no fp32 weights ({key}): they were swapped to NVMe, or this is no ZeRO optimizer", shown)
-    owner = {number: group for group, item in enumerate(options) for number in item["params"]}
-    for number, array in masters.items():
-        if number not in owner:
-            raise malformed(f"no param_groups entry names flat group {number}", shown)
-        if len(array.shape) != 1 or array.strides is not None:
-            raise malformed(f"{key}[{number}] has shape {list(array.shape)}, want one dim without gaps", shown)
-    return [FlatTensor(masters[number], owner[number]) for number in range(len(masters))]
+class _OptimizerParts:
+    """state: what is no tensor. stage: of ZeRO. options: `param_groups`. masters: number of a flat group -> its fp32
+    weights. states: number -> state -> array. rest: single numbers kept as tensors beside them."""
 
+    def __init__(self, tree: Tree, content: TorchContent, shown: str) -> None:
+        self.tree, self.shown = tree, shown
+        self.state = _mapping(_mapping(content.extras, "the file", shown).get(OPTIMIZER), OPTIMIZER, shown)
+        if isinstance(self.state.get(BASE), list):
+            older = "its states are laid out in an older way"
+            raise refused(f"an elastic checkpoint (zero_optimization.elastic_checkpoint): {older}", shown)
+        if self.state.get("ds_zero_partition_groups") is not None:
+            raise refused("AutoEP at ZeRO 3 (ds_zero_partition_groups)", shown)
+        self.stage = _stage(self.state.get("zero_stage"), shown)
+        flat, inner = (FLAT3, OPTIMIZER) if self.stage == 3 else (MASTERS, BASE)
+        self.inner = inner
+        base = _mapping(self.state.get(inner), "the optimizer's state", shown)
+        options = numbered(base.get("param_groups"))
+        if options is None:
+            raise malformed("param_groups is no list of groups with the numbers of their params", shown)
+        self.options = options
+        self.values = _mapping(base.get("state") or {}, "state", shown)
+        self.masters: dict[int, StoredArray] = {}
+        self.states: dict[int, dict[str, StoredArray]] = {}
+        self.rest: dict[str, Any] = {}
+        for path, array in content.leaves:
+            if path[:2] == (OPTIMIZER, flat) and len(path) == 3 and type(path[2]) is int:
+                self.masters[path[2]] = array
+            elif path[:3] == (OPTIMIZER, inner, "state") and len(path) == 5 and type(path[3]) is int:
+                self.states.setdefault(path[3], {})[str(path[4])] = array
+            elif path[0] == OPTIMIZER and len(path) == 2 and array.numel == 1 and path[1] not in OPTIMIZER_LAYOUT:
+                self.rest[str(path[1])] = self._scalar(array, str(path[1]))
+            else:  # nothing is left out in silence
+                raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
+        if sorted(self.masters) != list(range(len(self.masters))):
+            raise malformed(f"{flat} lacks a tensor in the middle", shown)
+        if not self.masters:
+            raise refused(f"no fp32 weights ({flat}): they were swapped to NVMe, or this is no ZeRO optimizer", shown)
+        for number, array in self.masters.items():
+            if len(array.shape) != 1 or array.strides is not None:
+                raise malformed(f"{flat}[{number}] has shape {list(array.shape)}, want one dim without gaps", shown)
+        for number in self.states.keys() - self.masters.keys():
+            raise malformed(f"a state of flat group {number!r}, but there are {len(self.masters)}", shown)
 
-def _states(
-    tree: Tree,
-    arrays: Mapping[Path, StoredArray],
-    prefix: Path,
-    values: Mapping[Any, Any],
-    groups: list[FlatTensor],
-    options: list[dict[str, Any]],
-    shown: str,
-) -> None:
-    """Moments and scalars of each flat group."""
-    at = (*prefix, "state")
-    for path, array in arrays.items():
-        if path[: len(at)] != at or len(path) != len(at) + 2:
-            continue
-        number, state = path[-2], str(path[-1])
-        if type(number) is not int or not 0 <= number < len(groups):
-            raise malformed(f"a state of flat group {number!r}, but there are {len(groups)}", shown)
-        group = groups[number]
-        if array.numel == 1 and (not array.shape or group.master.numel > 1):
-            group.scalars[state], group.dtypes[state] = _scalar(tree, array, state), array.dtype.name
-        elif len(array.shape) != 1 or array.strides is not None or array.numel < group.master.numel:
+    def groups(self) -> list[FlatTensor]:
+        """The flat groups, in order."""
+        owner = {number: group for group, item in enumerate(self.options) for number in item["params"]}
+        out = []
+        for number, master in sorted(self.masters.items()):
+            if number not in owner:
+                raise malformed(f"no param_groups entry names flat group {number}", self.shown)
+            group = FlatTensor(master, owner[number], self._count(number), self._gaps(number), self._mapping(number))
+            for state, array in self.states.get(number, {}).items():
+                self._add(group, number, state, array)
+            left = self.values.get(number)
+            if isinstance(left, dict):
+                group.scalars.update({str(key): item for key, item in left.items() if item != SLOT})
+            out.append(group)
+        return out
+
+    def _add(self, group: FlatTensor, number: int, state: str, array: StoredArray) -> None:
+        """A moment, or a scalar of the whole group."""
+        numel = group.master.numel
+        if array.numel == 1 and (not array.shape or numel > 1):
+            group.scalars[state], group.dtypes[state] = self._scalar(array, state), array.dtype.name
+        elif len(array.shape) != 1 or array.strides is not None or array.numel < numel:
             raise InconsistentCheckpoint(
-                f"{state} of flat group {number} has shape {list(array.shape)}, its weights have "
-                f"{group.master.numel} elements",
+                f"{state} of flat group {number} has shape {list(array.shape)}, its weights have {numel} elements",
                 code=DISAGREE,
-                path=shown,
-                place=dotted((OPTIMIZER, *path)),
+                path=self.shown,
+                place=dotted((OPTIMIZER, self.inner, "state", number, state)),
                 hint="optimizer and weights come from two runs: fetch the whole save again",
             )
         else:
             group.states[state] = array
-    for number, left in values.items():
-        if type(number) is int and 0 <= number < len(groups) and isinstance(left, dict):
-            groups[number].scalars |= {str(key): item for key, item in left.items() if item != SLOT}
+
+    def _scalar(self, array: StoredArray, state: str) -> Any:
+        value = number_of(self.tree, array)
+        if value is None:
+            raise malformed(f"{state} is a {array.dtype.name} scalar, want F32, F64 or an integer", self.shown)
+        return value
+
+    def _entry(self, key: str, number: int, kind: type) -> Any:
+        """What the file states of one flat group."""
+        value = self.state.get(key)
+        item = value[number] if isinstance(value, list) and number < len(value) else None
+        return item if isinstance(item, kind) else None
+
+    def _count(self, number: int) -> int:
+        counts = self.state.get("partition_count")
+        count = counts[number] if isinstance(counts, list) and number < len(counts) else counts
+        if type(count) is int and count > 0:
+            return count
+        if self.stage != 3 or counts is not None:
+            what = f"partition_count is {counts!r}, want a count for each of {len(self.masters)} groups"
+            raise malformed(what, self.shown)
+        return 1
+
+    def _gaps(self, number: int) -> tuple[int, ...]:
+        gaps = self._entry("param_alignment_paddings", number, list) or ()
+        if not all(type(gap) is int and 0 <= gap < 1 << 32 for gap in gaps):
+            raise malformed("param_alignment_paddings holds something else than counts", self.shown)
+        return tuple(gaps)
+
+    def _mapping(self, number: int) -> dict[str, tuple[int, int]] | None:
+        stated = self._entry("param_slice_mappings", number, dict)
+        out = {}
+        for name, item in (stated or {}).items():
+            state = item.state if isinstance(item, Opaque) and isinstance(item.state, dict) else {}
+            numel, start = state.get("numel"), state.get("start")
+            if type(numel) is not int or type(start) is not int:
+                raise malformed("an entry of param_slice_mappings is no fragment_address", self.shown)
+            out[str(name)] = numel, start
+        return None if stated is None else out
 
 
-def number(tree: Tree, array: StoredArray) -> Any:
+def number_of(tree: Tree, array: StoredArray) -> Any:
     """The value of a tensor of one number, which is read; None for any other tensor."""
     code = _SCALARS.get(array.dtype.name) if array.numel == 1 else None
     return None if code is None else struct.unpack(code, read_array(tree, array, struct.calcsize(code)))[0]
-
-
-def _scalar(tree: Tree, array: StoredArray, state: str) -> Any:
-    value = number(tree, array)
-    if value is None:
-        what = f"{state} is a {array.dtype.name} scalar, want F32, F64 or an integer"
-        raise malformed(what, tree.display(array.path))
-    return value
-
-
-def _layout(state: Mapping[str, Any], groups: list[FlatTensor], stage: int, shown: str) -> None:
-    """Counts, paddings and mappings of the groups, where the file states them."""
-    counts = state.get("partition_count")
-    for number, group in enumerate(groups):
-        count = counts[number] if isinstance(counts, list) and number < len(counts) else counts
-        if type(count) is int and count > 0:
-            group.count = count
-        elif stage != 3 or counts is not None:
-            raise malformed(f"partition_count is {counts!r}, want a count for each of {len(groups)} groups", shown)
-        group.gaps = _entry(state.get("param_alignment_paddings"), number, list)
-        if group.gaps is not None and not all(type(gap) is int and 0 <= gap < 1 << 32 for gap in group.gaps):
-            raise malformed("param_alignment_paddings holds something else than counts", shown)
-        mapping = _entry(state.get("param_slice_mappings"), number, dict)
-        if mapping is not None:
-            group.mapping = {str(name): _fragment(item, shown) for name, item in mapping.items()}
-
-
-def _entry(value: Any, number: int, kind: type) -> Any:
-    item = value[number] if isinstance(value, list) and number < len(value) else None
-    return item if isinstance(item, kind) else None
-
-
-def _fragment(value: Any, shown: str) -> tuple[int, int]:
-    state = value.state if isinstance(value, Opaque) else None
-    found = (state.get("numel"), state.get("start")) if isinstance(state, dict) else (None, None)
-    if type(found[0]) is not int or type(found[1]) is not int:
-        raise malformed("an entry of param_slice_mappings is no fragment_address", shown)
-    return found[0], found[1]
 
 
 def numbered(value: Any) -> list[dict[str, Any]] | None:

@@ -180,7 +180,6 @@ class _Whole(NamedTuple):
 
     line: FlatLine[str]
     names: Mapping[str, str]
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class Job:
         expert, turn = self.expert_rank(data, group.ep)
         whole = self._lines[stage][number][expert]
         stop = (turn + 1) * group.size
-        line, spare = whole.line.window(stop - group.size, stop), min(group.size, max(0, stop - whole.numel))
+        line, spare = whole.line.window(stop - group.size, stop), min(group.size, max(0, stop - whole.line.end))
         return RankArray(group.number, line, whole.names, group.size, spare, self.dp // group.ep, group.gaps)
 
     @cached_property
@@ -242,8 +241,5 @@ class Job:
 
 def _line(group: FlatGroup, expert: int) -> _Whole:
     names = global_names(group.shapes, expert)
-    places, at = [], 0
-    for name, shape, gap in zip(names, group.shapes.values(), group.gaps, strict=True):
-        places.append(Place(name, at, 0, prod(shape), shape))
-        at += prod(shape) + gap
-    return _Whole(FlatLine(tuple(places)), dict(zip(names, group.shapes, strict=True)), at)
+    line = FlatLine.end_to_end(zip(names, group.shapes.values(), group.gaps, strict=True))
+    return _Whole(line, dict(zip(names, group.shapes, strict=True)))

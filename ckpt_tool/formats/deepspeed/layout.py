@@ -55,6 +55,11 @@ def _unfit(what: str, hint: str, key: str = "", faults: Sequence[str] = ()) -> U
     return UsageError(what, code=UNFIT, key=key, hint=hint, faults=faults)
 
 
+def _unlike(expert: str, what: str) -> UsageError:
+    """`param_shapes` lists the experts of one expert rank, for all ranks."""
+    return _unfit(f"the experts of a layer are not alike: {expert} {what}", "write another format", expert)
+
+
 def stage_of(states: Sequence[str], described: Described | None, asked: int | None) -> int:
     """The ZeRO stage to write. Raises UsageError E0286 for `--zero 0` beside fp32 master weights."""
     has_master, trains = MASTER in states, any(state not in _NO_OPTIMIZER for state in states)
@@ -253,7 +258,10 @@ class Laid:
         for number, group in enumerate(groups):
             ep = max(group.ep, 1)
             names = first_rank(group.names, ep) if group.ep else group.names
-            self._check_alike(group, names, ep)
+            for expert in range(1, ep):
+                for its, name in zip(global_names(names, expert), names, strict=True):
+                    if self.shape(its) != self.shape(name):
+                        raise _unlike(its, f"has another shape than {name}")
             if self.described.round_robin and self.stage != 3:
                 names = deal(names, self.dp // ep)
             shapes = {name: self.shape(name) for name in names}
@@ -261,14 +269,6 @@ class Laid:
                 yield from sub_groups(shapes, number, self.dp, self.config.sub_group_size)
             else:
                 yield partitioned(shapes, number, ep, self.dp // ep, itemsize)
-
-    def _check_alike(self, group: Group, names: Sequence[str], ep: int) -> None:
-        """Every expert rank has the parameters that expert rank 0 has: `param_shapes` lists those alone."""
-        for expert in range(1, ep):
-            for name, its in zip(names, global_names(names, expert), strict=True):
-                if self.row(its, MASTER) is None or self.shape(its) != self.shape(name):
-                    what = f"the experts are not alike: {its} is not there in the shape of {name}"
-                    raise _unfit(what, "write another format, or --ep 1", its)
 
 
 def settle(wanted: Wanted) -> Laid:
@@ -438,6 +438,9 @@ def _with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) -
         if dense:
             out.append(replace(group, names=dense))
         if experts:
+            own = first_rank(experts, ep)
+            for odd in sorted({*experts} ^ {name for rank in range(ep) for name in global_names(own, rank)}):
+                raise _unlike(odd, "has no counterpart among the experts of other ranks")
             options = {"name": "", "moe": True, **group.options}
             options |= {"name": f"ep_size_{ep}", "moe": True}
             out.append(replace(group, names=experts, options=options, ep=ep))

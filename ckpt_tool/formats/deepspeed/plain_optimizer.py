@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, Path, StoredArray, TensorKey
+from ckpt_tool.formats.deepspeed.described import WRAPPER, Options
 from ckpt_tool.formats.deepspeed.files import PLAIN_EXPERTS, ModuleFile, disagree, lost, malformed, numbered, refused
 from ckpt_tool.formats.deepspeed.names import counts, expert_name_of
 from ckpt_tool.formats.state_dict.optimizer_ids import Aligned, Candidate, align
 from ckpt_tool.formats.state_dict.tree import dotted
 
-WRAPPER = "wrapper"  # in the extras under `optimizer`: what DeepSpeed's 16-bit wrapper keeps beside
 _INNER = "optimizer_state_dict"
 _SIZE = re.compile(r"ep_size_(\d{1,6})")
 _RESUME = "resume it once with ZeRO 1 and save it"
@@ -42,10 +42,10 @@ Arrays = Mapping[str, StoredArray]
 
 
 class Plain(NamedTuple):
-    """tensors: of the optimizer. options: for the extras, names for `params`. stages: names of each stage's groups."""
+    """tensors: of the optimizer. options: None without one. stages: names of each stage's groups."""
 
     tensors: dict[TensorKey, LogicalTensor]
-    options: dict[str, Any]
+    options: Options | None
     stages: list[list[list[str]]]
     notes: list[Note]
 
@@ -78,7 +78,7 @@ def of_modules(files: Sequence[ModuleFile], model: Arrays) -> Plain:
     entries = [entry for part in parts for entry in part.entries]
     sizes = [len(part.groups) for part in parts if part.groups]
     if not groups:
-        return Plain({}, {}, [], [])
+        return Plain({}, None, [], [])
     if len(set(sizes)) > 1:
         what = f"the stages have {sizes[:8]} parameter groups, want as many in each"
         raise disagree(what, files[0].path)
@@ -103,7 +103,7 @@ def of_modules(files: Sequence[ModuleFile], model: Arrays) -> Plain:
         for group, all_of in zip(groups[:count], merged, strict=True)
     ]
     stages = [[[names[n] for n in group["params"]] for group in part.groups] for part in parts if part.groups]
-    return Plain(_tensors(held, files[0].path), _extras(options, parts, held), stages, [note])
+    return Plain(_tensors(held, files[0].path), _options(options, parts, held), stages, [note])
 
 
 def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, shown: str) -> Plain:
@@ -138,7 +138,7 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
         for group, so_far in zip(part.groups, names, strict=True):
             so_far |= dict.fromkeys(named[n] for n in group["params"])
     options = [{**_bare(group), "params": [*mine]} for group, mine in zip(parts[0].groups, names, strict=True)]
-    return Plain(_tensors(held, shown), _extras(options, list(parts.values()), held), [], [])
+    return Plain(_tensors(held, shown), _options(options, list(parts.values()), held), [], [])
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -179,10 +179,10 @@ def _tensors(held: Mapping[TensorKey, Sequence[StoredArray]], shown: str) -> dic
     return tensors
 
 
-def _extras(options: list[dict[str, Any]], parts: Sequence[_Part], held: Mapping[TensorKey, Any]) -> dict[str, Any]:
+def _options(groups: list[dict[str, Any]], parts: Sequence[_Part], held: Mapping[TensorKey, Any]) -> Options:
     wrapper = next((part.wrapper for part in parts if part.wrapper), {})
     has_wrapper = bool(wrapper) or any(key.state == MASTER for key in held)
-    return {"param_groups": options, **({WRAPPER: wrapper} if has_wrapper else {})}
+    return Options(groups, rest={WRAPPER: wrapper} if has_wrapper else {})
 
 
 def _bare(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,12 +27,10 @@ from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
-from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
+from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described, Options
 from ckpt_tool.formats.deepspeed.files import (
     MALFORMED,
     MODEL,
-    MODEL3,
-    OPTIM,
     SHOWN,
     Files,
     FlatTensor,
@@ -40,6 +38,7 @@ from ckpt_tool.formats.deepspeed.files import (
     OptimizerFile,
     disagree,
     lost,
+    rank_files,
     read_module,
     read_optimizer,
     refused,
@@ -133,18 +132,13 @@ class Reader:
                 path=first.path,
                 hint="the file is damaged",
             )
-        wanted = [(dp, mp) for mp in range(models) for dp in range(self.dp)]
-        if self.stage == 3:
-            absent = [MODEL3.format(data=dp, model=mp) for dp, mp in wanted if (dp, mp) not in names]
-        else:
-            absent = [MODEL.format(model=mp) for mp in range(models) if (0, mp) not in names]
-        prefix = min(self.files.prefixes, default="")
-        if self.files.optim or first.shapes is not None:
-            here = self.files.optim
-            absent += [OPTIM.format(prefix=prefix, data=dp, model=mp) for dp, mp in wanted if (dp, mp) not in here]
+        trains = bool(self.files.optim) or first.shapes is not None
+        wanted = rank_files(self.stage or int(trains), min(self.files.prefixes, default=""), self.dp, models)
+        absent = [name for rank, name in wanted.modules.items() if rank not in names]
+        absent += [name for rank, name in wanted.optimizers.items() if rank not in self.files.optim]
         if absent:
             raise self._missing(absent)
-        self._no_strangers(wanted, models)
+        self._no_strangers(models)
         self._read_all(names, {names[min(names)]: first})
         for module in self.modules.values():
             self.also(module)
@@ -192,14 +186,10 @@ class Reader:
         self.pp = models
         return models
 
-    def _no_strangers(self, wanted: Sequence[tuple[int, int]], models: int) -> None:
-        known = set(wanted)
-        strangers = [
-            name for kind in (self.files.optim, self.files.model3) for rank, name in kind.items() if rank not in known
-        ]
-        strangers += [name for mp, name in self.files.model.items() if mp >= models]
-        if self.stage == 3 and self.files.model:
-            strangers += [*self.files.model.values()]
+    def _no_strangers(self, models: int) -> None:
+        ranked = [*self.files.optim.items(), *self.files.model3.items()]
+        strangers = [name for (data, model), name in ranked if data >= self.dp or model >= models]
+        strangers += [name for model, name in self.files.model.items() if model >= models or self.stage == 3]
         if strangers or len(self.files.prefixes) > 1:
             raise disagree(
                 f"{len(strangers) or len(self.files.optim)} files are of another save: "
@@ -325,9 +315,9 @@ class Reader:
         moe = bool(file.param_groups[number].get("moe")) or any(expert_name_of(name) for name in shapes)
         if ep < 1 or ep > 1 and not moe:
             raise disagree(f"partition_count is {count} of {self.dp} data ranks", shown)
-        gaps = ranks[0].gaps or ()
+        gaps = ranks[0].gaps
         size = max(array.numel for rank in ranks for array in (rank.master, *rank.states.values()))
-        return FlatGroup(shapes, number, ep, size, tuple(gaps) if len(gaps) == len(shapes) else (0,) * len(shapes))
+        return FlatGroup(shapes, number, ep, size, gaps if len(gaps) == len(shapes) else (0,) * len(shapes))
 
     def _check(self, stored: FlatTensor, array: RankArray, path: str) -> None:
         """What the job says of a flat tensor against its length and against what the rank itself says of it."""
@@ -371,18 +361,19 @@ class Reader:
     def catalog(self, module: Module) -> Catalog:
         """Everything that was found."""
         tensors = module.tensors() | self.flat()
+        options: Options | None
         if self.optimizers:
-            optimizer = self._options()
+            options = self._options()
         else:
             plain = self._plain(module)
-            optimizer, tensors = plain.options, tensors | plain.tensors
+            options, tensors = plain.options, tensors | plain.tensors
             self.notes += plain.notes
             self.stages = plain.stages
         tensors |= module.clients
         values = self.modules[min(self.modules)].values
         extras = {key: item for key, item in values.items() if key not in _OF_THE_JOB}
-        if optimizer:
-            extras[OPTIMIZER] = optimizer
+        if options is not None:
+            extras[OPTIMIZER] = options.to_extras()
         extras[HOME] = self._described(module).to_extras()
         degrees = Degrees(tp=1, pp=self.pp, vpp=1, ep=self.ep, etp=1, dp=self.dp, cp=1)
         return Catalog(
@@ -413,7 +404,7 @@ class Reader:
             raise disagree(f"{self.ep} expert ranks among {self.dp} data ranks", self.tree.display())
         return plain
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> Options:
         """The optimizer's options and scalars, once for each parameter group. Raises InconsistentCheckpoint E0359 where
         ranks or sub-groups disagree in a scalar."""
         files = list(self.optimizers.values())
@@ -433,7 +424,7 @@ class Reader:
         groups = [{**options, "params": [*names]} for options, names in zip(files[0].param_groups, named, strict=True)]
         version = self.modules[min(self.modules)].values.get("ds_version")
         rest = {key: item for key, item in files[0].rest.items() if key != "ds_version" or item != version}
-        return {"param_groups": groups, "scalars": scalars, "scalar_dtypes": dtypes, **rest}
+        return Options(groups, scalars, dtypes, rest)
 
     def _described(self, module: Module) -> Described:
         first = next(iter(self.optimizers.values()), None)

@@ -32,11 +32,10 @@ from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, Path, TensorKey
 from ckpt_tool.formats.deepspeed import files
-from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, UNUSED, Group
+from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, UNUSED, WRAPPER, Group, Options
 from ckpt_tool.formats.deepspeed.job import Job, RankArray, shares
 from ckpt_tool.formats.deepspeed.layout import Laid, is_random, settle
 from ckpt_tool.formats.deepspeed.names import counts, expert_name_of, first_rank, global_names, layer_and_local
-from ckpt_tool.formats.deepspeed.plain_optimizer import WRAPPER
 from ckpt_tool.formats.state_dict.nesting import ordered
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
@@ -71,6 +70,7 @@ class _Writer:
     def __init__(self, laid: Laid) -> None:
         self.laid = laid
         self.model = [t.key.name for t in laid.wanted.tensors if t.key.state == MODEL]
+        self.options = Options.from_extras(laid.extras)
         said, have = laid.described, set(self.model)
         self.trained = {t.key.name for t in laid.wanted.tensors if t.key.state == MASTER}
         self.shared = {a: k for a, k in said.shared.items() if k in self.trained or k in have}
@@ -83,16 +83,15 @@ class _Writer:
     def files(self) -> Iterator[TargetFile]:
         """Every file below the step's folder."""
         laid = self.laid
-        for model in range(laid.pp):
-            for data in range(laid.dp if laid.stage == 3 else 1):
-                yield self._module_file(data, model)
+        names = files.rank_files(laid.stage, laid.described.prefix, laid.dp, laid.pp)
+        for (data, model), name in names.modules.items():
+            yield self._module_file(name, data, model)
         if laid.described.stages:
             yield from self._layer_files()
         yield from self._expert_files()
         if laid.job is not None:
-            for model in range(laid.pp):
-                for data in range(laid.dp):
-                    yield self._optimizer_file(laid.job, data, model)
+            for (data, model), name in names.optimizers.items():
+                yield self._optimizer_file(name, laid.job, data, model)
         elif any(group.ep for group in laid.stages[0]):
             for expert in range(laid.ep):
                 composer = TorchComposer()
@@ -106,7 +105,7 @@ class _Writer:
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
-    def _module_file(self, data: int, model: int) -> TargetFile:
+    def _module_file(self, name: str, data: int, model: int) -> TargetFile:
         laid, composer = self.laid, TorchComposer()
         pipeline = bool(laid.described.stages)
         refs = {} if pipeline else self._refs(composer)
@@ -130,8 +129,7 @@ class _Writer:
         if isinstance(left, Mapping) and skeleton["module"] is not None:
             skeleton["module"] |= {key: item for key, item in left.items() if key not in skeleton["module"]}
         skeleton |= join(self._values(), self._client(composer))
-        kind = files.MODEL3 if laid.stage == 3 else files.MODEL
-        return composer.file(kind.format(data=data, model=model), skeleton)
+        return composer.file(name, skeleton)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.laid.wanted.tensors[self.laid.rows[TensorKey(name, MODEL)]].shape
@@ -254,12 +252,12 @@ class _Writer:
             if tensor.key.state in laid.states and tensor.key.name in numbers:
                 state[numbers[tensor.key.name]][tensor.key.state] = self._whole(composer, *tensor.key)
         inner = {"state": state, "param_groups": groups}
-        wrapper = _mapping(laid.extras.get(OPTIMIZER)).get(WRAPPER)
-        if not isinstance(wrapper, Mapping) and not any(masters):
+        wrapper = self.options.wrapper
+        if wrapper is None and not any(masters):
             return inner
         return {**(wrapper or {}), "optimizer_state_dict": inner, "fp32_groups": masters}
 
-    def _optimizer_file(self, job: Job, data: int, model: int) -> TargetFile:
+    def _optimizer_file(self, name: str, job: Job, data: int, model: int) -> TargetFile:
         """A rank's fp32 weights and moments as flat tensors, with what DeepSpeed says of them."""
         laid, composer = self.laid, TorchComposer()
         groups, arrays = laid.stages[model], job.arrays(data, model)
@@ -276,7 +274,6 @@ class _Writer:
                 states[number] = self._moments(composer, groups[array.group], array)
         base = {"state": {n: state for n, state in states.items() if state}, "param_groups": options}
         version = laid.extras.get("ds_version", VERSION)
-        name = files.OPTIM.format(prefix=laid.described.prefix, data=data, model=model)
         state = self._state(base, flat, arrays, version)
         return composer.file(name, {"optimizer_state_dict": state, "ds_config": self._config(), "ds_version": version})
 
@@ -312,11 +309,10 @@ class _Writer:
 
     def _rest(self, *keys: str) -> dict[str, Any]:
         """Scalars of the whole optimizer, as the source has them or DeepSpeed's defaults."""
-        said = _mapping(self.laid.extras.get(OPTIMIZER))
+        said = {key: item for key, item in self.options.rest.items() if key not in ("state", "ds_version", WRAPPER)}
         defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
         given = {key: said.get(key, defaults.get(key)) for key in keys if key in said or self.laid.stage == 3}
-        layout = ("param_groups", "scalars", "scalar_dtypes", "state", "ds_version", WRAPPER)
-        given |= {key: item for key, item in said.items() if key not in layout and key not in keys}
+        given |= {key: item for key, item in said.items() if key not in keys}
         scaler = given.get("loss_scaler")
         if "loss_scaler" in given and not isinstance(scaler, Opaque):
             state = scaler if isinstance(scaler, Mapping) else {"cur_scale": 1.0, "dynamic": False}
@@ -327,14 +323,14 @@ class _Writer:
         """The states of one flat group: scalars first, as torch's optimizers make them."""
         laid = self.laid
         out: dict[str, Any] = {}
-        dtypes = _mapping(_mapping(laid.extras.get(OPTIMIZER)).get("scalar_dtypes"))
         folded = f"group.{group.number}"
         if laid.row(folded, STEP) is not None:
             out[STEP] = self._whole(composer, folded, STEP)
         for key, value in group.scalars.items():
-            raw = files.scalar_bytes(value, dtypes.get(key))
+            dtype = self.options.dtypes.get(key, "")
+            raw = files.scalar_bytes(value, dtype)
             if key not in out:
-                out[key] = composer.value((), DTYPES[dtypes[key]], raw) if raw is not None else value
+                out[key] = composer.value((), DTYPES[dtype], raw) if raw is not None else value
         first = next(iter(array.names), "")
         for state in laid.states:
             if laid.row(first, state) is not None:
@@ -351,7 +347,3 @@ class _Writer:
     def _parts(self, line: FlatLine[str], state: str) -> list[Part]:
         rows = self.laid.rows
         return [Part(rows[TensorKey(part.of, state)], part.box, part.at) for part in line.parts()]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

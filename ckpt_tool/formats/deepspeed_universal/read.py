@@ -31,7 +31,7 @@ from ckpt_tool.core.tensor import (
 )
 from ckpt_tool.errors import InputError, UnknownFormat
 from ckpt_tool.formats import checksums
-from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described
+from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described, Options
 from ckpt_tool.formats.deepspeed.files import (
     MODEL3,
     OPTIMIZER_LAYOUT,
@@ -40,7 +40,7 @@ from ckpt_tool.formats.deepspeed.files import (
     disagree,
     lost,
     malformed,
-    number,
+    number_of,
     plain,
     read_module,
     sort_files,
@@ -281,10 +281,12 @@ class Reader:
         return out
 
     def _step(self, content: TorchContent, extras: Mapping[str, Any], shown: str, name: str) -> float | int:
-        value: float | int | None = number(self.tree, content.leaves[0][1]) if content.leaves else extras.get("value")
-        if value is None or type(value) not in (int, float):
+        found: float | int | None = extras.get("value")
+        if content.leaves:
+            found = number_of(self.tree, content.leaves[0][1])
+        if found is None or type(found) not in (int, float):
             raise malformed("step is no number", shown, name)
-        return value
+        return found
 
     def _whole(self, record: Recorded | None) -> None:
         """Raise Incomplete unless every parameter has its folder, and the states that its group has."""
@@ -367,7 +369,7 @@ class Reader:
         """Stage 3: the step in the first rank's optimizer state."""
         for path, array in state.leaves:
             if path[:2] == ("optimizer_state_dict", "state") and path[2] in numbers and path[-1] == STEP:
-                found: float | int | None = number(self.tree, array)
+                found: float | int | None = number_of(self.tree, array)
                 if found is not None:
                     return found
         return None
@@ -401,7 +403,7 @@ class Reader:
             ),
         )
         dtypes = {STEP: "F32"} if any(steps) else {}
-        optimizer = {"param_groups": groups, "scalars": steps, "scalar_dtypes": dtypes, **rest}
+        optimizer = Options(groups, steps, dtypes, rest).to_extras()
         cuts = {name: param.facts for name, param in self.params.items() if param.facts is not None}
         home = {**described.to_extras(), **({CUTS: cuts} if cuts else {})}
         return {**values, OPTIMIZER: optimizer, HOME: home}

@@ -29,7 +29,7 @@ from ckpt_tool.core.hints import Globals
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.deepspeed.described import HOME, OPTIMIZER, Described, names_of, stated_groups
+from ckpt_tool.formats.deepspeed.described import HOME, Described, Options, names_of, stated_groups
 from ckpt_tool.formats.deepspeed.files import MODEL as MODULE_FILE
 from ckpt_tool.formats.deepspeed.files import MODEL3, opaque
 from ckpt_tool.formats.deepspeed.names import expert_name_of
@@ -266,11 +266,8 @@ class _Writer:
         """`optimizer_state.pt`: options in both spellings, and the record."""
         composer = TorchComposer()
         groups = [{**group.options, "params": [i]} for i, group in enumerate(self.groups)]
-        own = self.extras.get(OPTIMIZER)
-        layout_keys = ("param_groups", "scalars", "scalar_dtypes")
-        rest: dict[str, Any] = {}
-        if HOME in self.extras and isinstance(own, Mapping):
-            rest = {key: opaque(item) for key, item in own.items() if key not in layout_keys}
+        own = Options.from_extras(self.extras).rest if HOME in self.extras else {}
+        rest = {key: opaque(item) for key, item in own.items()}
         state: dict[int, Any] = {}
         for i, group in enumerate(self.groups):
             rows = [self.folders[name][STEP] for name in group.names if STEP in self.folders[name]]

@@ -48,6 +48,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.paddle.rules import text_config
@@ -173,14 +174,9 @@ def spans(members: Sequence[Member], ranks: int, rank: int, *, buffer_mb: int = 
     for buffer in buffers(members, buffer_mb):
         sizes = [padded(m.numel, _WIDTHS.get(m.dtype, m.width), ranks) for m in buffer]
         share = sum(sizes) // ranks
-        low, high = rank * share, (rank + 1) * share
-        index = 0
-        for member, size in zip(buffer, sizes, strict=True):
-            begin, end = max(index, low) - index, min(index + size, high) - index
-            if begin < end:
-                start = min(begin, member.numel)
-                out[member.name] = Span(start, max(start, min(end, member.numel)), end - begin)
-            index += size
+        line = FlatLine.end_to_end((member, (size,), 0) for member, size in zip(buffer, sizes, strict=True))
+        for member, _, start, stop, *_ in line.window(rank * share, (rank + 1) * share).places:
+            out[member.name] = Span(min(start, member.numel), min(stop, member.numel), stop - start)
     return out
 
 
