@@ -232,7 +232,7 @@ def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
 
 
 def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen:
-    from ckpt_tool.algebra.aoa import Shards, compile_aoa, read_aoa
+    from ckpt_tool.families.aoa.program import Shards, compile_aoa, read_aoa
     from ckpt_tool.plan.mapping import parameter_shapes
 
     file = Path(writing.aoa or "")

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tool.algebra.aoa import compile_aoa
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
+from ckpt_tool.families.aoa.program import compile_aoa
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
 

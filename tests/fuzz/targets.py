@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Callable
 
 from ckpt_tool.adapters.pattern import matches
-from ckpt_tool.algebra.aoa import compile_aoa, read_aoa
 from ckpt_tool.commands.values import BadValue, patterns
 from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core import dtype
@@ -32,6 +31,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError
+from ckpt_tool.families.aoa.program import compile_aoa, read_aoa
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.dcp.format import FORMAT as DCP

@@ -17,7 +17,7 @@ t is how many shards the tensor of that name has where it is stored (`Shards`); 
 the one it comes from or goes to. Names of steps' own begin with `~`, so none meets a name of a checkpoint. Source:
 PaddlePaddle 3.3.1, `aoa/macros.py` (transposes, fusions), `aoa_engine.py` (steps, reverse). Where heads don't divide
 into shards Paddle loses some in silence; here it is an error. Reversed fusions count the shards of the side that each
-name really lies on (Paddle: 1 for `g, u -> gu`). What it does not do: know shapes (`aoa_slices`).
+name really lies on (Paddle: 1 for `g, u -> gu`). What it does not do: know shapes (`slices`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from ckpt_tool.algebra.aoa_faults import Faults
-from ckpt_tool.algebra.aoa_statement import (
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.families.aoa.faults import Faults
+from ckpt_tool.families.aoa.statement import (
     CASTS,
     FFN,
     MAX_NAMES,
@@ -38,8 +40,6 @@ from ckpt_tool.algebra.aoa_statement import (
     Statement,
     permutation,
 )
-from ckpt_tool.core.dtype import DType
-from ckpt_tool.errors import UsageError, near_misses
 
 TEMPORARY = "~"
 
@@ -82,7 +82,7 @@ def steps_of(
     Args:
         leaves: the names of the source, and those of the destination, at which a chain of names ends.
     Faults: E1203 what a form can't have, E1211 a fusion of another form, E1212 heads and shards that don't divide,
-    E1213 shards that can't be told, E1214 `dtype` in reverse.
+    E1213 shards that are not known, E1214 `dtype` in reverse.
     """
     counts = _Counts(statements, shards, leaves, reverse)
     out: list[Step] = []
@@ -116,8 +116,8 @@ def _transposed(name: str) -> str:
 
 def shown(name: str) -> str:
     """A step's name as messages tell it."""
-    told = name.removeprefix(TEMPORARY).replace("_transpose_tmp", TRANSPOSED)
-    return told.replace(TEMPORARY, " part ").replace("_tmp.", " part ") if name.startswith(TEMPORARY) else name
+    text = name.removeprefix(TEMPORARY).replace("_transpose_tmp", TRANSPOSED)
+    return text.replace(TEMPORARY, " part ").replace("_tmp.", " part ") if name.startswith(TEMPORARY) else name
 
 
 def _plain(statement: Statement, reverse: bool) -> Step:

@@ -7,7 +7,7 @@ tensor with its dims in some order. `q` (8, 4), transposed and split in two alon
 
 Boxes that lie end to end on both sides are joined again, and rows of boxes at equal steps (the query heads of every
 group of a fused QKV) become one strided piece. Cost: the number of boxes. What it does not do: names, codes of faults
-with their statement (`aoa`).
+with their statement (`program`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckpt_tool.algebra.aoa_steps import shown
 from ckpt_tool.algebra.piece import Piece, Side
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.errors import UsageError
+from ckpt_tool.families.aoa.steps import shown
 
 Shape = tuple[int, ...]
 

@@ -1,6 +1,6 @@
 """Faults of AOA statements: each with its code and its statement, gathered over a pass and raised as one.
 
-A statement with `$LAYER_ID` fails once for every layer: such faults are told three times and then counted.
+A statement with `$LAYER_ID` fails once for every layer: three such faults are listed and the others counted.
 What it does not do: decide what is a fault.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
 
-TOLD = 3  # faults of one kind and statement that are told in full
+LISTED = 3  # faults of one kind and statement that are listed
 NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
 
 
@@ -48,25 +48,25 @@ class Faults:
         """Raise UsageError with every fault so far; the first one gives the code. Silent without faults."""
         if not self.found:
             return
-        told: list[Fault] = []
+        listed: list[Fault] = []
         more: dict[tuple[str, int], int] = {}
         for fault in sorted(dict.fromkeys(self.found), key=lambda fault: fault.number or len(self.statements) + 1):
             kind = fault.code, fault.number
             more[kind] = more.get(kind, 0) + 1
-            if more[kind] <= TOLD:
-                told.append(fault)
+            if more[kind] <= LISTED:
+                listed.append(fault)
         counts = [
-            f"{f'statement {number}: ' if number else ''}{n - TOLD} more like these [{code}]"
+            f"{f'statement {number}: ' if number else ''}{n - LISTED} more like these [{code}]"
             for (code, number), n in more.items()
-            if n > TOLD
+            if n > LISTED
         ]
-        first = told[0]
+        first = listed[0]
         raise UsageError(
             first.message,
             code=first.code,
             place=self._place(first.number) or None,
             hint=first.hint or None,
-            faults=[*(self._line(fault) for fault in told[1:]), *counts],
+            faults=[*(self._line(fault) for fault in listed[1:]), *counts],
         )
 
     def _place(self, number: int) -> str:
