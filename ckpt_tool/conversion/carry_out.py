@@ -124,7 +124,8 @@ def _check_staged(
     if full and digests:
         from ckpt_tool.run.scan import digests_of
 
-        again = digests_of(catalog, tree, threads=threads)
+        orders = {move.key: move.order for move in plan.moves if move.order}
+        again = digests_of(catalog, tree, threads=threads, orders=orders)
         for key, digest in digests.items():
             if key not in unlisted and again[key] != digest:
                 raise StorageError(

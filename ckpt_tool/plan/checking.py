@@ -92,6 +92,8 @@ def _sizes(move: Move) -> str:
     item, item_out = max(1, dtype.bits // 8), max(1, out.bits // 8)
     if bits % 8 or move.numel * item * 8 != bits:
         return f"{move.numel} elements are not those of shape {list(move.shape)} in {dtype.name}"
+    if move.order and (sorted(move.order) != list(range(len(move.shape))) or dtype.bits < 8):
+        return f"the dims of {len(move.shape)} in the order {list(move.order)}"
     if (move.item, move.item_out) != (item, item_out):
         return (
             f"elements of {move.item} and {move.item_out} bytes, but {dtype.name} has {item} and {out.name} {item_out}"
@@ -152,7 +154,7 @@ def _tile(region: Region) -> Tile:
 def _line_shape(move: Move) -> tuple[int, ...]:
     """The shape that boxes of the line are boxes of: bytes in the last dim for elements of less (`copy.byte_view`)."""
     if move.dtype.bits >= 8:
-        return move.shape
+        return move.line_shape
     if move.shape and move.shape[-1] * move.dtype.bits % 8 == 0:
         return (*move.shape[:-1], move.shape[-1] * move.dtype.bits // 8)
     return (move.numel,)
@@ -249,6 +251,8 @@ def _patches(plan: Plan, number: int, hashed: set[int]) -> str:
         known = {"digest": len(plan.moves), "sha256": len(plan.outputs), "crc32": len(arrays)}[kind]
         if span is None and not 0 <= of < known or span is not None and kind != "crc32":
             return f"a patch of kind {kind} is taken of number {of}, and there are {known}"
+        if kind == "digest" and plan.moves[of].order:
+            return "the digest of a tensor whose dims are moved in another order than their own"
         if kind == "sha256" and of in hashed:
             return "the hash of a file that holds hashes itself"
     return ""

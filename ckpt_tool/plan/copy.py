@@ -1,7 +1,8 @@
 """Region and Copy: strided bijections between the bytes of a file and the elements of a tensor.
 
-Every tensor has one canonical line: its elements in row-major order, numbered from 0. A `Region` ties a strided set of
-bytes in a file to a strided set of that line; sources and outputs alike are regions. A TP shard that holds columns 4..7
+Every tensor has one line: its elements in row-major order, numbered from 0; of its dims in another order where the
+files on both sides have that one (`common_order`). A `Region` ties a strided set of bytes in a file to a strided set of
+that line; sources and outputs alike are regions. A TP shard that holds columns 4..7
 of a (2, 8) fp32 tensor, stored from byte 100:
 
     Region(file=0, offset=100, at=4, extents=(2, 4), strides=(16, 4), steps=(8, 1))
@@ -15,6 +16,7 @@ line is the same for every layout. Where a device wants plain source-to-destinat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from ckpt_tool.errors import InputError
 
 class Region(NamedTuple):
     """Element (i, j, ...) lies at byte `offset + i*strides[0] + j*strides[1] + ...` of file number `file` and is
-    element `at + i*steps[0] + j*steps[1] + ...` of the canonical line.
+    element `at + i*steps[0] + j*steps[1] + ...` of the line.
 
     Dims are ordered by `steps`, largest first, so that steps[d] >= extents[d+1] * steps[d+1]: the clipping relies on
     it.
@@ -94,8 +96,33 @@ def refuse_strides(dtype: DType, what: str) -> None:
     )
 
 
-def source_region(chunk: Chunk, shape: Sequence[int], file: int) -> Region:
-    """The region of a stored chunk of a tensor of `shape`. InputError E1390 for strides among bits."""
+def common_order(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """The order of a tensor's dims in which all arrays lie, () where that is the tensor's own or there is none.
+
+    boxes: (extents, strides) of each array's box. A line in that order runs through every file as it lies: two
+    transpositions, into the tensor's order and out of it again, cancel.
+    >>> common_order([((8, 3), (1, 8)), ((4, 3), (1, 4))])
+    (1, 0)
+    """
+    widest = max(boxes, key=lambda box: sum(n > 1 for n in box[0]))
+    own = tuple(range(len(widest[1])))
+    order = tuple(sorted(own, key=lambda dim: -widest[1][dim]))
+
+    def lie(order: Sequence[int]) -> bool:
+        falls = ([strides[dim] for dim in order if extents[dim] > 1] for extents, strides in boxes)
+        return all(a > b > 0 for steps in falls for a, b in pairwise(steps))
+
+    return () if lie(own) or not lie(order) else order
+
+
+def in_order(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """What stands for each dim, in the order of the line; () is the tensor's own."""
+    return tuple([values[dim] for dim in order]) if order else tuple(values)
+
+
+def source_region(chunk: Chunk, shape: Sequence[int], file: int, order: Sequence[int] = ()) -> Region:
+    """The region of a stored chunk of a tensor of `shape`, whose line has the dims in `order`. InputError E1390 for
+    strides among bits."""
     dtype = chunk.array.dtype
     if dtype.bits < 8:
         if chunk.array.strides not in (None, contiguous_strides(chunk.array.shape)):
@@ -111,6 +138,7 @@ def source_region(chunk: Chunk, shape: Sequence[int], file: int) -> Region:
         chunk.box,
         [stride * size for stride in strides],
         replica=chunk.replica,
+        order=order,
     )
 
 
@@ -124,18 +152,31 @@ def box_region(
     stored: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
     replica: int = 0,
+    order: Sequence[int] = (),
 ) -> Region:
     """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`; with
     `strides` (elements) of one that lies otherwise."""
     if strides is None:
         strides = contiguous_strides(stored if stored is not None else box.shape)
-    return _make(file, offset, shape, box, [stride * size for stride in strides], replica=replica)
+    return _make(file, offset, shape, box, [stride * size for stride in strides], replica=replica, order=order)
 
 
-def _make(file: int, offset: int, shape: Sequence[int], box: Box, strides: Sequence[int], *, replica: int) -> Region:
+def _make(
+    file: int,
+    offset: int,
+    shape: Sequence[int],
+    box: Box,
+    strides: Sequence[int],
+    *,
+    replica: int,
+    order: Sequence[int],
+) -> Region:
+    start, extents = box.offset, box.shape
+    if order:
+        shape, start, extents, strides = (in_order(values, order) for values in (shape, start, extents, strides))
     steps = contiguous_strides(shape)
-    at = sum(o * s for o, s in zip(box.offset, steps, strict=True))
-    merged = collapse(box.shape, strides, steps)
+    at = sum(o * s for o, s in zip(start, steps, strict=True))
+    merged = collapse(extents, strides, steps)
     return Region(file, offset, at, *merged, replica)
 
 

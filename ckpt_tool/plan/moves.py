@@ -23,7 +23,16 @@ from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.target import Places, TargetArray, Wanted, WantedTensor
 from ckpt_tool.core.tensor import Chunk, LogicalTensor
 from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Region, box_region, byte_view, hull, intersect, refuse_strides, source_region
+from ckpt_tool.plan.copy import (
+    Region,
+    box_region,
+    byte_view,
+    common_order,
+    hull,
+    intersect,
+    refuse_strides,
+    source_region,
+)
 from ckpt_tool.plan.plan import Move, Moves
 
 _BITS, _SHAPE = attrgetter("tensor.dtype.bits"), attrgetter("tensor.shape")  # of a Stored
@@ -37,32 +46,48 @@ class Stored(NamedTuple):
     tensor: LogicalTensor
 
 
+Placed = Sequence[tuple[int, TargetArray]]  # (number of the output file, array)
 FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's source file
 
 
-def output_region(array: TargetArray, item: WantedTensor, file: int) -> Region:
-    """The region of an array of the target in its file number `file`."""
+def output_region(array: TargetArray, item: WantedTensor, file: int, order: Sequence[int] = ()) -> Region:
+    """The region of an array of the target in its file number `file`; order: of the line's dims."""
     if item.dtype.bits < 8 and array.strides not in (None, contiguous_strides(array.box.shape)):
         refuse_strides(item.dtype, str(item.key))
     line, box, size = byte_view(item.shape, array.box, item.dtype)
-    return box_region(line, box, size, file, array.offset, stored=array.shape, strides=array.strides)
+    return box_region(line, box, size, file, array.offset, stored=array.shape, strides=array.strides, order=order)
 
 
-def move_of(row: Stored, item: WantedTensor, outputs: tuple[Region, ...], file_number: FileNumber) -> Move:
-    """The move of one tensor to its output regions."""
+def move_of(
+    row: Stored, item: WantedTensor, places: Placed, file_number: FileNumber, *, digested: bool = False
+) -> Move:
+    """The move of one tensor to its places. digested: its digest is written, so its line is in the dims' own order."""
     tensor = row.tensor
     if tensor.shape != item.shape:
         raise InternalError(f"{item.key}: stored {tensor.shape}, wanted {item.shape}")
+    chunks = [chunk for chunk in tensor.chunks if chunk.box.numel]
+    order = () if digested else _order_of(chunks, places, tensor.dtype.bits)
     reads = tuple(
-        source_region(chunk, tensor.shape, file_number(row.source, chunk.array.path))
-        for chunk in tensor.chunks
-        if chunk.box.numel
+        source_region(chunk, tensor.shape, file_number(row.source, chunk.array.path), order) for chunk in chunks
     )
+    outputs = tuple(output_region(array, item, number, order) for number, array in places if array.box.numel)
     size = max(1, tensor.dtype.bits // 8)
     numel = tensor.nbytes // size if tensor.dtype.bits < 8 else tensor.numel
-    return Move(
-        item.key, item.shape, tensor.dtype, item.dtype, numel, size, max(1, item.dtype.bits // 8), reads, outputs
-    )
+    size_out = max(1, item.dtype.bits // 8)
+    return Move(item.key, item.shape, tensor.dtype, item.dtype, numel, size, size_out, reads, outputs, order)
+
+
+def _order_of(chunks: Sequence[Chunk], places: Placed, bits: int) -> tuple[int, ...]:
+    """The order of dims that all files have in common. Replicas are compared, and differences reported, in the dims'
+    own."""
+    if bits < 8 or all(array.strides is None for _, array in places) or any(chunk.replica for chunk in chunks):
+        return ()
+    written = [
+        (array.box.shape, array.strides or contiguous_strides(array.shape or array.box.shape))
+        for _, array in places
+        if array.box.numel
+    ]
+    return common_order([*((chunk.box.shape, chunk.region()[1]) for chunk in chunks), *written])
 
 
 def count_copies(moves: Sequence[Move]) -> int:
@@ -101,7 +126,7 @@ def _corners(region: Region, move: Move) -> list[tuple[int, int]]:
         return []
     low, end = hull(region)
     high, spans = end - 1, list[tuple[int, int]]()
-    for extent in reversed(move.shape):
+    for extent in reversed(move.line_shape):
         spans.append((low % extent, high % extent))
         low, high = low // extent, high // extent
     is_box = all(a <= b for a, b in spans) and prod(b - a + 1 for a, b in spans) == region.numel
@@ -142,10 +167,7 @@ class LaterMoves(Moves):
         return self._move(index % len(self))
 
     def _move(self, index: int) -> Move:
-        item = self._wanted.tensors[index]
-        places = self._places.of(index)
-        outputs = tuple(output_region(array, item, number) for number, array in places if array.box.numel)
-        move = move_of(self._stored[index], item, outputs, self._number)
+        move = move_of(self._stored[index], self._wanted.tensors[index], self._places.of(index), self._number)
         return move._replace(sources=tuple(r for r in move.sources if r.replica == 0)) if self._first else move
 
     def _read(self, chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.target import TargetFile
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.plan.copy import Region
+from ckpt_tool.plan.copy import Region, in_order
 
 PLAN_VERSION = 2
 
@@ -58,6 +58,7 @@ class Move(NamedTuple):
     """One tensor from its sources to its outputs. numel counts line elements of `item` bytes on the source side.
 
     sources: replica 0 tiles the line; higher replicas are read and compared. item_out: bytes of an element written.
+    order: the tensor's dims in the order of the line, () for their own (`plan.copy.common_order`).
     """
 
     key: TensorKey
@@ -69,10 +70,16 @@ class Move(NamedTuple):
     item_out: int
     sources: tuple[Region, ...]
     outputs: tuple[Region, ...]
+    order: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.item
+
+    @property
+    def line_shape(self) -> tuple[int, ...]:
+        """The shape whose row-major order the line is; a digest over the line is a digest of that shape."""
+        return in_order(self.shape, self.order)
 
 
 class Moves(Sequence[Move]):
@@ -176,6 +183,7 @@ class Plan:
                     move.item_out,
                     [_flat(region) for region in move.sources],
                     [_flat(region) for region in move.outputs],
+                    *([list(move.order)] if move.order else []),
                 ]
                 for move in self.moves
             ],

@@ -120,7 +120,7 @@ def _patch(offset: Any, kind: Any, of: Any, span: Any = None) -> Patch:
 
 
 def _move(row: Sequence[Any]) -> Move:
-    key, shape, dtype, dtype_out, numel, item, item_out, sources, targets = row
+    key, shape, dtype, dtype_out, numel, item, item_out, sources, targets, *order = row
     name, state = map(_text, _rows(key))
     return Move(
         TensorKey(name, state),
@@ -132,6 +132,7 @@ def _move(row: Sequence[Any]) -> Move:
         _number(item_out),
         tuple(map(_region, _rows(sources))),
         tuple(map(_region, _rows(targets))),
+        *(_numbers(each, len(shape)) for each in order),
     )
 
 

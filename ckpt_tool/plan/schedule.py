@@ -17,8 +17,8 @@ from ckpt_tool.core.box import Box, first_overlap
 from ckpt_tool.core.inner_path import check_outputs
 from ckpt_tool.core.target import Later, Places, Target, TargetArray, TargetFile, Wanted, WantedTensor
 from ckpt_tool.errors import InternalError
-from ckpt_tool.plan.copy import Region, hull, is_transposed, row_of
-from ckpt_tool.plan.moves import FileNumber, LaterMoves, Stored, move_of, output_region
+from ckpt_tool.plan.copy import hull, is_transposed, row_of
+from ckpt_tool.plan.moves import FileNumber, LaterMoves, Stored, move_of
 from ckpt_tool.plan.plan import Extent, Move, Record
 from ckpt_tool.plan.spans import Comb, Span, comb_of, first_clash
 
@@ -37,22 +37,23 @@ def build_moves(
     _check_paths(target, wanted)
     if target.places is not None:
         return _moves_by_group(stored, wanted, target, target.places, file_number)
-    outputs: list[list[Region]] = [[] for _ in wanted.tensors]
-    boxes: list[list[Box]] = [[] for _ in wanted.tensors]
+    placed: list[list[tuple[int, TargetArray]]] = [[] for _ in wanted.tensors]
+    digested = {patch.of for file in target.files for patch in file.patches if patch.kind == "digest"}
     arrays = []
     for number, file in enumerate(target.files):
         extents = _extents(file, wanted)
         for array in file.arrays:
             if array.box.numel:
-                outputs[array.tensor].append(output_region(array, wanted.tensors[array.tensor], number))
-                boxes[array.tensor].append(array.box)
+                placed[array.tensor].append((number, array))
         _check_disjoint(file, extents, wanted)
         arrays.append(tuple(extents))
-    _check_cover(wanted, boxes)
+    known: set[tuple[object, ...]] = set()  # layouts repeat: verdicts are kept by shape and boxes
+    for item, places in zip(wanted.tensors, placed, strict=True):
+        _check_cover_of(item, [array.box for _, array in places], known)
     records: dict[Record, None] = {}
     moves = []
-    for row, item, regions in zip(stored, wanted.tensors, outputs, strict=True):
-        moves.append(move_of(row, item, tuple(regions), file_number))
+    for number, (row, item, places) in enumerate(zip(stored, wanted.tensors, placed, strict=True)):
+        moves.append(move_of(row, item, places, file_number, digested=number in digested))
         for chunk in row.tensor.chunks:
             if chunk.array.crc is not None and chunk.box.numel:
                 records[Record(file_number(row.source, chunk.array.path), *chunk.array.crc)] = None
@@ -142,15 +143,8 @@ def _comb(array: TargetArray, item: WantedTensor) -> Comb | None:
     return comb_of(array.offset, array.box.shape, [stride * size for stride in array.strides], size)
 
 
-def _check_cover(wanted: Wanted, boxes: Sequence[Sequence[Box]]) -> None:
-    """The distinct boxes of every wanted tensor tile it. Layouts repeat, so verdicts are kept by shape and boxes."""
-    known: set[tuple[object, ...]] = set()
-    for item, held in zip(wanted.tensors, boxes, strict=True):
-        _check_cover_of(item, held, known)
-
-
 def _check_cover_of(item: WantedTensor, held: Sequence[Box], known: set[tuple[object, ...]]) -> None:
-    """known: cases that were found good already."""
+    """The distinct boxes of a wanted tensor tile it. known: cases that were found good already."""
     if len(held) == 1 and held[0].shape == item.shape:
         return
     distinct = list(dict.fromkeys(held))

@@ -44,7 +44,8 @@ from ckpt_tool.storage.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """digests: of the values as read; digests_out: as written (the same object where nothing was cast)."""
+    """digests: of the values as read, over each move's line; digests_out: as written (the same object where nothing was
+    cast)."""
 
     digests: dict[TensorKey, str]
     digests_out: dict[TensorKey, str]
@@ -396,7 +397,7 @@ class Executor:
 
 
 def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:
-    return root(dtype, move.shape, b"".join(leaves[first] for first in sorted(leaves)))
+    return root(dtype, move.line_shape, b"".join(leaves[first] for first in sorted(leaves)))
 
 
 def _fd_room(threads: int) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -37,22 +38,26 @@ class Readable(NamedTuple):
     records: tuple[Record, ...]
 
 
-def readable(tensors: Iterable[LogicalTensor], tree: Tree) -> Readable:
+Orders = Mapping[TensorKey, tuple[int, ...]]  # the dims' order of a tensor's line where it is not their own
+
+
+def readable(tensors: Iterable[LogicalTensor], tree: Tree, orders: Orders = MappingProxyType({})) -> Readable:
     """Tensors ready to be read block by block."""
     numbers: dict[str, int] = {}
     records: dict[Record, None] = {}
     moves = []
     for tensor in tensors:
-        regions = []
+        regions, order = [], orders.get(tensor.key, ())
         for chunk in tensor.chunks:
             if chunk.box.numel:
                 number = numbers.setdefault(chunk.array.path, len(numbers))
-                regions.append(source_region(chunk, tensor.shape, number))
+                regions.append(source_region(chunk, tensor.shape, number, order))
                 if chunk.array.crc is not None:
                     records[Record(number, *chunk.array.crc)] = None
         item = max(1, tensor.dtype.bits // 8)
         numel = tensor.nbytes if tensor.dtype.bits < 8 else tensor.numel
-        moves.append(Move(tensor.key, tensor.shape, tensor.dtype, tensor.dtype, numel, item, item, tuple(regions), ()))
+        kinds, sides = (tensor.dtype, tensor.dtype), (tuple(regions), ())
+        moves.append(Move(tensor.key, tensor.shape, *kinds, numel, item, item, *sides, order))
     files = tuple(SourceFile(tree.shown, path, tuple(tree.identity(path))) for path in numbers)
     return Readable(tuple(moves), Sources(files, {tree.shown: tree}), tuple(records))
 
@@ -199,10 +204,12 @@ def digests_of(
     threads: int | None = None,
     advance: Callable[[int], None] | None = None,
     on_fault: Callable[[CkptError], None] | None = None,
+    orders: Orders = MappingProxyType({}),
 ) -> dict[TensorKey, str]:
-    """The digest of every tensor (or of `keys`); tensors with a fault are left out where `on_fault` takes it."""
+    """The digest of every tensor (or of `keys`); tensors with a fault are left out where `on_fault` takes it. orders:
+    the digests of those are over the line that a move with that order has, and of its shape."""
     tensors = [catalog.tensors[key] for key in keys] if keys is not None else list(catalog.tensors.values())
-    source = readable(tensors, tree)
+    source = readable(tensors, tree, orders)
     streams: dict[TensorKey, LeafStream] = {}
 
     def visit(move: Move) -> Visit:
@@ -222,5 +229,5 @@ def digests_of(
     for move in source.moves:
         stream = streams.get(move.key)
         if str(move.key) not in broken:
-            out[move.key] = root(move.dtype.name, move.shape, stream.leaves if stream else b"")
+            out[move.key] = root(move.dtype.name, move.line_shape, stream.leaves if stream else b"")
     return out

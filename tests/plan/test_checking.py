@@ -148,6 +148,25 @@ def test_what_makes_no_sense_is_found(document: dict[str, Any], what: str) -> No
     assert caught.value.path == "p.json" and caught.value.hint
 
 
+@pytest.mark.parametrize("what", ["sound", "no dims", "a dim twice", "too many", "digest"])
+def test_the_order_of_a_line_is_held_against_its_tensor(what: str, tmp_path: Path) -> None:
+    """A file in Hugging Face's layout as a file in Hugging Face's layout, by way of tensors in Paddle's."""
+    source, order = FIXTURES / "paddle-unified/llama_tied_hf", -1
+    plan = ["--plan", str(tmp_path / "p.json"), "-q"]
+    assert run(["convert", str(source), str(tmp_path / "out"), "--to", "paddle-unified", *plan]) == 0
+    made = json.loads((tmp_path / "p.json").read_text())
+    number, move = next((i, move) for i, move in enumerate(made["moves"]) if len(move) > 9)
+    move[order] = {"no dims": [2, 3], "a dim twice": [0, 0], "too many": [1, 0, 2]}.get(what, [1, 0])
+    if what == "digest":
+        made["outputs"][0]["patches"].append([8, "digest", number])
+    if what == "sound":
+        assert json.dumps(read_plan(made, "p.json").to_json()["moves"]) == json.dumps(made["moves"])
+        return
+    with pytest.raises(CkptError) as caught:
+        read_plan(made, "p.json")
+    assert caught.value.code == "E0610"
+
+
 # -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 

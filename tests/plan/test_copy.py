@@ -14,7 +14,17 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.target import TargetArray, WantedTensor
 from ckpt_tool.core.tensor import Chunk, StoredArray, TensorKey
 from ckpt_tool.errors import InputError
-from ckpt_tool.plan.copy import Region, box_region, byte_view, clip, collapse, hull, intersect, source_region
+from ckpt_tool.plan.copy import (
+    Region,
+    box_region,
+    byte_view,
+    clip,
+    collapse,
+    common_order,
+    hull,
+    intersect,
+    source_region,
+)
 from ckpt_tool.plan.moves import output_region
 
 
@@ -44,6 +54,29 @@ def test_clipping_keeps_exactly_the_elements_inside(case, a, b):
     got = [pair for part in parts for pair in elements(part)]
     assert sorted(got) == sorted(pair for pair in elements(region) if a <= pair[0] < b)
     assert len(set(got)) == len(got)
+
+
+def test_the_order_that_all_arrays_have_in_common():
+    turned, wide = ((4, 3), (1, 4)), ((4, 3), (3, 1))
+    assert common_order([turned, ((4, 2), (1, 9))]) == (1, 0)
+    assert common_order([turned, wide]) == () == common_order([wide, wide])
+    assert common_order([((4, 1), (1, 4)), wide]) == (), "a dim of one element lies in any order"
+    assert common_order([((4, 1), (1, 4)), turned]) == (1, 0)
+    assert common_order([((4, 3), (1, 0))] * 2) == () == common_order([((4, 3), (1, -4))] * 2)
+    assert common_order([((2, 3, 4), (1, 8, 2)), ((2, 3, 4), (1, 9, 2))]) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_region_along_a_line_of_another_order(order):
+    """The same elements at the same bytes; the line is that of the transposed tensor."""
+    shape, box, strides = (4, 5, 6), Box((1, 0, 2), (3, 5, 3)), (7, 100, 30)
+    region = box_region(shape, box, 2, 0, 10, strides=strides, order=order)
+    line = np.arange(120).reshape([shape[d] for d in order]).transpose(np.argsort(order))
+    want = {
+        (int(line[tuple(np.add(box.offset, index))]), 10 + 2 * int(np.dot(index, strides)))
+        for index in np.ndindex(*box.shape)
+    }
+    assert set(elements(region)) == want
 
 
 @given(boxes())

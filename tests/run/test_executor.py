@@ -23,7 +23,7 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.plan.schedule import build_moves, units
-from ckpt_tool.run import closing, executor
+from ckpt_tool.run import closing, executor, transposed
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor
 from ckpt_tool.storage.destination import staging_path
@@ -61,6 +61,7 @@ class Case:
         view=False,
         turned=False,
         turned_out=False,
+        digested=True,
     ):
         self.root, self.out = root, root / "out"
         source = root / "source"
@@ -99,7 +100,7 @@ class Case:
                     if crc:
                         patches[number].append(Patch(sizes[number], "crc32", len(arrays[number])))
                         sizes[number] += 4
-                    across = turned_out and len(shape) == 2 and bool(rng.integers(0, 4))
+                    across = turned_out and len(shape) == 2 and bool(not digested or rng.integers(0, 4))
                     strides = (1, box.shape[0]) if across else None
                     arrays[number].append(TargetArray(i, box, sizes[number], strides=strides))
                     self.places.append((number, sizes[number], nbytes, f"t{i}", box, across))
@@ -108,7 +109,7 @@ class Case:
             TargetFile(f"o{n}.bin", sizes[n], tuple(literals[n]), tuple(arrays[n]), tuple(patches[n])) for n in (0, 1)
         ]
         index = json.dumps({f"t{i}": "0" * 32 for i in range(len(shapes))}).encode()
-        holes = tuple(Patch(at, "digest", i) for i, at in enumerate(_holes(index)))
+        holes = tuple(Patch(at, "digest", i) for i, at in enumerate(_holes(index)) if digested)
         files_out.append(TargetFile("index.json", len(index), ((0, index),), (), holes))
         target = Target("raw", tuple(files_out))
         want = Wanted(tuple(wanted))
@@ -212,6 +213,32 @@ def test_transposed_outputs_in_small_shares(tmp_path, monkeypatch, seed):
         assert results[-1].digests[TensorKey(name)] == digest("BF16", whole.shape, whole.tobytes())
     for number, at, nbytes, *_ in case.places if seed % 2 else ():
         assert data[number][at - 4 : at] == crc32(data[number][at : at + nbytes]).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_transpositions_on_both_sides_cancel(tmp_path, monkeypatch, seed):
+    """Where nobody wants digests: runs on both sides, hashed as they lie, and the same bytes as ever."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
+    monkeypatch.setattr(transposed, "Transposed", None)
+    shapes, out = [(700, 900), (90, 11), (77,), (), (1, 40), (40, 1)], ("F32", "BF16")[seed % 2]
+    case = Case(tmp_path, rng, shapes=shapes, out=out, crc=seed > 2, turned=True, turned_out=True, digested=False)
+    orders = {move.key.name: move.order for move in case.plan.moves}
+    assert orders == {f"t{i}": (1, 0) if i < 2 else () for i in range(len(shapes))}
+    result = case.run(threads=1 + seed % 2)
+    case.check(lambda array: array.view(ml_dtypes.bfloat16).astype("f4") if out == "F32" else array)
+    for name, whole in case.values.items():
+        line = whole.T if orders[name] else whole
+        assert result.digests[TensorKey(name)] == digest("BF16", line.shape, line.tobytes())
+
+
+def test_what_is_compared_or_digested_keeps_its_own_order(tmp_path):
+    for i, options in enumerate(({"digested": True}, {"digested": False, "replicas": 2})):
+        (tmp_path / str(i)).mkdir()
+        case = Case(
+            tmp_path / str(i), np.random.default_rng(0), shapes=[(9, 7)], turned=True, turned_out=True, **options
+        )
+        assert [move.order for move in case.plan.moves] == [()]
 
 
 def test_off_moves_the_same_bytes(tmp_path):
