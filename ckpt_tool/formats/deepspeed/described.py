@@ -58,11 +58,11 @@ class Described:
     @staticmethod
     def from_extras(extras: Mapping[str, Any]) -> Described | None:
         """The record in the extras; None where there is none, or one that was edited into nonsense."""
-        said = extras.get(HOME)
-        if not isinstance(said, Mapping):
+        stated = extras.get(HOME)
+        if not isinstance(stated, Mapping):
             return None
         try:
-            return Described(**{name: _BELIEVED[name](said[name]) for name in _BELIEVED if name in said})
+            return Described(**{name: _BELIEVED[name](stated[name]) for name in _BELIEVED if name in stated})
         except TypeError:
             return None
 
@@ -198,8 +198,8 @@ def stated_groups(extras: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Ma
     """(parameter group, its scalars) of an optimizer, or of all of a chained one (Megatron's experts)."""
     homes = _homes(extras)
     groups = [group for home in homes for group in home["param_groups"] if isinstance(group, Mapping)]
-    said = homes[0].get("scalars") if len(homes) == 1 else None
-    scalars = said if isinstance(said, list) and len(said) == len(groups) else [None] * len(groups)
+    listed = homes[0].get("scalars") if len(homes) == 1 else None
+    scalars = listed if isinstance(listed, list) and len(listed) == len(groups) else [None] * len(groups)
     return [(g, s if isinstance(s, Mapping) else {}) for g, s in zip(groups, scalars, strict=True)]
 
 

@@ -57,9 +57,9 @@ class Config:
     fp32_accumulation: bool = False
 
     @staticmethod
-    def of(said: object) -> Config:
+    def of(ds_config: object) -> Config:
         """From the extras, of which nothing is believed that has not the right type."""
-        config = said if isinstance(said, Mapping) else {}
+        config = ds_config if isinstance(ds_config, Mapping) else {}
         zero, types = (
             part if isinstance(part, Mapping) else {}
             for part in (config.get("zero_optimization"), config.get("data_types"))

@@ -2,7 +2,7 @@
 
 The one idea: every question that has an answer without looking at a file's bytes is answered here, once, and refused
 here; `deepspeed.write` only writes down what the job's ranks hold. First `fit`, before anything is laid out: the stages
-store the same training state with different tensors, and every difference is exact and said in words:
+store the same training state with different tensors, and every difference is exact and reported:
 
     stage 3       no 16-bit weights: those of parameters with an fp32 weight are left out (DeepSpeed rounds them again)
     from stage 3  the 16-bit weights are the rounding of `master` to the module's dtype, as DeepSpeed makes them on
@@ -60,15 +60,15 @@ def _unlike(expert: str, what: str) -> UsageError:
     return _unfit(f"the experts of a layer are not alike: {expert} {what}", "write another format", expert)
 
 
-def stage_of(states: Sequence[str], described: Described | None, asked: int | None) -> int:
+def stage_of(states: Sequence[str], described: Described | None, wished: int | None) -> int:
     """The ZeRO stage to write. Raises UsageError E0286 for `--zero 0` beside fp32 master weights."""
     has_master, trains = MASTER in states, any(state not in _NO_OPTIMIZER for state in states)
     wrapped = described is not None and described.zero_stage == 0  # DeepSpeed's 16-bit wrapper keeps masters
-    if asked is not None:
-        if asked == 0 and has_master and not wrapped:
+    if wished is not None:
+        if wished == 0 and has_master and not wrapped:
             what = "--zero 0: without ZeRO the optimizer has no fp32 master weights beside the module"
             raise _unfit(what, "write --zero 1, or add --drop master")
-        return asked if trains else 0
+        return wished if trains else 0
     if described is not None and has_master:
         return described.zero_stage
     return 1 if has_master else 0
@@ -209,8 +209,8 @@ def _configured(extras: Mapping[str, Any]) -> str:
     if not isinstance(config, Mapping):
         return ""
     for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
-        said = config.get(key)
-        if isinstance(said, Mapping) and said.get("enabled"):
+        stated = config.get(key)
+        if isinstance(stated, Mapping) and stated.get("enabled"):
             return dtype
     return "F32"
 
@@ -448,8 +448,8 @@ def _with_experts(groups: Sequence[Group], dp: int, ep: int, notes: list[str]) -
 
 
 def _stages_of(groups: Sequence[Group], described: Described, pp: int, split: Sequence[int]) -> list[list[Group]]:
-    """The groups of every pipeline stage. Raises UsageError E0288 where stages can't be told from what the source
-    says."""
+    """The groups of every pipeline stage. Raises UsageError E0288 where the stages do not follow from what the
+    source states."""
     known = described.stages
     if not known and pp > 1:
         raise _no_split(f"--pp {pp}: the source is no pipeline of DeepSpeed's (no layer files)", "leave --pp off")

@@ -80,9 +80,9 @@ class Module:
 
     def tensors(self) -> dict[TensorKey, LogicalTensor]:
         """Whole tensors in the module's order."""
-        return {key: self._tensor(key) for key in map(TensorKey, self.names()) if self._lies(key.name)}
+        return {key: self._tensor(key) for key in map(TensorKey, self.names()) if self._is_stored(key.name)}
 
-    def _lies(self, name: str) -> bool:
+    def _is_stored(self, name: str) -> bool:
         return name in self.fragments or name in self.arrays
 
     def _tensor(self, key: TensorKey) -> LogicalTensor:
@@ -178,9 +178,9 @@ class Module:
         for name in (*self.arrays, *self.trained):
             if found := expert_name_of(name):
                 numbers[found.layer] = max(numbers.get(found.layer, 0), found.number + 1)
-        said = self.modules[min(self.modules)].values.get("num_experts")
+        stated = self.modules[min(self.modules)].values.get("num_experts")
         for number, prefix in self.moe.items():
-            count = said[number] if isinstance(said, list) and number < len(said) else 0
+            count = stated[number] if isinstance(stated, list) and number < len(stated) else 0
             if type(count) is int and 0 < count < 1 << 20:
                 numbers[prefix] = max(numbers.get(prefix, 0), count)
         layers = {prefix: number for number, prefix in self.moe.items()}

@@ -13,7 +13,7 @@ In 16 bits DeepSpeed wraps it: `optimizer_state_dict` inside, fp32 weights as `f
 group), which are the state `master` here. The numbers are named by order and shape
 (`formats.state_dict.optimizer_ids`), over all stages of a pipeline at once, dense groups and groups of experts
 (`moe: True`) each by themselves; buffers and ties are no candidates. Where that is not unique, the numbers stay, and a
-note says so; the stages of a pipeline and expert ranks can't be told apart then, which is refused. Refused too:
+note says so; the stages of a pipeline and expert ranks can't be distinguished then, which is refused. Refused too:
 `fp32_groups_flat` (the fused wrapper). The dense states of expert ranks are copies and get compared.
 
 Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_moe_checkpoint`),
@@ -111,8 +111,8 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
     and parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be
     named."""
     parts = {rank: _part(file) for rank, file in sorted(files.items())}
-    said = [int(m[1]) for part in parts.values() for g in part.groups if (m := _SIZE.fullmatch(str(g.get("name"))))]
-    ep = max([max(files) + 1, *said])
+    stated = [int(m[1]) for part in parts.values() for g in part.groups if (m := _SIZE.fullmatch(str(g.get("name"))))]
+    ep = max([max(files) + 1, *stated])
     each = {layer: count // ep for layer, count in counts(experts).items()}
     whole_ranks = all(count % ep == 0 for count in counts(experts).values())
     absent = [PLAIN_EXPERTS.format(expert=rank, model=0) for rank in range(ep) if rank not in files]
@@ -205,8 +205,8 @@ def _part(file: ModuleFile, start: int = 0) -> _Part:
         )
     inner = values.get(_INNER, values)
     beside = {key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")}
-    said = inner.get("param_groups") if isinstance(inner, dict) else None
-    groups = numbered(said) if isinstance(said, list) else []
+    stated = inner.get("param_groups") if isinstance(inner, dict) else None
+    groups = numbered(stated) if isinstance(stated, list) else []
     if groups is None or len({n for g in groups for n in g["params"]}) != sum(len(g["params"]) for g in groups):
         raise malformed("the optimizer's param_groups do not number its parameters once each", file.path)
     numbers = {n: start + i for i, n in enumerate(n for group in groups for n in group["params"])}

@@ -330,10 +330,10 @@ class Reader:
             raise disagree(f"the fp32 partition has {have} elements, its parameters take {array.line.end}", path)
         if stored.mapping is None or self.config.round_robin:  # dealt out, DeepSpeed states the undealt places
             return
-        said, ours = stored.mapping, array.slices()
-        for wrong in (name for name in (*ours, *said) if said.get(name) != ours.get(name)):
+        stated, ours = stored.mapping, array.slices()
+        for wrong in (name for name in (*ours, *stated) if stated.get(name) != ours.get(name)):
             raise disagree(
-                f"param_slice_mappings puts {wrong} at {said.get(wrong)} (elements, start), its shape and order at "
+                f"param_slice_mappings puts {wrong} at {stated.get(wrong)} (elements, start), its shape and order at "
                 f"{ours.get(wrong)}",
                 path,
                 wrong,

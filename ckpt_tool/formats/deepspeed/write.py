@@ -71,12 +71,12 @@ class _Writer:
         self.laid = laid
         self.model = [t.key.name for t in laid.wanted.tensors if t.key.state == MODEL]
         self.options = Options.from_extras(laid.extras)
-        said, have = laid.described, set(self.model)
+        described, have = laid.described, set(self.model)
         self.trained = {t.key.name for t in laid.wanted.tensors if t.key.state == MASTER}
-        self.shared = {a: k for a, k in said.shared.items() if k in self.trained or k in have}
-        self.buffers = [name for name in said.buffers if name in have]
+        self.shared = {a: k for a, k in described.shared.items() if k in self.trained or k in have}
+        self.buffers = [name for name in described.buffers if name in have]
         self.experts = counts(self.model)
-        self.layers = [*dict.fromkeys([*(prefix for prefix in said.moe if prefix in self.experts), *self.experts])]
+        self.layers = [*dict.fromkeys([*(prefix for prefix in described.moe if prefix in self.experts), *self.experts])]
         held = set(self.buffers) | self.trained | self.shared.keys()
         self.frozen = [name for name in self.model if name not in held and expert_name_of(name) is None]
 
@@ -197,8 +197,8 @@ class _Writer:
         """Tensors of the client's state, where they hung; averages under `ema`."""
         laid = self.laid
         own = laid.wanted.source_format == "deepspeed"
-        said = laid.extras.get(UNUSED)
-        unused = {*(said if isinstance(said, Mapping) else ()), *files.LAYOUT_KEYS}
+        kept = laid.extras.get(UNUSED)
+        unused = {*(kept if isinstance(kept, Mapping) else ()), *files.LAYOUT_KEYS}
         for tensor in laid.wanted.tensors:
             if tensor.key.state == EMA:
                 yield (EMA, tensor.key.name), self._whole(composer, tensor.key.name, EMA)
@@ -209,10 +209,10 @@ class _Writer:
 
     def _layer_files(self) -> Iterator[TargetFile]:
         """Layer files: their names are global, so every stage finds its own."""
-        said, have = self.laid.described, set(self.model)
+        described, have = self.laid.described, set(self.model)
         layers: dict[int, list[tuple[str, str]]] = {}
-        for name in dict.fromkeys([*(n for n in said.module if n in have), *self.model]):
-            index, local = layer_and_local(name, said.tied)
+        for name in dict.fromkeys([*(n for n in described.module if n in have), *self.model]):
+            index, local = layer_and_local(name, described.tied)
             layers.setdefault(index, []).append((name, local))
         for index, names in sorted(layers.items()):
             composer = TorchComposer()
@@ -309,10 +309,10 @@ class _Writer:
 
     def _rest(self, *keys: str) -> dict[str, Any]:
         """Scalars of the whole optimizer, as the source has them or DeepSpeed's defaults."""
-        said = {key: item for key, item in self.options.rest.items() if key not in ("state", "ds_version", WRAPPER)}
+        stated = {key: item for key, item in self.options.rest.items() if key not in ("state", "ds_version", WRAPPER)}
         defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
-        given = {key: said.get(key, defaults.get(key)) for key in keys if key in said or self.laid.stage == 3}
-        given |= {key: item for key, item in said.items() if key not in keys}
+        given = {key: stated.get(key, defaults.get(key)) for key in keys if key in stated or self.laid.stage == 3}
+        given |= {key: item for key, item in stated.items() if key not in keys}
         scaler = given.get("loss_scaler")
         if "loss_scaler" in given and not isinstance(scaler, Opaque):
             state = scaler if isinstance(scaler, Mapping) else {"cur_scale": 1.0, "dynamic": False}

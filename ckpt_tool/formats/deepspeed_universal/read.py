@@ -381,17 +381,17 @@ class Reader:
         if record is not None:
             values = {key: item for key, item in values.items() if key not in record.made}
             return {**values, **record.extras}
-        said = state.extras if isinstance(state.extras, dict) else {}
-        rest = {key: plain(item) for key, item in said.items() if key not in OPTIMIZER_LAYOUT | {"param_groups", KEY}}
+        stated = state.extras if isinstance(state.extras, dict) else {}
+        rest = {key: plain(item) for key, item in stated.items() if key not in OPTIMIZER_LAYOUT | {"param_groups", KEY}}
         if rest.get("ds_version") == values.get("ds_version"):
             rest.pop("ds_version", None)
-        stage = said.get("zero_stage")
+        stage = stated.get("zero_stage")
         number = stage.args[0] if isinstance(stage, Symbol) and stage.args else stage
         trained = {name for group in self.shapes for name in group}
         model = [key.name for key in self.tensors if key.state == MODEL]
         described = Described(
             zero_stage=number if type(number) is int and number in (0, 1, 2, 3) else 1,
-            plain_bf16="zero_stage" not in said,
+            plain_bf16="zero_stage" not in stated,
             dtype=next(
                 (t.dtype.name for t in self.tensors.values() if t.key.state == MODEL and t.key.name in trained), ""
             ),

@@ -115,9 +115,9 @@ class _Writer:
                 self.beside.append(row)
             else:
                 self.folders.setdefault(name, {})["fp32" if state == MASTER else state] = row
-        if not self.folders:  # weights alone: what is a parameter can't be told from a buffer
-            said = self.described or Described()
-            known = {*said.buffers, *said.shared, *said.frozen}
+        if not self.folders:  # weights alone: which are parameters and which buffers stands nowhere
+            described = self.described or Described()
+            known = {*described.buffers, *described.shared, *described.frozen}
             self.folders = {name: {} for name in model if name not in known}
         self.repeats = [name for name, rows in self.folders.items() if "fp32" not in rows and name in model]
         bare = [name for name, rows in self.folders.items() if "fp32" not in rows and name not in model]
@@ -189,8 +189,8 @@ class _Writer:
 
     def _folder(self, name: str, rows: Mapping[str, int]) -> Iterator[TargetFile]:
         """A parameter's files."""
-        said = self.cuts.get(name)
-        cut = writable(said)[0] if isinstance(said, Mapping) else {"cat_dim": 0}
+        stated = self.cuts.get(name)
+        cut = writable(stated)[0] if isinstance(stated, Mapping) else {"cat_dim": 0}
         for state, row in rows.items():
             composer = TorchComposer()
             ref = self._tensor(composer, row)
