@@ -25,24 +25,27 @@ from targets import FIXTURES, bits, gather, ramp, wanted_of, write
 from ckpt_tool.commands.convert import reshard
 from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
-from ckpt_tool.core.box import Box, flat_boxes
+from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Degrees, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.target import LayoutWish
-from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.tensor import Chunk, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.containers.dcp_metadata import Piece, TensorEntry
+from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.args import Facts
 from ckpt_tool.formats.megatron.hints import DistHints
+from ckpt_tool.formats.megatron.job import Job, Rank, Ranks, turned
+from ckpt_tool.formats.megatron.stages import from_counts
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
-from ckpt_tool.formats.megatron_dist import objects as megatron_dist_objects
-from ckpt_tool.formats.megatron_dist.format import FORMAT
+from ckpt_tool.formats.megatron_dist import state as megatron_dist_state
+from ckpt_tool.formats.megatron_dist.format import FORMAT, apart, chunks_of
 from ckpt_tool.formats.megatron_dist.keys import name_of, parse, parse_object
-from ckpt_tool.formats.megatron_dist.pieces import apart, chunks_of
-from ckpt_tool.formats.megatron_dist.ranks import Ranks, Segment
 from ckpt_tool.storage.source import Tree
 
 HALVES = Hints.of(DistHints(("singletons", "halves"), {}, common_file=True, integrity=False))
@@ -305,21 +308,23 @@ def test_a_grouped_line_is_transposed_back(
         ]
     )
     line = parts[rank].T.ravel()
-    jump = (ranks - 1) * f if gated else 0
-    segment = Segment("w", 0, line.size, (h, rows), (rank * f, 0), True, f if gated else 0, jump)
+    degrees = {"tp": ranks, "pp": 1, "vpp": 1, "ep": 1, "etp": ranks, "dp": 1, "cp": 1}
+    job = Job(Facts(), degrees, from_counts([1], 1), 1, gated, False, container=names.GROUPED)
+    expert = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+    (array,) = Ranks(job, {expert: (want.shape, DTYPES["F32"])}).arrays(Rank("", rank, 0, 0, rank))
+    assert (array.local, array.shape) == ("decoder.layers.0.mlp.experts.weight1", (h, rows))
+    flat = FlatLine(tuple(array.places(0)))
     cuts = sorted({0, line.size, *data.draw(st.lists(st.integers(0, line.size), max_size=cut))})
     got = np.full(want.shape, -1)
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        array, done = StoredArray("f", 1000 + 4 * start, DTYPES["F32"], (stop - start,)), 0
-        for box in flat_boxes(segment.shape, start, stop):
-            for chunk in segment.chunks(box, array, done):
-                base, strides = chunk.region()
-                for step in np.ndindex(*chunk.box.shape):
-                    at = base + sum(i * s for i, s in zip(step, strides, strict=True))
-                    spot = tuple(o + i for o, i in zip(chunk.box.offset, step, strict=True))
-                    assert got[spot] == -1
-                    got[spot] = line[(chunk.array.offset - 1000) // 4 + at]
-            done += box.numel
+        stored = StoredArray("f", 1000 + 4 * start, DTYPES["F32"], (stop - start,))
+        for chunk in (turned(chunk) for _, chunk in flat.chunks(stored, start)):
+            base, strides = chunk.region()
+            for step in np.ndindex(*chunk.box.shape):
+                at = base + sum(i * s for i, s in zip(step, strides, strict=True))
+                spot = tuple(o + i for o, i in zip(chunk.box.offset, step, strict=True))
+                assert got[spot] == -1
+                got[spot] = line[(chunk.array.offset - 1000) // 4 + at]
     held = np.isin(want, parts[rank])
     np.testing.assert_array_equal(got[held], want[held])
     assert (got[~held] == -1).all()
@@ -464,7 +469,7 @@ def test_overlapping_shards_are_named(llama: Path) -> None:
 def test_steps_that_differ_between_groups_are_told(llama: Path) -> None:
     groups = {-1: {n: {"optimizer": {"param_groups": [{"step": 2 + n}]}} for n in range(2)}}
     with pytest.raises(InconsistentCheckpoint) as e:
-        megatron_dist_objects._hyperparameters(Tree(llama), groups, megatron_dist_objects.Objects())
+        megatron_dist_state._hyperparameters(Tree(llama), groups, megatron_dist_state.Objects())
     assert e.value.code == "E0379" and "[3] in dp group 1" in e.value.message
 
 
@@ -538,16 +543,18 @@ def test_half_of_a_singleton_is_incomplete(tmp_path: Path) -> None:
 def test_a_tensor_rank_holds_its_rows_of_both_halves() -> None:
     """The model's boxes gate 0, gate 1, up 0, up 1 (in any order): rank 1 of 2 had gate 1 and up 1, one behind the
     other."""
-    boxes = [Box((row, 0), (2, 3)) for row in (4, 2, 0, 6)]
-    chunks = tuple(Chunk(box, StoredArray("f", 0, DTYPES["F32"], box.shape), Box((0, 0), box.shape)) for box in boxes)
-    key = TensorKey("decoder.layers.0.mlp.linear_fc1.weight")
-    tensors = {key: LogicalTensor(key, (8, 3), DTYPES["F32"], chunks)}
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    boxes = sorted((Box((row, 0), (2, 3)) for row in (4, 2, 0, 6)), key=lambda box: box.offset)
     degrees = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 1, "cp": 1}
-    ranks = next(Ranks.readings(tensors, {}, degrees))
+    job = Job(Facts(), degrees, from_counts([1], 1), 0, False, False, boxes={name: boxes})
+    ranks = Ranks(job, {name: ((8, 3), DTYPES["F32"])})
     for rank in range(2):
-        (parameter,) = ranks.buffer(False, rank, 0, "float32")
-        assert [(s.corner, s.start) for s in parameter.segments] == [((2 * rank, 0), 0), ((4 + 2 * rank, 0), 6)]
-    assert ranks.buffer(False, 2, 0, "float32") == () and ranks.buffer(False, 0, 1, "float32") == ()
+        (array,) = ranks.arrays(Rank("", rank, 0, 0, rank))
+        assert array.shape == (4, 3)
+        assert [(box.offset, start) for _, box, start, _ in array.parts()] == [
+            ((2 * rank, 0), 0),
+            ((4 + 2 * rank, 0), 6),
+        ]
 
 
 def test_a_folder_of_another_iteration_is_told(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import Incomplete, UsageError
 from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, updated
-from ckpt_tool.formats.megatron.ranks import coordinates, fit, folder_name, pairs
+from ckpt_tool.formats.megatron.folders import coordinates, fit, folder_name, pairs
 from ckpt_tool.formats.megatron.rules import check_degree, global_shape, local_shape, pieces, rule_of, units_of
 from ckpt_tool.formats.megatron.stages import from_counts
 

@@ -30,27 +30,11 @@ DIMS = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
 LOCAL, TE = SPECS = ("local", "te")  # how layers are built: Megatron's own modules, Transformer Engine's
 _OWN = frozenset(("rank", "local_rank", "node_rank"))  # of each process
 _SIZES = (
-    "hidden_size",
-    "ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "kv_channels",
-    "qk_head_dim",
-    "v_head_dim",
-    "padded_vocab_size",
-    "world_size",
-    "use_tp_pp_dp_mapping",
-    "params_dtype",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "moe_layer_freq",
-    "consumed_train_samples",
-    "consumed_valid_samples",
-    "curr_iteration",
-)
+    "hidden_size ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size kv_channels qk_head_dim "
+    "v_head_dim padded_vocab_size world_size use_tp_pp_dp_mapping params_dtype pipeline_model_parallel_layout "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split moe_layer_freq consumed_train_samples consumed_valid_samples curr_iteration"
+).split()
 _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
 
 
@@ -97,20 +81,7 @@ class Facts:
     @property
     def degrees(self) -> dict[str, int]:
         """Mesh dim -> size, dp: data ranks without cp."""
-        return {
-            "tp": self.tp,
-            "pp": self.pp,
-            "vpp": self.vpp,
-            "ep": self.ep,
-            "etp": self.etp,
-            "dp": self.dp,
-            "cp": self.cp,
-        }
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that share a dense flat buffer."""
-        return self.dp * self.cp
+        return {dim: getattr(self, dim) for dim in DIMS}
 
 
 def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ nameless arrays follow the model's order. Nothing of a pickle is run: `args` is 
 Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpointing.py` where nothing else is said):
 
 * `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint lies in `iter_%07d`
-  or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.ranks`).
+  or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.folders`).
 * `model_optim_rng.pt`, a zip of `torch.save`: `args` (Namespace), `checkpoint_version` 3.0, `iteration`, `model` (or
   `model0`, `model1`, ... of a virtual pipeline), `optimizer`, `opt_param_scheduler`, `rng_state`,
   `num_floating_point_operations_so_far`; others travel as they are.
@@ -20,7 +20,7 @@ Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpoint
   MTP stage.
 * Optimizer (`megatron.optimizer`): without the distributed one `{optimizer: {state, param_groups},
   fp32_from_fp16_params}`, or the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt`
-  with flat buffers (`megatron.flat`). With parallel experts both are lists [dense, experts].
+  with flat buffers (`megatron.optimizer`). With parallel experts both are lists [dense, experts].
 * What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which
   Megatron does not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
   "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are
@@ -38,7 +38,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
-from ckpt_tool.formats.megatron.ranks import rank_folders
+from ckpt_tool.formats.megatron.folders import rank_folders
 from ckpt_tool.storage.source import Tree
 
 

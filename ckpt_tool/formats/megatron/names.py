@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.bounds import bounded, numeral
 
-SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
+CONTAINERS = SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
 
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d{1,9})(\..+)", re.DOTALL)
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d{1,9})(\..+)", re.DOTALL)
@@ -49,6 +49,11 @@ NORM_ALIASES = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+)
+# Linear layers, each of which has an extra state.
+LINEARS = frozenset(
+    "linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
+    "linear_kv_down_proj linear_kv_up_proj eh_proj".split()
 )
 # Leaves that are buffers: in the model's state, in no optimizer.
 BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq"})
@@ -162,69 +167,20 @@ def in_container(name: ExpertName, container: str) -> str:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 _FIRST = (
-    "embedding",
-    "word_embeddings",
-    "position_embeddings",
-    "tokentype_embeddings",
-    "encoder",
-    "decoder",
-    "layers",
+    "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder layers "
     # a layer
-    "input_layernorm",
-    "self_attention",
-    "pre_cross_attn_layernorm",
-    "cross_attention",
-    "pre_mlp_layernorm",
-    "mlp",
+    "input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp "
     # attention
-    "core_attention",
-    "linear_proj",
-    "linear_qkv",
-    "linear_q",
-    "linear_kv",
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-    "q_layernorm",
-    "k_layernorm",
-    "kv_layernorm",
+    "core_attention linear_proj linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj "
+    "linear_kv_down_proj linear_kv_up_proj q_layernorm k_layernorm kv_layernorm "
     # experts
-    "router",
-    "experts",
-    "local_experts",
-    "shared_experts",
-    "linear_fc1",
-    "linear_fc2",
+    "router experts local_experts shared_experts linear_fc1 linear_fc2 "
     # MTP
-    "enorm",
-    "hnorm",
-    "eh_proj",
-    "transformer_layer",
-    "mtp_model_layer",
-    "final_layernorm",
-    "final_norm",
-    "mtp",
-    "output_layer",
-)
+    "enorm hnorm eh_proj transformer_layer mtp_model_layer final_layernorm final_norm mtp output_layer"
+).split()
 _RANK = {word: i for i, word in enumerate(_FIRST)}
-_LEAVES = {
-    word: i
-    for i, word in enumerate(
-        (
-            "softmax_offset",
-            "gate_weight",
-            "layer_norm_weight",
-            "layer_norm_bias",
-            "weight",
-            "weight1",
-            "weight2",
-            "bias",
-            "expert_bias",
-        )
-    )
-}
+_LEAF_ORDER = "softmax_offset gate_weight layer_norm_weight layer_norm_bias weight weight1 weight2 bias expert_bias"
+_LEAVES = {word: i for i, word in enumerate(_LEAF_ORDER.split())}
 _NUMBERED = re.compile(r"(weight|bias)(\d{1,9})")
 
 
@@ -271,3 +227,8 @@ def layers_count(names: Iterable[str]) -> int:
     """How many layers there are by logical names, MTP's aside. Raises InconsistentCheckpoint E1650."""
     numbers = [found[1] for name in names if (found := layer_of(name))]
     return bounded(max(numbers, default=-1) + 1, len(numbers), "layers by the tensors' names")
+
+
+def mtp_count(names: Iterable[str]) -> int:
+    """How many MTP layers there are."""
+    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})

@@ -2,9 +2,8 @@
 ask here.
 
 The one idea: the optimizer's files hold no names. Three orders give them back, all made from the model's own
-(registration)
-order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart) and the number of
-a parameter (group by group, inside a group in the model's order).
+(registration) order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart)
+and the number of a parameter (group by group, inside a group in the model's order).
 
     a stage with  w (2-d), w.bias, norm (1-d), v (2-d):   group 0 (decay): w, v -> 0, 1    group 1: w.bias, norm -> 2, 3
 
@@ -12,10 +11,24 @@ Groups: 1-d tensors have no weight decay (`wd_mult` 0); q and k norms do with `a
 the output layer stand apart with `decoupled_lr`; experts' (`is_expert_parallel`) are an optimizer of their own where
 experts are parallel, and then the optimizer's state is a list [dense, experts].
 
+A buffer is filled backwards: its parameters are walked in REVERSE order of registration; each starts at a multiple of
+64 elements; buckets close when they are full, or around an embedding that two pipeline stages share; the end of a
+bucket is padded so that the data ranks can share it evenly. Nothing of this is stored: it follows from the order.
+
+    three parameters of 100, 70 and 10 elements, one bucket, 4 data ranks
+    walked 10, 70, 100    at 0..10, 64..134, 192..292     unpadded 292, padded to lcm(4, 128) = 384
+
+There is one buffer for each (dtype of the parameter, dtype of its gradient), for each chunk of a virtual pipeline.
+`distrib_optim.pt` holds a buffer's buckets end to end WITHOUT the padding at their ends (`coalesced`);
+`dp_reshardable` holds each bucket on its own, without it too; data rank r of n owns elements [r*N/n, (r+1)*N/n) of each
+padded bucket of N elements.
+
 Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/__init__.py` (`_get_param_groups`,
 `get_standard_config_overrides`), `core/optimizer/optimizer.py` (`Float16OptimizerWithFloat16Params`,
-`ChainedOptimizer`), `core/optimizer/distrib_optimizer.py`, `core/distributed/distributed_data_parallel.py`; buckets:
-`megatron.flat`.
+`ChainedOptimizer`), `core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`: coalesced),
+`core/distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer.__init__`),
+`core/distributed/distributed_data_parallel.py` (sizes of buckets, order of buffers),
+`core/models/common/language_module/language_module.py` (`shared_embedding`).
 
 Cost: linear. What it does not do: read or write files.
 """
@@ -23,52 +36,126 @@ Cost: linear. What it does not do: read or write files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.formats.megatron.args import Facts
-from ckpt_tool.formats.megatron.flat import FlatBuffer, default_bucket_size, lay_flat
-from ckpt_tool.formats.megatron.model import EMBEDDING, TIED_HEAD
-from ckpt_tool.formats.megatron.stages import Stages
+from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Job, RankArray
 
-DENSE, EXPERTS = 0, 1  # elements of a chained optimizer
+ALIGNMENT = 64  # elements at which a parameter starts
+BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
 
 
-class Param(NamedTuple):
-    """A trainable parameter of a rank, in the rank's own spelling and shape. chunk: of the virtual pipeline."""
+class Place(NamedTuple):
+    """Where a parameter lies. start: elements from the start of its bucket."""
 
-    local: str
-    chunk: int
-    shape: tuple[int, ...]
-    dtype: DType
+    bucket: int
+    start: int
     numel: int
 
+
+class Bucket(NamedTuple):
+    """start: elements from the start of the padded buffer. padded, unpadded: elements; gaps inside count in both.
+    first: elements from the start of the coalesced buffer."""
+
+    start: int
+    padded: int
+    unpadded: int
+    first: int
+
+
+class FlatBuffer(NamedTuple):
+    """A buffer laid out. places: of each parameter, in the order of REGISTRATION (as they were given)."""
+
+    places: tuple[Place, ...]
+    buckets: tuple[Bucket, ...]
+
     @property
-    def expert(self) -> bool:
-        return ".experts." in self.local
+    def unpadded(self) -> int:
+        """Elements of the coalesced buffer: `numel_unpadded` of distrib_optim.pt."""
+        return sum(bucket.unpadded for bucket in self.buckets)
+
+    def coalesced(self, index: int) -> int:
+        """Where parameter number `index` starts in the coalesced buffer, in elements."""
+        place = self.places[index]
+        return self.buckets[place.bucket].first + place.start
+
+
+def lay_flat(
+    numels: Sequence[int],
+    *,
+    shared: Sequence[bool] = (),
+    bucket_size: int | None = None,
+    data_ranks: int = 1,
+    busbw: bool = False,
+) -> FlatBuffer:
+    """The buffer of parameters with `numels` elements, given in the order of registration.
+
+    shared: which is an embedding that two stages share (a bucket of its own each). bucket_size: elements at which a
+    bucket closes, None for one bucket. data_ranks: of the group that shares the buffer. Shared and data ranks change
+    nothing of the coalesced form as long as there is one bucket.
+    """
+    divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
+    alone = tuple(shared) or (False,) * len(numels)
+    places: list[Place] = [Place(0, 0, 0)] * len(numels)
+    buckets: list[Bucket] = []
+    begun, start, first = 0, 0, 0  # of the current bucket; of the next parameter; in the coalesced buffer
+    filled = False
+
+    def close(stop: int) -> int:
+        nonlocal begun, first, filled
+        padded = -(-stop // divisor) * divisor
+        buckets.append(Bucket(begun, padded - begun, stop - begun, first))
+        first += stop - begun
+        begun, filled = padded, False
+        return padded
+
+    for i in reversed(range(len(numels))):
+        start = -(-start // ALIGNMENT) * ALIGNMENT
+        if alone[i] and filled:
+            start = close(start)
+        stop = start + numels[i]
+        places[i] = Place(len(buckets), start - begun, numels[i])
+        filled = True
+        full = bucket_size is not None and stop - begun >= bucket_size
+        start = close(stop) if full or alone[i] else stop
+    if filled:
+        close(start)
+    return FlatBuffer(tuple(places), tuple(buckets))
+
+
+def default_bucket_size(data_ranks: int) -> int:
+    """Elements of a bucket when gradients overlap and no `ddp_bucket_size` is given."""
+    return max(40_000_000, 1_000_000 * data_ranks)
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
 
 
 class Buffer(NamedTuple):
-    """A flat buffer. members: numbers of its parameters, in registration order. grads: dtype of its gradients."""
+    """A flat buffer. members: its parameters, in registration order. grads: dtype of its gradients."""
 
     chunk: int
     dtype: DType
     grads: DType
-    members: tuple[int, ...]
+    members: tuple[RankArray, ...]
     flat: FlatBuffer
 
 
 class Bucketing(NamedTuple):
-    """What decides buckets. size: elements, None for one bucket a buffer."""
+    """What decides buckets. size: elements, None for one bucket a buffer. alone: do shared embeddings get a bucket of
+    their own?"""
 
     size: int | None
     data_ranks: int
     busbw: bool
-    alone: bool  # do shared embeddings get a bucket of their own?
+    alone: bool
 
 
-def bucketing_of(facts: Facts, *, experts: bool, degrees: Mapping[str, int]) -> Bucketing:
+def bucketing_of(job: Job, *, experts: bool) -> Bucketing:
     """The buckets of the dense or the experts' buffers."""
+    facts, degrees = job.facts, job.degrees
     ranks = degrees["dp"] * degrees["cp"]
     size = (facts.bucket_size or default_bucket_size(ranks)) if facts.overlap else None
     if experts:
@@ -76,47 +163,34 @@ def bucketing_of(facts: Facts, *, experts: bool, degrees: Mapping[str, int]) -> 
     return Bucketing(size, ranks, facts.busbw, True)
 
 
-def shared_embedding(param: Param, params: Sequence[Param], facts: Facts, stages: Stages, pp: int) -> bool:
+def _shared(array: RankArray, arrays: Sequence[RankArray], job: Job, pp: int) -> bool:
     """Is it an embedding that two pipeline stages share, so that it has a bucket of its own?"""
-    if stages.pp == 1 or not (facts.tied or facts.mtp) or param.local not in (EMBEDDING, TIED_HEAD):
+    if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or array.local not in (EMBEDDING, TIED_HEAD):
         return False
-    stage = stages.of(pp, param.chunk)
-    if stage.embedding:
-        return param.local == EMBEDDING
-    if param.local == EMBEDDING:
+    if job.stages.of(pp, array.chunk).embedding:
+        return array.local == EMBEDDING
+    if array.local == EMBEDDING:
         return True  # the copy that MTP layers use
-    copy = any(p.local == EMBEDDING and p.chunk == param.chunk for p in params)
-    return facts.tied and not copy
+    return job.facts.tied and not any(a.local == EMBEDDING and a.chunk == array.chunk for a in arrays)
 
 
-def lay_buffers(
-    params: Sequence[Param],
-    facts: Facts,
-    stages: Stages,
-    pp: int,
-    bucketing: Bucketing,
-    which: Sequence[int],
-    grads: DType,
-) -> list[Buffer]:
-    """The buffers of an optimizer, in the order of their numbers (`gbuf_idx`). which: numbers of its parameters. grads:
-    dtype of gradients where they are reduced in fp32."""
+def lay_buffers(arrays: Sequence[RankArray], job: Job, pp: int, bucketing: Bucketing, grads: DType) -> list[Buffer]:
+    """The buffers of an optimizer of these parameters, in the order of their numbers (`gbuf_idx`). grads: dtype of
+    gradients where they are reduced in fp32."""
+    kinds: dict[tuple[int, str], list[RankArray]] = {}
+    for array in sorted(arrays, key=lambda array: array.chunk):
+        kinds.setdefault((array.chunk, array.dtype.name), []).append(array)
     out = []
-    for chunk in sorted({params[i].chunk for i in which}):
-        by_dtype: dict[str, list[int]] = {}
-        for i in which:
-            if params[i].chunk == chunk:
-                by_dtype.setdefault(params[i].dtype.name, []).append(i)
-        for members in by_dtype.values():
-            alone = [bucketing.alone and shared_embedding(params[i], params, facts, stages, pp) for i in members]
-            dtype = params[members[0]].dtype
-            flat = lay_flat(
-                [params[i].numel for i in members],
-                shared=alone,
-                bucket_size=bucketing.size if pp == 0 and chunk == 0 else None,
-                data_ranks=bucketing.data_ranks,
-                busbw=bucketing.busbw,
-            )
-            out.append(Buffer(chunk, dtype, grads if facts.grad_fp32 else dtype, tuple(members), flat))
+    for (chunk, _), members in kinds.items():
+        flat = lay_flat(
+            [array.numel for array in members],
+            shared=[bucketing.alone and _shared(array, arrays, job, pp) for array in members],
+            bucket_size=bucketing.size if pp == 0 and chunk == 0 else None,
+            data_ranks=bucketing.data_ranks,
+            busbw=bucketing.busbw,
+        )
+        dtype = members[0].dtype
+        out.append(Buffer(chunk, dtype, grads if job.facts.grad_fp32 else dtype, tuple(members), flat))
     return out
 
 
@@ -130,11 +204,12 @@ class GroupKey(NamedTuple):
     decoupled: bool
 
 
-def key_of_param(param: Param, facts: Facts) -> GroupKey:
-    words = param.local.split(".")
+def key_of_param(local: str, shape: Sequence[int], facts: Facts) -> GroupKey:
+    """The key of a parameter by its name, the rank's or the logical one."""
+    words = local.split(".")
     qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
-    decay = len(param.shape) != 1 and words[-1] != "bias" or bool(qk)
-    return GroupKey(decay, facts.decoupled_lr is not None and param.local in (EMBEDDING, TIED_HEAD))
+    decay = len(shape) != 1 and words[-1] != "bias" or bool(qk)
+    return GroupKey(decay, facts.decoupled_lr is not None and local in (EMBEDDING, TIED_HEAD))
 
 
 def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
@@ -147,19 +222,19 @@ def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
 
 
 def members_of(
-    groups: Sequence[Mapping[str, Any]], params: Sequence[Param], which: Sequence[int], facts: Facts
-) -> list[list[int]] | None:
+    groups: Sequence[Mapping[str, Any]], arrays: Sequence[RankArray], facts: Facts
+) -> list[list[RankArray]] | None:
     """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none,
     or two groups have one key)."""
     keys = [key_of_group(group, facts) for group in groups]
     if len(set(keys)) != len(keys):
         return None
-    out: list[list[int]] = [[] for _ in groups]
-    for i in which:
-        key = key_of_param(params[i], facts)
+    out: list[list[RankArray]] = [[] for _ in groups]
+    for array in arrays:
+        key = key_of_param(array.local, array.shape, facts)
         if key not in keys:
             return None
-        out[keys.index(key)].append(i)
+        out[keys.index(key)].append(array)
     return out
 
 

@@ -2,49 +2,68 @@
 
 The one idea: three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers
 of each stage and the experts of each rank, and with them where everything is in the whole model; then boxes are
-gathered.
+gathered (`megatron.job`).
 
-Specification: `formats.megatron.format`. Cost: a pickle a rank, some us a parameter and state.
-What it does not do: read values, but for RNG states (some KiB a rank, for up to 64 ranks).
+The optimizer's arrays get their names from the rank's own model (`megatron.optimizer`), proved by sizes: a flat buffer
+must be exactly as long as its parameters make it, a numbered array must have its parameter's shape. What does not fit
+is an error, not a guess.
+
+    distrib_optim.pt    {0: {(bf16, f32): {param, exp_avg, exp_avg_sq: f32 [10112]}}}     -> master, exp_avg, exp_avg_sq
+    model_optim_rng.pt  optimizer.state {3: {exp_avg, exp_avg_sq, step}}, fp32_from_fp16_params [[...], [...]]
+
+Before 2024-02-13 Megatron wrote buckets apart under a plain dtype, of another parameter order (0.16.1
+`load_parameter_state_from_dp_zero_legacy`): refused by name.
+
+Specification: `formats.megatron.format`. Cost: a pickle a rank, some us a parameter and state. What it does not do:
+read values, but for RNG states (some KiB a rank, for up to 64 ranks); layer-wise optimizers (Muon).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tool.core.bounds import numeral
-from ckpt_tool.core.catalog import Catalog, Note
+from ckpt_tool.core.box import Box, whole
+from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
+from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.faults import by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey
+from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL, Chunk, LogicalTensor, Path, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, UnknownFormat
 from ckpt_tool.formats.megatron import names
-from ckpt_tool.formats.megatron.args import Facts, arguments, differences, facts_of
-from ckpt_tool.formats.megatron.hints import MegatronHints
-from ckpt_tool.formats.megatron.model import Cutting, Gathering, Slot, slots_of
-from ckpt_tool.formats.megatron.optimizer import Param, chained, groups_of
-from ckpt_tool.formats.megatron.ranks import (
-    CONTRADICTION,
+from ckpt_tool.formats.megatron.args import arguments, differences, facts_of
+from ckpt_tool.formats.megatron.folders import (
     MISSING,
     MODEL_FILE,
     OPTIM_FILE,
-    Rank,
     coordinates,
     rank_folders,
     refuse_renamed,
 )
+from ckpt_tool.formats.megatron.hints import MegatronHints
+from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
+from ckpt_tool.formats.megatron.optimizer import (
+    Bucketing,
+    Buffer,
+    bucketing_of,
+    chained,
+    groups_of,
+    is_expert_group,
+    lay_buffers,
+    members_of,
+)
+from ckpt_tool.formats.megatron.rules import gated
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
-from ckpt_tool.formats.megatron.states import Owned, read_flat, read_numbered
 from ckpt_tool.formats.state_dict.tree import dotted, join
 from ckpt_tool.formats.torch.content import TorchContent, read_content
 from ckpt_tool.storage.records import read_array
 from ckpt_tool.storage.source import Tree
 
 OURS = "ckpt"  # the key of what Megatron has no place for
-STEPS, FORM = "E0379", "E0303"
+STEPS, FORM, UNFIT = "E0379", "E0303", "E2004"
 RNG_RANKS = 64  # beyond so many ranks their RNG states are left unread
 RNG_BYTES = 1 << 16  # of one state
 
@@ -116,6 +135,189 @@ def _is_chunk(key: Any) -> bool:
     return isinstance(key, str) and (key == "model" or key[:5] == "model" and numeral(key[5:]) and len(key) < 9)
 
 
+class Gathering:
+    """Logical tensors of all states while the ranks' arrays are gathered."""
+
+    def __init__(self) -> None:
+        self._found: dict[TensorKey, tuple[tuple[int, ...], DType, list[Chunk]]] = {}
+
+    def add(self, state: str, own: RankArray, array: StoredArray) -> None:
+        """`array` holds `own` for `state`. Raises InconsistentCheckpoint E0305 when two ranks tell different shapes or
+        dtypes."""
+        for slot in own.slots:
+            key = TensorKey(slot.name, state)
+            known = self._found.setdefault(key, (slot.shape, array.dtype, []))
+            if known[:2] != (slot.shape, array.dtype):
+                raise InconsistentCheckpoint(
+                    f"one rank tells {known[1].name} {list(known[0])}, another {array.dtype.name} {list(slot.shape)}",
+                    code=CONTRADICTION,
+                    path=array.path,
+                    key=str(key),
+                    hint="rank files of different runs lie together",
+                )
+            known[2].append(slot.chunk(array))
+
+    def plain(self, key: TensorKey, array: StoredArray) -> None:
+        """A tensor that every rank keeps whole (a step counter)."""
+        box = Box((0,) * len(array.shape), array.shape)
+        self._found.setdefault(key, (array.shape, array.dtype, []))[2].append(Chunk(box, array, box))
+
+    def append(self, key: TensorKey, array: StoredArray) -> None:
+        """`array` holds further rows of a tensor that is gathered already."""
+        known = self._found.get(key)
+        if known is None or known[0][1:] != array.shape[1:] or known[1] != array.dtype:
+            raise InconsistentCheckpoint(
+                f"rows {list(array.shape)} of a tensor that is not there, or of another shape",
+                code=CONTRADICTION,
+                path=array.path,
+                key=str(key),
+                hint="the file was edited, or rank files of different runs lie together",
+            )
+        shape, dtype, chunks = known
+        box = Box((shape[0], *(0,) * (len(shape) - 1)), array.shape)
+        chunks.append(Chunk(box, array, whole(array.shape)))
+        self._found[key] = ((shape[0] + array.shape[0], *shape[1:]), dtype, chunks)
+
+    def tensors(self) -> dict[TensorKey, LogicalTensor]:
+        """All tensors: by state, parameters in the order in which the model registers them."""
+        states = {key.state: None for key in self._found}
+        model = list(dict.fromkeys(key.name for key in self._found))
+        order = [model[i] for i in names.registration_order(model)]
+        out = {}
+        for state in states:
+            for key in (TensorKey(name, state) for name in order):
+                if found := self._found.get(key):
+                    chunks = mark_replicas(found[2]) if len(found[2]) > 1 else tuple(found[2])
+                    out[key] = LogicalTensor(key, found[0], found[1], chunks)
+        return out
+
+
+class _Optimizer:
+    """A rank's optimizer, whose arrays go to `out`. params: the rank's trainable parameters. stored: its state without
+    tensors. path: of the model file, for messages."""
+
+    def __init__(
+        self, job: Job, rank: Rank, params: Sequence[RankArray], stored: Any, path: str, out: Gathering
+    ) -> None:
+        self.job = job
+        self.rank = rank
+        self.path = path
+        self.out = out
+        self.listed = isinstance(stored, list) or len(chained(stored)) > 1
+        self.chain = chained(stored)
+        self.params: list[list[RankArray]] = [list(params)]  # of each chained optimizer
+        if len(self.chain) == 1:
+            return
+        expert = [any(map(is_expert_group, groups_of(one))) for one in self.chain]
+        if len(self.chain) != 2 or expert[0]:
+            raise InputError(
+                f"{len(self.chain)} chained optimizers, want one, or [dense, experts]",
+                code=FORM,
+                path=path,
+                hint="an optimizer a model chunk (--overlap-param-gather-with-optimizer-step) or a layer-wise one "
+                "is not read: take the model with --state model, or save as torch_dist",
+            )
+        self.params = [[array for array in params if array.expert == part] for part in (False, True)]
+
+    def numbered(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
+        """The arrays of a non-distributed optimizer (paths below `optimizer`). Raises InconsistentCheckpoint E2004
+        where they do not fit the model."""
+        members = [self._members(groups_of(one), own) for one, own in zip(self.chain, self.params, strict=True)]
+        numbers = [[array for group in groups for array in group] for groups in members]
+        masters = [[[array for array in group if array.dtype.bits == 16] for group in groups] for groups in members]
+        for path, array in leaves:
+            part, inner = (path[0], path[1:]) if self.listed else (0, path)
+            if not isinstance(part, int) or part >= len(members):
+                continue
+            inner = inner[1:] if inner[:2] == ("optimizer", "state") else inner
+            match inner:
+                case ("state", int(number), str(state)) if number < len(numbers[part]):
+                    self._put(numbers[part][number], state, array)
+                case ("fp32_from_fp16_params", int(group), int(at)) if group < len(masters[part]) and at < len(
+                    masters[part][group]
+                ):
+                    self._put(masters[part][group][at], MASTER, array)
+                case ("state", *_) | ("fp32_from_fp16_params", *_):
+                    raise self._unfit(f"optimizer entry {'.'.join(map(str, path))} has no parameter in the model")
+
+    def _members(self, groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray]) -> list[list[RankArray]]:
+        members = members_of(groups, own, self.job.facts)
+        counts = [len(group["params"]) for group in groups if isinstance(group.get("params"), list)]
+        if members is None or len(counts) != len(groups) or counts != [len(group) for group in members]:
+            have = [len(group) for group in members] if members is not None else []
+            raise self._unfit(f"the optimizer's groups hold {counts} parameters, the model's {have}")
+        return members
+
+    def _put(self, own: RankArray, state: str, array: StoredArray) -> None:
+        if array.shape == own.shape:
+            self.out.add(state, own, array)
+        elif array.numel == 1 and len(array.shape) < 2:
+            for name in own.names:
+                self.out.plain(TensorKey(name, state), array)
+        else:
+            raise InconsistentCheckpoint(
+                f"{state} of shape {list(array.shape)} for a parameter of shape {list(own.shape)}",
+                code=UNFIT,
+                path=array.path,
+                key=f"{own.names[0]} [{state}]",
+                hint="the optimizer is of another model than the weights",
+            )
+
+    def flat(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
+        """The arrays of `distrib_optim.pt`. Raises InconsistentCheckpoint E2004 when a buffer is not as long as the
+        model makes it, InputError E0303 for the form before February 2024."""
+        arrays: dict[int, dict[int, dict[str, StoredArray]]] = {}
+        for path, array in leaves:
+            steps = path[1:] if path[0] == "value" else (0, *path)
+            match steps:
+                case (int(part), int(number), str(), str(state)):
+                    arrays.setdefault(part, {}).setdefault(number, {})[state] = array
+                case _:
+                    raise InputError(
+                        f"an optimizer file of another form: {'.'.join(map(str, path))[:120]}",
+                        code=FORM,
+                        path=array.path,
+                        hint="before 2024-02-13 Megatron wrote buckets apart: load it once with a Megatron of that "
+                        "time to 0.16 (--ckpt-convert-update-legacy-dist-opt-format)",
+                    )
+        for part, stored in arrays.items():
+            own = self.params[part] if part < len(self.params) else []
+            for number, buffer in enumerate(self._buffers(own, stored, experts=part == 1)):
+                for state, line in stored[number].items():
+                    for at, member in enumerate(buffer.members):
+                        view = line.view(buffer.flat.coalesced(at), member.shape)
+                        self.out.add(MASTER if state == "param" else state, member, view)
+
+    def _buffers(
+        self, own: Sequence[RankArray], stored: Mapping[int, Mapping[str, StoredArray]], *, experts: bool
+    ) -> list[Buffer]:
+        """The buffers as they lie, tried with what the arguments say about buckets, then with one bucket each."""
+        said = bucketing_of(self.job, experts=experts)
+        have = [[array.numel for array in stored[number].values()] for number in sorted(stored)]
+        tried: list[int] = []
+        for bucketing in dict.fromkeys((said, said._replace(size=None), Bucketing(None, 1, False, False))):
+            buffers = lay_buffers(own, self.job, self.rank.pp, bucketing, DTYPES["F32"])
+            made = [buffer.flat.unpadded for buffer in buffers]
+            tried = tried or made
+            if sorted(stored) == list(range(len(buffers))) and all(
+                set(sizes) == {size} for sizes, size in zip(have, made, strict=True)
+            ):
+                return buffers
+        raise self._unfit(
+            f"flat buffers of {[size for sizes in have for size in dict.fromkeys(sizes)]} elements, the model "
+            f"makes {tried}",
+        )
+
+    def _unfit(self, message: str) -> InconsistentCheckpoint:
+        return InconsistentCheckpoint(
+            message,
+            code=UNFIT,
+            path=self.path,
+            hint="frozen parameters, another model, or a version of Megatron that orders them otherwise: --state "
+            "model leaves the optimizer behind; or save once as torch_dist with --dist-ckpt-optim-fully-reshardable",
+        )
+
+
 class _Reading:
     """One read."""
 
@@ -145,14 +347,14 @@ class _Reading:
             rank.where = where
         refuse_renamed(tree, [(rank.where, arguments(rank.extras)) for rank in ranks], self.degrees)
         self.stages = self._stages()
-        self.cutting = self._cutting()
+        self.job = self._job()
 
     def catalog(self) -> Catalog:
         out = Gathering()
         for rank in self.ranks:
-            owned = self._model(rank, out)
+            params = self._model(rank, out)
             self._ours(rank, out)
-            self._optimizer(rank, owned, out)
+            self._optimizer(rank, params, out)
         for leaf, array in self.first.ours:
             if leaf[0] == "vocab_tail" and len(leaf) == 3:
                 out.append(TensorKey(str(leaf[2]), str(leaf[1])), array)
@@ -248,8 +450,7 @@ class _Reading:
             for number, chunk in enumerate(rank.chunks):
                 at = (number, rank.where.pp)
                 counts[at] = max(counts.get(at, 0), names.layers_count(name for name, _ in chunk))
-                ahead = {name.split(".")[2] for name, _ in chunk if name.startswith("mtp.layers.")}
-                mtp[at] = max(mtp.get(at, 0), len(ahead))
+                mtp[at] = max(mtp.get(at, 0), names.mtp_count(name for name, _ in chunk))
         order = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]
         total = sum(counts.get(at, 0) for at in order)
         if self.facts.layers and total != self.facts.layers and any(counts.values()):
@@ -271,7 +472,7 @@ class _Reading:
         self.degrees["vpp"] = len(self.first.chunks)
         return made
 
-    def _cutting(self) -> Cutting:
+    def _job(self) -> Job:
         shapes = {name: array.shape for rank in self.ranks for chunk in rank.chunks for name, array in chunk}
         own = names.experts_count(self.local)
         ep = self.degrees["ep"]
@@ -284,8 +485,14 @@ class _Reading:
                 path=self.tree.display(self.first.path),
                 hint="expert tensors are missing from the rank files",
             )
-        return Cutting(
-            self.facts, self.degrees, gated(shapes, self.facts), self._down_shared(shapes), own, self._vocab_rows()
+        return Job(
+            self.facts,
+            self.degrees,
+            self.stages,
+            own * ep,
+            gated(shapes, self.facts),
+            self._down_shared(shapes),
+            kept=self._vocab_rows(),
         )
 
     def _vocab_rows(self) -> int | None:
@@ -309,37 +516,33 @@ class _Reading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _model(self, rank: _Rank, out: Gathering) -> Owned:
-        params: list[Param] = []
-        slots: list[list[Slot]] = []
+    def _model(self, rank: _Rank, out: Gathering) -> list[RankArray]:
+        """The rank's trainable parameters, in order; all that its model holds goes to `out`."""
+        params = []
         dropped = [name for name, value in _plain_entries(rank) if value is not None]
         for number, chunk in enumerate(rank.chunks):
-            stage = self.stages.of(rank.where.pp, number)
             for name, array in chunk:
                 if name.endswith("._extra_state"):
                     dropped.append(name)
                     continue
-                own = slots_of(name, array.shape, rank.where, stage, self.cutting)
+                own = self.job.array(name, array.shape, array.dtype, rank.where, number)
                 out.add(MODEL, own, array)
                 if not names.is_buffer(name):
-                    params.append(Param(name, number, array.shape, array.dtype, array.numel))
-                    slots.append(own)
+                    params.append(own)
         if dropped:
             what = (
                 f"{len(dropped)} extra states (FP8 scales of Transformer Engine) and plain values of the model "
                 "stay behind"
             )
             self.notes.append(Note("N0301", what, rank.path, dropped[0]))
-        path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
-        return Owned(params, slots, self.facts, self.degrees, self.stages, rank.where.pp, path)
+        return params
 
     def _ours(self, rank: _Rank, out: Gathering) -> None:
         """What lies under `ckpt`: further states by the rank's names, and tensors that are whole."""
         for leaf, array in rank.ours:
             match leaf:
                 case ("states", int(chunk), str(state), str(name)) if chunk < len(rank.chunks):
-                    stage = self.stages.of(rank.where.pp, chunk)
-                    out.add(state, slots_of(name, array.shape, rank.where, stage, self.cutting), array)
+                    out.add(state, self.job.array(name, array.shape, array.dtype, rank.where, chunk), array)
                 case ("vocab_tail", _, _):
                     continue  # when all rows before them are there
                 case ("tensors", str(state), str(name)):
@@ -353,16 +556,19 @@ class _Reading:
                         hint="written by a newer version of ckpt?",
                     )
 
-    def _optimizer(self, rank: _Rank, owned: Owned, out: Gathering) -> None:
-        optimizer = rank.extras.get("optimizer")
+    def _optimizer(self, rank: _Rank, params: list[RankArray], out: Gathering) -> None:
         numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
-        if numbered:
-            read_numbered(owned, numbered, optimizer, out)
         content = self.optims.get(f"{rank.path}/{OPTIM_FILE}")
+        if not numbered and content is None:
+            return
+        path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
+        optimizer = _Optimizer(self.job, rank.where, params, rank.extras.get("optimizer"), path, out)
+        if numbered:
+            optimizer.numbered(numbered)
         if content is not None:
             self.unsafe += content.unsafe
             self.globals.update(dict.fromkeys(content.globals))
-            read_flat(owned, content.leaves, optimizer, out)
+            optimizer.flat(content.leaves)
 
     def _steps(self) -> None:
         """Raise InconsistentCheckpoint E0379 when groups or ranks count other steps."""
@@ -440,22 +646,12 @@ class _Reading:
                 extra_states=tuple(sorted(states)),
                 counts=tuple(self.stages.counts),
                 mtp=tuple(i for i, stage in enumerate(self.stages.chunks) if stage.mtp),
-                gated=self.cutting.gated,
-                down_shared=self.cutting.down_shared,
+                gated=self.job.gated,
+                down_shared=self.job.down_shared,
                 release=prefix == "release",
                 distributed=any(self.tree.exists(f"{rank.path}/{OPTIM_FILE}") for rank in self.ranks),
             ),
         )
-
-
-def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
-    """Does fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
-    for name, shape in shapes.items():
-        if name.endswith("linear_fc1.weight") and len(shape) == 2:
-            other = shapes.get(f"{name.removesuffix('linear_fc1.weight')}linear_fc2.weight")
-            if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
-                return shape[0] == 2 * other[1]
-    return bool(facts.gated)
 
 
 def _short(value: Any) -> str:

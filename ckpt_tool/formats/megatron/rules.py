@@ -27,13 +27,14 @@ share).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.stages import nearest
 
 DEGREE = "E0273"
 TP, ETP = "tp", "etp"
@@ -57,32 +58,14 @@ class Piece(NamedTuple):
 
 
 _ROWS = frozenset(
-    {
-        "word_embeddings",
-        "output_layer",
-        "linear_qkv",
-        "linear_q",
-        "linear_kv",
-        "linear_q_proj",
-        "linear_q_up_proj",
-        "linear_kv_up_proj",
-        "eh_proj",
-    }
+    "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
+    "linear_kv_up_proj eh_proj".split()
 )
 _COLUMNS = frozenset({"linear_proj", "linear_fc2"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
 _COPIES = frozenset(
-    {
-        "router",
-        "position_embeddings",
-        "tokentype_embeddings",
-        "enorm",
-        "hnorm",
-        "q_layernorm",
-        "k_layernorm",
-        "kv_layernorm",
-        "lm_head_bias",
-    }
+    "router position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
+    "lm_head_bias".split()
 )
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
@@ -111,6 +94,16 @@ def rule_of(name: str, rank: int, *, gated: bool, down_shared: bool) -> Rule:
     return Rule(None, axis=axis, known=False)
 
 
+def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
+    """Does fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
+    for name, shape in shapes.items():
+        if name.endswith("linear_fc1.weight") and len(shape) == 2:
+            other = shapes.get(f"{name.removesuffix('linear_fc1.weight')}linear_fc2.weight")
+            if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
+                return shape[0] == 2 * other[1]
+    return bool(facts.gated)
+
+
 def global_shape(rule: Rule, local: Sequence[int], size: int) -> tuple[int, ...]:
     """The whole tensor's shape from a rank's, of `size` ranks."""
     if rule.dim is None or rule.dim >= len(local):
@@ -125,9 +118,10 @@ def local_shape(rule: Rule, shape: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(n // size if dim == rule.dim else n for dim, n in enumerate(shape))
 
 
-def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int) -> list[Piece]:
-    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows."""
-    if rule.dim is None or rule.dim >= len(shape) or size == 1:
+def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[Piece]:
+    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: are gate
+    and up two pieces even where one rank has both?"""
+    if rule.dim is None or rule.dim >= len(shape) or size == 1 and not apart:
         return [Piece(whole(shape), whole(shape))]
     dim, parts = rule.dim, rule.parts
     part = shape[dim] // parts  # rows of a half
@@ -197,10 +191,3 @@ def check_degree(flag: str, degree: int, units: Iterable[Units]) -> list[str]:
         key=bad.name,
         hint=f"the nearest degrees that do: {nearest(degree, valid)}",
     )
-
-
-def nearest(wanted: int, valid: Sequence[int]) -> str:
-    """The valid degrees nearest to the wanted one, at most four, as text."""
-    below = [n for n in valid if n < wanted][-2:]
-    above = [n for n in valid if n > wanted][:2]
-    return ", ".join(map(str, [*below, *above])) or "none"

@@ -112,14 +112,6 @@ def from_layout(text: str, pp: int) -> Stages | None:
     )
 
 
-def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
-    """The layout string of a split: `Ett|t|tL`."""
-    parts = ["t" * n for n in counts]
-    parts[0] = "E" + parts[0]
-    parts[-1] += "m" * mtp + "L"
-    return "|".join(parts)
-
-
 def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: int = 0) -> Stages | None:
     """The split that Megatron makes of `layers` with these arguments (`megatron.args`); None when they do not
     divide."""
@@ -186,9 +178,36 @@ def from_wish(split: Sequence[int], pp: int, vpp: int, layers: int, *, mtp: int 
     return from_counts(counts, pp, vpp, mtp=mtp)
 
 
+def chosen_stages(
+    wish: Sequence[int], args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: int = 0
+) -> Stages:
+    """The stages of a new checkpoint: by `--pp-split`, else as Megatron splits with these arguments, else evenly.
+    Raises UsageError E0272."""
+    if wish:
+        return from_wish(wish, pp, vpp, layers, mtp=mtp)
+    made = from_args(args, pp, vpp, layers, mtp=mtp) or from_args({}, pp, vpp, layers, mtp=mtp)
+    if made is None or not layers and pp > 1:
+        with_vpp = f" with --vpp {vpp}" if vpp > 1 else ""
+        valid = nearest(pp, even_degrees(layers, vpp) if layers else [1])
+        raise UsageError(
+            f"--pp {pp}{f' --vpp {vpp}' if vpp > 1 else ''}: {layers} layers do not spread evenly over "
+            f"{pp * vpp} chunks",
+            code=NO_SPLIT,
+            hint=f"--pp that does{with_vpp}: {valid}; or say how with --pp-split",
+        )
+    return made
+
+
 def even_degrees(layers: int, vpp: int = 1) -> list[int]:
     """The pipeline degrees that divide `layers` evenly with `vpp` chunks a stage."""
     return [n for n in divisors(layers) if layers % (n * vpp) == 0]
+
+
+def nearest(wanted: int, valid: Sequence[int]) -> str:
+    """The valid degrees nearest to the wanted one, at most four, as text."""
+    below = [n for n in valid if n < wanted][-2:]
+    above = [n for n in valid if n > wanted][:2]
+    return ", ".join(map(str, [*below, *above])) or "none"
 
 
 def args_of(stages: Stages) -> dict[str, Any]:

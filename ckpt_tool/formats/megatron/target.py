@@ -1,7 +1,7 @@
 """Writing a legacy Megatron checkpoint: every rank's files, their pickles known before a value moves.
 
-The one idea: decisions first (`megatron.wanted`), then for each rank its shares (`megatron.shares`) and its part of the
-optimizer (`megatron.states_target`) become a skeleton whose tensors are holes of known size. Which ranks: every
+The one idea: decisions first (`megatron.wanted`), then for each rank its arrays (`megatron.job`) and its part of the
+optimizer become a skeleton whose tensors are holes of known size. Which ranks: every
 existing pair of tensor and expert rank of every stage, since each of them reads a file of its own; data ranks share it.
 
     --tp 2 --pp 2, iteration 2:  iter_0000002/mp_rank_{00,01}_{000,001}/{model_optim_rng,distrib_optim}.pt
@@ -11,28 +11,48 @@ existing pair of tensor and expert rank of every stage, since each of them reads
 when the layout is the source's own, else left out and named. Values of classes that the writer may not name are left
 out, by name.
 
+The optimizer's form is one for all ranks and follows from what there is. Flat buffers want fp32 master, exp_avg and
+exp_avg_sq of every parameter; numbered arrays take any states; what fits neither (an EMA, states of tensors that are no
+parameters) lies under a key of ours, cut like its parameter.
+
+    states {master, exp_avg, exp_avg_sq} of all  -> distrib_optim.pt, when the job used the distributed optimizer
+    the same and `step`, of torch's Adam      -> optimizer.state {0: {step, exp_avg, exp_avg_sq}}, fp32_from_fp16_params
+
+Groups carry the source's hyperparameters; one that is not there (experts', when they become parallel) is made from its
+twin.
+
 Specification: `formats.megatron.format`. Cost: some us a parameter, rank and state. What it does not do: move bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
-from ckpt_tool.core.tensor import EXTRAS, MODEL
+from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
-from ckpt_tool.formats.megatron.model import EMBEDDING, TIED_HEAD
-from ckpt_tool.formats.megatron.optimizer import chained, groups_of
-from ckpt_tool.formats.megatron.ranks import MODEL_FILE, OPTIM_FILE, Rank, folder_name, pairs, stage_ranks
+from ckpt_tool.formats.megatron.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
+from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Rank, RankArray, Ranks
+from ckpt_tool.formats.megatron.optimizer import (
+    GroupKey,
+    bucketing_of,
+    chained,
+    groups_of,
+    is_expert_group,
+    key_of_group,
+    key_of_param,
+    lay_buffers,
+    members_of,
+)
 from ckpt_tool.formats.megatron.rules import VOCABULARY
-from ckpt_tool.formats.megatron.shares import Share, Sharing
-from ckpt_tool.formats.megatron.states_target import States
-from ckpt_tool.formats.megatron.wanted import Shape, decide
+from ckpt_tool.formats.megatron.wanted import Decided, decide
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap
@@ -43,22 +63,10 @@ MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long 
 _OWN = frozenset(
     {"args", "checkpoint_version", "iteration", "model", "optimizer", "rng_state", OURS, "ckpt_vocab_rows"}
 )
-_EXTRA_STATES = frozenset(
-    {
-        "linear_proj",
-        "linear_qkv",
-        "linear_fc1",
-        "linear_fc2",
-        "linear_q_proj",
-        "linear_q_down_proj",
-        "linear_q_up_proj",
-        "linear_kv_down_proj",
-        "linear_kv_up_proj",
-        "eh_proj",
-        "output_layer",
-    }
-)
+_RNG_BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _SCALE = ("grad_scaler", "scale")
+FLAT = (MASTER, "exp_avg", "exp_avg_sq")
+F32 = DTYPES["F32"]
 
 
 def legacy_target(wanted: Wanted) -> Target:
@@ -66,27 +74,243 @@ def legacy_target(wanted: Wanted) -> Target:
     return _Writing(decide(wanted)).target()
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """flat: distrib_optim.pt? inner: the inner dict alone (fp32 models)? states: those of numbered arrays. cut: (state
+    -> names) that lie under our key, cut like their parameter. whole: numbers of wanted tensors that lie there whole.
+    groups: of each chained optimizer. none: there is no optimizer."""
+
+    flat: bool
+    inner: bool
+    masters: bool
+    states: tuple[str, ...]
+    cut: Mapping[str, frozenset[str]]
+    whole: tuple[int, ...]
+    groups: tuple[tuple[dict[str, Any], ...], ...]
+    none: bool
+
+
+class _States:
+    """All states but the model's, by name; and the form that they take."""
+
+    def __init__(self, decided: Decided) -> None:
+        self.decided = decided
+        self.at = {(t.key.state, t.key.name): i for i, t in enumerate(decided.wanted.tensors)}
+        self.params = {name for name in decided.model if not names.is_buffer(name)}
+        self.form = self._form()
+
+    def _form(self) -> _Form:
+        held: dict[str, set[str]] = {}
+        whole: list[int] = []
+        for (state, name), number in self.at.items():
+            if state in (MODEL, EXTRAS):
+                continue
+            if name in self.params and self._fits(state, name, number):
+                held.setdefault(state, set()).add(name)
+            else:
+                whole.append(number)
+        flat = self._flat(held)
+        masters = not flat and held.get(MASTER, set()) == self._half() != set()
+        numbered = () if flat else tuple(state for state in held if state not in (MASTER, EMA))
+        taken = {*FLAT} if flat else {*numbered, *([MASTER] if masters else [])}
+        cut = {}
+        for state, own in held.items():
+            if state in taken:
+                continue
+            scalars = {name for name in own if self._scalar(state, name)}
+            whole += [self.at[state, name] for name in sorted(scalars)]
+            if own - scalars:
+                cut[state] = frozenset(own - scalars)
+        none = not any(state in held for state in taken)
+        return _Form(
+            flat,
+            not flat and not masters and bool(numbered) and not self._half(),
+            masters,
+            numbered,
+            cut,
+            tuple(whole),
+            () if none else self._groups(),
+            none,
+        )
+
+    def _fits(self, state: str, name: str, number: int) -> bool:
+        """Can the state be cut like its parameter, or is it a counter of it?"""
+        own, model = self.decided.tensor(number), self.decided.tensor(self.decided.model[name])
+        return own.shape == model.shape or state == STEP and len(own.shape) == 0
+
+    def _scalar(self, state: str, name: str) -> bool:
+        return self.decided.tensor(self.at[state, name]).shape != self.decided.tensor(self.decided.model[name]).shape
+
+    def _half(self) -> set[str]:
+        return {name for name in self.params if self.decided.tensor(self.decided.model[name]).dtype.bits == 16}
+
+    def _flat(self, held: Mapping[str, set[str]]) -> bool:
+        whole = bool(self.params) and all(held.get(state) == self.params for state in FLAT)
+        exact = whole and all(
+            self.decided.tensor(self.at[state, name]).dtype == F32 for state in FLAT for name in self.params
+        )
+        said = self.decided.distributed
+        return exact and (said if said is not None else STEP not in held)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    @property
+    def chains(self) -> tuple[bool | None, ...]:
+        """Of each chained optimizer: are its parameters experts'? None: both kinds."""
+        return (False, True) if self.decided.job.degrees["ep"] > 1 else (None,)
+
+    @staticmethod
+    def is_ours(optimizer: Any) -> bool:
+        """Is it Megatron's optimizer (its groups say `wd_mult`)?"""
+        return any("wd_mult" in group for one in chained(optimizer) for group in groups_of(one))
+
+    def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
+        stored = [group for one in chained(self.decided.wanted.extras.get("optimizer")) for group in groups_of(one)]
+        stored = [group for group in stored if "wd_mult" in group]
+        out = []
+        for experts in self.chains:
+            wanted = self._keys(experts)
+            own = [group for group in stored if is_expert_group(group) is bool(experts)]
+            twins = own + [group for group in stored if group not in own]
+            made: dict[GroupKey, dict[str, Any]] = {}
+            for group in own:
+                key = key_of_group(group, self.decided.job.facts)
+                if key in wanted:
+                    made.setdefault(key, dict(group))
+            for key in sorted(wanted, key=lambda key: (not key.decay, key.decoupled)):
+                made.setdefault(key, self._made(key, twins, experts=bool(experts)))
+            out.append(tuple(made.values()))
+        return tuple(out)
+
+    def _keys(self, experts: bool | None) -> set[GroupKey]:
+        keys = set()
+        for name in self.params:
+            tensor = self.decided.tensor(self.decided.model[name])
+            if experts is None or (".experts." in name) == experts:
+                keys.add(key_of_param(name, tensor.shape, self.decided.job.facts))
+        return keys
+
+    def _made(self, key: GroupKey, twins: Sequence[Mapping[str, Any]], *, experts: bool) -> dict[str, Any]:
+        """A group that the source does not have, from the one nearest to it."""
+        facts = self.decided.job.facts
+        same = next((dict(twin) for twin in twins if key_of_group(twin, facts) == key), None)
+        group = same or dict(twins[0]) if twins else {"lr_mult": 1.0, "is_decoupled_lr": key.decoupled}
+        group["is_expert_parallel"] = experts
+        if same is None:
+            group["wd_mult"] = 1.0 if key.decay else 0.0
+            if not key.decay and "weight_decay" in group:
+                group["weight_decay"] = 0.0
+        return group
+
+    # -- a rank's ------------------------------------------------------------------------------------------------------
+
+    def _chained(self, arrays: Iterable[RankArray]) -> list[list[RankArray]]:
+        """A rank's trainable parameters, by chained optimizer."""
+        own = [array for array in arrays if not names.is_buffer(array.names[0])]
+        return [[array for array in own if experts is None or array.expert == experts] for experts in self.chains]
+
+    def parts(self, array: RankArray, state: str, at: int = 0) -> list[Part]:
+        """Where the values of `state` come from. at: where the array begins in its storage, in elements."""
+        return [
+            Part(self.at[state, name], box, at + start, strides)
+            for name, box, start, strides in array.parts()
+            if (state, name) in self.at
+        ]
+
+    def numbered(self, arrays: Iterable[RankArray], composer: TorchComposer) -> list[dict[str, Any]]:
+        """The optimizers of a rank, by chain: with the numbered arrays, or the groups alone beside flat buffers."""
+        out: list[dict[str, Any]] = []
+        for params, groups in zip(self._chained(arrays), self.form.groups, strict=True):
+            if self.form.flat:
+                out.append({"optimizer": {"param_groups": [dict(group) for group in groups]}})
+                continue
+            members = members_of(groups, params, self.decided.job.facts) or []
+            entries, listed, number = dict[int, Any](), list[dict[str, Any]](), 0
+            for group, own in zip(groups, members, strict=True):
+                listed.append({**group, "params": list(range(number, number + len(own)))})
+                for array in own:
+                    states = [state for state in self.form.states if (state, array.names[0]) in self.at]
+                    if states:
+                        entries[number] = {state: self._array(array, state, composer) for state in states}
+                    number += 1
+            inner = {"state": entries, "param_groups": listed}
+            if self.form.inner:
+                out.append(inner)
+                continue
+            one: dict[str, Any] = {"optimizer": inner}
+            if self.form.masters:
+                one["fp32_from_fp16_params"] = [
+                    [self._array(array, MASTER, composer) for array in own if array.dtype.bits == 16] for own in members
+                ]
+            out.append(one)
+        return out
+
+    def _array(self, array: RankArray, state: str, composer: TorchComposer) -> Any:
+        number = self.at[state, array.names[0]]
+        tensor = self.decided.tensor(number)
+        if self._scalar(state, array.names[0]):
+            return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
+        return composer.tensor(array.shape, tensor.dtype, self.parts(array, state))
+
+    def cut(self, arrays: Iterable[RankArray], composer: TorchComposer) -> dict[int, dict[str, dict[str, Any]]]:
+        """The states under our key: {chunk: {state: {the rank's name: tensor}}}."""
+        out: dict[int, dict[str, dict[str, Any]]] = {}
+        for array in arrays if self.form.cut else ():
+            for state, own in self.form.cut.items():
+                if array.names[0] in own:
+                    made = self._array(array, state, composer)
+                    out.setdefault(array.chunk, {}).setdefault(state, {})[array.local] = made
+        return out
+
+    def flat(self, rank: Rank, arrays: Iterable[RankArray], holds: Sequence[bool], composer: TorchComposer) -> Any:
+        """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
+        another rank holds it. holds: which chains are this file's."""
+        made: list[Any] = []
+        for experts, params, held in zip(self.chains, self._chained(arrays), holds, strict=True):
+            if not held:
+                made.append(None)
+                continue
+            buckets = bucketing_of(self.decided.job, experts=bool(experts))
+            one: dict[Any, Any] = {"buckets_coalesced": True}
+            for number, buffer in enumerate(lay_buffers(params, self.decided.job, rank.pp, buckets, F32)):
+                world: dict[str, Any] = {}
+                for state in FLAT:
+                    parts = [
+                        part
+                        for at, member in enumerate(buffer.members)
+                        for part in self.parts(member, state, buffer.flat.coalesced(at))
+                    ]
+                    world["param" if state == MASTER else state] = composer.tensor((buffer.flat.unpadded,), F32, parts)
+                world["numel_unpadded"] = buffer.flat.unpadded
+                pair = (Symbol(f"torch.{buffer.dtype.torch}"), Symbol(f"torch.{buffer.grads.torch}"))
+                one[number] = {pair: world}
+            made.append(one)
+        return made if len(made) > 1 else made[0]
+
+
 class _Writing:
     """One target in the making."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.extras = dict(shape.wanted.extras)
-        self.notes = list(shape.notes)
-        self.sharing = Sharing(shape)
-        self.states = States(shape)
+    def __init__(self, decided: Decided) -> None:
+        self.decided = decided
+        self.job = decided.job
+        self.extras = dict(decided.wanted.extras)
+        self.notes = list(decided.notes)
+        tensors = {name: decided.tensor(number) for name, number in decided.model.items()}
+        self.ranks = Ranks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        self.states = _States(decided)
         self.iteration = self._iteration()
         self.folder = "release" if self.iteration is None else f"iter_{self.iteration:07d}"
         self.args = self._args()
         self.rng = self._rng()
         self.common = self._common()
         self.scale, self.placed, self.kept = self._extra_tensors()
-        if self.states.form.none and States.is_ours(self.extras.get("optimizer")):
+        if self.states.form.none and _States.is_ours(self.extras.get("optimizer")):
             self.notes.append("the optimizer's hyperparameters are left out: none of its states are written")
 
     def target(self) -> Target:
         files: list[TargetFile] = []
-        degrees = self.shape.degrees
+        degrees = self.job.degrees
         tp, ep, etp = degrees["tp"], degrees["ep"], degrees["etp"]
         existing = pairs(degrees)
         dense = {(r % tp, r // etp % ep) for r in range(tp)}
@@ -94,25 +318,25 @@ class _Writing:
         for pp in range(degrees["pp"]):
             for (t, e), r in sorted(existing.items()):
                 rank = Rank(folder_name(t, pp, e, degrees), t, pp, e, r % etp)
-                shares = self.sharing.of(rank)
-                files.append(self._model_file(rank, shares, pp * stage_ranks(degrees) + r, first=not files))
+                arrays = self.ranks.arrays(rank)
+                files.append(self._model_file(rank, arrays, pp * stage_ranks(degrees) + r, first=not files))
                 holds = [(t, e) in dense, (t, e) in experts][: len(self.states.chains)]
                 if self.states.form.flat and any(holds):
                     composer = TorchComposer()
-                    value = self.states.flat(rank, shares, holds, composer)
+                    value = self.states.flat(rank, arrays, holds, composer)
                     files.append(composer.file(f"{self.folder}/{rank.path}/{OPTIM_FILE}", value))
         tracker = "release" if self.iteration is None else str(self.iteration)
         files.append(whole_file("latest_checkpointed_iteration.txt", tracker.encode("ascii")))
-        files += [TargetFile(path, size, copy_of=path) for path, size in self.shape.wanted.sidefiles]
+        files += [TargetFile(path, size, copy_of=path) for path, size in self.decided.wanted.sidefiles]
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
     # -- values that all ranks share -----------------------------------------------------------------------------------
 
     def _iteration(self) -> int | None:
         said = self.extras.get("iteration")
-        if type(said) is int and 0 <= said < MOST and not (self.shape.style.release and said == 0):
+        if type(said) is int and 0 <= said < MOST and not (self.decided.release and said == 0):
             return said
-        if self.shape.style.release:
+        if self.decided.release:
             return None
         steps = {g.get("step") for one in chained(self.extras.get("optimizer")) for g in groups_of(one)}
         steps |= {self.extras.get(name) for name in ("step", "global_step")}
@@ -131,36 +355,36 @@ class _Writing:
 
     def _args(self) -> dict[str, Any]:
         """The source's arguments as far as they can be written, or the few that a reader needs."""
-        shape, facts = self.shape, self.shape.facts
+        decided, facts = self.decided, self.job.facts
         sizes: dict[str, Any] = {}
-        if facts.layers or not shape.args:
+        if facts.layers or not decided.args:
             sizes["num_layers"] = facts.layers
-        if facts.experts or "num_experts" in shape.args:
+        if facts.experts or "num_experts" in decided.args:
             sizes["num_experts"] = facts.experts
-        if shape.rows is not None:
-            sizes["padded_vocab_size"] = shape.rows
-        if EMBEDDING in shape.model or TIED_HEAD in shape.model:
+        if self.job.rows is not None:
+            sizes["padded_vocab_size"] = self.job.rows
+        if EMBEDDING in decided.model or TIED_HEAD in decided.model:
             sizes["untie_embeddings_and_output_weights"] = not facts.tied
-        if "use_distributed_optimizer" in shape.args and not self.states.form.none:
+        if "use_distributed_optimizer" in decided.args and not self.states.form.none:
             sizes["use_distributed_optimizer"] = self.states.form.flat
-        if not shape.args:
+        if not decided.args:
             self.notes.append("the source has no Megatron arguments: degrees and sizes alone are written into args")
             return sizes | {
-                "swiglu": shape.cutting.gated,
+                "swiglu": self.job.gated,
                 "use_distributed_optimizer": self.states.form.flat,
                 "mtp_num_layers": facts.mtp or None,
                 "multi_latent_attention": facts.mla,
-                "transformer_impl": "transformer_engine" if shape.style.te else "local",
+                "transformer_impl": "transformer_engine" if self.job.te else "local",
             }
         out, refused = {}, []
-        for name, value in {**shape.args, **sizes}.items():
+        for name, value in {**decided.args, **sizes}.items():
             if writable(value):
                 out[name] = value
             else:
                 refused.append(name)
         if refused:
             self.notes.append(f"args without {', '.join(refused[:20])}: values of classes that are not written")
-        if facts.mtp != (shape.args.get("mtp_num_layers") or 0):
+        if facts.mtp != (decided.args.get("mtp_num_layers") or 0):
             out["mtp_num_layers"] = facts.mtp or None
         return out
 
@@ -172,7 +396,7 @@ class _Writing:
         if not (isinstance(stored, Mapping) and all(isinstance(k, str) and k.startswith("mp_rank_") for k in stored)):
             self.notes.append("RNG states are left out: they are of another format")
             return {}
-        if not self.shape.same_layout:
+        if not self.decided.same_layout:
             self.notes.append("RNG states are left out: they belong to the ranks of another layout")
             return {}
         return stored
@@ -194,14 +418,14 @@ class _Writing:
     def _extra_tensors(self) -> tuple[int | None, list[tuple[tuple[str | int, ...], int]], list[int]]:
         """Tensors among the extras: (the loss scale, those with a place of their own, those under our key)."""
         scale, placed, kept = None, [], []
-        for number, tensor in enumerate(self.shape.wanted.tensors):
+        for number, tensor in enumerate(self.decided.wanted.tensors):
             if tensor.key.state != EXTRAS:
                 continue
             path = tensor.path
             if path[:1] == ("optimizer",) and path[-2:] == _SCALE and not self.states.form.none:
                 scale = number if scale is None else scale
             elif (
-                self.shape.wanted.source_format == "megatron"
+                self.decided.wanted.source_format == "megatron"
                 and path
                 and path[0] not in _OWN
                 and path[0] in self.extras
@@ -213,50 +437,50 @@ class _Writing:
 
     # -- a rank's model file -------------------------------------------------------------------------------------------
 
-    def _model_file(self, rank: Rank, shares: list[list[Share]], number: int, *, first: bool) -> TargetFile:
+    def _model_file(self, rank: Rank, arrays: list[RankArray], number: int, *, first: bool) -> TargetFile:
         composer = TorchComposer()
-        args = updated(self.args, self.shape.degrees, self.shape.stages, number)
+        args = updated(self.args, self.job.degrees, self.job.stages, number)
         out: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), args)}
         out["checkpoint_version"] = self.extras.get("checkpoint_version", 3.0)
         out["iteration"] = self.iteration or 0
-        for chunk, own in enumerate(shares):
-            model = out["model" if len(shares) == 1 else f"model{chunk}"] = self._model(own, composer)
-            if self.shape.facts.tied and self.shape.stages.of(rank.pp, chunk).head:
+        for chunk in range(self.job.stages.vpp):
+            key = "model" if self.job.stages.vpp == 1 else f"model{chunk}"
+            model = out[key] = self._model([array for array in arrays if array.chunk == chunk], composer)
+            if self.job.facts.tied and self.job.stages.of(rank.pp, chunk).head:
                 model.setdefault("output_layer._extra_state", None)  # the layer is there, its weight is the embedding's
         if not self.states.form.none:
-            out["optimizer"] = self._optimizer(rank, shares, composer)
+            out["optimizer"] = self._optimizer(arrays, composer)
         common = join(self.common, [(path, self._whole(at, composer)) for path, at in self.placed])
         out |= common
         if rank.path in self.rng:
-            out["rng_state"] = _rng_tensors(self.rng[rank.path], composer)
-        ours = self._ours(shares, composer, first=first)
+            out["rng_state"] = tensors_of_rng(self.rng[rank.path], composer, inside=True)
+        ours = self._ours(arrays, composer, first=first)
         if ours:
             out[OURS] = ours
         return composer.file(f"{self.folder}/{rank.path}/{MODEL_FILE}", out)
 
-    def _model(self, shares: list[Share], composer: TorchComposer) -> OrderedMap:
+    def _model(self, arrays: list[RankArray], composer: TorchComposer) -> OrderedMap:
         """The model's dict, extra states (None) behind the parameters of their modules."""
         out = OrderedMap()
         last: dict[str, str] = {}
-        for share in shares:
-            last[share.local.rpartition(".")[0]] = share.local
+        for array in arrays:
+            last[array.local.rpartition(".")[0]] = array.local
         behind = {local: module for module, local in last.items() if self._has_extra_state(module)}
-        for share in shares:
-            parts = [Part(self.states.at[MODEL, run.name], run.box, run.start) for run in share.runs]
-            out[share.local] = composer.tensor(share.shape, share.dtype, parts)
-            if share.local in behind:
-                out[f"{behind[share.local]}._extra_state"] = None
+        for array in arrays:
+            out[array.local] = composer.tensor(array.shape, array.dtype, self.states.parts(array, MODEL))
+            if array.local in behind:
+                out[f"{behind[array.local]}._extra_state"] = None
         return out
 
     def _has_extra_state(self, module: str) -> bool:
-        known = self.shape.style.extra_states
+        known = self.decided.extra_states
         if known is not None:
             return ".".join("*" if w.isdecimal() else w for w in module.split(".")) + "._extra_state" in known
         layered = module.startswith(("decoder.", "encoder.", "mtp.", "output_layer"))
-        return layered and module.rpartition(".")[2] in _EXTRA_STATES
+        return layered and module.rpartition(".")[2] in {*names.LINEARS, "output_layer"}
 
-    def _optimizer(self, rank: Rank, shares: list[list[Share]], composer: TorchComposer) -> Any:
-        made = self.states.numbered(rank, shares, composer)
+    def _optimizer(self, arrays: list[RankArray], composer: TorchComposer) -> Any:
+        made = self.states.numbered(arrays, composer)
         scaler = next(
             (
                 one["grad_scaler"]
@@ -278,9 +502,9 @@ class _Writing:
 
     def _tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
         """Rows of vocabularies that Megatron does not load at this tensor parallel size: {state: {name: tensor}}."""
-        kept, every = self.shape.kept_rows, self.shape.all_rows
+        kept, every = self.job.kept, self.decided.all_rows
         out: dict[str, dict[str, Any]] = {}
-        for number, tensor in enumerate(self.shape.wanted.tensors):
+        for number, tensor in enumerate(self.decided.wanted.tensors):
             if kept is None or every is None or kept >= every or tensor.key.name not in VOCABULARY:
                 continue
             if tensor.shape[:1] == (every,):
@@ -291,28 +515,28 @@ class _Writing:
         return out
 
     def _whole(self, number: int, composer: TorchComposer) -> Any:
-        tensor = self.shape.tensor(number)
+        tensor = self.decided.tensor(number)
         return composer.tensor(tensor.shape, tensor.dtype, [Part(number, whole(tensor.shape), 0)])
 
-    def _ours(self, shares: list[list[Share]], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
+    def _ours(self, arrays: list[RankArray], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
         """What Megatron has no place for; whole tensors and extras in the first file alone."""
         out: dict[str, Any] = {}
-        cut = self.states.cut(shares, composer)
+        cut = self.states.cut(arrays, composer)
         if cut:
             out["states"] = cut
         if not first:
             return out
         tensors: dict[str, dict[str, Any]] = {}
         for number in (*self.states.form.whole, *self.kept):
-            key = self.shape.tensor(number).key
+            key = self.decided.tensor(number).key
             tensors.setdefault(key.state, {})[key.name] = self._whole(number, composer)
         if tensors:
             out["tensors"] = tensors
         extras: dict[str, Any] = {}
         optimizer = self.extras.get("optimizer")
-        if optimizer is not None and not States.is_ours(optimizer) and writable(optimizer):
+        if optimizer is not None and not _States.is_ours(optimizer) and writable(optimizer):
             extras["optimizer"] = optimizer
-        rows, kept = self.shape.rows, self.shape.kept_rows
+        rows, kept = self.job.rows, self.job.kept
         if rows is not None and kept is not None and rows > kept:
             out["vocab_rows"] = kept
         tail = self._tail(composer)
@@ -332,12 +556,12 @@ def writable(value: Any) -> bool:
     return True
 
 
-def _rng_tensors(value: Any, composer: TorchComposer) -> Any:
-    """RNG states with bytes as the uint8 tensors that they were."""
-    if isinstance(value, bytes):
-        return composer.value((len(value),), DTYPES["U8"], value)
-    if isinstance(value, dict):
-        return {key: _rng_tensors(item, composer) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rng_tensors(item, composer) for item in value]
-    return value if not isinstance(value, Symbol) else value
+def tensors_of_rng(value: Any, composer: TorchComposer, *, inside: bool = False) -> Any:
+    """An RNG state with its bytes as the uint8 tensors that they were, laid into `composer`. inside: is `value` a part
+    of one that is known to be such bytes?"""
+    if isinstance(value, Mapping):
+        return {key: tensors_of_rng(v, composer, inside=inside or key in _RNG_BYTES) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [tensors_of_rng(item, composer, inside=inside) for item in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return composer.value((len(value),), DTYPES["U8"], value) if inside and isinstance(value, bytes) else value

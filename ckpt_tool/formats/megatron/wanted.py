@@ -29,43 +29,30 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, with_spec
+from ckpt_tool.formats.megatron.folders import fit
 from ckpt_tool.formats.megatron.hints import MegatronHints
-from ckpt_tool.formats.megatron.model import EMBEDDING, TIED_HEAD, Cutting
-from ckpt_tool.formats.megatron.ranks import fit
-from ckpt_tool.formats.megatron.rules import ETP, VOCABULARY, Units, check_degree, nearest, units_of
-from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
+from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Job
+from ckpt_tool.formats.megatron.rules import VOCABULARY, gated
+from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 
-VOCAB, NO_RULE, NO_SPLIT = "E0276", "E0275", "E0272"
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How the source spelt what can be spelt in several ways. extra_states: templates of modules that have one."""
-
-    te: bool
-    container: str
-    mtp_inner: str
-    extra_states: frozenset[str] | None
-    release: bool
-    distributed: bool | None
+VOCAB, NO_RULE = "E0276", "E0275"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Everything that was decided. rows: of a stored vocabulary tensor. args: the source's, {} without."""
+class Decided:
+    """Everything that was decided. args: the source's, {} without. job: how ranks share it. all_rows: of the source's
+    vocabularies. extra_states: templates of the modules that have one, None where nothing says it. release,
+    distributed: what the source was (None: nothing says it)."""
 
     wanted: Wanted
     model: Mapping[str, int]  # logical name -> number of the wanted tensor
     args: Mapping[str, Any]
-    facts: Facts
-    style: Style
-    degrees: Mapping[str, int]
-    stages: Stages
-    cutting: Cutting
-    rows: int | None
-    kept_rows: int | None  # of the source's rows, those that are written
-    all_rows: int | None  # the source's
+    job: Job
+    all_rows: int | None
     notes: tuple[str, ...]
+    extra_states: frozenset[str] | None
+    release: bool
+    distributed: bool | None
 
     def tensor(self, number: int) -> WantedTensor:
         return self.wanted.tensors[number]
@@ -73,80 +60,67 @@ class Shape:
     @property
     def same_layout(self) -> bool:
         """Is the layout the source's own?"""
-        return bool(self.args) and facts_of(self.args).degrees == dict(self.degrees)
+        return bool(self.args) and facts_of(self.args).degrees == dict(self.job.degrees)
 
 
-def decide(wanted: Wanted) -> Shape:
+def decide(wanted: Wanted) -> Decided:
     """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276
     the vocabulary."""
     model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
+    shapes = {name: wanted.tensors[i].shape for name, i in model.items()}
     spec = wanted.wish.spec
     args = with_spec(arguments(wanted.extras), spec)
     stated = facts_of(args, spec)
-    style = _style(wanted, stated, spec)
+    own = wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None
+    alike = own if spec is None else None  # the source's spelling, where none was wished
     experts = names.experts_count(model)
-    facts = _completed(stated, model, experts, wanted)
+    facts = _completed(stated, model, experts)
     degrees, notes = fit(wanted.wish.degrees.stated(), experts)
-    stages = _stages(wanted, model, args, facts, degrees)
-    cutting = Cutting(
-        facts, degrees, _gated(wanted, model, facts), not style.te, experts // degrees["ep"] if experts else 0
+    te = alike.te if alike else stated.te
+    job = Job(
+        facts,
+        degrees,
+        _stages(wanted, own, args, facts, degrees),
+        experts,
+        gated(shapes, facts),
+        not te,
+        te,
+        alike.container or stated.container if alike else stated.container,
+        own.mtp_inner or "transformer_layer" if own else "transformer_layer",
     )
-    notes += _check(wanted, model, facts, degrees, cutting)
+    notes += _check(job, shapes)
     rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
-    every = next((wanted.tensors[model[name]].shape[0] for name in VOCABULARY if name in model), None) if rows else None
+    every = next((shapes[name][0] for name in VOCABULARY if name in model), None) if rows else None
     if args and facts.layers != stated.layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
-    return Shape(wanted, model, args, facts, style, degrees, stages, cutting, rows, kept, every, (*notes, *more))
-
-
-def _style(wanted: Wanted, facts: Facts, spec: object) -> Style:
-    """As the source has it, if it is of this format; a spec that was asked for comes first."""
-    own = _own_hints(wanted)
-    if own is None:
-        return Style(facts.te, facts.container, _MTP_INNER, None, False, facts.distributed)
-    return Style(
-        facts.te if spec else own.te,
-        facts.container if spec else own.container or facts.container,
-        own.mtp_inner or _MTP_INNER,
-        None if spec else frozenset(own.extra_states) or None,
-        own.release,
-        own.distributed or facts.distributed,
+    return Decided(
+        wanted,
+        model,
+        args,
+        replace(job, rows=rows, kept=kept),
+        every,
+        (*notes, *more),
+        frozenset(alike.extra_states) or None if alike else None,
+        own is not None and own.release,
+        own.distributed or stated.distributed if own else stated.distributed,
     )
 
 
-_MTP_INNER = "transformer_layer"
-
-
-def _own_hints(wanted: Wanted) -> MegatronHints | None:
-    """What the reader of a source of this format remembered."""
-    return wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None
-
-
-def _completed(facts: Facts, model: Mapping[str, int], experts: int, wanted: Wanted) -> Facts:
+def _completed(facts: Facts, model: Mapping[str, int], experts: int) -> Facts:
     """The facts with what the tensors themselves show."""
-    ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
     tied = EMBEDDING in model and TIED_HEAD not in model and (facts.tied or not facts.stated)
     return replace(
         facts,
         layers=names.layers_count(model),
-        mtp=len(ahead),
+        mtp=names.mtp_count(model),
         experts=experts or None,
         tied=tied,
         mla=facts.mla or any(".linear_kv_down_proj." in name for name in model),
     )
 
 
-def _gated(wanted: Wanted, model: Mapping[str, int], facts: Facts) -> bool:
-    from ckpt_tool.formats.megatron.read import gated
-
-    return gated({name: wanted.tensors[i].shape for name, i in model.items()}, facts)
-
-
-# -- stages ------------------------------------------------------------------------------------------------------------
-
-
 def _stages(
-    wanted: Wanted, model: Mapping[str, int], args: Mapping[str, Any], facts: Facts, degrees: Mapping[str, int]
+    wanted: Wanted, own: MegatronHints | None, args: Mapping[str, Any], facts: Facts, degrees: Mapping[str, int]
 ) -> Stages:
     pp, vpp, layers = degrees["pp"], degrees["vpp"], facts.layers or 0
     if vpp > 1 and pp == 1:
@@ -154,24 +128,11 @@ def _stages(
             f"--vpp {vpp} without pipeline stages", code=NO_SPLIT, hint="give --pp of at least 2, or leave --vpp off"
         )
     split = wanted.wish.pp_split
-    if split:
-        return from_wish(split, pp, vpp, layers, mtp=facts.mtp)
-    own = _own_hints(wanted)
-    if own is not None and _counts_fit(own.counts, wanted.hints.get(Degrees), pp, vpp, layers):
+    if not split and own is not None and _counts_fit(own.counts, wanted.hints.get(Degrees), pp, vpp, layers):
         return from_counts(own.counts, pp, vpp, mtp=facts.mtp, mtp_at=own.mtp[0] if own.mtp else None)
     before = facts_of(args)
     kept = dict(args) if (before.pp, before.vpp) == (pp, vpp) else _even_only(args)
-    made = from_args(kept, pp, vpp, layers, mtp=facts.mtp) or from_args({}, pp, vpp, layers, mtp=facts.mtp)
-    if made is None or not layers and pp > 1:
-        valid = even_degrees(layers, vpp) if layers else [1]
-        raise UsageError(
-            f"--pp {pp}{f' --vpp {vpp}' if vpp > 1 else ''}: {layers} layers do not spread evenly over "
-            f"{pp * vpp} chunks",
-            code=NO_SPLIT,
-            hint=f"--pp that does{f' with --vpp {vpp}' if vpp > 1 else ''}: {nearest(pp, valid)}; or say how "
-            "with --pp-split",
-        )
-    return made
+    return chosen_stages(split, kept, pp, vpp, layers, mtp=facts.mtp)
 
 
 def _even_only(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,32 +146,19 @@ def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int
     return same and len(counts) == pp * vpp and sum(counts) == layers
 
 
-# -- degrees -----------------------------------------------------------------------------------------------------------
-
-
-def _check(
-    wanted: Wanted, model: Mapping[str, int], facts: Facts, degrees: Mapping[str, int], cutting: Cutting
-) -> list[str]:
+def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Notes. Raises UsageError when tensor ranks can't share a parameter."""
-    units: dict[str, list[Units]] = {"tp": [], "etp": []}
-    unknown = []
-    for name, number in model.items():
-        shape = wanted.tensors[number].shape
-        rule = cutting.rule(name, len(shape))
-        if not rule.known and degrees[rule.axis] > 1:
-            unknown.append(name)
-        found = units_of(name, rule, shape, facts)
-        if found:
-            units[ETP if rule.axis == ETP else "tp"].append(found)
+    rules = {name: job.rule(name, len(shape)) for name, shape in shapes.items()}
+    unknown = [name for name, rule in rules.items() if not rule.known and job.degrees[rule.axis] > 1]
     if unknown:
         raise UsageError(
-            f"--tp {degrees['tp']}: no rule says how tensor ranks share {unknown[0]}",
+            f"--tp {job.degrees['tp']}: no rule says how tensor ranks share {unknown[0]}",
             code=NO_RULE,
             key=unknown[0],
             faults=unknown[1:50],
             hint="bring the names into Megatron's (--dialect megatron), or write with --tp 1",
         )
-    return [*check_degree("tp", degrees["tp"], units["tp"]), *check_degree("etp", degrees["etp"], units["etp"])]
+    return job.check(shapes.items())
 
 
 # -- vocabulary --------------------------------------------------------------------------------------------------------
@@ -263,9 +211,8 @@ def _rows(
             rows,
             rows,
             (
-                f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the "
-                f"{have - rows} rows of padding"
-                " beyond are kept beside, for the way back",
+                f"vocabulary of {real} in {rows} rows, as Megatron pads it for {tp} tensor ranks; the {have - rows} "
+                "rows of padding beyond are kept beside, for the way back",
             ),
         )
     return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)

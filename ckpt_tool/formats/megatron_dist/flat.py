@@ -1,8 +1,8 @@
 """The `dp_reshardable` optimizer of a torch_dist checkpoint: flat buckets without a name in them, given their names
 back.
 
-The one idea: the order of a model's parameters is known (`megatron.names`), so is the rule that fills a bucket (walk
-them backwards, start each at a multiple of 64; `megatron.flat`), and the checkpoint says how long each bucket is and,
+The one idea: the order of a rank's parameters is known (`megatron.job`), so is the rule that fills a bucket (walk them
+backwards, start each at a multiple of 64; `megatron.optimizer`), and the checkpoint says how long each bucket is and,
 by its chunks, where parameters begin and end. So names are put on by the rule and the chunks prove it: a parameter
 whose ends are no chunk's ends is an error, never a guess.
 
@@ -20,10 +20,12 @@ whose ends are no chunk's ends is an error, never a guess.
 * `dp_zero_gather_scatter` (core <= 0.14) has the same buffers as one object a dp group, bucket after bucket without the
   padding at their ends; nothing but the whole length proves the order there.
 
+The local shapes are those of the model's own chunks: the r-th box is tensor rank r's. What can't be known for sure is
+tried: the arguments' reading first, then the others; the chunks of the buckets decide.
+
 Source: NVIDIA/Megatron-LM core 0.16.1 `optimizer/distrib_optimizer.py` (`sharded_param_state_dp_reshardable`),
-`optimizer/__init__.py` (which group is which), `distributed/distributed_data_parallel.py`. The local shapes are those
-of the model's own chunks. Cost: 10 us a piece. What it does not do: frozen parameters (they are absent and not known to
-be).
+`optimizer/__init__.py` (which group is which), `distributed/distributed_data_parallel.py`. Cost: 10 us a piece. What it
+does not do: frozen parameters (they are absent and not known to be).
 """
 
 from __future__ import annotations
@@ -31,23 +33,27 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.box import Box, flat_boxes
-from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.flat_line import FlatLine, Place
+from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, InputError
 from ckpt_tool.formats.containers.dcp_metadata import TensorEntry
-from ckpt_tool.formats.megatron.args import Facts, facts_of
-from ckpt_tool.formats.megatron.flat import default_bucket_size, lay_flat
-from ckpt_tool.formats.megatron_dist.ranks import Parameter, Ranks, Segment
+from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.args import facts_of
+from ckpt_tool.formats.megatron.job import TIED_HEAD, Job, Rank, RankArray, Ranks, turned
+from ckpt_tool.formats.megatron.optimizer import ALIGNMENT, Buffer, bucketing_of, lay_buffers
+from ckpt_tool.formats.megatron.stages import from_args, from_counts
 
 MISFIT = "E2004"
 _KEY = re.compile(
     r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})"
     r"\.gbuf_idx_(\d{1,4})\.dtype_\((?:torch\.)?(\w+), ?(?:torch\.)?(\w+)\)\.bucket_idx_(\d{1,6})\.(\w+)"
 )
-_ALIGNMENT = 64  # elements at which a parameter starts
+CHUNKS = 1 << 16  # of all stages: more is a damaged argument
 _MASTERS = ("param", "master_param", "fp32_param")
 
 
@@ -66,20 +72,21 @@ class Line(NamedTuple):
         where = bisect_right(self.starts, element) - 1
         return element == self.numel or where >= 0 and element in (self.starts[where], self.stops[where])
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, StoredArray, int]]:
-        """(from, to, array, element of the array) of the elements start to stop."""
-        where = max(bisect_right(self.starts, start) - 1, 0)
-        while where < len(self.starts) and self.starts[where] < stop:
-            a, b = max(start, self.starts[where]), min(stop, self.stops[where])
-            if a < b:
-                yield a, b, self.arrays[where], a - self.starts[where]
-            where += 1
-
 
 class _Where(NamedTuple):
     experts: bool
     group: int
     buffer: int
+
+
+class _Of(NamedTuple):
+    """A logical tensor in a parameter, number so many on its line. region: what the parameter holds of it. transposed:
+    is it so in the parameter?"""
+
+    number: int
+    name: str
+    region: tuple[Box, ...]
+    transposed: bool
 
 
 _Buckets = dict[_Where, dict[int, dict[str, Line]]]
@@ -101,12 +108,18 @@ def flat_states(
     the buckets as the rule says.
     """
     buckets, dtypes = _buckets(flat, degrees["ep"] > 1, shown)
+    model = {
+        key.name: tensor
+        for key, tensor in tensors.items()
+        if key.state == MODEL and tensor.chunks and not names.is_buffer(key.name)
+    }
     faults: list[str] = []
-    for ranks in Ranks.readings(tensors, args, degrees):
+    for job in _readings(model, args, degrees):
         try:
+            ranks = _Buffers(job, model)
             found = _named(buckets, dtypes, ranks, shown)
-            _coalesced(gathered, facts_of(args), degrees, ranks, found, shown)
-            return {key: _tensor(key, copies, ranks, shown) for key, copies in found.items()}
+            _coalesced(gathered, ranks, found, shown)
+            return {key: _tensor(key, copies, model[key.name].shape, shown) for key, copies in found.items()}
         except InconsistentCheckpoint as e:
             faults.append(e.message)
     first = faults[0] if faults else f"the arguments say {degrees['pp']} stages of {degrees['vpp']} chunks"
@@ -118,6 +131,56 @@ def flat_states(
         "--dist-ckpt-optim-fully-reshardable",
         faults=faults[1:],
     )
+
+
+def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degrees: Mapping[str, int]) -> Iterator[Job]:
+    """What the arguments say, then what they may mean."""
+    layers = names.layers_count(name for name in model if name.startswith("decoder."))
+    mtp = names.mtp_count(model)
+    pp, vpp = degrees["pp"], degrees["vpp"]
+    if pp * vpp > CHUNKS:
+        return
+    stages = from_args(args, pp, vpp, layers, mtp=mtp)
+    if stages is None:
+        base = layers // (pp * vpp)
+        stages = from_counts([*[base] * (pp * vpp - 1), layers - base * (pp * vpp - 1)], pp, vpp, mtp=mtp)
+    experts = names.experts_count(model)
+    facts = replace(facts_of(args), mtp=mtp, tied=TIED_HEAD not in model)
+    found = {name: {chunk.box for chunk in tensor.chunks} for name, tensor in model.items()}
+    boxes = {name: sorted(own, key=lambda box: box.offset) for name, own in found.items()}
+    job = Job(facts, degrees, stages, experts, bool(facts.gated), not facts.te, boxes=boxes)
+    for container in dict.fromkeys((facts.container, *names.CONTAINERS)) if experts else (names.SEQUENTIAL,):
+        for te in (facts.te, not facts.te):
+            yield replace(job, container=container, te=te)
+
+
+class _Buffers:
+    """The flat buffers of every dp group, as one reading has them."""
+
+    def __init__(self, job: Job, model: Mapping[str, LogicalTensor]) -> None:
+        self.job = job
+        self.ranks = Ranks(job, {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()})
+        self._known: dict[tuple[bool, int], list[Buffer]] = {}
+
+    def of(self, where: _Where, dtype: str) -> Buffer | None:
+        """Buffer number `where.buffer` of a dp group, None where the group has no such buffer of parameters of `dtype`
+        (torch's word)."""
+        group = where[:2]
+        if group not in self._known:
+            self._known[group] = self._laid(*group)
+        found = self._known[group][where.buffer : where.buffer + 1]
+        return found[0] if found and found[0].dtype.torch == dtype else None
+
+    def _laid(self, experts: bool, group: int) -> list[Buffer]:
+        tp, ep, etp = (self.job.degrees[dim] for dim in ("tp", "ep", "etp"))
+        if experts:
+            rank = Rank("", 0, group // (etp * ep), group // etp % ep, group % etp)
+        else:
+            rank = Rank("", group % tp, group // tp, 0, group % tp % etp)
+        if rank.pp >= self.job.stages.pp:
+            return []
+        arrays = [array for array in self.ranks.arrays(rank) if (array.expert and ep > 1) == experts]
+        return lay_buffers(arrays, self.job, rank.pp, bucketing_of(self.job, experts=experts), DTYPES["F32"])
 
 
 def _buckets(
@@ -150,12 +213,12 @@ def _state(name: str) -> str:
     return MASTER if name in _MASTERS else name
 
 
-def _named(buckets: _Buckets, dtypes: Mapping[_Where, str], ranks: Ranks, shown: str) -> _Found:
+def _named(buckets: _Buckets, dtypes: Mapping[_Where, str], ranks: _Buffers, shown: str) -> _Found:
     """Every chunk under its name, by the region of the tensor that its rank holds."""
     out: _Found = {}
     for where in sorted(buckets):
-        parameters = ranks.buffer(where.experts, where.group, where.buffer, dtypes[where])
-        left = list(reversed(parameters))
+        buffer = ranks.of(where, dtypes[where])
+        left = list(reversed(buffer.members)) if buffer else []
         for number in sorted(buckets[where]):
             lines = buckets[where][number]
             size = {line.numel for line in lines.values()}
@@ -164,83 +227,71 @@ def _named(buckets: _Buckets, dtypes: Mapping[_Where, str], ranks: Ranks, shown:
             _fill(left, lines, size.pop(), out, shown)
         if left:
             line = next(iter(buckets[where][max(buckets[where])].values()))
-            raise _misfit(line, f"{len(left)} parameters are left over, such as {left[0].name}", shown)
+            raise _misfit(line, f"{len(left)} parameters are left over, such as {left[0].local}", shown)
     return out
 
 
 def _coalesced(
-    gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]],
-    facts: Facts,
-    degrees: Mapping[str, int],
-    ranks: Ranks,
-    out: _Found,
-    shown: str,
+    gathered: Sequence[tuple[int, int, int, str, dict[str, StoredArray]]], ranks: _Buffers, out: _Found, shown: str
 ) -> None:
     """The chunks of gathered buffers, under their names."""
-    data_ranks = degrees["dp"] * degrees["cp"]
     for chained, group, number, dtype, arrays in gathered:
-        experts = degrees["ep"] > 1 and chained == 1
-        parameters = ranks.buffer(experts, group, number, dtype)
-        stage = group // (degrees["etp"] * degrees["ep"] if experts else degrees["tp"])
-        bucketed = facts.overlap and stage == 0 and number == 0
-        size = (facts.bucket_size or default_bucket_size(data_ranks)) if bucketed else None
-        laid = lay_flat(
-            [p.numel for p in parameters],
-            shared=[p.shared for p in parameters],
-            bucket_size=size,
-            data_ranks=data_ranks,
-        )
-        for state, array in arrays.items():
-            line = Line(f"dp group {group}, buffer {number}", array.numel, array.dtype, [0], [array.numel], [array])
-            if laid.unpadded != array.numel:
-                raise _misfit(line, f"the parameters that belong there take {laid.unpadded}", shown)
-            for index, parameter in enumerate(parameters):
-                _place(parameter, line, laid.coalesced(index), _state(state), out)
+        buffer = ranks.of(_Where(ranks.job.degrees["ep"] > 1 and chained == 1, group, number), dtype)
+        members = [(array, buffer.flat.coalesced(at)) for at, array in enumerate(buffer.members)] if buffer else []
+        need = buffer.flat.unpadded if buffer else 0
+        for state, stored in arrays.items():
+            line = Line(f"dp group {group}, buffer {number}", stored.numel, stored.dtype, [0], [stored.numel], [stored])
+            if need != stored.numel:
+                raise _misfit(line, f"the parameters that belong there take {need}", shown)
+            _place(members, {_state(state): line}, out)
 
 
-def _place(parameter: Parameter, line: Line, start: int, state: str, out: _Found) -> None:
-    """The parameter's chunks, at element `start` of the line, into `out`."""
-    for segment in parameter.segments:
-        copies = out.setdefault(TensorKey(segment.name, state), {}).setdefault(parameter.region(segment.name), [])
-        if segment.first:
-            copies.append([])
-        copies[-1] += _chunks(line, start, segment)
+def _place(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, Line], out: _Found) -> None:
+    """The chunks of parameters that begin at these elements of the lines, into `out`: a list for each copy of a
+    region."""
+    places = list[Place[_Of]]()
+    for array, start in sorted(members, key=lambda member: member[1]):
+        for place in array.places(start):
+            name, transposed = place.of
+            region = tuple(slot.box for slot in array.slots if slot.name == name)
+            places.append(Place(_Of(len(places), name, region, transposed), *place[1:]))
+    for key in (TensorKey(name, state) for array, _ in members for state in lines for name in array.names):
+        out.setdefault(key, {})  # in the order of the parameters
+    flat = FlatLine(tuple(places))
+    for state, line in lines.items():
+        copies = [list[Chunk]() for _ in places]
+        for start, stored in zip(line.starts, line.arrays, strict=True):
+            for of, chunk in flat.chunks(stored, start):
+                copies[of.number].append(turned(chunk) if of.transposed else chunk)
+        for (of, *_), chunks in zip(places, copies, strict=True):
+            out[TensorKey(of.name, state)].setdefault(of.region, []).append(chunks)
 
 
-def _fill(left: list[Parameter], lines: Mapping[str, Line], size: int, out: _Found, shown: str) -> None:
+def _fill(left: list[RankArray], lines: Mapping[str, Line], size: int, out: _Found, shown: str) -> None:
     """Take as many parameters off `left` as the bucket of `size` elements holds."""
-    stop = 0
-    while -(-stop // _ALIGNMENT) * _ALIGNMENT < size:  # a bucket closed by a shared embedding keeps the gap at its end
+    stop, members = 0, list[tuple[RankArray, int]]()
+    while -(-stop // ALIGNMENT) * ALIGNMENT < size:  # a bucket closed by a shared embedding keeps the gap at its end
         some = next(iter(lines.values()))
         if not left:
             raise _misfit(some, f"{size - stop} of its {size} elements belong to no parameter", shown)
-        parameter = left.pop(0)
-        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-        stop = start + parameter.numel
-        for state, line in lines.items():
+        array = left.pop(0)
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
+        stop = start + array.numel
+        members.append((array, start))
+        for line in lines.values():
             if stop > size or not line.ends_at(start) or not line.ends_at(stop):
                 raise _misfit(
-                    line, f"{parameter.name} would be elements {start} to {stop}, but no chunk is cut there", shown
+                    line, f"{array.local} would be elements {start} to {stop}, but no chunk is cut there", shown
                 )
-            _place(parameter, line, start, state, out)
+    _place(members, lines, out)
 
 
 def _misfit(line: Line, what: str, shown: str) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(f"{line.fqn} of {line.numel} elements: {what}", code=MISFIT, path=shown, key=line.fqn)
 
 
-def _chunks(line: Line, start: int, segment: Segment) -> Iterator[Chunk]:
-    """The segment's chunks. start: the parameter's first element in the line."""
-    begin = start + segment.start
-    for a, b, array, element in line.runs(begin, begin + segment.numel):
-        done = element
-        for box in flat_boxes(segment.shape, a - begin, b - begin):
-            yield from segment.chunks(box, array, done)
-            done += box.numel
-
-
 def _tensor(
-    key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], ranks: Ranks, shown: str
+    key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], shape: tuple[int, ...], shown: str
 ) -> LogicalTensor:
     """The tensor of all regions; the second copy of a region and the later ones are replicas."""
     chunks = [
@@ -251,4 +302,4 @@ def _tensor(
     ]
     if not chunks:
         raise InconsistentCheckpoint(f"no bucket holds an element of {key}", code=MISFIT, path=shown, key=str(key))
-    return LogicalTensor(key, ranks.shape(key.name), chunks[0].array.dtype, tuple(chunks))
+    return LogicalTensor(key, shape, chunks[0].array.dtype, tuple(chunks))

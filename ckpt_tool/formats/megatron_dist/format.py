@@ -15,12 +15,17 @@ Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is said; `mega
   names the iteration.
 * `.metadata`: torch's, with attributes of Megatron's own: `all_local_plans` (0.16), `mcore_data` (0.8-0.15); core 0.15
   pickles a subclass `MCoreMetadata`. `planner_data` is None: keys do not nest.
-* Keys (`megatron_dist.keys`), boxes (`megatron_dist.pieces`), objects (`megatron_dist.objects`). Only the first replica
+* Keys (`megatron_dist.keys`), objects (`megatron_dist.state`). Only the first replica
   of a shard is stored. Gate and up of a gated fc1 are boxes of one tensor [gate; up]. Tied weights are stored once.
 * Optimizer, by `content_metadata.distrib_optim_sharding_type` of the common state:
   none: `optimizer.state.{fp32_param,exp_avg,exp_avg_sq}.KEY`; one step for all in the common state (`common_step`);
   `fully_reshardable` (0.15-): `optimizer.state.{param,...}.KEY`;
   `fully_sharded_model_space` (0.6-0.15): `optimizer.state.{fp32_param,...}.KEY`, flattened ranges;
+  where data ranks hold slices of the last dim of a tensor that is stored flattened: (X, Y) whose ranks hold (x, y) is
+  (X/x, Y/y, x*y). So (128, 32) over 2 ranks is (2, 1, 2048), and the piece at (1, 0, 1000) of 1048 elements begins at
+  element 1000 of the lower half: rows 95.25-127, at most 2n - 1 boxes. The true shape stands in `.metadata`, attribute
+  `mcore_data`; one-dimensional tensors have it since core 0.11, before that they lay as they are. Source: core 0.14
+  `dist_checkpointing/strategies/torch.py` (`mcore_data`), removed from core 0.16 (pull request 2126);
   `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
   (`megatron_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters lie in
   the common state, or with the flat buckets as objects a rank.
@@ -33,14 +38,15 @@ Megatron-FSDP's `fsdp_dtensor` (plain DCP), FP8 scales in extra states.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import Any
 
+from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both
+from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
@@ -65,15 +71,16 @@ from ckpt_tool.formats.containers.dcp_metadata import (
     INCOMPLETE,
     METADATA,
     Listing,
+    Piece,
     TensorEntry,
     check_files,
     read_listing,
 )
+from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist.keys import DistKey, name_of, parse, styles_of
-from ckpt_tool.formats.megatron_dist.objects import Objects, check_step, read_objects
-from ckpt_tool.formats.megatron_dist.pieces import apart, chunks_of, moved
+from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.source import Tree
 
@@ -180,7 +187,7 @@ class _Reading:
             from ckpt_tool.formats.megatron_dist.flat import flat_states
 
             tensors |= flat_states(
-                flat, objects.gathered, tensors, _arguments(objects), degrees, self.tree.display(self.folder)
+                flat, objects.gathered, tensors, arguments(objects.extras), degrees, self.tree.display(self.folder)
             )
         tensors |= self._of_common(objects, tensors)
         self._iteration(objects)
@@ -320,36 +327,100 @@ class _Reading:
         return out
 
 
-# -- degrees -----------------------------------------------------------------------------------------------------------
-
-
-_ARGUMENTS = (
-    ("tp", "tensor_model_parallel_size"),
-    ("pp", "pipeline_model_parallel_size"),
-    ("vpp", "virtual_pipeline_model_parallel_size"),
-    ("ep", "expert_model_parallel_size"),
-    ("etp", "expert_tensor_parallel_size"),
-    ("dp", "data_parallel_size"),
-    ("cp", "context_parallel_size"),
-)
-
-
-def _arguments(objects: Objects) -> dict[str, Any]:
-    """Megatron's arguments, {} when there are none."""
-    args = getattr(objects.extras.get("args"), "state", None)
-    return args if isinstance(args, dict) else {}
-
-
 def _degrees(objects: Objects) -> dict[str, int]:
     """The degrees that the arguments state; tensor and pipeline degrees as the RNG states show them."""
-    stated = _arguments(objects)
-    out = {dim: 1 for dim, _ in _ARGUMENTS}
-    for dim, name in _ARGUMENTS:
-        value = stated.get(name)
-        if type(value) is int and 1 <= value < 1 << 20:
-            out[dim] = value
+    args = arguments(objects.extras)
+    out = facts_of(args).degrees
     if len(objects.rng_shape) in (2, 3) and all(0 < n < 1 << 20 for n in objects.rng_shape):
         out["pp"], out["tp"] = objects.rng_shape[:2]
-    if type(stated.get("expert_tensor_parallel_size")) is not int:
+    if type(args.get("expert_tensor_parallel_size")) is not int:
         out["etp"] = out["tp"]
     return out
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+At = tuple[int, ...]
+
+
+def chunks_of(entry: TensorEntry, arrays: Iterable[StoredArray], true_shape: At | None) -> list[Chunk]:
+    """The pieces of `entry` as chunks of the tensor that its key means (leading dims included).
+
+    arrays: the pieces' bytes, in the same order. true_shape: of a tensor whose stored form is the flattened one. Raises
+    InconsistentCheckpoint (E0389) when the two shapes do not go together.
+    """
+    if true_shape is None:
+        return entry.chunks(arrays)
+    cell = _cell(entry, true_shape)
+    return [
+        chunk for piece, array in zip(entry.pieces, arrays, strict=True) for chunk in _flattened(piece, array, cell)
+    ]
+
+
+def _cell(entry: TensorEntry, true_shape: At) -> At:
+    """The local shape that each grid cell of the stored, flattened tensor holds."""
+    grid, numel = entry.shape[:-1], entry.shape[-1] if entry.shape else 0
+    fits = len(grid) == len(true_shape) and all(n and not size % n for size, n in zip(true_shape, grid, strict=True))
+    cell = tuple(size // n for size, n in zip(true_shape, grid, strict=True)) if fits else ()
+    if not fits or prod(cell) != numel:
+        raise InconsistentCheckpoint(
+            f"stored as {list(entry.shape)}, which is no flattened form of {list(true_shape)}",
+            code=CONTRADICTION,
+            key=entry.fqn,
+            hint="the metadata contradicts itself: get the checkpoint again",
+        )
+    return cell
+
+
+def _flattened(piece: Piece, array: StoredArray, cell: At) -> Iterator[Chunk]:
+    start, count = piece.offset[-1], piece.shape[-1]
+    if prod(piece.shape[:-1]) != 1:
+        raise InconsistentCheckpoint(
+            f"a piece of shape {list(piece.shape)} covers several cells of the grid",
+            code=CONTRADICTION,
+            path=piece.file,
+            offset=piece.at,
+            hint="no version of Megatron writes this: get the checkpoint again",
+        )
+    line = array.view(0, (count,), _line_stride(array))
+    corner = tuple(i * n for i, n in zip(piece.offset[:-1], cell, strict=True))
+    flat = FlatLine.of_block(None, cell, [(Box(corner, cell), whole(cell))])
+    yield from (chunk for _, chunk in flat.chunks(line, start))
+
+
+def _line_stride(array: StoredArray) -> At | None:
+    return None if array.strides is None else array.strides[-1:]
+
+
+def apart(chunk: Chunk, leads: int) -> Iterator[tuple[At, Chunk]]:
+    """The chunk without its `leads` first dims: (position, chunk) for every position that it covers."""
+    box = chunk.box
+    if not leads:
+        yield (), chunk
+        return
+    inner = Box(box.offset[leads:], box.shape[leads:])
+    flat = chunk.within.shape != box.shape
+    for index in product(*(range(n) for n in box.shape[:leads])):
+        at = tuple(o + i for o, i in zip(box.offset[:leads], index, strict=True))
+        if flat:
+            steps = contiguous_strides(box.shape)[:leads]
+            start = chunk.within.offset[0] + sum(i * step for i, step in zip(index, steps, strict=True))
+            yield at, Chunk(inner, chunk.array, Box((start,), (inner.numel,)))
+        else:
+            yield at, _row(chunk, inner, index)
+
+
+def _row(chunk: Chunk, inner: Box, index: At) -> Chunk:
+    """The chunk's box at position `index` (relative to the box) of its leading dims."""
+    array, leads = chunk.array, len(index)
+    strides = array.strides or contiguous_strides(array.shape)
+    lead = zip(chunk.within.offset[:leads], index, strides[:leads], strict=True)
+    skipped = sum((offset + i) * stride for offset, i, stride in lead)
+    row = array.view(skipped, array.shape[leads:], None if array.strides is None else array.strides[leads:])
+    return Chunk(inner, row, Box(chunk.within.offset[leads:], chunk.within.shape[leads:]))
+
+
+def moved(chunk: Chunk, rows: int) -> Chunk:
+    """The chunk `rows` rows further down its tensor."""
+    offset = chunk.box.offset
+    return Chunk(Box((offset[0] + rows, *offset[1:]), chunk.box.shape), chunk.array, chunk.within, chunk.replica)

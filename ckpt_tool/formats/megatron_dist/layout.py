@@ -22,23 +22,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from math import lcm
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.mesh import divisors
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.containers.dcp_items import Placed
+from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
-from ckpt_tool.formats.megatron.rules import ETP, TP, Rule, Units, check_degree, nearest, rule_of, units_of
-from ckpt_tool.formats.megatron.stages import Stages, even_degrees, from_args, from_counts, from_wish
+from ckpt_tool.formats.megatron.job import Job, carved, check_experts
+from ckpt_tool.formats.megatron.rules import pieces
+from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 from ckpt_tool.formats.megatron_dist.keys import HALVES, SINGLETONS, STACKED_LAYERS, DistKey, name_of, parse, spelled
 
-EXPERTS, STAGES, UNHELD = "E0237", "E0272", "E2001"
+EXPERTS, UNHELD = "E0237", "E2001"
 CHUNKS = 1 << 16  # of all stages
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d{1,9})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
@@ -66,14 +66,16 @@ class DistLayout:
         self.spots = {name: _spot(name) for name in self.names}
         self.layers = _count([s.layer for s in self.spots.values() if s.layer is not None], "layers")
         self.experts = _count([s.expert for s in self.spots.values() if s.expert is not None], "experts")
-        self.degrees = self._carve(degrees)
+        self.degrees = carved(degrees, self.notes) if self.experts else dict(degrees)
         own = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" and spec is None else None
         self.as_source = own is not None
         self.styles = set(own.styles) if own is not None else self._styles()
         self.singletons = SINGLETONS in self.styles
         self.distributed = self.facts.distributed is not False
-        self.stages = self._stages()
-        self._check()
+        check_experts(self.degrees["ep"], self.experts, EXPERTS)
+        gated = bool(self.facts.gated or HALVES in self.styles)
+        self.job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
+        self.notes += self.job.check((t.key.name, t.shape) for _, t in self.tensors)
         self.stacked = STACKED_LAYERS in self.styles and self._uniform()
         self.as_source &= self.stacked == (STACKED_LAYERS in self.styles)
         self.grids = self._grids()
@@ -102,58 +104,12 @@ class DistLayout:
     def _stages(self) -> Stages:
         pp, vpp, layers = self.degrees["pp"], self.degrees["vpp"], self.layers
         if pp * vpp > CHUNKS:
-            raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=STAGES, hint="give smaller degrees")
-        mtp = len({name.split(".")[2] for name in self.names if name.startswith("mtp.layers.")})
+            raise UsageError(f"--pp {pp} --vpp {vpp} are {pp * vpp} chunks", code=NO_SPLIT, hint="give smaller degrees")
+        mtp = names.mtp_count(self.names)
         wish = self.wanted.wish.pp_split
-        if wish:
-            return from_wish(wish, pp, vpp, layers, mtp=mtp)
-        if not layers:
+        if not layers and not wish:
             return from_counts([0] * (pp * vpp), pp, vpp, mtp=mtp)
-        found = from_args(self.args, pp, vpp, layers, mtp=mtp) or from_args({}, pp, vpp, layers, mtp=mtp)
-        if found is None:
-            near = nearest(pp, even_degrees(layers, vpp))
-            raise UsageError(
-                f"{layers} layers do not divide by {pp} stages" + (f" of {vpp} chunks" if vpp > 1 else ""),
-                code=STAGES,
-                hint=f"the nearest degrees that do: {near}; or give --pp-split",
-            )
-        return found
-
-    def _check(self) -> None:
-        """Raise UsageError (E0237 experts, E0273 heads and rows) for degrees that the model can't take."""
-        ep = self.degrees["ep"]
-        if ep > 1 and not self.experts:
-            raise UsageError(f"--ep {ep}: the model has no experts", code=EXPERTS, hint="leave --ep off")
-        if self.experts and self.experts % ep:
-            near = nearest(ep, divisors(self.experts))
-            raise UsageError(
-                f"--ep {ep}: {self.experts} experts do not divide by {ep}",
-                code=EXPERTS,
-                hint=f"the nearest degrees that do: {near}",
-            )
-        units: dict[str, list[Units]] = {TP: [], ETP: []}
-        for _, tensor in self.tensors:
-            rule = self._rule(tensor)
-            found = units_of(tensor.key.name, rule, tensor.shape, self.facts)
-            if found is not None and 0 not in tensor.shape:
-                units[rule.axis].append(found)
-        for axis, flag in ((TP, "tp"), (ETP, "etp")):
-            self.notes += check_degree(flag, self.degrees[flag], units[axis])
-
-    def _rule(self, tensor: WantedTensor) -> Rule:
-        return rule_of(tensor.key.name, len(tensor.shape), gated=self._gated(tensor), down_shared=not self.facts.te)
-
-    def _carve(self, degrees: Mapping[str, int]) -> dict[str, int]:
-        """Degrees with data ranks enough for the experts' to be carved out of them."""
-        out = dict(degrees)
-        grid, others = out["etp"] * out["ep"], out["tp"] * out["cp"]
-        if self.experts and out["dp"] * others % grid:
-            out["dp"] = lcm(out["dp"] * others, grid) // others
-            self.notes.append(
-                f"data ranks raised from {degrees['dp']} to {out['dp']}: {out['ep']} expert ranks are "
-                "carved out of them"
-            )
-        return out
+        return chosen_stages(wish, self.args, pp, vpp, layers, mtp=mtp)
 
     def _uniform(self) -> bool:
         """Have all layers the same tensors of the same shapes in every state?"""
@@ -262,48 +218,22 @@ class DistLayout:
             yield f"{fqn}_{which}", (half, *tensor.shape[1:]), back
 
     def _gated(self, tensor: WantedTensor) -> bool:
-        fc1 = tensor.key.name.endswith((".linear_fc1.weight", ".linear_fc1.bias"))
-        said = self.facts.gated or HALVES in self.styles
-        return bool(fc1 and said and tensor.shape and tensor.shape[0] % 2 == 0)
+        return self.job.rule(tensor.key.name, len(tensor.shape)).parts == 2 and tensor.shape[0] % 2 == 0
 
-    def _boxes(self, tensor: WantedTensor) -> list[tuple[Box, int]]:
-        """The tensor's boxes and who writes each."""
+    def _boxes(self, tensor: WantedTensor) -> Iterator[tuple[Box, int]]:
+        """The tensor's boxes, and the global rank that has the first replica of each: it writes it."""
         name, shape = tensor.key.name, tensor.shape
-        expert, rule = self.spots[name].expert, self._rule(tensor)
-        degree = self.degrees["etp" if rule.axis == ETP else "tp"]
-        dim = rule.dim
-        if dim is None or dim >= len(shape) or 0 in shape or shape[dim] % (degree * rule.parts):
-            return [(whole(shape), self._rank(name, expert, 0))]
-        size = shape[dim] // (degree * rule.parts)
-        extent = (*shape[:dim], size, *shape[dim + 1 :])
-        return [
-            (
-                Box(tuple((part * degree + rank) * size if d == dim else 0 for d in range(len(shape))), extent),
-                self._rank(name, expert, rank),
-            )
-            for rank in range(degree)
-            for part in range(rule.parts)
-        ]
-
-    def _rank(self, name: str, expert: int | None, tensor_rank: int) -> int:
-        """The global rank of the first replica."""
-        tp, pp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "pp", "ep", "etp", "dp", "cp"))
-        stage = self._stage(name)
-        first = tp * cp * dp * stage
-        if expert is None:
-            return first + tensor_rank
-        return first + tensor_rank + etp * (expert // max(self.experts // ep, 1))
-
-    def _stage(self, name: str) -> int:
-        layer = self.spots[name].layer
-        if layer is not None:
-            found = self.stages.holding(layer)
-            return found.pp if found else 0
-        if name.startswith("mtp."):
-            return self.stages.mtp_stage.pp
-        if name.startswith(("decoder.", "output_layer.")):
-            return self.stages.chunks[-1].pp
-        return 0
+        rule, expert = self.job.rule(name, len(shape)), self.spots[name].expert
+        tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
+        stage, _ = next(self.job.homes(name))
+        first = tp * cp * dp * stage.pp + (0 if expert is None else etp * (expert // max(self.experts // ep, 1)))
+        degree = self.degrees[rule.axis]
+        if rule.dim is None or rule.dim >= len(shape) or 0 in shape or shape[rule.dim] % (degree * rule.parts):
+            yield whole(shape), first
+            return
+        for rank in range(degree):
+            for piece in pieces(rule, shape, rank, degree, apart=True):
+                yield piece.box, first + rank
 
 
 def _count(numbers: Sequence[int], what: str) -> int:

@@ -37,10 +37,10 @@ from ckpt_tool.formats.containers.dcp_items import ItemFiles
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.formats.megatron.hints import DistHints
+from ckpt_tool.formats.megatron.target import tensors_of_rng
 from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY, POINTER
 from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
-from ckpt_tool.formats.megatron_dist.objects import COMMON_STATE
-from ckpt_tool.formats.megatron_dist.state import stored_state, tensors_of_rng
+from ckpt_tool.formats.megatron_dist.state import COMMON_STATE, stored_state
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
 

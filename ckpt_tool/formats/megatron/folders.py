@@ -22,26 +22,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tool.core.mesh import divisors
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
-from ckpt_tool.formats.megatron.rules import nearest
+from ckpt_tool.formats.megatron.job import CONTRADICTION, Rank, carved, check_experts
+from ckpt_tool.formats.megatron.stages import nearest
 from ckpt_tool.storage.source import Tree
 
-MISSING, CONTRADICTION, DEGREES = "E0302", "E0305", "E0274"
+MISSING, DEGREES = "E0302", "E0274"
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _FOLDER = re.compile(r"((?:iter_\d{7,}/|release/)?)(mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?)/(.+)", re.ASCII)
-
-
-class Rank(NamedTuple):
-    """A rank folder. path: relative to the root. tp: of dense tensors. etp: of experts."""
-
-    path: str
-    tp: int
-    pp: int
-    ep: int
-    etp: int
 
 
 def rank_folders(tree: Tree) -> dict[str, tuple[int, ...]]:
@@ -113,9 +104,8 @@ def coordinates(
         etp = expert_tensor_rank(tp, ep, degrees, ranks.get(path)) if experts else 0
         if etp is None:
             raise Incomplete(
-                f"the experts' tensor rank of {path} is not known: ETP {degrees['etp']} over TP {degrees['tp']} "
-                "lets several"
-                " ranks write the same file",
+                f"the experts' tensor rank of {path} is not known: ETP {degrees['etp']} over TP {degrees['tp']} lets "
+                "several ranks write the same file",
                 code="E2002",
                 path=path,
                 hint="Megatron kept one of them: expert shards are lost (NVIDIA/Megatron-LM#1836); save as torch_dist",
@@ -160,9 +150,8 @@ def _whole(ranks: Iterable[Rank], degrees: Mapping[str, int], *, experts: bool) 
     hint = "copy them from where the job wrote them: every rank writes its own"
     if experts and degrees["tp"] > degrees["ep"] * degrees["etp"]:
         hint = (
-            "Megatron-Core up to 0.18 never writes them where TP > EP * ETP (NVIDIA/Megatron-LM#4200): go "
-            "back to a save"
-            " as torch_dist, or copy them from the job if it was patched"
+            "Megatron-Core up to 0.18 never writes them where TP > EP * ETP (NVIDIA/Megatron-LM#4200): go back to a "
+            "save as torch_dist, or copy them from the job if it was patched"
         )
     elif degrees["etp"] > degrees["tp"]:
         hint = "Megatron writes expert shards of ETP > TP over each other (NVIDIA/Megatron-LM#1836): save as torch_dist"
@@ -186,35 +175,20 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
     if "etp" not in degrees:
         out["etp"] = out["tp"]
     notes: list[str] = []
+    check_experts(out["ep"], experts, DEGREES)
     if not experts:
-        for name in ("ep", "etp"):
-            if out[name] > 1 and not (name == "etp" and out[name] == out["tp"]):
-                raise UsageError(
-                    f"--{name} {out[name]}: the model has no experts", code=DEGREES, hint=f"leave --{name} off"
-                )
+        if out["etp"] not in (1, out["tp"]):
+            raise UsageError(f"--etp {out['etp']}: the model has no experts", code=DEGREES, hint="leave --etp off")
         return out | {"etp": out["tp"]}, notes
-    if experts % out["ep"]:
-        valid = divisors(experts)
-        raise UsageError(
-            f"--ep {out['ep']}: {experts} experts do not divide by {out['ep']}",
-            code=DEGREES,
-            hint=f"the nearest degrees that do: {nearest(out['ep'], valid)}",
-        )
     if out["tp"] % out["etp"]:
         valid = divisors(out["tp"])
         raise UsageError(
-            f"--etp {out['etp']} with --tp {out['tp']}: folder names hold the dense tensor rank, so that "
-            "experts of more"
-            " tensor ranks would overwrite each other",
+            f"--etp {out['etp']} with --tp {out['tp']}: folder names hold the dense tensor rank, so that experts of "
+            "more tensor ranks would overwrite each other",
             code=DEGREES,
             hint=f"--etp {nearest(out['etp'], valid)} (a divisor of --tp), or --to megatron-dist",
         )
-    grid = out["ep"] * out["etp"]
-    if stage_ranks(out) % grid:
-        least = lcm(stage_ranks(out), grid) // (out["tp"] * out["cp"])
-        notes.append(f"data ranks raised from {out['dp']} to {least}: {out['ep']} expert ranks are carved out of them")
-        out["dp"] = least
-    return out, notes
+    return carved(out, notes), notes
 
 
 def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], degrees: Mapping[str, int]) -> None:

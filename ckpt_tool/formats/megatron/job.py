@@ -1,0 +1,346 @@
+"""The job behind a Megatron checkpoint: which part of which parameter every rank holds, and what it calls it.
+
+The one idea: a rank's array is described once, as slots (a box of a logical tensor, and where it lies in an array of
+the rank's own shape). Model, fp32 master and moments are arrays of that shape, wherever they lie, so that one
+description serves all of them, legacy and torch_dist, reader and writer:
+
+    tensor rank 1 of 2, stage 1 (layers 2, 3):  decoder.layers.0.mlp.linear_fc1.weight (48, 32)
+    <-> decoder.layers.2.mlp.linear_fc1.weight (96, 32): rows 24..48 are rows 0..24, rows 72..96 are rows 24..48
+
+`Job.array` takes what is there: from a rank's name and shape follow the slots. `Ranks.arrays` gives what must be there:
+from the logical names and shapes follow all arrays of a rank, in the order in which its modules register them, which is
+that of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E, h, 2f) in memory, weight2 (E*f, h) is (E, f, h): each
+expert's matrix is a transposed view.
+
+Sources and rules: `megatron.names`, `megatron.rules`, `megatron.stages`. Cost: some us a parameter.
+What it does not do: files, the order of optimizers (`megatron.optimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import lcm, prod
+from typing import NamedTuple
+
+from ckpt_tool.core.box import Box, contiguous_strides, whole
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.flat_line import Place
+from ckpt_tool.core.mesh import divisors
+from ckpt_tool.core.tensor import Chunk, StoredArray
+from ckpt_tool.errors import InconsistentCheckpoint, UnmappedTensor, UsageError
+from ckpt_tool.formats.megatron import names
+from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.rules import (
+    ETP,
+    TP,
+    VOCABULARY,
+    Piece,
+    Rule,
+    Units,
+    check_degree,
+    global_shape,
+    pieces,
+    rule_of,
+    units_of,
+)
+from ckpt_tool.formats.megatron.stages import Stage, Stages, nearest
+
+UNMAPPED, CONTRADICTION = "E2003", "E0305"
+TIED_HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.dense.", "lm_head.layer_norm.")  # on the head's stage
+Shape = tuple[int, ...]
+
+
+class Rank(NamedTuple):
+    """A model-parallel rank. path: its folder, relative to the root. tp: of dense tensors. etp: of experts."""
+
+    path: str
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+
+class View(NamedTuple):
+    """A strided part of an array of the rank's own shape. start: elements. strides: elements."""
+
+    start: int
+    shape: Shape
+    strides: Shape
+
+
+class Slot(NamedTuple):
+    """`box` of logical tensor `name` (of `shape`) is `within` of the rank's array, or of a view of it."""
+
+    name: str
+    shape: Shape
+    box: Box
+    within: Box
+    view: View | None = None
+
+    def chunk(self, array: StoredArray) -> Chunk:
+        """The slot of `array`, which is of the rank's own shape."""
+        return Chunk(self.box, array if self.view is None else array.view(*self.view), self.within)
+
+
+class RankArray(NamedTuple):
+    """A parameter or buffer of a rank, in the rank's own spelling and shape. chunk: of the virtual pipeline. names: the
+    logical tensors in it (several for GroupedMLP)."""
+
+    local: str
+    chunk: int
+    shape: Shape
+    dtype: DType
+    names: tuple[str, ...]
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def expert(self) -> bool:
+        return ".experts." in self.local
+
+    def parts(self) -> Iterator[tuple[str, Box, int, Shape | None]]:
+        """(name, box, element of the row-major array, strides where it lies there otherwise than row-major)."""
+        for slot in self.slots:
+            start, _, strides = slot.view or View(0, (), contiguous_strides(self.shape))
+            start += sum(o * s for o, s in zip(slot.within.offset, strides, strict=True))
+            yield slot.name, slot.box, start, strides if slot.view else None
+
+    def places(self, at: int) -> Iterator[Place[tuple[str, bool]]]:
+        """Where the logical tensors lie on a flat line on which the array begins at `at`, by (name, is it transposed
+        there?)."""
+        for name in self.names:
+            own = [slot for slot in self.slots if slot.name == name]
+            view = own[0].view
+            if view is None:
+                boxes = [(slot.box, slot.within) for slot in own]
+                yield Place((name, False), at, 0, self.numel, self.shape, boxes)
+            else:
+                boxes = [(_turned(slot.box), _turned(slot.within)) for slot in own]
+                yield Place((name, True), at + view.start, 0, prod(view.shape), view.shape[::-1], boxes)
+
+
+def carved(degrees: Mapping[str, int], notes: list[str]) -> dict[str, int]:
+    """Degrees with data ranks enough for the experts' ranks to be carved out of them; `notes` says where they grew."""
+    out, others = dict(degrees), degrees["tp"] * degrees["cp"]
+    grid = degrees["etp"] * degrees["ep"]
+    out["dp"] = lcm(degrees["dp"] * others, grid) // others
+    if out["dp"] != degrees["dp"]:
+        grown = f"data ranks raised from {degrees['dp']} to {out['dp']}"
+        notes.append(f"{grown}: {degrees['ep']} expert ranks are carved out of them")
+    return out
+
+
+def check_experts(ep: int, experts: int | None, code: str) -> None:
+    """Raise UsageError `code` where `ep` ranks can't share the experts."""
+    if ep > 1 and not experts:
+        raise UsageError(f"--ep {ep}: the model has no experts", code=code, hint="leave --ep off")
+    if experts and experts % ep:
+        raise UsageError(
+            f"--ep {ep}: {experts} experts do not divide by {ep}",
+            code=code,
+            hint=f"the nearest degrees that do: {nearest(ep, divisors(experts))}",
+        )
+
+
+def _turned(box: Box) -> Box:
+    return Box(box.offset[::-1], box.shape[::-1])
+
+
+def turned(chunk: Chunk) -> Chunk:
+    """The chunk of a matrix, from that of the transposed one."""
+    start, strides = chunk.region()
+    box = _turned(chunk.box)
+    return Chunk(box, chunk.array.view(start, box.shape, strides[::-1]), whole(box.shape), chunk.replica)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How parameters are parted and spelled. experts: of a layer. gated: fc1 holds gate and up. down_shared: MLA's down
+    projections are cut. te: norms are fused into Transformer Engine's linears. container: of experts. mtp_inner: what
+    an MTP layer calls its inner one. rows: of stored vocabularies, None: as many as they have. kept: those that are the
+    model's, None: all; what follows is padding. boxes: of tensors that were found cut; they count before any rule, the
+    r-th of a tensor's is rank r's (gate and up counted apart).
+    """
+
+    facts: Facts
+    degrees: Mapping[str, int]
+    stages: Stages
+    experts: int
+    gated: bool
+    down_shared: bool
+    te: bool = False
+    container: str = names.SEQUENTIAL
+    mtp_inner: str = "transformer_layer"
+    rows: int | None = None
+    kept: int | None = None
+    boxes: Mapping[str, Sequence[Box]] = field(default_factory=dict)
+
+    def rule(self, name: str, rank: int) -> Rule:
+        """The rule of a logical tensor of so many dims."""
+        return rule_of(name, rank, gated=self.gated, down_shared=self.down_shared)
+
+    def check(self, shapes: Iterable[tuple[str, Shape]]) -> list[str]:
+        """Notes. Raises UsageError E0273 where tensor ranks can't share a parameter."""
+        units: dict[str, list[Units]] = {TP: [], ETP: []}
+        for name, shape in shapes:
+            rule = self.rule(name, len(shape))
+            found = units_of(name, rule, shape, self.facts) if 0 not in shape else None
+            if found:
+                units[rule.axis].append(found)
+        return [note for axis, own in units.items() for note in check_degree(axis, self.degrees[axis], own)]
+
+    def pieces(self, name: str, shape: Shape, rank: Rank) -> list[Piece]:
+        """What a rank keeps of a tensor of `shape` (padding included), in the order of its own rows."""
+        rule = self.rule(name, len(shape))
+        number, size = (rank.etp if rule.axis == ETP else rank.tp), self.degrees[rule.axis]
+        found = self.boxes.get(name)
+        if found is None:
+            return pieces(rule, shape, number, size)
+        out, row = list[Piece](), 0
+        for box in found if len(found) == 1 or len(found) % size else found[number::size]:
+            out.append(Piece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
+            row += box.shape[0] if shape else 0
+        return out
+
+    def array(self, local: str, shape: Shape, dtype: DType, rank: Rank, chunk: int) -> RankArray:
+        """The rank's array that is there. Raises UnmappedTensor E2003 for names without a rule where tensor ranks
+        share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
+        count, which, own = self.experts // self.degrees["ep"], 0, shape
+        name = names.canonical(names.shift_layer(local, self.stages.of(rank.pp, chunk).first))
+        members = [name]
+        if grouped := names.grouped_of(name):
+            front, which = grouped
+            if len(shape) != 2 or not count or shape[which == 1] % count:
+                raise InconsistentCheckpoint(
+                    f"{local} {list(shape)} does not hold {count} experts",
+                    code=CONTRADICTION,
+                    path=rank.path,
+                    key=local,
+                    hint="args.num_experts or args.expert_model_parallel_size contradict the tensor",
+                )
+            every = (names.ExpertName(front, e + rank.ep * count, f"linear_fc{which}.weight") for e in range(count))
+            members = [expert.logical() for expert in every]
+            own = (shape[1] // count, shape[0]) if which == 1 else (shape[1], shape[0] // count)
+        elif expert := names.expert_of(name):
+            members = [expert._replace(expert=expert.expert + rank.ep * count).logical()]
+        elif name == TIED_HEAD and self.facts.tied:
+            members = [EMBEDDING]
+        rule = self.rule(members[0], len(own))
+        size = self.degrees[rule.axis]
+        if not rule.known and size > 1:
+            raise UnmappedTensor(
+                f"no rule says how tensor ranks share {local} {list(shape)}",
+                code=UNMAPPED,
+                key=members[0],
+                path=rank.path,
+                hint="bring the job to tensor parallel size 1 with its own software, or remove the key (--remove-keys)",
+            )
+        full = global_shape(rule, own, size)
+        made = self.made(local, chunk, dtype, [(name, full) for name in members], rank, which)
+        return made if made.shape == shape else made._replace(shape=shape)  # odd halves: the catalog names the gap
+
+    def made(
+        self, local: str, chunk: int, dtype: DType, members: Sequence[tuple[str, Shape]], rank: Rank, which: int = 0
+    ) -> RankArray:
+        """The rank's array that holds its part of `members`, logical tensors by name and shape (padding included).
+        which: of GroupedMLP's two weights, 0 for any other array."""
+        slots, start, own = list[Slot](), 0, Shape()
+        for name, shape in members:
+            held = self.pieces(name, shape, rank)
+            own = held[0].within.shape
+            if len(held) > 1:  # one below the other
+                own = (sum(piece.within.shape[0] for piece in held), *own[1:])
+            view = View(start, own, (1, own[0])) if which else None
+            if self.kept is not None and name in VOCABULARY and shape:
+                shape = (min(self.kept, shape[0]), *shape[1:])
+                boxes = [(piece.box & whole(shape), piece.within.offset) for piece in held]
+                held = [Piece(box, Box(offset, box.shape)) for box, offset in boxes if box]
+            slots += [Slot(name, shape, box, within, view) for box, within in held]
+            start += prod(own)
+        if which:
+            wide = own[which == 2] * len(members)
+            own = (own[1], wide) if which == 1 else (wide, own[0])
+        return RankArray(local, chunk, own, dtype, tuple([name for name, _ in members]), tuple(slots))
+
+    def homes(self, name: str) -> Iterator[tuple[Stage, str]]:
+        """The chunks that keep a copy of a logical tensor, and under which logical name (a tied head's is its own)."""
+        chunks = self.stages.chunks
+        first = next((chunk for chunk in chunks if chunk.embedding), chunks[0])
+        head = next((chunk for chunk in chunks if chunk.head), chunks[-1])
+        if layer := names.layer_of(name):
+            yield self.stages.holding(layer[1]) or chunks[-1], name
+        elif name.startswith("embedding."):
+            yield first, name
+            if self.facts.mtp and self.stages.mtp_stage != first:
+                yield self.stages.mtp_stage, name
+            if self.facts.tied and name == EMBEDDING and head != first:
+                yield head, TIED_HEAD
+        elif name.startswith("mtp."):
+            yield self.stages.mtp_stage, name
+        else:
+            yield head if name.startswith(_LAST) else first, name
+
+
+class Ranks:
+    """What every rank of a job keeps of `tensors`: shape and dtype by logical name."""
+
+    def __init__(self, job: Job, tensors: Mapping[str, tuple[Shape, DType]]) -> None:
+        self.job = job
+        self.tensors = tensors
+        self.mla = {name.partition(".self_attention.")[0] for name in tensors if ".linear_kv_down_proj." in name}
+        self.moe = {name.partition(".mlp.")[0] for name in tensors if ".mlp.router." in name or ".mlp.experts." in name}
+        self._dense: dict[tuple[int, int], list[tuple[str, str]]] = {}  # by (stage, chunk): (spelled, logical)
+        self._experts: dict[tuple[int, int, int], list[tuple[names.ExpertName, str]]] = {}  # and expert rank
+        for name in tensors:
+            expert = names.expert_of(name) if ".experts." in name else None
+            for stage, alias in job.homes(name):
+                if expert is None:
+                    self._dense.setdefault((stage.pp, stage.vpp), []).append((alias, name))
+                else:
+                    ep, own = divmod(expert.expert, max(job.experts // job.degrees["ep"], 1))
+                    members = self._experts.setdefault((stage.pp, stage.vpp, ep), [])
+                    members.append((expert._replace(expert=own), name))
+
+    def arrays(self, rank: Rank) -> list[RankArray]:
+        """The arrays of a rank, chunk by chunk, in the order in which the model registers them."""
+        out = []
+        for chunk in range(self.job.stages.vpp):
+            own = list(self._chunk(rank, self.job.stages.of(rank.pp, chunk)))
+            out += [own[i] for i in names.registration_order([array.local for array in own])]
+        return out
+
+    def _chunk(self, rank: Rank, stage: Stage) -> Iterator[RankArray]:
+        job = self.job
+        grouped: dict[str, list[tuple[int, str]]] = {}
+        plain = list(self._dense.get((stage.pp, stage.vpp), ()))
+        for own, name in self._experts.get((stage.pp, stage.vpp, rank.ep), ()):
+            if job.container == names.GROUPED and own.rest in ("linear_fc1.weight", "linear_fc2.weight"):
+                grouped.setdefault(f"{own.front}weight{own.rest[9]}", []).append((own.expert, name))
+            else:
+                plain.append((names.in_container(own, job.container), name))
+        for spelled, name in plain:
+            yield job.made(self._local(spelled, stage), stage.vpp, self.tensors[name][1], [self._cut(name)], rank)
+        for spelled, experts in grouped.items():
+            members = [self._cut(name) for _, name in sorted(experts)]
+            dtype = self.tensors[members[0][0]][1]
+            yield job.made(self._local(spelled, stage), stage.vpp, dtype, members, rank, int(spelled[-1]))
+
+    def _cut(self, name: str) -> tuple[str, Shape]:
+        """The name, and the shape that ranks share: with the padding of a vocabulary."""
+        shape, rows = self.tensors[name][0], self.job.rows
+        return name, (rows, *shape[1:]) if rows is not None and name in VOCABULARY and shape else shape
+
+    def _local(self, name: str, stage: Stage) -> str:
+        """The rank's own name of a logical one."""
+        if self.job.te:
+            marks = (".input_layernorm.", ".pre_mlp_layernorm.", ".self_attention.")
+            layer = next((name.partition(mark)[0] for mark in marks if mark in name), "")
+            name = names.fused_norm(name, mla=layer in self.mla, moe=layer in self.moe)
+        if name.startswith("mtp."):
+            name = name.replace(".transformer_layer.", f".{self.job.mtp_inner}.", 1)
+        return names.shift_layer(name, -stage.first)
