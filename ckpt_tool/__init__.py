@@ -11,19 +11,15 @@ return the document that `--json` prints; they raise `ckpt_tool.errors.CkptError
 importing this package costs nothing.
 """
 
-TYPE_CHECKING = False  # `typing` alone would cost 3 ms here
-if TYPE_CHECKING:
-    from ckpt_tool.face import convert, diff, merge, open, reshard, verify
-
 __version__ = "0.1.0"
 __all__ = ["__version__", "convert", "diff", "merge", "open", "reshard", "verify"]
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        from ckpt_tool import face
+        from ckpt_tool import api
 
-        return getattr(face, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

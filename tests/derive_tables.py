@@ -1,7 +1,8 @@
-"""The tables of formats and families in the READMEs and the guide, derived from what each says of itself.
+"""The tables of formats and families in the READMEs and the guide, derived from what each says of itself; and the types
+of the Python functions, derived from the statements of the options.
 
     python tests/derive_tables.py            write them
-    python tests/derive_tables.py --check    write nothing; exit 1 with a diff where a table is not as derived
+    python tests/derive_tables.py --check    write nothing; exit 1 with a diff where something is not as derived
 
 A table is known by how its head begins; the head is its page's own, in its language, and the rows below are derived.
 `tests/test_readme.py` checks them, and so `.ci/run` does.
@@ -10,6 +11,7 @@ A table is known by how its head begins; the head is its page's own, in its lang
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this tree, not what is installed
 
+from ckpt_tool import api  # noqa: E402
 from ckpt_tool.families.models import FAMILIES  # noqa: E402
 from ckpt_tool.formats.entry import entries, load  # noqa: E402
 
@@ -57,6 +60,34 @@ def families() -> list[str]:
     ]
 
 
+STUB = """# The functions of `ckpt_tool.api` with their options and types, by tests/derive_tables.py
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.run.lazy import OpenCatalog
+
+__version__: str
+Document = dict[str, Any]
+StrPath = str | PathLike[str]
+"""
+
+
+def stub() -> list[str]:
+    """The lines of `ckpt_tool/__init__.pyi`."""
+    lines = [*STUB.splitlines(), ""]
+    for function in (api.open, api.reshard, api.convert, api.merge, api.diff, api.verify):
+        signature, listed = inspect.signature(function), list[str]()
+        for each in signature.parameters.values():
+            listed += ["*"] if each.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in listed else []
+            optional = each.default is not inspect.Parameter.empty
+            listed.append(f"{each.name}: {each.annotation}{' = ...' if optional else ''}")
+        result = f") -> {signature.return_annotation}: ..."
+        lines += [f"def {function.__name__}(", *(f"    {line}," for line in listed), result]
+    return lines
+
+
 def tables() -> Iterator[tuple[str, str, list[str]]]:
     """(file, how the table's head begins, the rows below)."""
     for language, (readme, format_, capability, family) in LANGUAGES.items():
@@ -81,7 +112,8 @@ def pages() -> dict[str, tuple[list[str], list[str]]]:
     for file, head, rows in tables():
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
         found[file] = lines, derived(found.get(file, (lines, lines))[1], head, rows)
-    return found
+    types = "ckpt_tool/__init__.pyi"
+    return {**found, types: ((ROOT / types).read_text(encoding="utf-8").splitlines(), stub())}
 
 
 def differences() -> str:

@@ -14,16 +14,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckpt_tool
-from ckpt_tool import cli, cli_options, cli_parser, cli_verbs
-from ckpt_tool.cli_job import plain_job
+from ckpt_tool import api, cli
+from ckpt_tool.cli import parser
+from ckpt_tool.cli.plain import plain_job
+from ckpt_tool.cli.verbs import VERBS, Job
 from ckpt_tool.commands import apply, clean, convert, diff, doctor, inspect, kernels, merge, verify
-from ckpt_tool.commands.options import Reading, ReadingOptions, Writing, WritingOptions
 from ckpt_tool.errors import (
     CorruptFile,
     OutputExists,
@@ -33,6 +36,11 @@ from ckpt_tool.errors import (
     UsageError,
     catalogue,
 )
+from ckpt_tool.merging.options import MergeOptions
+from ckpt_tool.options.reading import Inspection, Reading, Show
+from ckpt_tool.options.statement import LAYOUT, stated
+from ckpt_tool.options.verbs import Comparison, Verification
+from ckpt_tool.options.writing import Writing
 
 CATALOG: dict[str, Any] = {
     "schema_version": 1,
@@ -114,15 +122,9 @@ def test_inspect_arrives(stub: dict[str, Stub]) -> None:
     assert (
         run("inspect", "x", "--from", "dcp", "--match", "a*", "--match", "re:b", "--state", "model,ema", "--stats") == 0
     )
-    assert stub["inspect"].args == ("x", Reading(from_format="dcp"))
-    assert stub["inspect"].kwargs == {
-        "match": ("a*", "re:b"),
-        "states": ("model", "ema"),
-        "placement": False,
-        "security": False,
-        "stats": True,
-        "columns": True,
-    }
+    wanted = Inspection(match=("a*", "re:b"), states=("model", "ema"), stats=True)
+    assert stub["inspect"].args == ("x", Reading(from_format="dcp"), wanted)
+    assert stub["inspect"].kwargs == {"columns": True}
 
 
 def test_a_bare_inspect_is_the_same_job_without_the_parser(stub: dict[str, Stub]) -> None:
@@ -130,9 +132,7 @@ def test_a_bare_inspect_is_the_same_job_without_the_parser(stub: dict[str, Stub]
     for line in (["inspect", "x"], ["inspect", "x", "--progress", "auto"]):
         assert run(*line) == 0
         calls.append((stub["inspect"].args, stub["inspect"].kwargs))
-    (args, kwargs), parsed = calls
-    defaults = {"match": (), "states": (), "placement": False, "security": False, "stats": False}
-    assert (args, {**defaults, **kwargs}) == parsed
+    assert calls[0] == calls[1]
     assert all(plain_job(line) is None for line in (["inspect"], ["inspect", "--help"], ["inspect", ""], ["diff", "x"]))
 
 
@@ -191,23 +191,9 @@ def test_merge_arrives(stub: dict[str, Stub]) -> None:
     )
     assert stub["merge"].args[:3] == (["a", "b"], "out", Reading())
     assert stub["merge"].args[3].to == "safetensors"
-    assert stub["merge"].kwargs == {
-        "method": "dare-ties",
-        "weights": (0.3, 0.7),
-        "base": "c",
-        "density": (0.5,),
-        "t": None,
-        "seed": 7,
-        "config": None,
-        "on_conflict": "last",
-        "epsilon": None,
-        "gamma": None,
-        "factor": None,
-        "normalize": None,
-        "decay": None,
-        "last": None,
-        "tokenizer": None,
-    }
+    assert stub["merge"].args[4] == MergeOptions(
+        "dare-ties", weights=(0.3, 0.7), base="c", density=(0.5,), seed=7, on_conflict="last"
+    )
     assert (
         run(
             "merge",
@@ -235,37 +221,30 @@ def test_merge_arrives(stub: dict[str, Stub]) -> None:
         )
         == 0
     )
-    given = {
-        "factor": 2.0,
-        "normalize": False,
-        "last": 3,
-        "decay": 0.9,
-        "epsilon": 0.1,
-        "gamma": 0.2,
-        "tokenizer": "base",
-    }
-    assert {**stub["merge"].kwargs, **given, "density": (1.0, 0.5)} == stub["merge"].kwargs
+    assert stub["merge"].args[4] == MergeOptions(
+        "ema",
+        factor=2.0,
+        normalize=False,
+        last=3,
+        decay=0.9,
+        epsilon=0.1,
+        gamma=0.2,
+        tokenizer="base",
+        density=(1.0, 0.5),
+    )
 
 
 def test_merge_config_is_not_the_model_config(stub: dict[str, Stub]) -> None:
     assert run("merge", "out", "--config", "m.yaml") == 0
     assert stub["merge"].args[0] == [] and stub["merge"].args[2].config is None
-    assert stub["merge"].kwargs["config"] == "m.yaml"
+    assert stub["merge"].args[4].config == "m.yaml"
 
 
 def test_the_other_verbs_arrive(stub: dict[str, Stub]) -> None:
     assert run("diff", "a", "b", "--rtol", "1e-5", "--map", "m", "--state", "ema") == 0
-    assert stub["diff"].args == ("a", "b", Reading())
-    assert {k: v for k, v in stub["diff"].kwargs.items() if k != "progress"} == {
-        "rtol": 1e-5,
-        "atol": 0.0,
-        "map_file": "m",
-        "dialect": None,
-        "states": ("ema",),
-        "device": "cpu",
-    }
-    assert run("verify", "a") == 0 and stub["verify"].kwargs["mode"] == "full"
-    assert run("verify", "a", "--verify", "quick") == 0 and stub["verify"].kwargs["mode"] == "quick"
+    assert stub["diff"].args == ("a", "b", Reading(), Comparison(rtol=1e-5, map_file="m", states=("ema",)))
+    assert run("verify", "a") == 0 and stub["verify"].args == ("a", Reading(), Verification("full"))
+    assert run("verify", "a", "--verify", "quick") == 0 and stub["verify"].args[2].mode == "quick"
     assert run("apply", "p.json", "--part", "3/8", "--threads", "2") == 0
     assert stub["apply"].args[:3] == ("p.json", (3, 8), Writing(threads=2))
     assert run("clean", "d") == 0 and stub["clean"].kwargs == {"remove": False}
@@ -285,18 +264,47 @@ def test_reporting_options_may_come_before_the_verb(stub: dict[str, Stub], capsy
     assert json.loads(capsys.readouterr().out) == CATALOG
 
 
-def test_the_options_of_the_shell_are_those_of_python() -> None:
-    typed = {option.name for group in (cli_options.READING,) for option in group}
-    assert typed == set(ReadingOptions.__annotations__)
-    groups = (
-        cli_options.TO,
-        cli_options.LAYOUT,
-        cli_options.TRAVEL,
-        cli_options.KEYS,
-        cli_options.RUN,
-        cli_options.PLAN,
-    )
-    assert {option.name for group in groups for option in group} == set(WritingOptions.__annotations__)
+# -- an option is one statement ---------------------------------------------------------------------------------------
+
+
+def test_a_field_is_all_that_an_option_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One field more in a group: typer's road, plain lines, help, completion, faults and Python have it."""
+
+    @dataclass(frozen=True)
+    class More(Writing):
+        """Writing with an option that nobody has heard of."""
+
+        colour_depth: int | None = LAYOUT.choice("Bits of a colour.", ("8", "16"), "BITS")
+
+    got: list[Any] = []
+    monkeypatch.setitem(VERBS, "reshard", VERBS["reshard"]._replace(takes=lambda: (Reading, More)))
+    monkeypatch.setattr(convert, "reshard", lambda *given: got.append(given[3]) or WRITTEN)
+    for line in (["--colour-depth", "8"], ["--colour-depth=8", "-vv"]):  # plain, and by typer
+        assert run("reshard", "a", "b", *line) == 0
+    api.reshard("a", "b", colour_depth="8")
+    assert got == [More(colour_depth="8")] * 3  # type: ignore[arg-type]
+    capsys.readouterr()
+    assert run("reshard", "--help") == 0 and "--colour-depth BITS" in capsys.readouterr().out
+    assert run("reshard", "a", "b", "--colour-depth", "9") == 2
+    assert "--colour-depth: found '9', want one of 8, 16" in capsys.readouterr().err
+    assert run("inspect", "a", "--colour-depth", "8") == 2
+    assert "--colour-depth belongs to ckpt reshard" in capsys.readouterr().err
+
+    def reshard(src: str, dst: str, **options: Any) -> dict[str, Any]:
+        return {}
+
+    assert signature(api._documented(reshard)).parameters["colour_depth"].annotation == "str | None"
+
+
+@pytest.mark.parametrize("name", ["reshard", "convert", "merge", "diff", "verify"])
+def test_python_shows_its_options(name: str) -> None:
+    function = getattr(ckpt_tool, name)
+    options = VERBS[name].options()
+    keywords = set(signature(function).parameters)
+    assert {one for one in options if one not in stated(Show)} <= keywords
+    assert all(f"    {one}: {options[one].help}" in function.__doc__ for one in keywords & set(options) - {"progress"})
 
 
 CONTRACT = {
@@ -319,7 +327,7 @@ CONTRACT = {
 
 @pytest.mark.parametrize("verb", CONTRACT)
 def test_every_option_of_the_contract_is_there(verb: str) -> None:
-    have = {name for param in cli_parser.build(verb).params for name in (*param.opts, *param.secondary_opts)}
+    have = {name for param in parser.build(verb).params for name in (*param.opts, *param.secondary_opts)}
     wanted = f"{CONTRACT[verb]} --json --progress --quiet -q --verbose -v --report --color".split()
     assert set(wanted) <= have
 
@@ -567,7 +575,7 @@ def test_a_path_without_a_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_no_verb_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 2
     out, err = capsys.readouterr()
-    assert out == "" and all(verb in err for verb in cli_parser.VERBS)
+    assert out == "" and all(verb in err for verb in VERBS)
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
@@ -576,10 +584,10 @@ def test_no_verb_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixtu
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
-    assert all(f"  {verb} " in out for verb in cli_parser.VERBS) and "Exit codes" in out
+    assert all(f"  {verb} " in out for verb in VERBS) and "Exit codes" in out
 
 
-@pytest.mark.parametrize("verb", cli_parser.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("width", ["60", "100"])
 def test_every_verb_has_help(
     verb: str, width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -601,11 +609,11 @@ def test_examples_parse() -> None:
     """What the help shows can be typed."""
     import shlex
 
-    for examples in cli_parser.EXAMPLES.values():
-        for example in examples:
+    for verb in VERBS.values():
+        for example in verb.examples:
             for command in example.split("&&"):
                 _, *arguments = shlex.split(command)
-                assert isinstance(cli_parser.parse(arguments), cli_verbs.Job), command
+                assert isinstance(parser.parse(arguments), Job), command
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------
@@ -622,12 +630,13 @@ def test_the_python_face_mirrors_the_verbs(stub: dict[str, Stub]) -> None:
     ckpt_tool.reshard("a", "b", dp=3, zero=1, strict_shard=True, from_format="dcp")
     assert stub["reshard"].args[2].from_format == "dcp" and stub["reshard"].args[3].on_indivisible == "error"
     ckpt_tool.merge(["a", Path("b")], "c", method="slerp", t=0.5, weight=(0.1, 0.9), config="m.yaml")
-    assert stub["merge"].args[0] == ["a", "b"] and stub["merge"].kwargs["weights"] == (0.1, 0.9)
-    assert stub["merge"].kwargs["config"] == "m.yaml" and stub["merge"].args[2].config is None
+    sources, _, reading, _, options, _ = stub["merge"].args
+    assert sources == ["a", "b"] and reading.config is None
+    assert options == MergeOptions("slerp", t=0.5, weights=(0.1, 0.9), config="m.yaml")
     ckpt_tool.diff("a", "b", rtol=1e-3, state="model", map="m")
-    assert stub["diff"].kwargs["states"] == ("model",) and stub["diff"].kwargs["map_file"] == "m"
+    assert stub["diff"].args[3] == Comparison(rtol=1e-3, states=("model",), map_file="m")
     ckpt_tool.verify("a", mode="quick")
-    assert stub["verify"].kwargs["mode"] == "quick"
+    assert stub["verify"].args[2].mode == "quick"
     with pytest.raises(UsageError, match="unknown option 'tpp'"):
         ckpt_tool.convert("a", "b", to="dcp", tpp=2)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="--mode"):

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import pytest
 
-from ckpt_tool import cli, cli_parser, errors
+from ckpt_tool import cli, errors
+from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.commands.explain import explain
 from ckpt_tool.errors import CkptError, UsageError, catalogue
 from ckpt_tool.report.explanation import explanation
@@ -233,7 +234,7 @@ def test_entries_are_whole() -> None:
 
 
 def test_entries_name_options_that_exist() -> None:
-    known = {name for verb in cli_parser.VERBS for param in cli_parser.build(verb).params for name in param.opts}
+    known = {name for verb in VERBS.values() for option in verb.options().values() for name in option.names}
     known |= {"--help", "--head", "--dist-ckpt-optim-fully-reshardable"}  # of Ray, of Megatron
     named = {
         (row.code, word)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -371,6 +371,31 @@ def test_a_named_format_is_seen(file: str, source: str, lines: list[int]) -> Non
     assert formats_named(file, source, {"dcp": "formats/dcp", "torch": "formats/torch"}) == lines
 
 
+def options_restated(source: str, known: Collection[str]) -> list[str]:
+    """Parameters and texts of a module that are an option's keyword or its spelling."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return [*(name for name in named if name in known), *(text for text in texts if text[:2] == "--" and text in known)]
+
+
+@pytest.mark.parametrize("file", [file for file in MODULES if inside(file, ["cli", "api.py"])])
+def test_an_option_is_stated_once(file: str) -> None:
+    """A field of its group; the command line and the Python functions are made from that and name none themselves."""
+    from ckpt_tool.cli.verbs import VERBS
+    from ckpt_tool.options.reading import Show
+    from ckpt_tool.options.statement import stated
+
+    options = {name: one for verb in VERBS.values() for name, one in verb.options().items() if name not in stated(Show)}
+    known = {*options, *(spelled for option in options.values() for spelled in option.names)}
+    assert options_restated(MODULES[file], known) == {"api.py": ["from_format"]}.get(file, [])  # of `open`
+
+
+def test_an_option_that_is_stated_twice_is_seen() -> None:
+    source = 'def convert(src, *, tp=None, zeal=1):\n    given = {"--tp": tp, "-x": 1, "tp": 2}\n'
+    assert options_restated(source, {"tp", "--tp"}) == ["tp", "--tp"]
+
+
 EXTRAS = ("torch", "remote", "ray")  # for verbs that not everybody runs: without them these say what to install
 
 
@@ -386,13 +411,6 @@ def test_every_library_is_a_dependency() -> None:
         if not (module.endswith(".py") or module in MODULES or module in sys.stdlib_module_names)
     }
     assert {{"yaml": "pyyaml"}.get(module, module) for module in libraries} <= have
-
-
-def test_policies_are_those_of_the_layout() -> None:
-    from ckpt_tool.commands.options import POLICIES
-    from ckpt_tool.core import layout
-
-    assert layout.POLICIES == POLICIES
 
 
 def tracked() -> list[Path]:

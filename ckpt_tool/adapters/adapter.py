@@ -22,11 +22,11 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from ckpt_tool.adapters.pattern import first_match
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor
 from ckpt_tool.errors import CorruptFile, UsageError
 from ckpt_tool.formats.peft.lone import CONFIG, PADDLE_CONFIG, adapter_config, is_adapter, without_config
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.strict_json import parse

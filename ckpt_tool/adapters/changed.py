@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.adapters.adapter import Adapter
 from ckpt_tool.adapters.targets import Bias, Change, Low, Matched, Tokens, Whole
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, with_computed
 

@@ -23,7 +23,6 @@ from typing import Any
 from ckpt_tool.adapters.adapter import LARGEST, Adapter, open_adapter
 from ckpt_tool.adapters.changed import changed
 from ckpt_tool.adapters.targets import Matched, Tokens, match
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.conversion.tied_head import TIED as TIE
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
@@ -32,6 +31,8 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan
 from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source

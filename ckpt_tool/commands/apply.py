@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.conversion.carry_out import check_replaced, execute
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import SourceChanged, StorageError, UsageError
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.destination import check_destination, check_space
 from ckpt_tool.storage.opening import open_tree
 

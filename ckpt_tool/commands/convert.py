@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.conversion.passes import NAMES, SELECTION, selected
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Conversion
 from ckpt_tool.sources.opening import open_source
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, first_replica
 from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Comparison
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import state_filter
 from ckpt_tool.storage.source import Tree
@@ -20,37 +22,28 @@ if TYPE_CHECKING:
     from ckpt_tool.device.library import Device
 
 
-def diff(
-    a: str,
-    b: str,
-    reading: Reading,
-    *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    map_file: str | None = None,
-    states: tuple[str, ...] = (),
-    dialect: str | None = None,
-    device: str = "cpu",
-    progress: Progress,
-) -> dict[str, Any]:
-    """The document of `diff --json`. map_file: a JSON object or lines `LEFT RIGHT`: names of A as B calls them.
-    dialect: both are looked at under its names and in its structure, as `convert --dialect` would write them.
+BIT_FOR_BIT = Comparison()
+
+
+def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, progress: Progress) -> dict[str, Any]:
+    """The document of `diff --json`. The map is a JSON object or lines `LEFT RIGHT`: names of A as B calls them. Under
+    a dialect both have its names and its structure, as `convert --dialect` would write them.
 
     Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol
     |b|.
     """
-    on = device_of(device)
+    on = device_of(wanted.device)
     left, right = open_source(a, reading).refuse_unsafe(), open_source(b, reading).refuse_unsafe()
     left.catalog.check()
     right.catalog.check()
-    names = _names(map_file) if map_file else {}
-    wanted = state_filter(states, (*left.catalog.states(), *right.catalog.states()))
+    names = _names(wanted.map_file) if wanted.map_file else {}
+    listed = state_filter(wanted.states, (*left.catalog.states(), *right.catalog.states()))
     here = {
         TensorKey(names.get(key.name, key.name), key.state): side
-        for key, side in _sides(left, reading, dialect).items()
-        if wanted(key.state)
+        for key, side in _sides(left, reading, wanted.dialect).items()
+        if listed(key.state)
     }
-    there = {key: side for key, side in _sides(right, reading, dialect).items() if wanted(key.state)}
+    there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
     found: list[dict[str, Any]] = []
     pairs: list[tuple[_Side, _Side]] = []
     first = reading.replica_policy == "first"
@@ -62,14 +55,14 @@ def diff(
         (mine, tree), (theirs, other) = here[key], there[key]
         if mine.shape != theirs.shape:
             found.append({**base, "kind": "shape", "left": list(mine.shape), "right": list(theirs.shape)})
-        elif mine.dtype != theirs.dtype and not (rtol or atol):
+        elif mine.dtype != theirs.dtype and not (wanted.rtol or wanted.atol):
             found.append({**base, "kind": "dtype", "left": mine.dtype.name, "right": theirs.dtype.name})
         else:
             if first:
                 mine, theirs = first_replica(mine), first_replica(theirs)
             pairs.append((_Side(mine, tree), _Side(theirs, other)))
     try:
-        found += _compared(pairs, rtol, atol, on, progress)
+        found += _compared(pairs, wanted, on, progress)
     except ReplicasDiffer as e:  # the first that was met: say all
         from ckpt_tool.run import replicas
 
@@ -78,7 +71,7 @@ def diff(
             held_in.setdefault(id(side.tree), ([], side.tree))[0].append(side.tensor)
         apart = replicas.among(held_in.values())
         raise replicas.error_of(apart) if apart else e from e
-    extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not states else []
+    extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
     return {
         "schema_version": 1,
         "equal": not found,
@@ -110,7 +103,7 @@ def _sides(opened: Opened, reading: Reading, dialect: str | None) -> dict[Tensor
 
 
 def _compared(
-    pairs: Sequence[tuple[_Side, _Side]], rtol: float, atol: float, on: Device | None, progress: Progress
+    pairs: Sequence[tuple[_Side, _Side]], wanted: Comparison, on: Device | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
     """An entry for each pair of other values."""
     progress.start(sum(mine.tensor.nbytes + theirs.tensor.nbytes for mine, theirs in pairs), "comparing")
@@ -120,7 +113,7 @@ def _compared(
     for group in groups.values():
         tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
         left, right = group[0][0].tree, group[0][1].tree
-        differences = _differences(tensors, left, right, rtol, atol, on, progress)
+        differences = _differences(tensors, left, right, wanted, on, progress)
         for (_, theirs), difference in zip(group, differences, strict=True):
             if difference is not None:
                 key = theirs.tensor.key
@@ -132,8 +125,7 @@ def _differences(
     tensors: Sequence[tuple[LogicalTensor, LogicalTensor]],
     left: Tree,
     right: Tree,
-    rtol: float,
-    atol: float,
+    wanted: Comparison,
     on: Device | None,
     progress: Progress,
 ) -> Sequence[Mapping[str, Any] | None]:
@@ -146,15 +138,15 @@ def _differences(
             left,
             right,
             on,
-            rtol=rtol,
-            atol=atol,
+            rtol=wanted.rtol,
+            atol=wanted.atol,
             threads=threads_of(None),
             memory=MEMORY,
             advance=progress.advance,
         )
     from ckpt_tool.run.compare import compare
 
-    return compare(tensors, left, right, rtol=rtol, atol=atol, advance=progress.advance)
+    return compare(tensors, left, right, rtol=wanted.rtol, atol=wanted.atol, advance=progress.advance)
 
 
 def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:

@@ -83,10 +83,11 @@ def _self_test() -> str:
     """Write a checkpoint, reshard it to 2 ranks, back, and compare: `ok`, or the first thing that went wrong."""
     from ckpt_tool.commands.convert import convert, reshard
     from ckpt_tool.commands.diff import diff
-    from ckpt_tool.commands.options import Reading, Writing
     from ckpt_tool.core.dtype import DTYPES
     from ckpt_tool.core.progress import Silent
     from ckpt_tool.errors import CkptError
+    from ckpt_tool.options.reading import Reading
+    from ckpt_tool.options.writing import Writing
     from ckpt_tool.storage.safetensors_file import build_header
 
     with tempfile.TemporaryDirectory(prefix="ckpt-doctor-") as folder:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.extras import display
 from ckpt_tool.core.hints import FileRanks, Globals
@@ -20,6 +19,7 @@ from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, InputError, UnsafeInput
+from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.quantised.weights import DTYPES as CODED
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import state_filter
@@ -28,45 +28,38 @@ from ckpt_tool.storage.source import Tree
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
 
-def inspect(
-    src: str,
-    reading: Reading,
-    *,
-    match: Sequence[str] = (),
-    states: Sequence[str] = (),
-    placement: bool = False,
-    security: bool = False,
-    stats: bool = False,
-    columns: bool = False,
-) -> dict[str, Any]:
-    """The document of `inspect --json`. match, states: narrow what is listed; the totals are of what is listed.
+EVERYTHING = Inspection()
+
+
+def inspect(src: str, reading: Reading, wanted: Inspection = EVERYTHING, *, columns: bool = False) -> dict[str, Any]:
+    """The document of `inspect --json`; the totals are of what is listed.
 
     columns: `tensors` may be a `core.listing.Listing`, which makes its rows when asked (it is no list for JSON).
     """
     try:
         opened = open_source(src, reading)
     except (InputError, UnsafeInput) as fault:
-        if not security:
+        if not wanted.security:
             raise
         return _unread(src, reading, fault)
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
     tally: Tally
-    if columns and blocks is not None and not (match or states or placement or stats):
+    if columns and blocks is not None and not (wanted.match or wanted.states or wanted.placement or wanted.stats):
         rows = listing = Listing(blocks())
         tally = listing.tally()
     else:
-        rows = list(_rows(catalog, match, states))
+        rows = list(_rows(catalog, wanted.match, wanted.states))
         tally = Counter((row["state"], (row["dtype"], tuple(row["shape"]), row["bytes"])) for row in rows)
     document = _document(opened, rows, tally)
     if any(state == MODEL and getattr(dtype, "name", dtype) in CODED for state, (dtype, _, _) in tally):
-        _add_quantisation(document, opened, reading, narrowed=bool(match or states))
-    if placement:
+        _add_quantisation(document, opened, reading, narrowed=bool(wanted.match or wanted.states))
+    if wanted.placement:
         _add_chunks(catalog, rows)
-    if security or catalog.unsafe:
-        document["security"] = _security(opened, survey=security)
-    if stats:
+    if wanted.security or catalog.unsafe:
+        document["security"] = _security(opened, survey=wanted.security)
+    if wanted.stats:
         _add_statistics(opened.refuse_unsafe(), rows)
     return document
 

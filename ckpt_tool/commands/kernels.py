@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ckpt_tool.device.build import Built
     from ckpt_tool.device.library import Device
 
-ACTIONS = ("build", "info", "check", "bench")
 CASES = 200
 
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.conversion.groups import without_removed
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.merging.job import Job
+from ckpt_tool.merging.job import Job, job_of, last_of
 from ckpt_tool.merging.merged import merge_models
 from ckpt_tool.merging.mergekit import read_config
-from ckpt_tool.merging.options import MergeOptions, job_of, last_of
+from ckpt_tool.merging.options import LORA, UNION, MergeOptions
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import with_their_parts
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -25,43 +26,33 @@ from ckpt_tool.sources.select import split_keys
 
 
 def merge(
-    sources: list[str],
-    dst: str,
-    reading: Reading,
-    writing: Writing,
-    progress: Progress,
-    *,
-    method: str | None = None,
-    config: str | None = None,
-    on_conflict: str = "error",
-    **arithmetic: Any,
+    sources: list[str], dst: str, reading: Reading, writing: Writing, options: MergeOptions, progress: Progress
 ) -> dict[str, Any]:
-    """Make `sources` one checkpoint at `dst`. arithmetic: the fields of `merging.options.MergeOptions`.
+    """Make `sources` one checkpoint at `dst`.
 
     Raises UsageError E1440-E1444, E2401, InputError E1446 to E1449, and what reading and writing raise.
     """
-    options = MergeOptions(method or "union", **arithmetic)
-    if on_conflict != "error" and (config is not None or options.method != "union"):
+    if options.on_conflict != "error" and (options.config is not None or options.name != UNION):
         raise UsageError(
             "--on-conflict is of union alone",
             code="E1442",
             place="ckpt merge",
             hint="adapters and arithmetic have no conflicts",
         )
-    if config is not None:
-        return merge_models(_configured(config, options), dst, reading, writing, progress)
+    if options.config is not None:
+        return merge_models(_configured(options.config, options), dst, reading, writing, progress)
     sources = [src for path in sources for src in _checkpoints(path, options, reading)]
-    if options.method == "lora":
+    if options.name == LORA:
         from ckpt_tool.adapters.fold import fold
 
         _refuse(options, but=("--weight",))
         return fold(sources, dst, reading, writing, progress, weights=options.weights)
-    if options.method != "union":
+    if options.name != UNION:
         return merge_models(job_of(options, sources), dst, reading, writing, progress)
     _refuse(options, but=("--last",))
     opened = [open_source(src, reading) for src in sources]
     adapters = [one.path for one in opened if one.format.holds.adapter]
-    if method is None and adapters and len(adapters) < len(opened):
+    if options.method is None and adapters and len(adapters) < len(opened):
         raise UsageError(
             f"{adapters[0]} is an adapter: is it to be folded into the model, or to lie beside it?",
             code="E1442",
@@ -77,14 +68,14 @@ def merge(
             code="E1467",
             hint="merge them as they are, then convert the result with --dequantize",
         )
-    return write(_union(opened, job, on_conflict), dst, job, progress)
+    return write(_union(opened, job, options.on_conflict), dst, job, progress)
 
 
 def _configured(config: str, options: MergeOptions) -> Job:
     """The job of a mergekit config, which says all but the seed and that tokenizers may differ."""
-    if options.method != "union":
+    if options.name != UNION:
         raise UsageError(
-            f"--config says the method, but --method {options.method} is given too",
+            f"--config says the method, but --method {options.name} is given too",
             code="E1442",
             path=config,
             hint="give one of the two",
@@ -99,9 +90,9 @@ def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> Non
     wrong += ["--seed"] if options.seed is not None and not of else []
     if wrong:
         raise UsageError(
-            f"{', '.join(wrong)}: no option of {of or f'merge --method {options.method}'}",
+            f"{', '.join(wrong)}: no option of {of or f'merge --method {options.name}'}",
             code="E1442",
-            hint="name the method with --method" if options.method == "union" and not of else "leave it off",
+            hint="name the method with --method" if options.name == UNION and not of else "leave it off",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tool.commands.options import Reading
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 

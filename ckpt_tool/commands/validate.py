@@ -8,41 +8,16 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.options.verbs import Validating
 
 if TYPE_CHECKING:
     from ckpt_tool.harness.evidence import Case
     from ckpt_tool.harness.roundtrip import RoundTrip
-
-MATRICES = ("quick", "full", "round-trip")
-MODES = ("canonical", "native")
-BACKENDS = ("gloo", "nccl", "sim")
-DEVICES = ("cpu", "cuda")
-
-
-@dataclass(frozen=True, slots=True)
-class Validating:
-    """What is asked for. source, target: layouts as `tp2,pp2,dp2,ep2`; both or none. matrix: None for one pair.
-
-    steps: after the resume, and as many before the save. keep: a folder in which everything stays.
-    """
-
-    source: str | None = None
-    target: str | None = None
-    fmt: str | None = None
-    matrix: str | None = None
-    mode: str = "canonical"
-    backend: str = "gloo"
-    device: str = "cpu"
-    steps: int = 3
-    seed: int = 1234
-    controls: bool = True
-    keep: str | None = None
 
 
 def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
@@ -123,7 +98,7 @@ def _cases(wanted: Validating) -> Sequence[Case | RoundTrip]:
     if wanted.matrix == "round-trip":
         return roundtrip.cases(fmt=wanted.fmt, seed=wanted.seed)
     machine = Machine(wanted.backend, wanted.device)  # type: ignore[arg-type]  # checked by the command line
-    planted = all_faults() if wanted.controls and wanted.mode == "canonical" else ()
+    planted = all_faults() if not wanted.no_controls and wanted.mode == "canonical" else ()
     if wanted.source is None or wanted.target is None:
         return matrix.cases(
             wanted.matrix or "quick",

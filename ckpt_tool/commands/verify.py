@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.progress import Progress
@@ -19,6 +18,8 @@ from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
 from ckpt_tool.formats.base import Hashing
 from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Verification
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.safetensors_file import read_header, refuse_twin
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
 # Notes of readers that make a checkpoint unsound; the others (files that are ignored, shapes that can't be known)
 # inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing"})
+FULL = Verification()
 
 
-def verify(
-    src: str, reading: Reading, *, mode: str = "full", device: str = "cpu", progress: Progress
-) -> dict[str, Any]:
+def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress: Progress) -> dict[str, Any]:
     """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
-    on = device_of(device) if mode == "full" else None
+    on = device_of(wanted.device) if wanted.mode == "full" else None
     opened = open_source(src, reading).refuse_unsafe()
     catalog, findings = opened.catalog, list[dict[str, Any]]()
     _refuse_twins(opened)
@@ -60,7 +60,7 @@ def verify(
     digests = dict(catalog.digests)
     nonfinite: dict[str, int] = {}
     uncovered: list[dict[str, Any]] | None = None
-    if mode == "full":
+    if wanted.mode == "full":
         keys = [key for key in catalog.tensors if str(key) not in broken]
         total = sum(catalog.tensors[key].nbytes for key in keys)
         progress.start(total, "verifying")
@@ -83,7 +83,7 @@ def verify(
         "ok": not findings,
         "path": opened.path,
         "format": catalog.format,
-        "mode": mode,
+        "mode": wanted.mode,
         "findings": findings,
         "digests": _by_state(digests),
         "uncovered": uncovered,

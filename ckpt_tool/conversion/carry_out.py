@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tool.commands.options import Writing
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import (
@@ -27,6 +25,8 @@ from ckpt_tool.errors import (
     UnsafeInput,
 )
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.opening import resolve, steps_in
 from ckpt_tool.storage.destination import refuse_link

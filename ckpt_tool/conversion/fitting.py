@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.conversion.layout import degrees_of
 from ckpt_tool.core.target import LayoutWish, Target
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Fitting, Format
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.config import config_in

@@ -20,7 +20,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.commands.options import DEFAULT_POLICY, Writing
 from ckpt_tool.core.bounds import DIGITS
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.layout import Layout
@@ -29,6 +28,7 @@ from ckpt_tool.core.target import Wanted
 from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
+from ckpt_tool.options.writing import DEFAULT_POLICY, Writing
 from ckpt_tool.plan.placing import Rule, Wishes, lay_out, rules_from
 from ckpt_tool.quantised.kept_whole import held_together
 from ckpt_tool.sources.chosen import Chosen

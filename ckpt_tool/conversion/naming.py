@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD
-from ckpt_tool.commands.options import DIALECTS, Reading, Writing
 from ckpt_tool.conversion.groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import without_padding
@@ -31,6 +30,8 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import DIALECTS, Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
 from ckpt_tool.sources.config import centred_norms, check_config, config_of

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.errors import UsageError
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Moves, Plan
 
 if TYPE_CHECKING:

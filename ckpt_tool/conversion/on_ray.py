@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.conversion.carry_out import execute
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InternalError, UsageError
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import read_plan
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.commands.options import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.megatron_arguments import with_arguments
@@ -17,6 +16,7 @@ from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.formats.base import Format
+from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves

@@ -19,13 +19,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hf.files import CODE, is_sidefile
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import NAME, NESTED, file_config, tree_of, without_degrees
 from ckpt_tool.storage.source import Tree

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, first_rows
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron.args import arguments
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 

@@ -1,7 +1,10 @@
-"""The methods of merging: how many models each takes, whether one of them is the base, and its parameters.
+"""A merge as a Job, whether it comes from options or from a mergekit config (`merging.mergekit`).
 
-Names and defaults are mergekit's (0.1.5 `merge_methods/`), with `-` where it writes `_`; `weight` has no default there,
-and is 1 here where the command line says nothing.
+    job_of(MergeOptions("ties", base="llama", density=(0.5,), weights=(0.3, 0.7)), ["math", "code"])
+
+`ema` and the average of checkpoints are `linear`: with decay d and checkpoints x_0 .. x_n in the order of training
+
+    e_0 = x_0,  e_k = d e_(k-1) + (1 - d) x_k     so the weights are  d^n, (1 - d) d^(n-1), ..., (1 - d)
 
 Settings of a merge: one value, a list that runs over the layers, or values for tensors whose names hold a text.
 
@@ -18,112 +21,16 @@ effect, is an error here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.merging.methods import METHODS, Method, Parameter
+from ckpt_tool.merging.options import EMA, MergeOptions
 
-Scope = Literal["shared", "model", "task"]  # one for the merge; one a model; one a model that is not the base
-Base = Literal["none", "optional", "needed"]
-
-
-class Parameter(NamedTuple):
-    """default: None where the parameter must be given. low, high: the bounds of a number, both included unless
-    `above`."""
-
-    scope: Scope
-    default: float | bool | None
-    kind: Literal["number", "flag"] = "number"
-    low: float = float("-inf")
-    high: float = float("inf")
-    above: bool = False  # low itself is out
-    optional: bool = False  # None is a value: nothing
-
-
-class Method(NamedTuple):
-    """least, most: models, the base counted. trim: how task vectors are trimmed
-    (`merging.task_vectors.Trim.kind`)."""
-
-    name: str
-    base: Base
-    parameters: Mapping[str, Parameter]
-    least: int = 1
-    most: int | None = None
-    trim: str | None = None
-    consensus: bool = False
-
-    @property
-    def of_task_vectors(self) -> bool:
-        return "lambda" in self.parameters
-
-    @property
-    def by_chance(self) -> bool:
-        return self.trim in ("chance", "ranks")
-
-
-def _flag(default: bool) -> Parameter:
-    return Parameter("shared", default, "flag")
-
-
-def _of_task_vectors(
-    name: str, trim: str | None = None, *, consensus: bool = False, normalize: bool = False, rescale: bool = False
-) -> Method:
-    parameters = {
-        "weight": Parameter("task", None),
-        "density": Parameter("task", 1.0, low=0, high=1, above=True),
-        "lambda": Parameter("shared", 1.0),
-        "normalize": _flag(normalize),
-        "rescale": _flag(rescale),
-        "int8_mask": _flag(False),
-    }
-    if trim == "crumbs":
-        parameters["gamma"] = Parameter("task", 0.01, low=0, high=1)
-    if trim == "ranks":
-        parameters["epsilon"] = Parameter("task", 0.15, low=0, high=0.5)
-    return Method(name, "needed", parameters, 1, None, trim, consensus)
-
-
-_ALL = (
-    Method("linear", "none", {"weight": Parameter("model", None), "normalize": _flag(True)}),
-    Method("slerp", "needed", {"t": Parameter("shared", None, low=0, high=1)}, 2, 2),
-    Method(
-        "nuslerp",
-        "optional",
-        {"weight": Parameter("task", None), "nuslerp_row_wise": _flag(False), "nuslerp_flatten": _flag(True)},
-    ),
-    _of_task_vectors("task-arithmetic"),
-    _of_task_vectors("ties", "largest", consensus=True, normalize=True),
-    _of_task_vectors("dare-linear", "chance", rescale=True),
-    _of_task_vectors("dare-ties", "chance", consensus=True, rescale=True),
-    _of_task_vectors("della", "ranks", consensus=True, normalize=True, rescale=True),
-    _of_task_vectors("della-linear", "ranks", rescale=True),
-    _of_task_vectors("breadcrumbs", "crumbs"),
-    _of_task_vectors("breadcrumbs-ties", "crumbs", consensus=True),
-    Method("model-stock", "needed", {"filter_wise": _flag(False)}, 3),
-    Method("passthrough", "none", {"scale": Parameter("model", None, optional=True)}, 1, 1),
-)
-METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
-# Of mergekit 0.1.5, not of this build.
-FOREIGN = ("multislerp", "nearswap", "ram", "ramplus_tl", "sce", "arcee_fusion", "karcher")
-
-
-def method_of(name: str) -> Method:
-    """The method of that name, `_` or `-`. Raises UsageError E1440."""
-    found = METHODS.get(name.replace("_", "-"))
-    if found is None:
-        foreign = name.replace("-", "_") in FOREIGN
-        raise UsageError(
-            f"this build does not merge by {name}" if foreign else f"no method {name!r}",
-            code="E1440",
-            hint=near_misses(name.replace("_", "-"), METHODS) or f"the methods are {', '.join(METHODS)}",
-        )
-    return found
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
+_STEP = re.compile(r"(?:iter_|global_step|checkpoint-|step-|step_|epoch_)(\d+)$")
 _NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
 LARGEST = 3.4028234663852886e38  # of fp32
 Value = float | bool
@@ -335,3 +242,141 @@ def all_faults(job: Job) -> list[str]:
             faults += misplaced(job, slice_, part.settings, part)
     faults += misplaced(job, job.slices[0], job.settings, None)
     return list(dict.fromkeys(faults))
+
+
+# -- from options ------------------------------------------------------------------------------------------------------
+
+
+def job_of(options: MergeOptions, sources: Sequence[str]) -> Job:
+    """The job. sources: as given, in their order. Raises UsageError E1442 with every fault."""
+    method, faults = METHODS["linear" if options.name == EMA else options.name], list[str]()
+    models = list(sources)
+    base = options.base
+    if method.name == "slerp" and base is None and len(models) == 2:
+        base = models[0]
+    weights = _decaying(options, len(models), faults) if options.name == EMA else options.weights
+    if base is not None and method.base == "none":
+        faults.append(f"{options.name} has no base: --base {base}")
+    elif base is not None and base not in models:
+        models.append(base)
+    tasks = [model for model in models if method.base == "none" or model != base]
+    own = {
+        name: _each(values, tasks, f"--{name}", faults)
+        if name in method.parameters
+        else [setting(*values[:1])] * len(tasks)
+        for name, values in (("weight", weights), ("density", options.density))
+        if values
+    }
+    faults += _idle(options, method)
+    parts = [
+        Part(model, {name: values[tasks.index(model)] for name, values in own.items() if values and model in tasks})
+        for model in models
+    ]
+    shared = _shared(options, method)
+    if not weights and "weight" in method.parameters:
+        shared["weight"] = setting(1.0)
+    if method.name == "passthrough" and options.weights:
+        faults.append("passthrough has no weights")
+    notes = _notes(options, method)
+    job = Job(
+        method,
+        (Slice(tuple(parts)),),
+        base,
+        shared,
+        seed=options.seed or 0,
+        notes=notes,
+        any_tokenizer=options.tokenizer == "base",
+    )
+    faults += all_faults(job)
+    if faults:
+        raise UsageError(
+            faults[0],
+            code="E1442",
+            faults=faults[1:],
+            place="ckpt merge",
+            hint="ckpt merge MODEL MODEL ... OUT --method NAME --base BASE --weight W for each model",
+        )
+    return job
+
+
+def _shared(options: MergeOptions, method: Method) -> dict[str, Setting]:
+    given = {
+        "t": options.t,
+        "epsilon": options.epsilon,
+        "gamma": options.gamma,
+        "lambda": options.factor,
+        "normalize": options.normalize,
+    }
+    return {name: setting(value) for name, value in given.items() if value is not None}
+
+
+def _each(values: tuple[float, ...], models: Sequence[str], option: str, faults: list[str]) -> list[Setting]:
+    if len(values) not in (0, 1, len(models)) or option == "--weight" and len(values) == 1 < len(models):
+        faults.append(
+            f"{option} is given {len(values)} times for {len(models)} models"
+            + (" (the base has none)" if option == "--weight" else "")
+        )
+        return []
+    return [setting(value) for value in (values * len(models) if len(values) == 1 else values)]
+
+
+def _decaying(options: MergeOptions, count: int, faults: list[str]) -> tuple[float, ...]:
+    """The weights of an exponential average over `count` checkpoints."""
+    if options.weights:
+        faults.append("ema has its weights from --decay: --weight")
+    if options.decay is None or not 0 <= options.decay < 1:
+        found = "nothing" if options.decay is None else f"{options.decay:g}"
+        faults.append(f"ema needs --decay from 0 to below 1, found {found}")
+        return (1.0,) * count
+    rest = 1 - options.decay
+    return tuple(options.decay ** (count - 1 - k) * (rest if k else 1) for k in range(count))
+
+
+def _idle(options: MergeOptions, method: Method) -> list[str]:
+    """Options that the method has and that change nothing here, one line each."""
+    faults = (
+        [f"--seed: {options.name} leaves nothing to chance"]
+        if options.seed is not None and not method.by_chance
+        else []
+    )
+    if method.trim and not any(density < 1 for density in options.density):
+        faults += [
+            f"{option}: nothing is trimmed without a --density below 1"
+            for option, value in (("--gamma", options.gamma), ("--epsilon", options.epsilon))
+            if value is not None
+        ]
+    return faults
+
+
+def _notes(options: MergeOptions, method: Method) -> tuple[str, ...]:
+    notes = []
+    if method.trim and not options.density:
+        notes.append(f"{method.name} without --density keeps task vectors whole")
+    if options.decay is not None and options.name != EMA:
+        raise UsageError("--decay is of --method ema alone", code="E1442", place="ckpt merge")
+    return tuple(notes)
+
+
+def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
+    """The last `count` checkpoints of a folder in the order of training. names: what is in it.
+
+    >>> last_of("run", ["checkpoint-90", "checkpoint-100", "logs", "checkpoint-80"], 2)
+    ['run/checkpoint-90', 'run/checkpoint-100']
+
+    Raises UsageError E1450 where there are fewer, or of two kinds.
+    """
+    found = sorted((int(match[1]), name) for name in names if (match := _STEP.match(name)))
+    kinds = {name.rstrip("0123456789") for _, name in found}
+    if len(found) < count or len(kinds) > 1:
+        what = (
+            f"{len(found)} checkpoints"
+            if len(kinds) < 2
+            else f"checkpoints of {len(kinds)} kinds ({', '.join(sorted(kinds))})"
+        )
+        raise UsageError(
+            f"--last {count}: the folder holds {what}",
+            code="E1450",
+            path=folder,
+            hint="it takes iter_N, checkpoint-N, global_stepN, ...; or name the checkpoints themselves",
+        )
+    return [f"{folder.rstrip('/')}/{name}" for _, name in found[-count:]]

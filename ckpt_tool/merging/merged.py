@@ -18,7 +18,6 @@ from math import inf
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.conversion.passes import NAMES, passed
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.conversion.writing import write
@@ -30,6 +29,8 @@ from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.merging.groups import Group, Grouping
 from ckpt_tool.merging.job import Job, idle_filters
 from ckpt_tool.merging.models import TENSORS, Model, check_models, open_models, sliced_config, without_training
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, refuse_saved_plan, with_computed
 from ckpt_tool.sources.opening import Opened

@@ -35,7 +35,8 @@ from typing import Any, TypeVar
 
 from ckpt_tool.core.dtype import from_name
 from ckpt_tool.errors import CkptError, UsageError, near_misses, wrap_os_error
-from ckpt_tool.merging.job import Case, Job, Method, Part, Setting, Slice, Value, all_faults, method_of
+from ckpt_tool.merging.job import Case, Job, Part, Setting, Slice, Value, all_faults
+from ckpt_tool.merging.methods import Method, method_of
 
 _KEYS = tuple("merge_method base_model models slices parameters dtype out_dtype tokenizer_source tokenizer".split())
 _REFUSED = {

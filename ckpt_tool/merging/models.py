@@ -17,12 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.conversion.passes import NAMES, passed, selected
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.peft.lone import adapter_config
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.sources.chosen import Chosen, Conversion

@@ -19,7 +19,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import DIGITS, bounded, numeral
-from ckpt_tool.core.layout import Choice, Layout, Placement, place
+from ckpt_tool.core.fallback import Choice
+from ckpt_tool.core.layout import Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.commands.options import Writing
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.scheme import FILES, KEYS, Quantisation, section
 from ckpt_tool.quantised.weights import TURNED, Found, Kind

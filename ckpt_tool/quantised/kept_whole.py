@@ -14,14 +14,14 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpt_tool.commands.options import Writing
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.patterns import Names
 from ckpt_tool.core.target import Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Format
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.quantised.scheme import Quantisation, quantisation
 from ckpt_tool.quantised.weights import DTYPES, Found, Kind, Units, find, units
 from ckpt_tool.sources.chosen import Chosen, Conversion

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 

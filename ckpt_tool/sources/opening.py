@@ -17,7 +17,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput
@@ -25,6 +24,7 @@ from ckpt_tool.formats import checksums, registry
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.peft.lone import is_adapter, note_of
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.storage.source import Tree, safe_relative
 

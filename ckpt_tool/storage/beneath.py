@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -112,7 +111,9 @@ def wipe(folder: int, *, keep: str | None = None) -> None:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != keep]
     for name, is_folder in found:
         if is_folder:
-            shutil.rmtree(name, dir_fd=folder)
+            from shutil import rmtree  # 3 ms of every start
+
+            rmtree(name, dir_fd=folder)
         else:
             os.unlink(name, dir_fd=folder)
 

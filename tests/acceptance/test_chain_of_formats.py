@@ -10,8 +10,9 @@ from safetensors import safe_open
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 FLEX = Path(__file__).parents[2] / "fixtures" / "paddle-flex"
 SOURCE, TRUTH = FLEX / "ernie_ema_tp2sd2v2", FLEX / "ernie_ema_tp2sd2v2.truth.safetensors"

@@ -21,10 +21,12 @@ from tiny_models import EXPERTS, hub_shapes, logits, tiny_model
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Comparison
+from ckpt_tool.options.writing import Writing
 
 pytest.importorskip("transformers", minversion="5")
 NAMES = [family.name for family in FAMILIES if "megatron" in family.dialects]
@@ -112,7 +114,7 @@ def test_a_tied_head_comes_back_from_paddle_s_ranks(to: str, tmp_path: Path) -> 
     assert [name for entry in left_out for name in entry["names"]] == ["lm_head.weight"]
     assert_same(tmp_path / "back", tmp_path / "hub")
     pair = str(tmp_path / "hub"), str(tmp_path / "there")
-    assert diff(*pair, Reading(), dialect="hf", progress=Silent())["equal"]
+    assert diff(*pair, Reading(), Comparison(dialect="hf"), progress=Silent())["equal"]
     hop(tmp_path / "there", tmp_path / "both", "safetensors", tied_head="keep")
     assert "lm_head.weight" in load_file(tmp_path / "both" / "model.safetensors")
 

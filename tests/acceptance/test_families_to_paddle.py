@@ -18,9 +18,10 @@ from safetensors.numpy import load_file
 from tiny_models import tiny_model
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 pytest.importorskip("transformers", minversion="5")
 SEES = "ernie4_5_vl_moe"  # its config is two, see test_paddle_pretrained.py

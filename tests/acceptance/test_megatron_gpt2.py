@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 HEADS = 4
 

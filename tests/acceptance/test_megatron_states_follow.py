@@ -23,8 +23,9 @@ from peers import ROOT
 from safetensors.torch import load_file
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 FIXTURES = ROOT / "fixtures"
 PYTHON, SOURCE = os.environ.get("CKPT_MEGATRON_PYTHON", ""), os.environ.get("MEGATRON_LM", "")

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InputError, UsageError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 TWINS = Path(__file__).parents[2] / "fixtures" / "convert"
 CHECKPOINTS = [("llama", "torch_dist"), ("llama", "torch_dist_tp2"), ("mixtral", "torch_dist")]

@@ -45,7 +45,9 @@ import gc, json, resource, sys, time
 gc.disable()
 began = time.process_time()
 from pathlib import Path
-from ckpt_tool.commands.options import Reading, writing_from
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.statement import one
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.planning import make_plan
@@ -58,7 +60,7 @@ def clock(name, call):
     value = call()
     times[name] = time.process_time() - began
     return value
-writing = writing_from({**given, "dry_run": True})
+writing = one({**given, "dry_run": True}, Writing)
 opened = clock("read", lambda: open_source(source, Reading(from_format="sharded")))
 chosen = clock("choose", lambda: selected(opened, Conversion.of(opened, Reading(), writing)))
 plan, _ = clock("plan", lambda: make_plan(chosen, Path("/nonexistent/out"), opened.format, writing))

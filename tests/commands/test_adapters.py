@@ -21,9 +21,10 @@ from ckpt_tool.adapters.chain import written_out
 from ckpt_tool.adapters.fold import fold
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None or find_spec("transformers") is None, reason="without PEFT")
 

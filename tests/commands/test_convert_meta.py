@@ -11,9 +11,10 @@ import torch
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 transformers = pytest.importorskip("transformers", minversion="5")
 SCALED = {

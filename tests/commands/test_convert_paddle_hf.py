@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 

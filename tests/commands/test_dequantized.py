@@ -12,9 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle-quant"
 

@@ -14,11 +14,12 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.commands.convert import convert, reshard
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import SILENT
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MODEL = FIXTURES / "safetensors" / "llama_one_file"

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from ckpt_tool.commands.inspect import inspect
-from ckpt_tool.commands.reading import Reading
+from ckpt_tool.options.reading import Reading
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

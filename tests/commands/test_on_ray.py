@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.commands.convert import reshard
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 SOURCE = Path(__file__).parents[2] / "fixtures" / "dcp" / "fsdp2_dp4"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat, UnsafeInput
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -9,60 +9,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tool.commands import values
-from ckpt_tool.commands.options import (
-    CallOptions,
-    Reading,
-    ReadingOptions,
-    Writing,
-    WritingOptions,
-    both_from,
-    reading_from,
-    writing_from,
-)
 from ckpt_tool.errors import UsageError
+from ckpt_tool.options import values
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.statement import one, stated, taken
+from ckpt_tool.options.writing import Writing
 
 
 def test_nothing_asked_for_is_the_default() -> None:
-    assert reading_from({}) == Reading() and writing_from({}) == Writing()
-    assert writing_from(dict.fromkeys(WritingOptions.__annotations__)) == Writing(), "None means not given"
+    assert taken({}, Reading, Writing) == [Reading(), Writing()]
+    assert one(dict.fromkeys(stated(Writing)), Writing) == Writing(), "None means not given"
 
 
 def test_every_option_arrives() -> None:
-    writing = writing_from(
-        {
-            "to": "Megatron_Dist",
-            "dialect": "megatron",
-            "aoa": "m.aoa",
-            "sharding": "v2",
-            "tp": "8",
-            "pp": 2,
-            "ep": "4",
-            "layout": "l.toml",
-            "pp_split": "8,9, 9,6",
-            "zero": "3",
-            "on_indivisible": "pad",
-            "state": ["model,master", "ema"],
-            "drop": "extras",
-            "as_model": "ema",
-            "dtype": ["bf16", "optimizer=float32"],
-            "dequantize": True,
-            "vocab_size": "100",
-            "allow_lossy": True,
-            "remove_keys": ["*.bias", "re:^a"],
-            "keep_keys": "w*",
-            "model_only": True,
-            "max_shard_size": "2GB",
-            "force": True,
-            "resume": False,
-            "memory": "64MiB",
-            "threads": "7",
-            "verify": "full",
-            "dry_run": True,
-            "plan": "p.json",
-            "ray": "auto",
-        }
-    )
+    given = {
+        "to": "Megatron_Dist",
+        "dialect": "megatron",
+        "aoa": "m.aoa",
+        "sharding": "v2",
+        "tp": "8",
+        "pp": 2,
+        "ep": "4",
+        "layout": "l.toml",
+        "pp_split": "8,9, 9,6",
+        "zero": "3",
+        "on_indivisible": "pad",
+        "state": ["model,master", "ema"],
+        "drop": "extras",
+        "as_model": "ema",
+        "dtype": ["bf16", "optimizer=float32"],
+        "dequantize": True,
+        "vocab_size": "100",
+        "allow_lossy": True,
+        "remove_keys": ["*.bias", "re:^a"],
+        "keep_keys": "w*",
+        "model_only": True,
+        "max_shard_size": "2GB",
+        "force": True,
+        "resume": False,
+        "memory": "64MiB",
+        "threads": "7",
+        "verify": "full",
+        "dry_run": True,
+        "plan": "p.json",
+        "ray": "auto",
+    }
+    writing = one(given, Writing)
     assert writing == Writing(
         to="megatron-dist",
         dialect="megatron",
@@ -96,15 +88,19 @@ def test_every_option_arrives() -> None:
 
 
 def test_strict_shard_is_a_policy() -> None:
-    assert writing_from({"strict_shard": True}).on_indivisible == "error"
-    assert writing_from({"strict_shard": True, "on_indivisible": "error"}).on_indivisible == "error"
+    assert one({"strict_shard": True}, Writing).on_indivisible == "error"
+    assert one({"strict_shard": True, "on_indivisible": "error"}, Writing).on_indivisible == "error"
     with pytest.raises(UsageError, match="--strict-shard means"):
-        writing_from({"strict_shard": True, "on_indivisible": "pad"})
+        one({"strict_shard": True, "on_indivisible": "pad"}, Writing)
 
 
 def test_all_faults_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        both_from({"from_format": "safetensor", "tp": "x", "memory": "5G", "zero": 4, "dtype": "bf17", "tpp": 1})
+        taken(
+            {"from_format": "safetensor", "tp": "x", "memory": "5G", "zero": 4, "dtype": "bf17", "tpp": 1},
+            Reading,
+            Writing,
+        )
     error = caught.value
     assert (error.exit_code, error.code) == (2, "E0280")
     assert error.message == "unknown option 'tpp'" and "tp" in str(error.hint)
@@ -114,8 +110,7 @@ def test_all_faults_at_once() -> None:
 
 def test_reading_knows_no_writing() -> None:
     with pytest.raises(UsageError, match="unknown option 'tp'"):
-        reading_from({"tp": 2})
-    assert set(CallOptions.__annotations__) == {*ReadingOptions.__annotations__, *WritingOptions.__annotations__}
+        one({"tp": 2}, Reading)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +199,7 @@ def test_bad_patterns(tmp_path: Path) -> None:
         with pytest.raises(values.BadValue, match=found):
             values.patterns(pattern)
     with pytest.raises(UsageError) as caught:
-        writing_from({"remove_keys": f"@{tmp_path / 'none'}"})
+        one({"remove_keys": f"@{tmp_path / 'none'}"}, Writing)
     assert caught.value.path == str(tmp_path / "none")
 
 
@@ -212,9 +207,9 @@ ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.te
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from(sorted({*CallOptions.__annotations__})), ANYTHING))
+@given(st.dictionaries(st.sampled_from(sorted(stated(Reading, Writing))), ANYTHING))
 def test_any_value_is_taken_or_refused_in_words(given: dict[str, Any]) -> None:
     try:
-        both_from(given)
+        taken(given, Reading, Writing)
     except UsageError as error:
         assert error.exit_code == 2 and error.message

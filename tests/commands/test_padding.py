@@ -10,9 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 SOURCE = Path(__file__).parents[2] / "fixtures" / "megatron-dist" / "moe_ep2_flat"  # 40 rows for 37 words, multiple 4
 CONFIG = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.commands.values import BadValue, patterns
 from ckpt_tool.core.patterns import Names, matcher
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
+from ckpt_tool.options.values import BadValue, patterns
 from ckpt_tool.sources.select import split_keys
 
 LETTERS = "ab.\n[]*?!-é\U0010ffff"

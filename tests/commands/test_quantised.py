@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.commands.merge import merge
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
+from ckpt_tool.merging.options import MergeOptions
+from ckpt_tool.options.reading import Inspection, Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.quantised.kept_whole import refuse_codes
 from ckpt_tool.report.inspection import inspection
 from ckpt_tool.report.plain import Look, render
@@ -65,9 +67,9 @@ def test_a_line_tells_the_scheme() -> None:
 
 
 def test_what_is_listed_is_counted() -> None:
-    found = inspect(str(FIXTURES / "mxfp4_gpt_oss"), Reading(), match=("*down_proj_blocks",))
+    found = inspect(str(FIXTURES / "mxfp4_gpt_oss"), Reading(), Inspection(match=("*down_proj_blocks",)))
     assert found["total"]["parameters"] == 4 * 64 * 96 == 2 * found["total"]["bytes"]
-    only = inspect(str(FIXTURES / "mxfp4_gpt_oss"), Reading(), match=("*down_proj_scales",))
+    only = inspect(str(FIXTURES / "mxfp4_gpt_oss"), Reading(), Inspection(match=("*down_proj_scales",)))
     assert only["total"]["parameters"] == 0
 
 
@@ -161,7 +163,7 @@ def test_merge_joins_shards_and_makes_floats_of_one_source(tmp_path: Path) -> No
     save_file(scales, tmp_path / "scales.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if name not in scales}, tmp_path / "codes.safetensors")
     parts = [str(tmp_path / f"{kind}.safetensors") for kind in ("codes", "scales")]
-    merge(parts, str(tmp_path / "joined"), Reading(), Writing(fsync=False), Silent())
+    merge(parts, str(tmp_path / "joined"), Reading(), Writing(fsync=False), MergeOptions(), Silent())
     joined = load_file(tmp_path / "joined" / "model.safetensors")
     assert joined.keys() == tensors.keys() and f"{Q}_scale_inv" in joined
     merge(
@@ -169,9 +171,10 @@ def test_merge_joins_shards_and_makes_floats_of_one_source(tmp_path: Path) -> No
         str(tmp_path / "floats"),
         Reading(),
         Writing(fsync=False, dequantize=True),
+        MergeOptions(),
         Silent(),
     )
     assert load_file(tmp_path / "floats" / "model.safetensors")[Q].dtype == torch.bfloat16
     with pytest.raises(UsageError) as found:
-        merge(parts, str(tmp_path / "no"), Reading(), Writing(fsync=False, dequantize=True), Silent())
+        merge(parts, str(tmp_path / "no"), Reading(), Writing(fsync=False, dequantize=True), MergeOptions(), Silent())
     assert found.value.code == "E1467"

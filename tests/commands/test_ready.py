@@ -14,7 +14,6 @@ import torch
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import Piece, Side
-from ckpt_tool.commands.options import reading_from, writing_from
 from ckpt_tool.conversion.naming import ready
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.vocabulary import grown_vocabulary
@@ -23,6 +22,8 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.mapping import apply_mapping
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -41,15 +42,15 @@ def opened(folder: Path, writing: dict[str, Any] = WRITING) -> Chosen:
     state = {0: {"exp_avg": NORM * 3, "step": torch.tensor(1.0)}}
     saved = {"model": model, "optimizer": {"state": state, "param_groups": [{"params": [0, 1, 2], "lr": 0.1}]}}
     torch.save(saved, folder / "in.pt")
-    reading = reading_from({})
+    reading = Reading()
     source = open_source(str(folder / "in.pt"), reading)
-    return selected(source, Conversion.of(source, reading, writing_from(writing)))
+    return selected(source, Conversion.of(source, reading, Writing(**writing)))
 
 
 def written(chosen: Chosen, out: Path) -> OpenCatalog:
-    job = Conversion(reading_from({}), writing_from(WRITING), registry.by_name("sharded"))
+    job = Conversion(Reading(), Writing(**WRITING), registry.by_name("sharded"))
     write(chosen, str(out), job, Silent())
-    source = open_source(str(out), reading_from({}))
+    source = open_source(str(out), Reading())
     return OpenCatalog(source.tree, source.catalog)
 
 
@@ -58,7 +59,7 @@ def one_to_one(name: str, to: str, n: int, by: float) -> Made:
 
 
 def test_a_number_is_added_to_values_and_not_to_moments(tmp_path: Path) -> None:
-    writing = writing_from(WRITING)
+    writing = Writing(**WRITING)
     chosen, mapped = ready(opened(tmp_path), Mapped((one_to_one("norm", "gamma", 6, 1),)), writing, "the test")
     assert not any(piece.maps for made in mapped.made for piece in made.pieces)
     applied = apply_mapping(chosen.stored, mapped)
@@ -73,11 +74,11 @@ def test_a_number_is_added_to_values_and_not_to_moments(tmp_path: Path) -> None:
 def test_two_changes_of_one_source_are_refused(tmp_path: Path) -> None:
     made = (one_to_one("norm", "a", 6, 1), one_to_one("norm", "b", 6, 2))
     with pytest.raises(UsageError, match="in more than one way"):
-        ready(opened(tmp_path), Mapped(made), writing_from(WRITING), "the test")
+        ready(opened(tmp_path), Mapped(made), Writing(**WRITING), "the test")
 
 
 def test_what_one_tensor_is_made_of_may_lie_in_two_sources(tmp_path: Path) -> None:
-    writing = writing_from({**WRITING, "vocab_size": 3})
+    writing = Writing(**WRITING, vocab_size=3)
     chosen = grown_vocabulary(opened(tmp_path), writing)  # the embedding is computed now, k is not
     assert len({row.source for row in chosen.stored}) == 2
     pieces = (

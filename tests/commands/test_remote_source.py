@@ -14,9 +14,10 @@ import safetensors.numpy
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import OutputExists, SourceChanged, UnsafeInput
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 
 fsspec = pytest.importorskip("fsspec")

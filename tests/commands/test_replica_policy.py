@@ -10,10 +10,11 @@ import pytest
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.run import executor, replicas
 from ckpt_tool.run.blocks import Reader
 from ckpt_tool.sources.opening import open_source

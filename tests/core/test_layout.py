@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.core.box import Box
-from ckpt_tool.core.layout import POLICIES, Choice, Layout, Placement, block, choose, held, place
+from ckpt_tool.core.fallback import POLICIES, Choice, choose
+from ckpt_tool.core.layout import Layout, Placement, block, held, place
 from ckpt_tool.core.mesh import DIMS, Mesh
 from ckpt_tool.errors import UsageError
 

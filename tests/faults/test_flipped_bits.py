@@ -24,11 +24,12 @@ import ckpt_tool
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
 from ckpt_tool.commands.inspect import inspect
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Inspection, Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -315,7 +316,7 @@ READERS: dict[str, Callable[[Three], object]] = {
     "diff, right": lambda at: ckpt_tool.diff(at.sound, at.bad),
     "diff, near": lambda at: ckpt_tool.diff(at.sound, at.bad, rtol=10.0, atol=1e6),
     "open": read_all,
-    "stats": lambda at: inspect(str(at.bad), Reading(), stats=True),
+    "stats": lambda at: inspect(str(at.bad), Reading(), Inspection(stats=True)),
 }
 
 

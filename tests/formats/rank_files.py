@@ -16,8 +16,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.core.tensor import EXTRAS, STEP
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.pickle_writer import dumps

@@ -17,12 +17,14 @@ from safetensors.numpy import save_file
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Fitting
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Comparison
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.run.scan import digests_of
 from ckpt_tool.sources.opening import open_source
@@ -142,7 +144,7 @@ def test_there_and_back_through_every_format(name, path, other, tmp_path):
     returned = _convert(through, back, name) if same["equal"] else None
     if returned:
         states = ("model",) if not registry.by_name(name).holds.all_states else ()
-        again = diff(str(path), str(back), Reading(), states=states, progress=Silent())
+        again = diff(str(path), str(back), Reading(), Comparison(states=states), progress=Silent())
         made = {
             d["state"] for d in again["differences"] if d["kind"] == "missing_left"
         }  # what only `back` has, and said

@@ -14,10 +14,11 @@ import pytest
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FILES = 6  # of each fixture: the first, the last, some between

@@ -22,10 +22,11 @@ from targets import FIXTURES
 
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, UsageError
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 
 HERE = FIXTURES / "deepspeed"

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.core.catalog import Catalog, mark_replicas
 from ckpt_tool.core.faults import both, for_each
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.commands.convert import convert, reshard
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import SILENT
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.scan import digests_of
 from ckpt_tool.sources.opening import open_source
 

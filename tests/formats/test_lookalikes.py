@@ -16,8 +16,8 @@ import torch
 from safetensors.numpy import save_file
 
 from ckpt_tool.cli import run
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.errors import CkptError
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from targets import FIXTURES, bits, gather, ramp, wanted_of, write
 
 from ckpt_tool.commands.convert import reshard
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
@@ -46,6 +45,8 @@ from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
 from ckpt_tool.formats.megatron_dist import state as megatron_dist_state
 from ckpt_tool.formats.megatron_dist.format import FORMAT, apart, chunks_of
 from ckpt_tool.formats.megatron_dist.keys import name_of, parse, parse_object
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.source import Tree
 
 HALVES = Hints.of(DistHints(("singletons", "halves"), {}, common_file=True, integrity=False))

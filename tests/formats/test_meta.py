@@ -12,11 +12,12 @@ import torch
 from targets import bits, gather
 
 from ckpt_tool.commands.convert import convert, reshard
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.hints import Degrees, Dialect, Hints
@@ -36,6 +35,8 @@ from ckpt_tool.formats.paddle_flex.format import FORMAT
 from ckpt_tool.formats.paddle_flex.metadata import MODULE, Entry, Listing, Shard, read_metadata
 from ckpt_tool.formats.paddle_flex.read import degrees_of, fused_blocks
 from ckpt_tool.formats.paddle_flex.target import Item, kept
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.pickle_writer import dumps

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ckpt_tool.commands.inspect import inspect
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.errors import CkptError
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.pickle_writer import dumps

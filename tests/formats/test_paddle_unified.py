@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.hints import Hints
@@ -34,6 +33,8 @@ from ckpt_tool.formats.paddle_unified.files import file_key, optimizer_key
 from ckpt_tool.formats.paddle_unified.format import FORMAT
 from ckpt_tool.formats.paddle_unified.read import transposed
 from ckpt_tool.formats.paddle_unified.target import unified_target
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle_unified.format import FORMAT
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree

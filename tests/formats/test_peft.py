@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.merge import merge
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.peft.lone import adapter_config, is_adapter
+from ckpt_tool.merging.options import MergeOptions
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.source import Tree
 
@@ -139,7 +141,7 @@ def test_an_adapter_without_its_config_is_called_that(path, how, tmp_path):
     assert said in note and "pass the folder" in note
     base = str(FIXTURES / "convert/llama/hf")
     with pytest.raises(CkptError, match="this is an adapter, and") as e:
-        merge([base, str(src)], str(tmp_path / "out"), Reading(), Writing(), Silent(), method="lora")
+        merge([base, str(src)], str(tmp_path / "out"), Reading(), Writing(), MergeOptions("lora"), Silent())
     assert (e.value.code, e.value.exit_code) == ("E1612", 3) and "pass the folder" in e.value.hint
     with pytest.raises(CkptError, match="adapter whose adapter_config.json is missing") as e:
         convert(str(src), str(tmp_path / "out"), Reading(), Writing(to="peft"), Silent())

@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InputError
 from ckpt_tool.formats.torch.dtensor_spec import Cut, Placed, RankMesh, boxes, read_mesh, read_placed
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.lazy import OpenCatalog
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.storage.pickle_values import Record, StorageRef, TensorRef

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.commands.options import Reading
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import registry
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

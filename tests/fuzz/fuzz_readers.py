@@ -36,7 +36,7 @@ def _imported():
     else:
         watching = atheris.instrument_imports(include=["ckpt_tool"])
     with watching:
-        import ckpt_tool.cli_parser  # noqa: F401  all that is loaded late, for coverage
+        import ckpt_tool.cli.parser  # noqa: F401  all that is loaded late, for coverage
         from ckpt_tool.core import extras
         from ckpt_tool.errors import CkptError
         from ckpt_tool.formats import registry

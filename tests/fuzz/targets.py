@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Callable
 
 from ckpt_tool.adapters.pattern import matches
-from ckpt_tool.commands.values import BadValue, patterns
 from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core import dtype
 from ckpt_tool.core.mesh import Mesh
@@ -37,6 +36,7 @@ from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.dcp.format import FORMAT as DCP
 from ckpt_tool.merging.groups import Grouping
 from ckpt_tool.merging.mergekit import read_config
+from ckpt_tool.options.values import BadValue, patterns
 from ckpt_tool.plan import saved
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.placing import Wishes, lay_out

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InternalError, SourceChanged
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.run.computed import ComputedTree, Input, Recipe
 from ckpt_tool.sources.opening import open_source
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpt_tool.commands.reading import Reading
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
+from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.codes import of_bytes, rectangles, unpacked
 from ckpt_tool.quantised.dequantize import _numbers
 from ckpt_tool.quantised.floats import recipe, turned

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from ckpt_tool.commands.convert import convert
-from ckpt_tool.commands.options import Reading, Writing
 from ckpt_tool.commands.verify import verify
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.options.reading import Reading
+from ckpt_tool.options.verbs import Verification
+from ckpt_tool.options.writing import Writing
 from ckpt_tool.run.rounding import Drift, drifts
 from ckpt_tool.sources.opening import open_source
 
@@ -54,4 +56,4 @@ def test_one_bit_is_found_in_any_layout(tmp_path: Path) -> None:
         assert [(f["code"], f["tensor"]) for f in findings] == [("W-master", "w")] and "[5, 17]" in findings[0][
             "message"
         ]
-    assert not verify(str(path), Reading(), mode="quick", progress=Silent())["findings"]
+    assert not verify(str(path), Reading(), Verification("quick"), progress=Silent())["findings"]

@@ -23,8 +23,9 @@ from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, SAFETENSORS_NAMES, DType
+from ckpt_tool.core.fallback import Choice
 from ckpt_tool.core.hints import Hint
-from ckpt_tool.core.layout import Choice, Layout, Placement
+from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.mesh import DIMS, Coords, Mesh
 from ckpt_tool.core.target import DIGEST_CHARS
 from ckpt_tool.core.tensor import Path, TensorKey

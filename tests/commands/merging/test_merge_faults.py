@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import ckpt_tool as ckpt
 from ckpt_tool.errors import CkptError, InputError, UsageError
 from ckpt_tool.merging import mergekit as yaml_file
+from ckpt_tool.merging.job import last_of
 from ckpt_tool.merging.mergekit import read_config
-from ckpt_tool.merging.options import last_of
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 

@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
-from ckpt_tool.commands.options import METHODS
 from ckpt_tool.errors import InputError, UsageError
-from ckpt_tool.merging.options import NAMES
 
 Models = Callable[..., list[str]]
 Tensors = dict[str, torch.Tensor]
@@ -28,10 +26,6 @@ def tensors_of(folder: Any) -> Tensors:
     for file in Path(folder).glob("*.safetensors"):
         out |= load_file(file)
     return out
-
-
-def test_the_methods_of_the_options_are_those_that_there_are() -> None:
-    assert set(METHODS) == {"union", "lora", *NAMES}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ckpt_tool.cli_job import plain_job
+from ckpt_tool.cli.plain import plain_job
 from ckpt_tool.core.progress import SILENT
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
-    from ckpt_tool.cli_job import Job, Show
+    from ckpt_tool.cli.verbs import Job
+    from ckpt_tool.options.reading import Show
 
 PIPE_CLOSED = 141  # what a shell reports for a process that SIGPIPE ended
 
@@ -47,13 +48,13 @@ def _run_line(arguments: Sequence[str]) -> int:
     job: Job | None = None
     try:
         if not arguments and "_CKPT_COMPLETE" not in os.environ:
-            from ckpt_tool.cli_parser import help_text
+            from ckpt_tool.cli.parser import help_text
 
             _say(sys.stderr, help_text())
             return 2
         job = plain_job(arguments)
         if job is None:
-            from ckpt_tool.cli_parser import parse
+            from ckpt_tool.cli.parser import parse
 
             parsed = parse(arguments)
             if isinstance(parsed, int):

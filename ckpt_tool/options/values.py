@@ -4,13 +4,15 @@
     (5000000000, 67108864, ('model', 'ema'))
 
 Each function takes what a person wrote, or the value itself, and raises BadValue with what was found and wanted;
-`commands.options` collects them. Nothing here knows which option it serves.
+`options.statement` collects them. Its annotation says what Python callers may give. Nothing here knows which option it
+serves.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 from ckpt_tool.core.dtype import DTYPES, from_name
@@ -41,7 +43,7 @@ class BadValue(ValueError):
         self.path = path
 
 
-def text(value: Any) -> str:
+def text(value: str | PathLike[str]) -> str:
     """A name or a path, not empty."""
     if not isinstance(value, str) and hasattr(value, "__fspath__"):
         value = value.__fspath__()
@@ -50,7 +52,7 @@ def text(value: Any) -> str:
     return value
 
 
-def output(value: Any) -> str:
+def output(value: str | PathLike[str]) -> str:
     """The path of a file or folder to write, no URL."""
     from ckpt_tool.storage.destination import url_fault
 
@@ -61,7 +63,7 @@ def output(value: Any) -> str:
     return path
 
 
-def integer(value: Any) -> int:
+def integer(value: int | str) -> int:
     """A whole number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -70,7 +72,7 @@ def integer(value: Any) -> int:
     raise BadValue(f"found {value!r}, want a whole number")
 
 
-def count(value: Any) -> int:
+def count(value: int | str) -> int:
     """A whole number, at least 1."""
     number = integer(value)
     if number < 1:
@@ -81,7 +83,7 @@ def count(value: Any) -> int:
 def between(low: int, high: int) -> Callable[[Any], int]:
     """A parser of whole numbers from `low` to `high`, both included."""
 
-    def parse(value: Any) -> int:
+    def parse(value: int | str) -> int:
         number = integer(value)
         if not low <= number <= high:
             raise BadValue(f"found {number}, want {low} to {high}")
@@ -90,7 +92,7 @@ def between(low: int, high: int) -> Callable[[Any], int]:
     return parse
 
 
-def number(value: Any) -> float:
+def number(value: float | str) -> float:
     """A finite number."""
     try:
         found = float(value)
@@ -101,7 +103,7 @@ def number(value: Any) -> float:
     return found
 
 
-def tolerance(value: Any) -> float:
+def tolerance(value: float | str) -> float:
     """A finite number, at least 0."""
     found = number(value)
     if found < 0:
@@ -109,7 +111,7 @@ def tolerance(value: Any) -> float:
     return found
 
 
-def size(value: Any) -> int:
+def size(value: int | str) -> int:
     """A size in bytes: `5GB` (decimal), `64MiB` (binary), `1048576`. At least 1."""
     if isinstance(value, int) and not isinstance(value, bool):
         return count(value)
@@ -131,7 +133,7 @@ def size(value: Any) -> int:
     return count(nbytes)
 
 
-def sizes(value: Any) -> tuple[int, int]:
+def sizes(value: int | str | tuple[int, int]) -> tuple[int, int]:
     """One or two sizes: `256MiB`, `256MiB,4MiB`; the second is 0 where it is not given."""
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, tuple | list) else [value]
     if not 1 <= len(parts) <= 2:
@@ -143,7 +145,7 @@ def one_of(known: Iterable[str]) -> Callable[[Any], str]:
     """A parser of one name out of `known`; `_` counts as `-`, upper case as lower."""
     names = tuple(known)
 
-    def parse(value: Any) -> str:
+    def parse(value: str) -> str:
         name = text(value).lower().replace("_", "-")
         if name not in names:
             raise BadValue(f"found {value!r}, want one of {', '.join(names)}", hint=near_misses(name, names) or None)
@@ -159,7 +161,7 @@ def several(value: Any) -> list[Any]:
     return list(value)
 
 
-def words(value: Any) -> tuple[str, ...]:
+def words(value: str | Iterable[str]) -> tuple[str, ...]:
     """Names, split at commas; a list of such texts counts as one."""
     found = [word.strip() for part in several(value) for word in text(part).split(",")]
     if not all(found):
@@ -167,7 +169,7 @@ def words(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def counts(value: Any) -> tuple[int, ...]:
+def counts(value: str | Iterable[int]) -> tuple[int, ...]:
     """Whole numbers split at commas, none negative: `8,9,9,6`."""
     numbers = tuple(integer(part) for part in (value.split(",") if isinstance(value, str) else several(value)))
     if not numbers or min(numbers) < 0:
@@ -175,14 +177,14 @@ def counts(value: Any) -> tuple[int, ...]:
     return numbers
 
 
-def numbers(value: Any) -> tuple[float, ...]:
+def numbers(value: float | str | Iterable[float | str]) -> tuple[float, ...]:
     """Finite numbers: one, several, or texts split at commas."""
     return tuple(
         number(word) for part in several(value) for word in (part.split(",") if isinstance(part, str) else (part,))
     )
 
 
-def share(value: Any) -> tuple[int, int]:
+def share(value: str | tuple[int, int]) -> tuple[int, int]:
     """A share `I/N`, counted from 1: `3/8` is the third of eight."""
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", value) if isinstance(value, str) else None
     first, of = (int(match[1]), int(match[2])) if match else tuple(value) if isinstance(value, tuple) else (0, 0)
@@ -193,7 +195,7 @@ def share(value: Any) -> tuple[int, int]:
     return first, of
 
 
-def dtypes(value: Any) -> dict[str, str]:
+def dtypes(value: str | Iterable[str] | Mapping[str, str]) -> dict[str, str]:
     """State ("" for all) -> dtype name: from `bf16`, `optimizer=bf16`, a list of those, or a mapping."""
     if isinstance(value, Mapping):
         pairs = [(str(state), text(name)) for state, name in value.items()]
@@ -222,7 +224,7 @@ def dtypes(value: Any) -> dict[str, str]:
     return found
 
 
-def patterns(value: Any) -> tuple[str, ...]:
+def patterns(value: str | Iterable[str]) -> tuple[str, ...]:
     """Patterns on tensor names: shell globs, `re:EXPRESSION`, or `@FILE` with one pattern a line (`#`: a comment)."""
     found: list[str] = []
     for pattern in several(value):

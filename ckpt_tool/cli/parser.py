@@ -1,4 +1,4 @@
-"""From a command line to a Job: the verbs' table, typer's objects made on demand, and its faults in our words.
+"""From a command line to a Job: typer's objects made from the verbs' statements, and its faults in our words.
 
 Only the verb that was typed is built, and values stay text (typer would load pydantic, 70 ms and 15 MB, to tell that
 a text is a text). Help is plain text in sections, so rich is not loaded for it either. What typer finds wrong becomes
@@ -7,66 +7,23 @@ a UsageError with near misses, in the same three lines as every other error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
 from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.options.reading import Show
+from ckpt_tool.options.statement import SECTIONS, Option, stated
 
-if TYPE_CHECKING:
-    from ckpt_tool.cli_job import Job
-
-# verb -> what the list of verbs says of it
-VERBS = {
-    "inspect": "what is in a checkpoint, from its headers alone",
-    "reshard": "the same checkpoint for other parallel degrees",
-    "convert": "another format, another dialect, other degrees",
-    "merge": "join shards, strip keys, fold LoRA adapters, merge models",
-    "diff": "are two checkpoints equal in value?",
-    "verify": "is a checkpoint complete and sound?",
-    "apply": "run a saved plan, or one share of it",
-    "validate": "train, save, kill, reshard, resume, compare",
-    "kernels": "the CUDA reshard kernels: build, info, check, bench",
-    "doctor": "what this machine offers, and a self-test",
-    "help": "the pages of the guide",
-    "clean": "what interrupted runs left behind",
-    "explain": "what an error code means, why it comes, what to do",
-}
-EXAMPLES = {
-    "inspect": ("ckpt inspect runs/7", "ckpt inspect model.safetensors --match '*.q_proj.*' --stats"),
-    "reshard": ("ckpt reshard runs/7/iter_0000100 out --tp 8 --pp 2", "ckpt reshard in out --dp 3 --zero 3 --dry-run"),
-    "convert": (
-        "ckpt convert runs/7 out --to safetensors --dtype bf16",
-        "ckpt convert hf out --to megatron-dist --tp 4 --pp 2",
-    ),
-    "merge": (
-        "ckpt merge shards one --remove-keys 'lm_head.*'",
-        "ckpt merge base adapter out --method lora",
-        "ckpt merge a b out --method slerp --t 0.3",
-    ),
-    "diff": ("ckpt diff hf megatron", "ckpt diff a b --atol 1e-6 --state model"),
-    "verify": ("ckpt verify out", "ckpt verify out --mode quick --json"),
-    "apply": ("ckpt convert in out --to dcp --plan p.json && ckpt apply p.json", "ckpt apply p.json --part 3/8"),
-    "kernels": ("ckpt kernels info", "ckpt kernels build --arch native", "ckpt kernels check --cases 1000"),
-    "validate": (
-        "ckpt validate --report proof.html",
-        "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2",
-    ),
-    "doctor": ("ckpt doctor",),
-    "help": ("ckpt help", "ckpt help pretrained", "ckpt help paddle --lang zh"),
-    "clean": ("ckpt clean .", "ckpt clean . --remove"),
-    "explain": ("ckpt explain E0301", "ckpt explain"),
-}
 _ABOUT = """Read sharded training checkpoints of any format, lay them out anew, prove every value.
 Nothing in a checkpoint is ever run."""
 _CLOSING = """ckpt VERB --help shows a verb's options. Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input,
 4 refused for safety, 5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-# Reporting options may stand before the verb too; those with a value take the next word.
-_FLAGS_BEFORE = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
-_VALUED_BEFORE = ("--progress", "--report", "--color")
 
 
 class _AsText:
@@ -90,17 +47,15 @@ class VerbCommand(TyperCommand):
         for param in self.get_params(ctx):
             title = "Arguments" if param.param_type_name == "argument" else _panel(param)
             sections.setdefault(title, []).append((_names(param), param.help or ""))
-        order = ("Arguments", "Options", "Layout", "What travels", "Keys", "Reading", "Writing", "Reporting")
+        order = ("Arguments", *(section.title for section in SECTIONS))
         for title in sorted(sections, key=order.index):
             with formatter.section(title):
                 formatter.write_dl(sections[title], col_max=26)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        examples = EXAMPLES.get(self.name or "", ())
-        if examples:
-            with formatter.section("Examples"):
-                for example in examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+        with formatter.section("Examples"):
+            for example in VERBS[str(self.name)].examples:
+                formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
 
 
 def _as_text(params: list[Any]) -> list[Any]:
@@ -143,36 +98,69 @@ class VerbGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl([(verb.name, verb.summary) for verb in VERBS.values()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         formatter.write_paragraph()
         formatter.write_text(_CLOSING)
 
 
-def build(verb: str) -> Any:
+def build(name: str) -> Any:
     """The typer command of one verb."""
-    from ckpt_tool import cli_verbs
-    from ckpt_tool.cli_options import flat
-
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    function = {
-        "inspect": cli_verbs.inspect,
-        "reshard": cli_verbs.reshard,
-        "convert": cli_verbs.convert,
-        "merge": cli_verbs.merge,
-        "diff": cli_verbs.diff,
-        "verify": cli_verbs.verify,
-        "apply": cli_verbs.apply,
-        "validate": cli_verbs.validate,
-        "kernels": cli_verbs.kernels,
-        "doctor": cli_verbs.doctor,
-        "help": cli_verbs.help,
-        "clean": cli_verbs.clean,
-        "explain": cli_verbs.explain,
-    }[verb]
-    app.command(verb, cls=VerbCommand, context_settings=_SETTINGS)(flat(function))
+    app.command(name, cls=VerbCommand, context_settings=_SETTINGS)(_function(VERBS[name]))
     return typer.main.get_command(app)
+
+
+def _function(verb: Verb) -> Callable[..., Job]:
+    """A verb as typer reads it: a function of its name with one parameter an argument and an option."""
+    arguments = [_argument(f"argument_{number}", one) for number, one in enumerate(verb.arguments)]
+    parameters = [*arguments, *map(_option, verb.options().values())]
+
+    def call(**values: Any) -> Job:
+        return verb.job([values.pop(argument.name) for argument in arguments], values)
+
+    call.__name__, call.__doc__ = verb.name, verb.about
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+_KINDS: dict[str, Any] = {
+    "value": str | None,
+    "values": list[str] | None,
+    "flag": bool,
+    "switch": bool | None,
+    "count": int,
+}
+
+
+def _parameter(name: str, kind: Any, about: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about])
+
+
+def _argument(name: str, argument: Argument) -> inspect.Parameter:
+    about = typer.Argument(metavar=argument.metavar, help=argument.help, show_default=False)
+    default = "" if argument.kind == "optional" else inspect.Parameter.empty
+    return _parameter(name, list[str] if argument.kind == "many" else str, about, default)
+
+
+def _option(option: Option) -> inspect.Parameter:
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in option.choices if choice.startswith(incomplete)]
+
+    names = ("/".join(option.names),) if option.kind == "switch" else option.names
+    about = typer.Option(
+        *names,
+        metavar=option.metavar or None,
+        help=option.help,
+        count=option.kind == "count",
+        rich_help_panel=option.section.title,
+        show_default=False,
+        autocompletion=complete if option.choices else None,
+    )
+    default = {"flag": False, "switch": option.default, "count": 0}.get(option.kind)
+    return _parameter(option.keyword, _KINDS[option.kind], about, default)
 
 
 def _show_version(value: bool) -> None:
@@ -230,15 +218,14 @@ def help_text() -> str:
 
 def _verb_first(arguments: list[str]) -> list[str]:
     """Reporting options from before the verb moved behind it: `--json inspect x` -> `inspect --json x`."""
+    options = {name: option for option in stated(Show).values() for name in option.names}
     moved, rest = [], arguments
     while rest:
-        name = rest[0].partition("=")[0]
-        if rest[0] in _FLAGS_BEFORE or (name in _VALUED_BEFORE and "=" in rest[0]):
-            taken = 1
-        elif name in _VALUED_BEFORE:
-            taken = 2
-        else:
+        name, joined, _ = rest[0].partition("=")
+        option = options.get(name if name.startswith("--") else name[:2])
+        if option is None or joined and not option.metavar:
             break
+        taken = 2 if option.metavar and not joined else 1
         moved += rest[:taken]
         rest = rest[taken:]
     return [rest[0], *moved, *rest[1:]] if rest and rest[0] in VERBS else arguments
@@ -279,12 +266,11 @@ def usage_error(fault: Any, verb: str) -> UsageError:
 def _near_option(name: str, context: Any) -> str:
     """What may have been meant: an option of this verb, or of another one."""
     known = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
-    verb = context.command.name
-    others = [other for other in VERBS if other != verb and name in _options_of(other)]
+    others = [
+        other.name
+        for other in VERBS.values()
+        if other.name != context.command.name and any(name in option.names for option in other.options().values())
+    ]
     if others:
         return f"{name} belongs to ckpt {', ckpt '.join(others)}"
     return near_misses(name, [option for option in known if option.startswith("--")])
-
-
-def _options_of(verb: str) -> list[str]:
-    return [option for param in build(verb).params for option in param.opts]

@@ -1,0 +1,100 @@
+"""The verbs as Python functions, with the options of the command line as keywords.
+
+    import ckpt_tool as ckpt
+    document = ckpt.convert("runs/7", "out", to="safetensors", dtype="bf16", max_shard_size="2GB")
+    document["plan"]["bytes_written"]
+
+Each returns the document that `--json` prints and raises `CkptError` where the command would exit with 2 to 7. What
+`--report` and the like do for a screen has no keyword here. `progress` is any `core.progress.Progress`. The keywords,
+with their types and their lines of help, are those of the verb's statement (`options`); `__init__.pyi` has them for
+checkers and editors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckpt_tool.cli.verbs import VERBS
+from ckpt_tool.core.progress import SILENT, Progress
+from ckpt_tool.options.statement import stated, taken
+
+if TYPE_CHECKING:
+    from ckpt_tool.run.lazy import OpenCatalog
+
+StrPath = str | PathLike[str]
+Document = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Document])
+
+
+def open(path: StrPath, from_format: str | None = None) -> OpenCatalog:
+    """The checkpoint at `path` as a catalog of lazy tensors; values are read when a tensor is sliced."""
+    from ckpt_tool.commands.open import open_catalog
+
+    return open_catalog(fspath(path), from_format=from_format)
+
+
+def _documented(function: F) -> F:
+    """A function with its verb's options in its signature and its docstring, in the place of `**options`."""
+    own, options = inspect.signature(function), stated(*VERBS[function.__name__].takes())
+    named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.accepts())
+        for name, option in options.items()
+    ]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    lines = "\n".join(f"    {name}: {option.help}" for name, option in options.items())
+    function.__doc__ = f"{function.__doc__}\n\n{lines}\n"
+    return function
+
+
+@_documented
+def reshard(src: StrPath, dst: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """The same checkpoint for other parallel degrees: `ckpt reshard SRC DST`."""
+    from ckpt_tool.commands.convert import reshard as command
+
+    reading, writing = _taken("reshard", options)
+    return command(fspath(src), fspath(dst), reading, writing, progress)
+
+
+@_documented
+def convert(src: StrPath, dst: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """Another format, dialect and degrees: `ckpt convert SRC DST --to FORMAT`."""
+    from ckpt_tool.commands.convert import convert as command
+
+    reading, writing = _taken("convert", options)
+    return command(fspath(src), fspath(dst), reading, writing, progress)
+
+
+@_documented
+def merge(sources: Sequence[StrPath], dst: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """Join shards, strip keys, merge models: `ckpt merge SRC... DST`."""
+    from ckpt_tool.commands.merge import merge as command
+
+    writing, reading, wanted = _taken("merge", options)
+    return command([fspath(source) for source in sources], fspath(dst), reading, writing, wanted, progress)
+
+
+@_documented
+def diff(a: StrPath, b: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """Are two checkpoints equal in value? `ckpt diff A B`; look at `equal` in the result."""
+    from ckpt_tool.commands.diff import diff as command
+
+    wanted, reading = _taken("diff", options)
+    return command(fspath(a), fspath(b), reading, wanted, progress=progress)
+
+
+@_documented
+def verify(path: StrPath, *, progress: Progress = SILENT, **options: Any) -> Document:
+    """Is it complete and sound? `ckpt verify SRC`; look at `ok` in the result."""
+    from ckpt_tool.commands.verify import verify as command
+
+    wanted, reading = _taken("verify", options)
+    return command(fspath(path), reading, wanted, progress=progress)
+
+
+def _taken(verb: str, options: dict[str, Any]) -> list[Any]:
+    """A value of each of the verb's groups. Raises UsageError."""
+    return taken(options, *VERBS[verb].takes())

@@ -1,0 +1,59 @@
+"""Plain lines, read without typer.
+
+    ckpt inspect runs/7                                   plain
+    ckpt reshard runs/7 out --tp 2 -q --no-fsync          plain
+    ckpt reshard runs/7 out --tp two                      not: typer's road says what is wrong
+
+A line is plain when its verb is one that scripts run in loops, and it holds the verb's arguments and options spelled in
+full. Whatever else it holds (help, an unknown option, a value that is missing, bad or begins with a dash) is left to
+typer: faults and help have one voice. Both read the same statements (`Verb.options`).
+
+What it saves: 60 ms of 260 and 2 MB of a `convert --dry-run` of a small file, the best of 20 each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_tool.cli.verbs import VERBS, Job
+from ckpt_tool.errors import UsageError
+
+PLAIN = ("inspect", "reshard", "convert")
+
+
+def plain_job(line: Sequence[str]) -> Job | None:
+    """The job of a plain line, None for all others."""
+    if not line or line[0] not in PLAIN or "_CKPT_COMPLETE" in os.environ:
+        return None
+    verb, words = VERBS[line[0]], iter(line[1:])
+    options = {name: option for option in verb.options().values() for name in option.names}
+    paths: list[str] = []
+    given: dict[str, Any] = {}
+    for word in words:
+        if not word.startswith("-"):
+            paths.append(word)
+            continue
+        name, joined, value = word.partition("=")
+        option = options.get(name)
+        if option is None or joined and not option.metavar:
+            return None
+        if option.metavar and not joined:
+            value = next(words, "")
+        if option.metavar and (not value or value.startswith("-")):
+            return None
+        if option.kind == "value":
+            given[option.keyword] = value
+        elif option.kind == "values":
+            given.setdefault(option.keyword, []).append(value)
+        elif option.kind == "count":
+            given[option.keyword] = given.get(option.keyword, 0) + 1
+        else:
+            given[option.keyword] = option.kind == "flag" or name != option.names[-1]
+    if len(paths) != len(verb.arguments) or not all(paths):
+        return None
+    try:
+        return verb.job(paths, given)
+    except UsageError:
+        return None

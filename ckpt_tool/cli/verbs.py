@@ -1,0 +1,495 @@
+"""The verbs: what each takes, and the Job that it comes to, a command that is ready to run.
+
+    @verb("what is in a checkpoint", SRC, takes=lambda: (Inspection, Reading), examples=("ckpt inspect runs/7",))
+    def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job: ...
+
+The options are those of the groups (`options`, `merging.options`), where each is stated. No parser is known here: typer
+(`cli.parser`) and plain lines (`cli.plain`) come to the same Job. When a function here is called the line is sound and
+nothing has been read; a verb's command is imported when the job runs, so that help and usage errors cost no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.options.reading import Inspection, Reading, Show
+from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, Section, stated, taken
+
+if TYPE_CHECKING:
+    from ckpt_tool.merging.options import MergeOptions
+    from ckpt_tool.options.verbs import Cleaning, Comparison, Kernels, Page, Share, Validating, Verification
+    from ckpt_tool.options.writing import Writing
+    from ckpt_tool.report.page import Page as Shown
+
+Document = dict[str, Any]
+
+
+class Job(NamedTuple):
+    """A verb, ready to run.
+
+    run: reads and writes, returns the document. page: the document for people, uncut with True. sound: is there nothing
+    to find fault with (exit 1 otherwise)? writes: makes an output (silent under -q). plans: shows its plan before it
+    writes. sources, outputs: what it reads and makes, where no report may be put. pages: long text, which a terminal
+    shows through a pager.
+    """
+
+    verb: str
+    show: Show
+    run: Callable[[Progress], Document]
+    page: Callable[[Document, bool], Shown]
+    sound: Callable[[Document], bool] = lambda document: True
+    writes: bool = False
+    plans: bool = False
+    sources: tuple[str, ...] = ()
+    outputs: tuple[str | None, ...] = ()
+    pages: bool = False
+
+
+class Argument(NamedTuple):
+    """What stands on a line without a name. kind: `many` takes one or more words, `optional` none or one."""
+
+    metavar: str
+    help: str
+    kind: Literal["one", "many", "optional"] = "one"
+
+
+class Verb(NamedTuple):
+    """A verb. summary: in the list of verbs. about: at the top of its help. takes: the groups of its options, called
+    when the verb is. but: sections of those groups that the command line leaves out."""
+
+    name: str
+    summary: str
+    about: str
+    arguments: tuple[Argument, ...]
+    takes: Callable[[], tuple[type, ...]]
+    but: tuple[Section, ...]
+    examples: tuple[str, ...]
+    ready: Callable[..., Job]
+
+    def options(self) -> dict[str, Option]:
+        """Keyword -> option, as the command line has them."""
+        return {name: one for name, one in stated(*self.takes(), Show).items() if one.section not in self.but}
+
+    def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> Job:
+        """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
+        show, *groups = taken(given, Show, *self.takes())
+        return self.ready(show, *arguments, *groups)
+
+
+VERBS: dict[str, Verb] = {}
+F = Callable[..., Job]
+SRC = Argument("SRC", "A file, a folder or a URL.")
+DST = Argument("DST", "The output: a new file or folder.")
+
+
+def verb(
+    summary: str,
+    *arguments: Argument,
+    takes: Callable[[], tuple[type, ...]] = tuple,
+    but: tuple[Section, ...] = (),
+    examples: tuple[str, ...],
+) -> Callable[[F], F]:
+    """Make a function a verb of its own name."""
+
+    def add(function: F) -> F:
+        name = function.__name__
+        VERBS[name] = Verb(name, summary, function.__doc__ or "", arguments, takes, but, examples, function)
+        return function
+
+    return add
+
+
+def _both() -> tuple[type, ...]:
+    from ckpt_tool.options.writing import Writing
+
+    return Reading, Writing
+
+
+@verb(
+    "what is in a checkpoint, from its headers alone",
+    SRC,
+    takes=lambda: (Inspection, Reading),
+    examples=("ckpt inspect runs/7", "ckpt inspect model.safetensors --match '*.q_proj.*' --stats"),
+)
+def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
+    """What is in a checkpoint, read from headers alone. Nothing in it is ever run."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.inspect import inspect as command
+
+        return command(src, reading, wanted, columns=not show.json)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.inspection import inspection
+
+        return inspection(document, depth=wanted.depth, everything=uncut)
+
+    return Job("inspect", show, run, page, sources=(src,))
+
+
+def written(document: Document, uncut: bool) -> Shown:
+    """The page of a writer's document."""
+    from ckpt_tool.report.writing import after
+
+    return after(document, everything=uncut)
+
+
+def _writer(
+    name: str, show: Show, run: Callable[[Progress], Document], writing: Writing, sources: Sequence[str], *outputs: str
+) -> Job:
+    return Job(
+        name,
+        show,
+        run,
+        written,
+        writes=True,
+        plans=not (writing.dry_run or writing.plan_file),
+        sources=tuple(sources),
+        outputs=(*outputs, writing.plan_file),
+    )
+
+
+@verb(
+    "the same checkpoint for other parallel degrees",
+    SRC,
+    DST,
+    takes=_both,
+    but=(TO,),
+    examples=("ckpt reshard runs/7/iter_0000100 out --tp 8 --pp 2", "ckpt reshard in out --dp 3 --zero 3 --dry-run"),
+)
+def reshard(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> Job:
+    """The same checkpoint for other parallel degrees: model, optimizer, experts, scalars and extras together."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands import convert
+
+        return convert.reshard(src, dst, reading, writing, progress)
+
+    return _writer("reshard", show, run, writing, (src,), dst)
+
+
+@verb(
+    "another format, another dialect, other degrees",
+    SRC,
+    DST,
+    takes=_both,
+    examples=(
+        "ckpt convert runs/7 out --to safetensors --dtype bf16",
+        "ckpt convert hf out --to megatron-dist --tp 4 --pp 2",
+    ),
+)
+def convert(show: Show, src: str, dst: str, reading: Reading, writing: Writing) -> Job:
+    """Another format and, where the names differ, another dialect; degrees too, so one hop is always enough."""
+    if writing.to is None:
+        raise UsageError(
+            "convert needs --to FORMAT",
+            code="E0282",
+            place="ckpt convert",
+            hint="ckpt convert --help lists the formats; for other degrees alone there is ckpt reshard",
+        )
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands import convert
+
+        return convert.convert(src, dst, reading, writing, progress)
+
+    return _writer("convert", show, run, writing, (src,), dst)
+
+
+def _merging() -> tuple[type, ...]:
+    from ckpt_tool.merging.options import MergeOptions
+    from ckpt_tool.options.writing import Writing
+
+    return Writing, Reading, MergeOptions  # the last one's --config is not the second's
+
+
+@verb(
+    "join shards, strip keys, fold LoRA adapters, merge models",
+    Argument("SRC... DST", "The sources, then the output.", "many"),
+    takes=_merging,
+    examples=(
+        "ckpt merge shards one --remove-keys 'lm_head.*'",
+        "ckpt merge base adapter out --method lora",
+        "ckpt merge a b out --method slerp --t 0.3",
+    ),
+)
+def merge(show: Show, paths: Sequence[str], writing: Writing, reading: Reading, options: MergeOptions) -> Job:
+    """Join shards, strip keys, fold LoRA adapters, merge models."""
+    *sources, dst = paths
+    if not sources and options.config is None:
+        raise UsageError(
+            f"merge needs a source before the output {dst}",
+            code="E0282",
+            place="ckpt merge",
+            hint="ckpt merge SRC... DST; with --config the sources stand in the file",
+        )
+    if sources and options.config is not None:
+        raise UsageError(
+            f"--config names the sources, but {sources[0]} is given too",
+            code="E1442",
+            place="ckpt merge",
+            hint="with --config give the output alone",
+        )
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.merge import merge as command
+
+        return command(sources, dst, reading, writing, options, progress)
+
+    return _writer("merge", show, run, writing, sources, dst)
+
+
+def _comparing() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Comparison
+
+    return Comparison, Reading
+
+
+@verb(
+    "are two checkpoints equal in value?",
+    Argument("A", "A checkpoint."),
+    Argument("B", "Another, in any format and layout."),
+    takes=_comparing,
+    examples=("ckpt diff hf megatron", "ckpt diff a b --atol 1e-6 --state model"),
+)
+def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> Job:
+    """Are two checkpoints equal in value, in whatever formats and layouts they lie? Exit 1 when they are not."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.diff import diff as command
+
+        return command(a, b, reading, wanted, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.comparison import comparison
+
+        return comparison(document, everything=uncut)
+
+    return Job("diff", show, run, page, sound=lambda document: bool(document["equal"]), sources=(a, b))
+
+
+def _verifying() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Verification
+
+    return Verification, Reading
+
+
+@verb(
+    "is a checkpoint complete and sound?",
+    SRC,
+    takes=_verifying,
+    examples=("ckpt verify out", "ckpt verify out --mode quick --json"),
+)
+def verify(show: Show, src: str, wanted: Verification, reading: Reading) -> Job:
+    """Is it complete and sound? Headers, extents, cover, replicas, checksums, finite values. Exit 1 when it is not."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.verify import verify as command
+
+        return command(src, reading, wanted, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.comparison import verification
+
+        return verification(document, everything=uncut)
+
+    return Job("verify", show, run, page, sound=lambda document: bool(document["ok"]), sources=(src,))
+
+
+def _applying() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Share
+    from ckpt_tool.options.writing import Writing
+
+    return Share, Writing
+
+
+@verb(
+    "run a saved plan, or one share of it",
+    Argument("PLAN", "A file that --plan saved."),
+    takes=_applying,
+    but=(TO, LAYOUT, TRAVEL, KEYS, PLAN),
+    examples=("ckpt convert in out --to dcp --plan p.json && ckpt apply p.json", "ckpt apply p.json --part 3/8"),
+)
+def apply(show: Show, saved: str, wanted: Share, writing: Writing) -> Job:
+    """Run a saved plan, or one share of it: on as many machines as there are."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.apply import apply as command
+
+        return command(saved, wanted.part, writing, progress)
+
+    return _writer("apply", show, run, writing, ())
+
+
+def _validating() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Validating
+
+    return (Validating,)
+
+
+@verb(
+    "train, save, kill, reshard, resume, compare",
+    takes=_validating,
+    examples=(
+        "ckpt validate --report proof.html",
+        "ckpt validate --from-layout tp2,pp2,dp2,ep2 --to-layout dp4,ep2",
+    ),
+)
+def validate(show: Show, wanted: Validating) -> Job:
+    """Train, save sharded, kill, reshard, resume, and compare with the run that was never interrupted. Needs torch."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.validate import validate as command
+
+        return command(wanted, progress=progress)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.validation import validation
+
+        return validation(document, everything=uncut)
+
+    return Job("validate", show, run, page, sound=lambda document: bool(document["ok"]), outputs=(wanted.keep,))
+
+
+def _of_kernels() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Kernels
+
+    return (Kernels,)
+
+
+@verb(
+    "the CUDA reshard kernels: build, info, check, bench",
+    Argument("build|info|check|bench", "What to do."),
+    takes=_of_kernels,
+    examples=("ckpt kernels info", "ckpt kernels build --arch native", "ckpt kernels check --cases 1000"),
+)
+def kernels(show: Show, action: str, wanted: Kernels) -> Job:
+    """The CUDA reshard kernels: compile them, say what there is, hold them against NumPy (exit 1 where they differ),
+    measure."""
+    _check_action(action, wanted)
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands import kernels as commands
+
+        if action == "build":
+            return commands.build(wanted.arch, out=wanted.out, force=wanted.force)
+        if action == "check":
+            return commands.check(cases=wanted.cases or commands.CASES, seed=wanted.seed or 0, only=wanted.only)
+        return commands.bench(quick=wanted.quick) if action == "bench" else commands.info()
+
+    page = _listing(f"ckpt kernels {action}")
+    return Job("kernels", show, run, page, sound=lambda document: bool(document.get("ok", True)), outputs=(wanted.out,))
+
+
+def _check_action(word: str, wanted: Kernels) -> None:
+    """Raise UsageError for a word that is none of the four actions, and for an option that belongs to another one."""
+    actions = ("build", "info", "check", "bench")
+    if word not in actions:
+        raise UsageError(
+            f"ckpt kernels has no {word!r}",
+            code="E0283",
+            place="ckpt kernels",
+            hint=near_misses(word, actions) or f"there are {', '.join(actions)}",
+        )
+    for option in stated(*_of_kernels()).values():
+        action, value = option.help.partition(":")[0], getattr(wanted, option.field)
+        if action != word and value is not False and value not in (None, ()):
+            raise UsageError(
+                f"{option.names[0]} belongs to ckpt kernels {action}", code="E0284", place=f"ckpt kernels {word}"
+            )
+
+
+@verb("what this machine offers, and a self-test", examples=("ckpt doctor",))
+def doctor(show: Show) -> Job:
+    """What this machine offers: versions, disk, file system, GPU, nvcc, extras; and a self-test."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.doctor import doctor as command
+
+        return command()
+
+    return Job("doctor", show, run, _listing("ckpt doctor"), sound=lambda document: document["self_test"] == "ok")
+
+
+def _paging() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Page
+
+    return (Page,)
+
+
+@verb(
+    "the pages of the guide",
+    Argument("[TOPIC]", "A page; without it they are listed.", "optional"),
+    takes=_paging,
+    examples=("ckpt help", "ckpt help pretrained", "ckpt help paddle --lang zh"),
+)
+def help(show: Show, topic: str, wanted: Page) -> Job:
+    """The guide: pages on formats, pretrained weights, merging, Paddle, and so on."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.help import help_on
+
+        return help_on(topic or None, wanted.language)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.guide import page_of
+
+        return page_of(document)
+
+    return Job("help", show, run, page, pages=True)
+
+
+def _cleaning() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Cleaning
+
+    return (Cleaning,)
+
+
+@verb(
+    "what interrupted runs left behind",
+    Argument("FOLDER", "Where outputs were to appear."),
+    takes=_cleaning,
+    examples=("ckpt clean .", "ckpt clean . --remove"),
+)
+def clean(show: Show, folder: str, wanted: Cleaning) -> Job:
+    """What interrupted runs left in a folder: list it, or remove it."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.clean import clean as command
+
+        return command(folder, remove=wanted.remove)
+
+    return Job("clean", show, run, _listing("ckpt clean"))
+
+
+@verb(
+    "what an error code means, why it comes, what to do",
+    Argument("[CODE]", "As an error shows it: E0301. Without it, all.", "optional"),
+    examples=("ckpt explain E0301", "ckpt explain"),
+)
+def explain(show: Show, code: str) -> Job:
+    """What an error code means, why it comes, what to do."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.explain import explain as command
+
+        return command(code)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.explanation import explanation
+
+        return explanation(document)
+
+    return Job("explain", show, run, page)
+
+
+def _listing(title: str) -> Callable[[Document, bool], Shown]:
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.listing import listing
+
+        return listing(document, title)
+
+    return page

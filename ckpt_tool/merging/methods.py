@@ -1,0 +1,108 @@
+"""The methods of merging: how many models each takes, whether one of them is the base, and its parameters.
+
+Names and defaults are mergekit's (0.1.5 `merge_methods/`), with `-` where it writes `_`; `weight` has no default there,
+and is 1 here where the command line says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from ckpt_tool.errors import UsageError, near_misses
+
+Scope = Literal["shared", "model", "task"]  # one for the merge; one a model; one a model that is not the base
+Base = Literal["none", "optional", "needed"]
+
+
+class Parameter(NamedTuple):
+    """default: None where the parameter must be given. low, high: the bounds of a number, both included unless
+    `above`."""
+
+    scope: Scope
+    default: float | bool | None
+    kind: Literal["number", "flag"] = "number"
+    low: float = float("-inf")
+    high: float = float("inf")
+    above: bool = False  # low itself is out
+    optional: bool = False  # None is a value: nothing
+
+
+class Method(NamedTuple):
+    """least, most: models, the base counted. trim: how task vectors are trimmed
+    (`merging.task_vectors.Trim.kind`)."""
+
+    name: str
+    base: Base
+    parameters: Mapping[str, Parameter]
+    least: int = 1
+    most: int | None = None
+    trim: str | None = None
+    consensus: bool = False
+
+    @property
+    def of_task_vectors(self) -> bool:
+        return "lambda" in self.parameters
+
+    @property
+    def by_chance(self) -> bool:
+        return self.trim in ("chance", "ranks")
+
+
+def _flag(default: bool) -> Parameter:
+    return Parameter("shared", default, "flag")
+
+
+def _of_task_vectors(
+    name: str, trim: str | None = None, *, consensus: bool = False, normalize: bool = False, rescale: bool = False
+) -> Method:
+    parameters = {
+        "weight": Parameter("task", None),
+        "density": Parameter("task", 1.0, low=0, high=1, above=True),
+        "lambda": Parameter("shared", 1.0),
+        "normalize": _flag(normalize),
+        "rescale": _flag(rescale),
+        "int8_mask": _flag(False),
+    }
+    if trim == "crumbs":
+        parameters["gamma"] = Parameter("task", 0.01, low=0, high=1)
+    if trim == "ranks":
+        parameters["epsilon"] = Parameter("task", 0.15, low=0, high=0.5)
+    return Method(name, "needed", parameters, 1, None, trim, consensus)
+
+
+_ALL = (
+    Method("linear", "none", {"weight": Parameter("model", None), "normalize": _flag(True)}),
+    Method("slerp", "needed", {"t": Parameter("shared", None, low=0, high=1)}, 2, 2),
+    Method(
+        "nuslerp",
+        "optional",
+        {"weight": Parameter("task", None), "nuslerp_row_wise": _flag(False), "nuslerp_flatten": _flag(True)},
+    ),
+    _of_task_vectors("task-arithmetic"),
+    _of_task_vectors("ties", "largest", consensus=True, normalize=True),
+    _of_task_vectors("dare-linear", "chance", rescale=True),
+    _of_task_vectors("dare-ties", "chance", consensus=True, rescale=True),
+    _of_task_vectors("della", "ranks", consensus=True, normalize=True, rescale=True),
+    _of_task_vectors("della-linear", "ranks", rescale=True),
+    _of_task_vectors("breadcrumbs", "crumbs"),
+    _of_task_vectors("breadcrumbs-ties", "crumbs", consensus=True),
+    Method("model-stock", "needed", {"filter_wise": _flag(False)}, 3),
+    Method("passthrough", "none", {"scale": Parameter("model", None, optional=True)}, 1, 1),
+)
+METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
+# Of mergekit 0.1.5, not of this build.
+FOREIGN = ("multislerp", "nearswap", "ram", "ramplus_tl", "sce", "arcee_fusion", "karcher")
+
+
+def method_of(name: str) -> Method:
+    """The method of that name, `_` or `-`. Raises UsageError E1440."""
+    found = METHODS.get(name.replace("_", "-"))
+    if found is None:
+        foreign = name.replace("-", "_") in FOREIGN
+        raise UsageError(
+            f"this build does not merge by {name}" if foreign else f"no method {name!r}",
+            code="E1440",
+            hint=near_misses(name.replace("_", "-"), METHODS) or f"the methods are {', '.join(METHODS)}",
+        )
+    return found

@@ -1,0 +1,194 @@
+"""An option, stated once: a field of the dataclass that carries its value to the command.
+
+    @dataclass(frozen=True, slots=True)
+    class Reading:
+        lenient: bool = READING.flag("Warn where a strict reader refuses and no value depends on it.")
+        prefer: str | None = READING.option("Which of two sets of files in one folder.", text, "WHICH")
+
+All else follows from the field: the option of the command line, its line in the help and its completion (`cli`), the
+keyword of the Python functions and its type (`api`), its value and the message that names it when it is bad (`taken`).
+
+    >>> taken({"lenient": True, "prefer": None}, Reading)
+    [Reading(lenient=True, prefer=None)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, fields
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from ckpt_tool.errors import UsageError, near_misses
+from ckpt_tool.options.values import BadValue, one_of
+
+Kind = Literal["value", "values", "flag", "switch", "count"]
+G = TypeVar("G")
+
+
+class Option(NamedTuple):
+    """One option.
+
+    parse: text, or the value itself, as the value; raises BadValue. kind: `values` may be repeated, a `switch` is on,
+    off (its last name) or left alone, a `count` counts how often it stands there. field: of the group, that it fills:
+    whole, or with `entry` under its own keyword in a mapping, or with `constant` where it is given.
+    """
+
+    section: Section
+    help: str
+    parse: Callable[[Any], Any]
+    metavar: str = ""
+    kind: Kind = "value"
+    keyword: str = ""
+    names: tuple[str, ...] = ()
+    default: bool | None = False  # of a flag or a switch
+    choices: tuple[str, ...] = ()
+    field: str = ""
+    entry: bool = False
+    constant: str | None = None
+
+    def of(self, name: str) -> Option:
+        """The option as field `name` states it: with the keyword and the spelling that were left open."""
+        keyword = self.keyword or name
+        names = self.names or ("--" + keyword.rstrip("_").replace("_", "-"),)
+        if self.kind == "switch":
+            names += (f"--no-{names[0][2:]}",)
+        return self._replace(field=name, keyword=keyword, names=names)
+
+    def accepts(self) -> str:
+        """The Python type of the keyword: what the parser's annotation says."""
+        known = getattr(self.parse, "__annotations__", {"value": "bool"})["value"]
+        return known if self.kind == "flag" else f"{known} | None"
+
+    def fill(self, values: dict[str, Any], found: Any) -> None:
+        """Put a parsed value into the fields of its group. Raises BadValue where another option says otherwise."""
+        if self.entry:
+            values.setdefault(self.field, {})[self.keyword] = found
+        elif self.constant is None:
+            values[self.field] = found
+        elif found:
+            if values.setdefault(self.field, self.constant) != self.constant:
+                other = "--" + self.field.replace("_", "-")
+                raise BadValue(
+                    f"{self.names[0]} means {other} {self.constant}, but {other} is {values[self.field]}",
+                    hint="give one of the two",
+                )
+
+
+class Section(NamedTuple):
+    """A heading of the help, and what states the options under it: each method gives what a field is set to.
+
+    part: tells two apart that share a heading. keyword, names: where they are not the field's own.
+    """
+
+    title: str
+    part: str = ""
+
+    def option(
+        self,
+        help: str,
+        parse: Callable[[Any], Any],
+        metavar: str,
+        *,
+        default: Any = None,
+        kind: Kind = "value",
+        keyword: str = "",
+        names: tuple[str, ...] = (),
+        choices: Iterable[str] = (),
+        also: tuple[Option, ...] = (),
+    ) -> Any:
+        """An option with a value; of kind `values` it may be repeated. also: what else fills the field."""
+        stated = Option(self, help, parse, metavar, kind, keyword, names, choices=tuple(choices))
+        return _field(default, stated, *also)
+
+    def choice(self, help: str, choices: Sequence[str], metavar: str = "", **more: Any) -> Any:
+        """An option whose value is one of `choices`."""
+        return self.option(help, one_of(choices), metavar or "|".join(choices), choices=choices, **more)
+
+    def flag(self, help: str, *, names: tuple[str, ...] = ()) -> Any:
+        """An option without a value."""
+        return _field(False, Option(self, help, bool, kind="flag", names=names))
+
+    def switch(self, help: str, *, default: bool | None) -> Any:
+        """`--name`, `--no-name`, or left alone."""
+        return _field(default, Option(self, help, bool, kind="switch", default=default))
+
+    def counter(self, help: str, *, names: tuple[str, ...]) -> Any:
+        """An option that is given once or more."""
+        return _field(0, Option(self, help, int, kind="count", names=names))
+
+    def each(self, helps: Mapping[str, str], parse: Callable[[Any], Any], metavar: str) -> Any:
+        """An option for each keyword; the field maps the keywords that were given to their values."""
+        rows = (Option(self, help, parse, metavar, keyword=name, entry=True) for name, help in helps.items())
+        return _field({}, *rows)
+
+    def means(self, keyword: str, constant: str, help: str) -> Option:
+        """A flag that stands for one value of another option: for `also` of that one."""
+        return Option(self, help, bool, kind="flag", keyword=keyword, constant=constant)
+
+
+# in the order of the help
+SECTIONS = (
+    OPTIONS := Section("Options"),  # of one verb alone
+    TO := Section("Options", "to"),
+    LAYOUT := Section("Layout"),
+    TRAVEL := Section("What travels"),
+    KEYS := Section("Keys"),
+    READING := Section("Reading"),
+    RUN := Section("Writing"),
+    PLAN := Section("Writing", "plan"),
+    REPORTING := Section("Reporting"),
+)
+
+
+def _field(default: Any, *options: Option) -> Any:
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"options": options})
+    return field(default=default, metadata={"options": options})
+
+
+def stated(*groups: type) -> dict[str, Option]:
+    """Keyword -> option of some groups. Where two have one keyword, it is the later group's."""
+    return {option.keyword: option for group in groups for option in _of_group(group)}
+
+
+def _of_group(group: Any) -> Iterable[Option]:
+    return (option.of(each.name) for each in fields(group) for option in each.metadata["options"])
+
+
+def taken(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
+    """A value of each group from keywords; what is missing or None has its default.
+
+    Raises one UsageError (E0280) with every fault: unknown keywords, bad values, options that contradict each other.
+    """
+    owners = {option.keyword: (option, number) for number, group in enumerate(groups) for option in _of_group(group)}
+    faults = [
+        BadValue(
+            f"unknown option {name!r}",
+            hint=near_misses(name, owners) or f"the options are {', '.join(owners)}",
+        )
+        for name in given
+        if name not in owners
+    ]
+    values: list[dict[str, Any]] = [{} for _ in groups]
+    for keyword, (option, number) in owners.items():
+        if given.get(keyword) is None:
+            continue
+        try:
+            found = option.parse(given[keyword])
+        except BadValue as fault:
+            faults.append(BadValue(f"{option.names[0]}: {fault}", hint=fault.hint, path=fault.path))
+            continue
+        try:
+            option.fill(values[number], found)
+        except BadValue as fault:
+            faults.append(fault)
+    if faults:
+        first, *others = faults
+        lines = [f"{fault} ({fault.hint})" if fault.hint else str(fault) for fault in others]
+        raise UsageError(str(first), code="E0280", path=first.path, hint=first.hint, faults=lines)
+    return [group(**found) for group, found in zip(groups, values, strict=True)]
+
+
+def one(given: Mapping[str, Any], group: type[G]) -> G:
+    """The value of one group. Raises UsageError as `taken`."""
+    return taken(given, group)[0]

@@ -1,0 +1,132 @@
+"""How an output is laid out and written: the options of every verb that writes.
+
+What only the checkpoint can tell (does this degree divide? does this pattern match?) is left to the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tool.core.fallback import POLICIES
+from ckpt_tool.options.reading import FORMATS
+from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, RUN, TO, TRAVEL, Section
+from ckpt_tool.options.values import between, count, counts, dtypes, output, patterns, size, sizes, text, words
+
+SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
+SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
+DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
+DEVICES = ("cpu", "cuda")
+DEFAULT_POLICY = "largest-dim"
+MOST_ROWS = (1 << 31) - 1  # of --vocab-size: token ids are 32-bit numbers
+DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes; what `save_pretrained` of transformers calls "5GB"
+DEFAULT_MEMORY = 1 << 30  # bytes
+
+
+def device(section: Section) -> Any:
+    """The option `--device` of a verb that moves or reads values."""
+    return section.choice("Where bytes are put in order, cast and hashed. Default cpu.", DEVICES, default="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How an output is laid out and written. None and empty mean "not given": the command takes its default.
+
+    degrees: mesh dim -> size, only those that were given. dtypes: state ("" for all) -> the house's dtype name.
+    states, drop: as given; "all" and "optimizer" are the command's to expand. remove_keys, keep_keys: patterns
+    (`@FILE` already read). max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of
+    large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
+    """
+
+    to: str | None = TO.choice(f"One of {', '.join(FORMATS)}.", FORMATS, "FORMAT")
+
+    degrees: Mapping[str, int] = LAYOUT.each(
+        {
+            "tp": "Tensor parallel degree.",
+            "pp": "Pipeline parallel degree.",
+            "ep": "Expert parallel degree.",
+            "etp": "Tensor parallel degree of the experts.",
+            "dp": "Data parallel degree.",
+            "cp": "Context parallel degree.",
+            "vpp": "Virtual pipeline stages a rank.",
+        },
+        count,
+        "N",
+    )
+    pp_split: tuple[int, ...] = LAYOUT.option("Layers of each pipeline stage: 8,9,9,6.", counts, "N,N,...", default=())
+    zero: int | None = LAYOUT.option("What data parallel ranks shard among themselves.", between(0, 3), "0|1|2|3")
+    sharding: str | None = LAYOUT.choice(
+        "Paddle: optimizer states by owner, or as slices. Default the source's.", SHARDINGS
+    )
+    spec: str | None = LAYOUT.choice(
+        "Megatron: layers of its own modules or of Transformer Engine's. Default the source's, or local.", SPECS
+    )
+    layout: str | None = LAYOUT.option("A mesh and placement rules by glob, in TOML.", text, "FILE")
+    on_indivisible: str | None = LAYOUT.choice(
+        f"When a dim does not divide: {', '.join(POLICIES)}. Default {DEFAULT_POLICY}.",
+        POLICIES,
+        "POLICY",
+        also=(LAYOUT.means("strict_shard", "error", "The same as --on-indivisible error."),),
+    )
+
+    dialect: str | None = TRAVEL.choice(
+        f"Names and structure: {', '.join(DIALECTS)}. Default: the format's home dialect.", DIALECTS, "NAME"
+    )
+    aoa: str | None = TRAVEL.option(
+        "Paddle's any-to-any statements as the mapping of names and structure.", text, "FILE"
+    )
+    states: tuple[str, ...] = TRAVEL.option(
+        "model, master, optimizer, ema, extras, or all.", words, "S,S,...", kind="values", keyword="state", default=()
+    )
+    drop: tuple[str, ...] = TRAVEL.option(
+        "What may stay behind though it was asked for.", words, "S,S,...", kind="values", default=()
+    )
+    as_model: str | None = TRAVEL.choice("Write this state as the model.", ("ema", "master"))
+    dtypes: Mapping[str, str] = TRAVEL.option(
+        "Cast: bf16, or optimizer=bf16. Repeatable.",
+        dtypes,
+        "[STATE=]DTYPE",
+        kind="values",
+        keyword="dtype",
+        default={},
+    )
+    dequantize: bool = TRAVEL.flag("Write quantised weights and states as floats.")
+    vocab_size: int | None = TRAVEL.option(
+        "Rows of the vocabulary: padding beyond it is cut off, rows of zeros are added up to it.",
+        between(1, MOST_ROWS),
+        "N",
+    )
+    tied_head: str | None = TRAVEL.choice(
+        "An output layer that is the embedding: written once or twice.", ("keep", "tie", "untie")
+    )
+    allow_lossy: bool = TRAVEL.flag("Let a cast overflow or saturate, and count it.")
+
+    remove_keys: tuple[str, ...] = KEYS.option(
+        "Leave out: a glob, re:EXPRESSION or @FILE. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
+    keep_keys: tuple[str, ...] = KEYS.option(
+        "Leave out all but these. Repeatable.", patterns, "PATTERN", kind="values", default=()
+    )
+    model_only: bool = KEYS.flag("Leave the optimizer, master and EMA twins of removed keys alone.")
+
+    force: bool = RUN.flag("Replace an existing output, whole and in one step.")
+    resume: bool = RUN.switch("Go on where an interrupted run stopped (the default).", default=True)
+    fsync: bool = RUN.switch("Wait for the disk before the commit (the default).", default=True)
+    dry_run: bool = RUN.flag("Show the plan; write nothing.")
+    memory: int = RUN.option("Bound on working memory. Default 1GiB.", size, "SIZE", default=DEFAULT_MEMORY)
+    threads: int | None = RUN.option("Threads that move bytes.", count, "N")
+    verify: str = RUN.choice("Check the output. Default quick.", ("off", "quick", "full"), default="quick")
+    ray: str | None = RUN.option("Run the plan on a Ray cluster.", text, "ADDRESS|auto")
+    device: str = device(RUN)
+    pinned: tuple[int, int] = RUN.option(
+        "Pinned memory that --device cuda sets aside at once. Default: what the run needs.",
+        sizes,
+        "LARGE[,SMALL]",
+        default=(0, 0),
+    )
+
+    max_shard_size: int | None = PLAN.option("Bytes a file of a sharded output. Default 5GB.", size, "SIZE")
+    plan_file: str | None = PLAN.option(
+        "Save the plan for ckpt apply; write nothing else.", output, "FILE", keyword="plan"
+    )
