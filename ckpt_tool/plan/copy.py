@@ -15,7 +15,7 @@ line is the same for every layout. Where a device wants plain source-to-destinat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -50,6 +50,21 @@ class Region(NamedTuple):
     def reach(self, item: int) -> int:
         """Bytes from its first element to the end of its last one, elements of `item` bytes; strides that go up."""
         return sum((n - 1) * stride for n, stride in zip(self.extents, self.strides, strict=True)) + item
+
+    def row(self, index: int) -> Region:
+        """What of it has that index along the first dim."""
+        file, offset, at, extents, strides, steps, replica = self
+        offset, at = offset + index * strides[0], at + index * steps[0]
+        return Region(file, offset, at, extents[1:], strides[1:], steps[1:], replica)
+
+    def in_file_order(self) -> Region:
+        """The same with its dims as the file has them, the largest stride first. No longer one to `clip`."""
+        file, offset, at, extents, strides, steps, replica = self
+        if strides == tuple(sorted(strides, reverse=True)):
+            return self
+        dims = sorted(zip(strides, extents, steps, strict=True), key=lambda dim: -dim[0])
+        strides, extents, steps = zip(*dims, strict=True)
+        return Region(file, offset, at, extents, strides, steps, replica)
 
 
 class Copy(NamedTuple):
@@ -209,24 +224,23 @@ def row_of(region: Region) -> int:
     return region.steps[region.strides.index(min(region.strides))]
 
 
-def clip(region: Region, start: int, stop: int) -> Iterator[Region]:
+def clip(region: Region, start: int, stop: int) -> Iterable[Region]:
     """The parts of `region` whose elements lie in [start, stop) of the line. Disjoint, in line order.
 
     Cost: O(dims) for a range that cuts at rows, at most two more parts a dim where it cuts inside one.
     """
-    if start >= stop:
-        return
-    if len(region.extents) == 1:  # the common case, and the hot one: a run
-        (extent,), (stride,), (step,) = region.extents, region.strides, region.steps
-        first = max(0, -(-(start - region.at) // step))
-        end = min(extent, (stop - 1 - region.at) // step + 1)
-        if first == 0 and end == extent:
-            yield region
-        elif first < end:
-            at, offset = region.at + first * step, region.offset + first * stride
-            yield Region(region.file, offset, at, (end - first,), region.strides, region.steps, region.replica)
-        return
-    yield from _clip(region.offset, region.at, 0, region, start, stop)
+    file, offset, at, extents, strides, steps, replica = region
+    if start >= stop or not extents or len(extents) > 2:
+        return _clip(offset, at, 0, region, start, stop)
+    rows, step, low, high = extents[0], steps[0], start - at, stop - 1 - at
+    inner = (extents[1] - 1) * steps[1] if len(extents) == 2 else 0  # from the first to the last element of a row
+    first, end = max(0, -(-low // step)), min(rows, (high - inner) // step + 1)
+    if inner and (first > max(0, -(-(low - inner) // step)) or end < min(rows, high // step + 1)):
+        return _clip(offset, at, 0, region, start, stop)  # a row is parted
+    if first >= end:
+        return ()
+    where = offset + first * strides[0], at + first * step  # the common cases, and the hot ones: runs and whole rows
+    return (Region(file, *where, (end - first, *extents[1:]), strides, steps, replica),)
 
 
 def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int) -> Iterator[Region]:
@@ -234,7 +248,7 @@ def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int)
     last = at
     for n, s in zip(extents, steps, strict=True):
         last += (n - 1) * s
-    if last < start or at >= stop or 0 in extents:
+    if start >= stop or last < start or at >= stop or 0 in extents:
         return
     if at >= start and last < stop:
         yield Region(region.file, offset, at, extents, strides, steps, region.replica)
@@ -283,23 +297,9 @@ def intersect(source: Region, output: Region) -> Iterator[Copy]:
                 part.extents,
             )
         return
-    outer, inner = (
-        output.extents[0],
-        Region(
-            output.file,
-            output.offset,
-            output.at,
-            output.extents[1:],
-            output.strides[1:],
-            output.steps[1:],
-            output.replica,
-        ),
-    )
     low, high = hull(source)
-    length = hull(inner)[1] - inner.at
+    length = hull(output.row(0))[1] - output.at
     first = max(0, -(-(low - output.at - length + 1) // output.steps[0]))
-    last = min(outer, (high - 1 - output.at) // output.steps[0] + 1)
+    last = min(output.extents[0], (high - 1 - output.at) // output.steps[0] + 1)
     for i in range(first, last):
-        yield from intersect(
-            source, inner._replace(offset=inner.offset + i * output.strides[0], at=inner.at + i * output.steps[0])
-        )
+        yield from intersect(source, output.row(i))

@@ -1,9 +1,9 @@
 """Blocks: reading and writing regions through a small buffer.
 
 A block holds elements [start, stop) of a tensor's line. `Reader.fill` reads what the source regions have of it,
-`Writer.drain` writes what the output regions want of it. Runs go straight between file and block; strided parts pass
-through one scratch of 1 MiB and a NumPy assignment, never element by element. Descriptors are kept in a small
-least-recently-used cache, so that 10,000 shards work under `ulimit -n 64`.
+`Writer.drain` writes what the output regions want of it. Runs go straight between file and block, long rows of a matrix
+among them; strided parts pass through one scratch of 1 MiB and a NumPy assignment, never element by element.
+Descriptors are kept in a small least-recently-used cache, so that 10,000 shards work under `ulimit -n 64`.
 
 Cost: one pread and one pwrite a run; strided parts add one pass over memory that stays in L2.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # at run time by those who need it: a move of plain runs does
 
 SCRATCH = 1 << 20  # bytes of the strided side
 GAP = 64 << 10  # bytes: runs closer than this are read in one pread
+LONG = 64 << 10  # bytes: rows of at least this length are runs of their own
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
@@ -43,12 +44,39 @@ def strided(
     return np.ndarray(tuple(extents), _TYPES[item], buffer, offset, tuple(strides))
 
 
-Spans = Sequence[tuple[int, int, Region]]
+class Spans:
+    """Regions in the order of the line, so that a block passes over those that it does not meet cheaply. Quick where
+    blocks come in the line's order."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._spans = sorted((*hull(region), region) for region in regions)
+        self._at = self._next = 0  # where the last block began, and the first region that did not end before it
+
+    def parts(self, start: int, stop: int) -> list[Region]:
+        """What the regions have of elements [start, stop)."""
+        spans, at = self._spans, self._next if start >= self._at else 0
+        while at < len(spans) and spans[at][1] <= start:
+            at += 1
+        self._at, self._next = start, at
+        found: list[Region] = []
+        while at < len(spans):
+            low, high, region = spans[at]
+            if low >= stop:
+                break
+            if start <= low and high <= stop:
+                found.append(region)
+            elif high > start:
+                found += clip(region, start, stop)
+            at += 1
+        return found
 
 
-def spans_of(regions: Sequence[Region]) -> Spans:
-    """Each region with the part of the line that it touches, so that a block passes over the others cheaply."""
-    return [(*hull(region), region) for region in regions]
+def in_runs(region: Region, item: int) -> bool:
+    """Is the region a run, or are its rows long, which are runs then?"""
+    _, _, _, extents, strides, steps, _ = region
+    if not extents:
+        return True
+    return strides[-1] == item and steps[-1] == 1 and (len(extents) == 1 or extents[-1] * item >= LONG)
 
 
 class FdCache:
@@ -183,7 +211,7 @@ class Reader:
         self._scratch = bytearray()
         self._starts = crc_starts
         self._move: Move | None = None  # whose spans are at hand
-        self._spans: Spans = ()
+        self._spans = Spans(())
         self.pieces: dict[int, Pieces] = {}
 
     def fill(
@@ -199,26 +227,22 @@ class Reader:
             turned.fill(block, start, stop, move.numel if until is None else until)
             return
         copies = []
-        for low, high, region in self._spans:
-            if low >= stop or high <= start:
-                continue
-            if region.replica:
-                copies.append(region)
-                continue
-            for part in clip(region, start, stop):
+        for part in self._spans.parts(start, stop):
+            if part.replica:
+                copies.append(part)
+            else:
                 self._read(part, block, start, move.item, count=count)
-        for region in copies:
-            for part in clip(region, start, stop):
-                self._compare(move, part, block, start, count=count)
+        for part in copies:
+            self._compare(move, part, block, start, count=count)
 
     def turned(self, move: Move) -> Transposed | None:
         """The panels of a move with transposed sources, None for others. Good until another move is asked for."""
         if self._move is not move:
-            self._move, self._spans, self._turned = move, (), None
+            self._move, self._spans, self._turned = move, Spans(()), None
             if any(map(is_transposed, move.sources)):
                 self._turned = Transposed(move, self, self.strips, partial(self._differs, move))
             else:
-                self._spans = spans_of(move.sources)
+                self._spans = Spans(move.sources)
         return self._turned
 
     def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
@@ -242,77 +266,39 @@ class Reader:
         )
 
     def _read(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
-        at = (part.at - start) * item
-        extents, strides, steps = part.extents, part.strides, part.steps
-        if not extents:
-            self.pread(part.file, part.offset, block[at : at + item], count=count)
-        elif len(extents) == 1 and strides[0] == item and steps[0] == 1:
-            self.pread(part.file, part.offset, block[at : at + extents[0] * item], count=count)
+        if in_runs(part, item):
+            if len(part.extents) > 1:
+                for i in range(part.extents[0]):
+                    self._read(part.row(i), block, start, item, count=count)
+                return
+            at, nbytes = (part.at - start) * item, part.extents[0] * item if part.extents else item
+            self.pread(part.file, part.offset, block[at : at + nbytes], count=count)
         else:
-            order = sorted(range(len(extents)), key=lambda d: -strides[d])
-            self._spread(
-                part.file,
-                part.offset,
-                [extents[d] for d in order],
-                [strides[d] for d in order],
-                [steps[d] * item for d in order],
-                block,
-                at,
-                item,
-                count=count,
-            )
+            self._spread(part.in_file_order(), block, start, item, count=count)
 
-    def _spread(
-        self,
-        file: int,
-        offset: int,
-        extents: list[int],
-        strides: list[int],
-        targets: list[int],
-        block: memoryview,
-        at: int,
-        item: int,
-        *,
-        count: bool,
-    ) -> None:
-        """Read a strided part: spans through the scratch, the outermost dim split until a span fits and is dense."""
-        span = item + sum((n - 1) * s for n, s in zip(extents, strides, strict=True))
-        useful = item
+    def _spread(self, part: Region, block: memoryview, start: int, item: int, *, count: bool) -> None:
+        """Read a strided part, its dims in the file's order: spans through the scratch, the outermost dim split until a
+        span fits and is dense, or is thin and of many rows that lie near each other."""
+        extents, strides = part.extents, part.strides
+        span, useful = part.reach(item), item
         for n, s in zip(extents, strides, strict=True):
             useful *= n if s else 1
-        if not extents or span <= SCRATCH and (span <= GAP or span <= 4 * useful):
+        near = bool(extents) and 0 < strides[0] <= GAP
+        few = SCRATCH // strides[0] if near else 1  # rows of one span
+        if span <= max(GAP, min(4 * useful, SCRATCH)) or near and extents[0] <= few:
             if len(self._scratch) < span:
                 self._scratch = bytearray(max(span, SCRATCH))
-            view = memoryview(self._scratch)[:span]
-            self.pread(file, offset, view, count=count and span == useful)
-            strided(block, at, extents, targets, item)[...] = strided(self._scratch, 0, extents, strides, item)
-            return
-        step = max(1, min(extents[0], SCRATCH // strides[0])) if strides[0] and strides[0] <= GAP else 1
-        for i in range(0, extents[0], step):
-            rows = min(step, extents[0] - i)
-            rest = (extents[1:], strides[1:], targets[1:])
-            if step > 1:
-                rest = ([rows, *rest[0]], [strides[0], *rest[1]], [targets[0], *rest[2]])
-            if step > 1 and rows == extents[0]:  # one span of at most SCRATCH, however thin
-                self._span(file, offset, *rest, block, at, item)
-                return
-            self._spread(file, offset + i * strides[0], *rest, block, at + i * targets[0], item, count=count)
-
-    def _span(
-        self,
-        file: int,
-        offset: int,
-        extents: list[int],
-        strides: list[int],
-        targets: list[int],
-        block: memoryview,
-        at: int,
-        item: int,
-    ) -> None:
-        span = item + sum((n - 1) * s for n, s in zip(extents, strides, strict=True))
-        scratch = self._scratch if len(self._scratch) >= span else bytearray(span)
-        self.pread(file, offset, memoryview(scratch)[:span], count=False)
-        strided(block, at, extents, targets, item)[...] = strided(scratch, 0, extents, strides, item)
+            self.pread(part.file, part.offset, memoryview(self._scratch)[:span], count=count and span == useful)
+            there = strided(block, (part.at - start) * item, extents, [step * item for step in part.steps], item)
+            there[...] = strided(self._scratch, 0, extents, strides, item)
+        elif few > 1:
+            for i in range(0, extents[0], few):
+                first, rows = part.row(i), min(few, extents[0] - i)
+                some = part._replace(offset=first.offset, at=first.at, extents=(rows, *extents[1:]))
+                self._spread(some, block, start, item, count=count)
+        else:
+            for i in range(extents[0]):
+                self._spread(part.row(i), block, start, item, count=count)
 
     def fd(self, file: int) -> int:
         """A descriptor of a source file, good until another file's is asked for."""
@@ -389,7 +375,7 @@ class Writer:
         self._scratch = bytearray()
         self._starts = crc_starts
         self._regions: Sequence[Region] = ()  # whose spans are at hand
-        self._spans: Spans = ()
+        self._spans = Spans(())
         self.pieces: dict[int, Pieces] = {}
 
     def files(self) -> StagedFiles:
@@ -403,34 +389,26 @@ class Writer:
     def drain(self, regions: Sequence[Region], block: memoryview, start: int, stop: int, item: int) -> None:
         """Write what `regions` want of elements [start, stop), which `block` holds."""
         if self._regions is not regions:
-            self._regions, self._spans = regions, spans_of(regions)
-        for low, high, region in self._spans:
-            if low >= stop or high <= start:
-                continue
-            for part in clip(region, start, stop):
-                self._write(part, block, (part.at - start) * item, item)
+            self._regions, self._spans = regions, Spans(regions)
+        for part in self._spans.parts(start, stop):
+            self._write(part, block, start, item)
 
-    def _write(self, part: Region, block: memoryview, at: int, item: int) -> None:
-        order = sorted(range(len(part.extents)), key=lambda d: -part.strides[d])
-        extents, strides = [part.extents[d] for d in order], [part.strides[d] for d in order]
-        steps = [part.steps[d] * item for d in order]
-        run, dims = item, len(extents)  # the innermost dims that are one run in the file
-        while dims and strides[dims - 1] == run:
-            run *= extents[dims - 1]
-            dims -= 1
-        if dims == 0 and steps == strides:
+    def _write(self, part: Region, block: memoryview, start: int, item: int) -> None:
+        run, at, rows = part.numel * item, (part.at - start) * item, in_runs(part, item)
+        if rows and len(part.extents) < 2:
             self.pwrite(part.file, part.offset, block[at : at + run])
             return
-        if dims == 0:
-            if len(self._scratch) < run:
-                self._scratch = bytearray(max(run, SCRATCH))
-            strided(self._scratch, 0, extents, strides, item)[...] = strided(block, at, extents, steps, item)
-            self.pwrite(part.file, part.offset, memoryview(self._scratch)[:run])
+        part = part if rows else part.in_file_order()
+        if rows or part.reach(item) > run:  # with gaps: what lies without them is gathered in the scratch
+            for i in range(part.extents[0]):
+                self._write(part.row(i), block, start, item)
             return
-        rest = (tuple(extents[1:]), tuple(strides[1:]), tuple(step // item for step in steps[1:]))
-        inner = Region(part.file, 0, 0, *rest)
-        for i in range(extents[0]):
-            self._write(inner._replace(offset=part.offset + i * strides[0]), block, at + i * steps[0], item)
+        if len(self._scratch) < run:
+            self._scratch = bytearray(max(run, SCRATCH))
+        steps = [step * item for step in part.steps]
+        there = strided(block, at, part.extents, steps, item)
+        strided(self._scratch, 0, part.extents, part.strides, item)[...] = there
+        self.pwrite(part.file, part.offset, memoryview(self._scratch)[:run])
 
     def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
         """Write all of `view` at byte `offset` of the staged file. count: whether a record's checksum takes it in

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer
 from ckpt_tool.plan.copy import Region
 from ckpt_tool.plan.plan import Move, Moves
-from ckpt_tool.run.blocks import Files, Reader, Sources, spans_of
+from ckpt_tool.run.blocks import Files, Reader, Sources, Spans
 
 if TYPE_CHECKING:  # NumPy comes where there is something to compare
     from ckpt_tool.core.tensor import LogicalTensor
@@ -150,7 +150,7 @@ class _Comparing(Reader):
     def turned(self, move: Move) -> None:
         """No panels: strided sides are read piece by piece, which needs no room and takes longer."""
         if self._move is not move:
-            self._move, self._spans, self._turned = move, spans_of(move.sources), None
+            self._move, self._spans, self._turned = move, Spans(move.sources), None
             self._worst = {}
 
     def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.plan.copy import Region, box_region
-from ckpt_tool.run.lanes import LONG, Bands, Runs, bands_of, runs_of
+from ckpt_tool.run.blocks import LONG
+from ckpt_tool.run.lanes import Bands, Runs, bands_of, runs_of
 
 
 def regions_of(shape, boxes, item):
