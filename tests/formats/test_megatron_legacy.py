@@ -403,7 +403,7 @@ def edited(file, change):
     ("change", "words"),
     [
         (lambda s: s.__setitem__("iteration", 8), "iteration"),
-        (lambda s: s["model"].__setitem__("decoder.layers.0.mlp.linear_fc2.weight", torch.zeros(8, 5)), "rank tells"),
+        (lambda s: s["model"].__setitem__("decoder.layers.0.mlp.linear_fc2.weight", torch.zeros(8, 5)), "one rank has"),
         (lambda s: [s["model"].pop(k) for k in list(s["model"]) if ".layers.2." in k], "elements are in no file"),
         (lambda s: s["model"].__setitem__("decoder.layers.0.mixer.in_proj.weight", torch.zeros(8, 5)), "no rule"),
     ],

@@ -74,7 +74,7 @@ class _Window:
         self._tree = tree
         self._pieces: list[tuple[str, int, bytes]] = []  # the last three: (file, offset, bytes)
         self.heads: dict[tuple[str, int], int] = {}  # (file, an item's first byte) -> bytes of the item
-        self._head = 0  # bytes of the last head that was asked for
+        self._head = 0  # bytes of the last head that was read
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tree, name)
@@ -242,9 +242,9 @@ class Items:
             raise self._mismatch(tensor, piece, "the safetensors file does not hold it")
         header, rows, offsets = found
         array = header.stored(rows[tensor.fqn])
-        said = offsets.get(tensor.fqn, list(piece.offset))
-        if array.shape != piece.shape or array.dtype != tensor.dtype or said != list(piece.offset):
-            raise self._mismatch(tensor, piece, f"the header says {array.dtype.name} {list(array.shape)} at {said}")
+        stated = offsets.get(tensor.fqn, list(piece.offset))
+        if array.shape != piece.shape or array.dtype != tensor.dtype or stated != list(piece.offset):
+            raise self._mismatch(tensor, piece, f"the header says {array.dtype.name} {list(array.shape)} at {stated}")
         return array
 
 

@@ -203,9 +203,9 @@ class _Reading:
     def reformed(self, mcore: Any) -> None:
         """Megatron's own attribute `mcore_data` (core 0.8 to 0.15): fqn -> {`nd_reformulated_orig_global_shape`:
         shape}."""
-        for fqn, said in mcore.items() if isinstance(mcore, dict) else ():
-            if isinstance(said, dict) and "nd_reformulated_orig_global_shape" in said:
-                shape = said["nd_reformulated_orig_global_shape"]
+        for fqn, stated in mcore.items() if isinstance(mcore, dict) else ():
+            if isinstance(stated, dict) and "nd_reformulated_orig_global_shape" in stated:
+                shape = stated["nd_reformulated_orig_global_shape"]
                 self.listing.reformed[fqn] = _size(tuple(shape) if isinstance(shape, list) else shape, str(fqn)[:200])
 
     @staticmethod

@@ -97,7 +97,7 @@ def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_spec(args: Mapping[str, Any], spec: object) -> Mapping[str, Any]:
-    """`args` for the layer spec that was asked for, one of `SPECS`; None keeps what they say. Transformer Engine's runs
+    """`args` for the layer spec that is wished, one of `SPECS`; None keeps what they state. Transformer Engine's runs
     experts through one grouped product (Megatron's default way to train them), the local one runs one after the
     other."""
     if spec not in SPECS or not args:

@@ -195,7 +195,7 @@ def refuse_renamed(tree: Tree, ranks: Iterable[tuple[Rank, Mapping[str, Any]]], 
     """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong
     place.
 
-    ranks: each with its arguments. Converters of one process write one number into all files; then nothing can be said.
+    ranks: each with its arguments. Converters of one process write one number into all files; then nothing is known.
     Order of ranks: tp-cp-ep-dp-pp, with --use-tp-pp-dp-mapping tp-cp-ep-pp-dp.
     """
     known = [(rank, args, args.get("rank"), args.get("world_size")) for rank, args in ranks]

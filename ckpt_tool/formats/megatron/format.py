@@ -8,7 +8,7 @@ nameless arrays follow the model's order. Nothing of a pickle is run: `args` is 
     iter_0000002/mp_rank_01_001/model_optim_rng.pt  {"model": {"decoder.layers.0.mlp.linear_fc1.weight": (48, 32)}, ...}
     -> decoder.layers.2.mlp.linear_fc1.weight (96, 32), rows 24..48 and 72..96
 
-Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpointing.py` where nothing else is said):
+Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpointing.py` where nothing else is stated):
 
 * `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint lies in `iter_%07d`
   or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.folders`).

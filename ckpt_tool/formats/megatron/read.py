@@ -125,8 +125,8 @@ def _open(tree: Tree, path: str, content: TorchContent) -> _Rank:
             rank.rng.append((leaf, array))
         else:
             rank.rest.append((leaf, array))
-    said = [key for key in content.extras if _is_chunk(key)] if isinstance(content.extras, dict) else []
-    count = max((int(key[5:] or 0) for key in (*keys, *said)), default=0) + 1
+    stated = [key for key in content.extras if _is_chunk(key)] if isinstance(content.extras, dict) else []
+    count = max((int(key[5:] or 0) for key in (*keys, *stated)), default=0) + 1
     rank.chunks = [keys.get("model" if count == 1 and "model0" not in keys else f"model{i}", []) for i in range(count)]
     return rank
 
@@ -142,14 +142,14 @@ class Gathering:
         self._found: dict[TensorKey, tuple[tuple[int, ...], DType, list[Chunk]]] = {}
 
     def add(self, state: str, own: RankArray, array: StoredArray) -> None:
-        """`array` holds `own` for `state`. Raises InconsistentCheckpoint E0305 when two ranks tell different shapes or
+        """`array` holds `own` for `state`. Raises InconsistentCheckpoint E0305 when two ranks have different shapes or
         dtypes."""
         for slot in own.slots:
             key = TensorKey(slot.name, state)
             known = self._found.setdefault(key, (slot.shape, array.dtype, []))
             if known[:2] != (slot.shape, array.dtype):
                 raise InconsistentCheckpoint(
-                    f"one rank tells {known[1].name} {list(known[0])}, another {array.dtype.name} {list(slot.shape)}",
+                    f"one rank has {known[1].name} {list(known[0])}, another {array.dtype.name} {list(slot.shape)}",
                     code=CONTRADICTION,
                     path=array.path,
                     key=str(key),
@@ -292,10 +292,10 @@ class _Optimizer:
         self, own: Sequence[RankArray], stored: Mapping[int, Mapping[str, StoredArray]], *, experts: bool
     ) -> list[Buffer]:
         """The buffers as they lie, tried with what the arguments say about buckets, then with one bucket each."""
-        said = bucketing_of(self.job, experts=experts)
+        stated = bucketing_of(self.job, experts=experts)
         have = [[array.numel for array in stored[number].values()] for number in sorted(stored)]
         tried: list[int] = []
-        for bucketing in dict.fromkeys((said, said._replace(size=None), Bucketing(None, 1, False, False))):
+        for bucketing in dict.fromkeys((stated, stated._replace(size=None), Bucketing(None, 1, False, False))):
             buffers = lay_buffers(own, self.job, self.rank.pp, bucketing, DTYPES["F32"])
             made = [buffer.flat.unpadded for buffer in buffers]
             tried = tried or made
@@ -505,7 +505,7 @@ class _Reading:
         return rows
 
     def _down_shared(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Are MLA's down projections cut over tensor ranks? By their sizes where the arguments tell the whole."""
+        """Are MLA's down projections cut over tensor ranks? By their sizes where the arguments state the whole."""
         tp = self.degrees["tp"]
         for name, shape in shapes.items():
             if name.endswith("linear_q_down_proj.weight") and self.facts.q_rank:
@@ -664,7 +664,7 @@ def _rank_number(rank: _Rank) -> int | None:
 
 
 def _guessed(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_Rank]) -> dict[str, int]:
-    """Degrees from the folders' names, where no arguments tell them: two numbers mean stages."""
+    """Degrees from the folders' names, where no arguments state them: two numbers mean stages."""
     numbers = list(folders.values())
     out = dict.fromkeys(("pp", "vpp", "ep", "dp", "cp"), 1)
     out["tp"] = out["etp"] = max(n[0] for n in numbers) + 1
@@ -697,9 +697,9 @@ def _plain_entries(rank: _Rank) -> list[tuple[str, Any]]:
 
 def _extra_states(rank: _Rank) -> list[str]:
     """Modules that have an extra state, by the rank's names."""
-    said = [name for name, _ in _plain_entries(rank)]
-    said += [name for chunk in rank.chunks for name, _ in chunk]
-    return [key for key in said if key.endswith("._extra_state")]
+    stated = [name for name, _ in _plain_entries(rank)]
+    stated += [name for chunk in rank.chunks for name, _ in chunk]
+    return [key for key in stated if key.endswith("._extra_state")]
 
 
 def _template(name: str) -> str:

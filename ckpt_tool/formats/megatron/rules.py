@@ -181,8 +181,8 @@ def check_degree(flag: str, degree: int, units: Iterable[Units]) -> list[str]:
     bad = next((one for one in every if not one.shared_by(degree)), None)
     if bad is None:
         more = next((one for one in every if one.amount % degree), None)
-        told = f"--{flag} {degree}: ranks share the {more.amount} {more.what}" if more else ""
-        return [f"{told}, which Megatron-Core takes since 0.16 and earlier ones refuse"] if more else []
+        shared = f"--{flag} {degree}: ranks share the {more.amount} {more.what}" if more else ""
+        return [f"{shared}, which Megatron-Core takes since 0.16 and earlier ones refuse"] if more else []
     common = gcd(*(one.rows or one.amount for one in every))
     valid = [n for n in range(1, min(common, 65536) + 1) if all(one.shared_by(n) for one in every)]
     raise UsageError(

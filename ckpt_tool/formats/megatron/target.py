@@ -149,8 +149,8 @@ class _States:
         exact = whole and all(
             self.decided.tensor(self.at[state, name]).dtype == F32 for state in FLAT for name in self.params
         )
-        said = self.decided.distributed
-        return exact and (said if said is not None else STEP not in held)
+        stated = self.decided.distributed
+        return exact and (stated if stated is not None else STEP not in held)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -333,9 +333,9 @@ class _Writing:
     # -- values that all ranks share -----------------------------------------------------------------------------------
 
     def _iteration(self) -> int | None:
-        said = self.extras.get("iteration")
-        if type(said) is int and 0 <= said < MOST and not (self.decided.release and said == 0):
-            return said
+        stated = self.extras.get("iteration")
+        if type(stated) is int and 0 <= stated < MOST and not (self.decided.release and stated == 0):
+            return stated
         if self.decided.release:
             return None
         steps = {g.get("step") for one in chained(self.extras.get("optimizer")) for g in groups_of(one)}

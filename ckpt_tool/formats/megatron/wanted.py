@@ -1,7 +1,7 @@
 """What a legacy Megatron checkpoint shall be: the model's sizes, the degrees, the stages, the rows of vocabularies.
 Decided once.
 
-The one idea: all that can be wrong with what was asked for is found here, before a file is laid out: a degree that does
+The one idea: all that can be wrong with what was wished is found here, before a file is laid out: a degree that does
 not divide the heads, layers that do not spread over stages, experts that do not part, a vocabulary whose padding is not
 known.
 
@@ -10,7 +10,7 @@ known.
 Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are
 remembered (`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`).
 Our reader undoes both, so that the logical tensor never changes and every way back is exact. Where V is not known rows
-are kept that Megatron could mean, else `--vocab-size` is asked for.
+are kept that Megatron could mean, else `--vocab-size` is wanted.
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules
 named below. Cost: a pass over names. What it does not do: boxes and files.
@@ -197,7 +197,7 @@ def _rows(
         low, high = -(-(max(have - old, 0) + 1) // unit) * unit, -(-have // unit) * unit
         if low != high or not facts.stated:
             raise UsageError(
-                f"--tp {tp}: {have} rows of the vocabulary do not tell its real size: Megatron would pad it to"
+                f"--tp {tp}: {have} rows of the vocabulary do not show its real size: Megatron would pad it to"
                 f" {low} or {high} rows",
                 code=VOCAB,
                 key=EMBEDDING,

@@ -6,7 +6,7 @@
                  metadata.json   {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}, written last
                  integrity.json  {"algorithm": "sha256", "files": {name: hex}}, optional, core >= 0.19, written after it
 
-The names tell a finished save from a broken one: without metadata.json it was not finished. NeMo keeps the same files
+The names show a finished save from a broken one: without metadata.json it was not finished. NeMo keeps the same files
 in `weights/`. Source: NVIDIA/Megatron-LM main of August 2026, `dist_checkpointing/core.py` (`CheckpointingConfig`),
 `serialization.py` (order of writing), `validation.py` (`save_integrity_manifest`: every file directly in the folder but
 itself, SHA-256 in lower-case hex).
@@ -143,9 +143,9 @@ def check_integrity(tree: Tree, folder: str) -> list[Note]:
 def _hashes(tree: Tree, path: str) -> dict[str, str]:
     """File name -> SHA-256 in hex, as the manifest says."""
     shown = tree.display(path)
-    said: Any = strict_json.parse(tree.read_whole(path, limit=_LIST_LIMIT), path=shown)
-    files = said.get("files") if isinstance(said, dict) else None
-    algorithm = said.get("algorithm", "sha256") if isinstance(said, dict) else None
+    manifest: Any = strict_json.parse(tree.read_whole(path, limit=_LIST_LIMIT), path=shown)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    algorithm = manifest.get("algorithm", "sha256") if isinstance(manifest, dict) else None
     if algorithm != "sha256" or not isinstance(files, dict):
         raise CorruptFile(
             f"the manifest has algorithm {str(algorithm)[:40]!r} and files {type(files).__name__}, want 'sha256' "

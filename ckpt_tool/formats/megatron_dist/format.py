@@ -8,7 +8,7 @@ parameter has one name and one shape, whatever degrees wrote it, and does them a
     -> decoder.layers.0.mlp.linear_fc1.weight (96, 32) of 4 chunks, ... decoder.layers.3.mlp.linear_fc1.weight
     optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight                     -> ... [exp_avg]
 
-Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is said; `megatron/core/`):
+Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is stated; `megatron/core/`):
 
 * Folder (`megatron_dist.folder`): `.metadata`, `__R_S.distcp`, `common.pt` (core <= 0.18) or an item
   `common_state/shard_0_1` (core >= 0.19), `metadata.json` last. A parent folder's `latest_checkpointed_iteration.txt`
@@ -208,9 +208,11 @@ class _Reading:
     def _iteration(self, objects: Objects) -> None:
         """A note when the folder is named for another iteration than the common state is of."""
         name = (self.folder or self.tree.shown).rstrip("/").rpartition("/")[2]
-        named, said = re.fullmatch(r"iter_(\d{1,12})", name), objects.extras.get("iteration")
-        if named is not None and type(said) is int and int(named[1]) != said:
-            message = f"the common state is of iteration {said}, the folder is named {name}: renamed, or of two saves?"
+        named, stated = re.fullmatch(r"iter_(\d{1,12})", name), objects.extras.get("iteration")
+        if named is not None and type(stated) is int and int(named[1]) != stated:
+            message = (
+                f"the common state is of iteration {stated}, the folder is named {name}: renamed, or of two saves?"
+            )
             self.notes.append(Note("N-iteration", message))
 
     def _files(self, objects: Objects) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The keys of a torch_dist checkpoint and the logical names of its tensors, both ways.
 
 The one idea: a key is a name with two holes. In "homogeneous" checkpoints all layers share one key and lie along a
-first dim; all experts share one key and lie along the next. So a key tells how many leading dims are positions
+first dim; all experts share one key and lie along the next. So a key shows how many leading dims are positions
 (`leads`), and the name of a position is the key with the numbers put back, its norms under the local spec's alias:
 
     decoder.layers.self_attention.linear_qkv.layer_norm_weight  (L, h)
@@ -107,7 +107,7 @@ STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, HALVES = "stacked-layers", "stacked
 
 
 def styles_of(key: DistKey) -> tuple[str, ...]:
-    """What a key tells about its checkpoint: stacked layers or experts, singleton shards, `fused:ALIAS` or
+    """What a key shows of its checkpoint: stacked layers or experts, singleton shards, `fused:ALIAS` or
     `plain:ALIAS` for a norm that may be stored either way."""
     out = [STACKED_LAYERS] if key.layers else []
     out += [STACKED_EXPERTS] if key.experts else []

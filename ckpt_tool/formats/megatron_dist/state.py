@@ -142,7 +142,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
 
 def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """The rank of an RNG state as a legacy checkpoint names its folder: (pp, tp) of (PP, TP) -> `mp_rank_01_000`; where
-    a third number tells the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
+    a third number is the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
     if len(at) not in (2, 3):
         return ".".join(map(str, at))
     stage = f"_{at[0]:03d}" if shape[0] > 1 else ""
@@ -324,8 +324,8 @@ def _hyperparameters(tree: Tree, groups: Mapping[int, Mapping[int, dict[str, Any
     differ."""
     if not groups:
         return
-    said = out.extras.get("optimizer")
-    optimizer: dict[Any, Any] = dict(said) if isinstance(said, dict) else {}
+    stated = out.extras.get("optimizer")
+    optimizer: dict[Any, Any] = dict(stated) if isinstance(stated, dict) else {}
     for chained, by_group in sorted(groups.items()):
         first = by_group[min(by_group)]
         for number, one in by_group.items():
@@ -350,17 +350,17 @@ def _steps(state: Mapping[str, Any]) -> list[Any]:
 
 
 def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> bool:
-    """Is the counter a parameter at `path` of the common state (core <= 0.14 with torch's Adam) told by the groups too?
-    Raises InconsistentCheckpoint (E0379) when the groups count otherwise."""
+    """Is the counter a parameter at `path` of the common state (core <= 0.14 with torch's Adam) counted by the groups
+    too? Raises InconsistentCheckpoint (E0379) when the groups count otherwise."""
     optimizer = objects.extras.get("optimizer")
     inner = optimizer.get(path[1]) if isinstance(optimizer, dict) and type(path[1]) is int else optimizer
-    told = {step for step in _steps(inner) if isinstance(step, int | float)} if isinstance(inner, dict) else set()
-    if len(told) != 1 or array.shape != () or array.dtype.name != "F32":
+    counted = {step for step in _steps(inner) if isinstance(step, int | float)} if isinstance(inner, dict) else set()
+    if len(counted) != 1 or array.shape != () or array.dtype.name != "F32":
         return False
     (have,) = struct.unpack("<f", read_array(tree, array))
-    if have not in told:
+    if have not in counted:
         raise InconsistentCheckpoint(
-            f"a parameter was stepped {have:g} times, its group {told.pop():g} times",
+            f"a parameter was stepped {have:g} times, its group {counted.pop():g} times",
             code=STEPS,
             path=tree.display(array.path),
             offset=array.offset,
@@ -411,8 +411,10 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
 
 
 def _content(extras: Mapping[str, Any], layout: DistLayout) -> dict[str, Any]:
-    said = extras.get("content_metadata")
-    kept = {k: v for k, v in said.items() if not str(k).startswith("distrib_optim")} if isinstance(said, dict) else {}
+    stated = extras.get("content_metadata")
+    kept = (
+        {k: v for k, v in stated.items() if not str(k).startswith("distrib_optim")} if isinstance(stated, dict) else {}
+    )
     ours: dict[str, Any] = {"singleton_local_shards": layout.singletons, "chained_optim_avoid_prefix": True}
     if layout.distributed:
         ours |= {"distrib_optim_sharding_type": FULLY, "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -506,7 +508,7 @@ def _rng(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tuple
 
 
 def _by_rank(states: Any, layout: DistLayout) -> tuple[tuple[int, ...], dict[tuple[int, ...], Any]]:
-    """(shape, RNG states by stage, tensor rank and, where the names tell it, data rank), from names of rank folders."""
+    """(shape, RNG states by stage, tensor rank and, where the names show it, data rank), from names of rank folders."""
     pp, tp, data = (layout.degrees["pp"], layout.degrees["tp"], layout.degrees["dp"] * layout.degrees["cp"])
     out: dict[tuple[int, ...], Any] = {}
     by_data = False
