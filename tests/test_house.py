@@ -220,6 +220,10 @@ def test_no_module_needs_itself() -> None:
     assert [circle for circle in circles(MODULES) if sorted({*circle}) not in WALLS["circles"]] == []
 
 
+def test_only_tables_of_families_are_laid_out_by_hand() -> None:
+    assert not [file for file, source in MODULES.items() if "# fmt:" in source and not inside(file, ["families"])]
+
+
 def test_every_module_says_what_it_is() -> None:
     silent = [
         file for file, source in MODULES.items() if source.strip() and ast.get_docstring(ast.parse(source)) is None
