@@ -8,7 +8,7 @@ A line is plain when its verb is one that scripts run in loops, and it holds the
 full. Whatever else it holds (help, an unknown option, a value that is missing, bad or begins with a dash) is left to
 typer: faults and help have one voice. Both read the same statements (`Verb.options`).
 
-What it saves: 60 ms of 260 and 2 MB of a `convert --dry-run` of a small file, the best of 20 each.
+What it saves: 130 of 800 million instructions (callgrind) and 2 of 26 MB of a `convert --dry-run` of a small file.
 """
 
 from __future__ import annotations

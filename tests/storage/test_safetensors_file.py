@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tool import face
+from ckpt_tool import api
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput, UsageError
@@ -326,7 +326,7 @@ def test_a_zip_inside_a_tensor_is_data_unless_it_claims_the_file(tmp_path):
     with pytest.raises(UnsafeInput, match="parses as zip"):
         refuse_twin(tree, header)
     with pytest.raises(UnsafeInput, match="parses as zip"):
-        face.verify(str(tmp_path / "twin.safetensors"))
+        api.verify(str(tmp_path / "twin.safetensors"))
 
 
 def test_what_a_file_is():
