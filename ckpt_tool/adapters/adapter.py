@@ -264,8 +264,8 @@ def open_adapter(src: str, reading: Reading, weight: float) -> Adapter:
     tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
     names = tree.names() if tree.single is None else []
     paddle = PADDLE_CONFIG in names and CONFIG not in names
-    asked = replace(reading, from_format="peft" if CONFIG in names else None, family=None, config=None)
-    opened = open_source(src, asked).refuse_unsafe()
+    requested = replace(reading, from_format="peft" if CONFIG in names else None, family=None, config=None)
+    opened = open_source(src, requested).refuse_unsafe()
     catalog = opened.catalog
     holds = opened.format.holds
     if not holds.adapter and not paddle and is_adapter(catalog.tensors):

@@ -99,10 +99,10 @@ def _model(base: Opened, job: Conversion) -> Chosen:
     """The base's weights as the options choose them; what else it holds stays behind by name."""
     chosen = selected(base, job)
     others = [row.tensor for row in chosen.stored if row.tensor.key.state != MODEL]
-    asked = next((tensor.key.state for tensor in others if tensor.key.state in job.writing.states), None)
-    if asked is not None:
+    requested = next((tensor.key.state for tensor in others if tensor.key.state in job.writing.states), None)
+    if requested is not None:
         raise UsageError(
-            f"--state {asked}: it belongs to the weights before the adapter",
+            f"--state {requested}: it belongs to the weights before the adapter",
             code="E2401",
             hint="leave it off: folding writes the model alone",
         )
@@ -120,8 +120,8 @@ def _named(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
     if job.writing.dialect == "keep" and dialect is None:
         return chosen
     untie = job.writing.tied_head if job.writing.tied_head == "untie" else None
-    asked = replace(job.writing, dialect=dialect, aoa=None, tied_head=untie)
-    return passed(chosen, replace(job, writing=asked, fmt=registry.of_dialect(HUB)), NAMES)
+    requested = replace(job.writing, dialect=dialect, aoa=None, tied_head=untie)
+    return passed(chosen, replace(job, writing=requested, fmt=registry.of_dialect(HUB)), NAMES)
 
 
 def _matched(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -> tuple[Chosen, list[Matched]]:
@@ -251,14 +251,14 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
     home = _home(everything, named, reading)
     if reading.family:
         job = replace(job, reading=replace(reading, family=reading.family.partition(":")[0]))
-    asked = writing.dialect not in (None, "keep") or writing.aoa
+    requested = writing.dialect not in (None, "keep") or writing.aoa
     if (
-        asked
+        requested
         or writing.dialect is None
         and fmt.holds.dialect not in ("keep", home)
         and fmt.name != everything.sources[0].catalog.format
     ):
-        if not asked and named.all_hints.dialect == FUSED:  # those in memory are no home of a format
+        if not requested and named.all_hints.dialect == FUSED:  # those in memory are no home of a format
             job = replace(job, writing=replace(writing, dialect=fmt.holds.dialect))
         return passed(folded, job, NAMES)
     if home is None:  # its names were the adapters' already

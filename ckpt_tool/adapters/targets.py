@@ -314,11 +314,11 @@ class _Matching:
 
     def _parameters(self, module: str) -> dict[str, LogicalTensor]:
         """The module's own matrices that the config targets, or all of them where it names none."""
-        asked = self.settings.parameters
+        requested = self.settings.parameters
         return {
             name: tensor
             for name, tensor in self.children.get(module, {}).items()
-            if not asked or any(name == each or name.endswith(f".{each}") for each in asked)
+            if not requested or any(name == each or name.endswith(f".{each}") for each in requested)
         }
 
     def _stacked(self, module: str, levels: Mapping[int, Mapping[str, LogicalTensor]]) -> None:

@@ -99,8 +99,8 @@ def name_of(text: str, axes: frozenset[str]) -> Name:
     if not _NAME.fullmatch(bare):
         raise UsageError(f"`{text}` is no tensor name", code="E0221", hint="dots and words, {i} and <a|b>, no spaces")
     indices = tuple(expression(index.strip()) for index in _INDEX.findall(text))
-    asked = tuple(dict.fromkeys(name for index in indices for name in sorted(index.names & axes)))
-    return Name(text, "%d".join(part.replace("%", "%%") for part in _INDEX.split(text)[::2]), indices, asked)
+    requested = tuple(dict.fromkeys(name for index in indices for name in sorted(index.names & axes)))
+    return Name(text, "%d".join(part.replace("%", "%%") for part in _INDEX.split(text)[::2]), indices, requested)
 
 
 def axes_of(body: str) -> frozenset[str]:

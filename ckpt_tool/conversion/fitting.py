@@ -100,7 +100,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` without what the target format has no place for, left behind by name; what was asked for in words is an
     error."""
     fmt, writing = job.fmt, job.writing
-    asked = {name for name in writing.states if name != "all"} - set(writing.drop)
+    requested = {name for name in writing.states if name != "all"} - set(writing.drop)
     groups = {state: group_of(state) for state in {row.tensor.key.state for row in chosen.stored}}
     homeless = {state for state, group in groups.items() if state != MODEL and not fmt.holds.has(group)}
     stored = tuple([row for row in chosen.stored if row.tensor.key.state not in homeless])
@@ -108,7 +108,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     gone = (row.tensor for row in chosen.stored if row.tensor.key.state in homeless) if homeless else ()
     dropped = [*chosen.dropped, *left_behind(gone, reason, named=False)]
     for state in [str(entry["state"]) for entry in dropped[len(chosen.dropped) :]]:
-        if state in asked or groups[state] in asked:
+        if state in requested or groups[state] in requested:
             raise UsageError(
                 f"--to {fmt.name} has no place for the state {state}",
                 code="E0257",
@@ -118,7 +118,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
         _refuse_to_lose_masters(chosen, stored)
     extras = chosen.extras
     if extras and not fmt.holds.extras:
-        if "extras" in asked:
+        if "extras" in requested:
             raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")
         dropped.append(extras_left_behind(extras, f"{fmt.name} has no place for them"))
         extras = {}

@@ -111,7 +111,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.plan.mapping import parameter_shapes
 
-    asked = writing.dialect is not None or reading.family is not None
+    requested = writing.dialect is not None or reading.family is not None
     opened = chosen.sources[0]
     model = config_of(opened, reading)
     config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
@@ -123,7 +123,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
             found.family.table(target)
     except (UsageError, InputError) as e:
         nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
-        if asked or source not in (None, target) and not nobody_knows:
+        if requested or source not in (None, target) and not nobody_knows:
             e.faults = (*e.faults, *model.notes)
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")

@@ -82,6 +82,6 @@ def with_device(report: Mapping[str, Any], moving: Moving | None) -> dict[str, A
     return document
 
 
-def threads_of(asked: int | None) -> int:
+def threads_of(requested: int | None) -> int:
     """Threads that feed a device, where nobody says how many."""
-    return asked or min(os.cpu_count() or 1, 8)
+    return requested or min(os.cpu_count() or 1, 8)

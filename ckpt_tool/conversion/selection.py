@@ -32,16 +32,16 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     """The tensors and extras of the source that `--state`, `--drop`, `--keep-keys` and `--remove-keys` ask for."""
     catalog, writing = chosen.sources[0].catalog, job.writing
     present = catalog.states()
-    asked = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
+    requested = state_filter(writing.states, [*present, *(["extras"] if catalog.extras else [])])
     unwanted = state_filter(writing.drop, [*present, EXTRAS]) if writing.drop else lambda state: False
     kept, removed = split_keys(
         catalog.tensors, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only
     )
     kept, removed = with_their_parts(catalog, kept, removed, writing)
-    goes = {state for state in present if not asked(state) or unwanted(state)}
+    goes = {state for state in present if not requested(state) or unwanted(state)}
     dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), "not asked for", named=False)
     extras = catalog.extras
-    if extras and (not asked(EXTRAS) or unwanted(EXTRAS)):
+    if extras and (not requested(EXTRAS) or unwanted(EXTRAS)):
         dropped.append(extras_left_behind(extras, "not asked for"))
         extras = {}
     return replace(
@@ -57,8 +57,8 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
     """Raise UsageError E1643 where an optimizer's state is stored beside the model, can't be read, and would have a
     place in the target: what is asked for and can't be had is an error unless named in `--drop`."""
     writing = job.writing
-    asked = not writing.states or any(name == "all" or group_of(name) == "optimizer" for name in writing.states)
-    if not asked or writing.as_model or "optimizer" in writing.drop or not job.fmt.holds.has("optimizer"):
+    requested = not writing.states or any(name == "all" or group_of(name) == "optimizer" for name in writing.states)
+    if not requested or writing.as_model or "optimizer" in writing.drop or not job.fmt.holds.has("optimizer"):
         return
     tree = opened.tree
     left = optimizer_files(tree.names() if tree.single is None else (), opened.catalog.files)

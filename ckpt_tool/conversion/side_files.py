@@ -192,8 +192,8 @@ def _tied(
         return False if says and writing.tied_head == "untie" else None
     gone = {tensor.key.name for tensor in chosen.removed}
     whole = any(name.endswith(EMBEDDINGS) for name in held) and any(name.endswith("model.norm.weight") for name in held)
-    asked = writing.tied_head == "tie" or not as_it_was
-    return True if asked and whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
+    requested = writing.tied_head == "tie" or not as_it_was
+    return True if requested and whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
 
 
 def torch_dtype(wanted: Wanted) -> str | None:

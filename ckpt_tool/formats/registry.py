@@ -47,8 +47,8 @@ class Claim(NamedTuple):
 
 def claims(tree: Tree) -> list[Claim]:
     """Every format's claim, in the order of the entries."""
-    asked = ((name, by_name(name)) for name in NAMES if may_be(name, tree))
-    return [Claim(name, evidence) for name, fmt in asked if (evidence := fmt.detect(tree))]
+    requested = ((name, by_name(name)) for name in NAMES if may_be(name, tree))
+    return [Claim(name, evidence) for name, fmt in requested if (evidence := fmt.detect(tree))]
 
 
 def settle(found: Sequence[Claim]) -> list[Claim]:

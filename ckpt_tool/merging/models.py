@@ -81,8 +81,8 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
     for path in paths:
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
-        asked = replace(bare, states=(*states, bare.as_model) if bare.as_model else states)
-        job = Conversion(reading, asked, hub)
+        requested = replace(bare, states=(*states, bare.as_model) if bare.as_model else states)
+        job = Conversion(reading, requested, hub)
         part = selected(opened, job)
         if computes:
             refuse_codes([row.tensor for row in part.stored], computes, opened.path)

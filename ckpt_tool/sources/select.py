@@ -21,22 +21,22 @@ def group_of(state: str) -> str:
     return state if state in (MODEL, MASTER, EMA, EXTRAS) else "optimizer"
 
 
-def state_filter(asked: Sequence[str], present: Iterable[str]) -> Callable[[str], bool]:
+def state_filter(requested: Sequence[str], present: Iterable[str]) -> Callable[[str], bool]:
     """Does a state belong to what `--state` asks for? Groups and exact states (`exp_avg`) both count; () means all.
 
     Raises UsageError E0253 for a name that is neither a group nor a state of this checkpoint.
     """
     states = tuple(present)
-    for name in asked:
+    for name in requested:
         if name not in GROUPS and name not in states:
             raise UsageError(
                 f"--state {name}: no such state here",
                 code="E0253",
                 hint=near_misses(name, (*GROUPS, *states)) or f"this checkpoint holds {', '.join(states)}",
             )
-    if not asked or "all" in asked:
+    if not requested or "all" in requested:
         return lambda state: True
-    wanted = frozenset(asked)
+    wanted = frozenset(requested)
     return lambda state: state in wanted or group_of(state) in wanted
 
 

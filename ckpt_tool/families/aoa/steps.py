@@ -123,32 +123,32 @@ def shown(name: str) -> str:
 def _plain(statement: Statement, reverse: bool) -> Step:
     """A statement without a fusion."""
     number, left, right, attributes, _ = statement
-    asked = set(attributes)
+    requested = set(attributes)
     if NOTHING in (*left, *right):
         return Step(number, "drop" if right == (NOTHING,) else "add", left, right)
     if len(left) > 1 or len(right) > 1:
-        if asked != {"axis"}:
+        if requested != {"axis"}:
             wants = "a split" if len(right) > 1 else "a concatenation"
             near = near_misses(right[-1], WORDS) if len(right) > 1 else ""
             raise UsageError(
-                f"{wants} wants axis=N and nothing else, found {', '.join(sorted(asked)) or 'nothing'}",
+                f"{wants} wants axis=N and nothing else, found {', '.join(sorted(requested)) or 'nothing'}",
                 code="E1203",
                 hint=near or "axis=1 joins columns, axis=0 rows",
             )
         return Step(number, "split" if len(right) > 1 else "concat", left, right, int(attributes["axis"]))
-    if asked <= {"axis"}:  # `a -> b, axis=0`: what a star or a range of one name leaves over
+    if requested <= {"axis"}:  # `a -> b, axis=0`: what a star or a range of one name leaves over
         return Step(number, "rename", left, right)
-    if asked == {"permute"}:
+    if requested == {"permute"}:
         return Step(number, "permute", left, right, dims=permutation(str(attributes["permute"])))
-    if asked == {"dtype"} and reverse:
+    if requested == {"dtype"} and reverse:
         raise UsageError(
             "dtype= can't be run in reverse", code="E1214", hint="say both ends: src_dtype='...', dst_dtype='...'"
         )
-    if asked in ({"dtype"}, {"src_dtype", "dst_dtype"}):
-        to = "dtype" if "dtype" in asked else "src_dtype" if reverse else "dst_dtype"
+    if requested in ({"dtype"}, {"src_dtype", "dst_dtype"}):
+        to = "dtype" if "dtype" in requested else "src_dtype" if reverse else "dst_dtype"
         return Step(number, "cast", left, right, dtype=CASTS[str(attributes[to])])
     raise UsageError(
-        f"{', '.join(sorted(asked))} in one statement",
+        f"{', '.join(sorted(requested))} in one statement",
         code="E1203",
         hint="one of permute=, dtype=, or src_dtype= with dst_dtype=",
     )

@@ -368,10 +368,10 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
     rows: Rows = list(enumerate(tensors))
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
-    asked = Wanted((), extras, hints, wish=wish)
-    _, laid = _settled(rows, asked)
+    requested = Wanted((), extras, hints, wish=wish)
+    _, laid = _settled(rows, requested)
     rows = _without_copies(with_head(rows, laid, dropped), dropped)
-    wanted, laid = _settled(rows, asked)
+    wanted, laid = _settled(rows, requested)
     rows = _tied(rows, laid, dropped)
     own = paddle_hints(wanted)
     if kind_of(laid, wanted) == PLAIN and own.kind == IO:  # so they are bf16; of other sources nobody knows
@@ -379,14 +379,14 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, asked: Wanted) -> tuple[Wanted, Laid]:
-    wanted = with_rows(asked, rows)
+def _settled(rows: Rows, requested: Wanted) -> tuple[Wanted, Laid]:
+    wanted = with_rows(requested, rows)
     return wanted, settle(wanted)
 
 
-def with_rows(asked: Wanted, rows: Rows) -> Wanted:
+def with_rows(requested: Wanted, rows: Rows) -> Wanted:
     """What is asked for, with these tensors."""
-    return replace(asked, tensors=tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows))
+    return replace(requested, tensors=tuple(WantedTensor(row.key, row.shape, row.dtype) for _, row in rows))
 
 
 def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:

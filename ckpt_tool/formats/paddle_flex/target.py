@@ -195,19 +195,19 @@ def with_heads(wanted: Wanted) -> tuple[Wanted, tuple[str, ...]]:
 def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish) -> Fitted:
     """The tensors to write. Raises UsageError as `paddle.layout.settle` does."""
     rows: Rows = list(enumerate(tensors))
-    asked = Wanted((), extras, hints, wish=wish)
-    if paddle_hints(asked).flex == "plain" and wish.degrees.alone:  # a plain folder will be written again
+    requested = Wanted((), extras, hints, wish=wish)
+    if paddle_hints(requested).flex == "plain" and wish.degrees.alone:  # a plain folder will be written again
         return Fitted(tuple(rows))
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
-    rows = with_head(rows, _settled(rows, asked), dropped)
-    rows = _tied(rows, _settled(rows, asked), dropped)
+    rows = with_head(rows, _settled(rows, requested), dropped)
+    rows = _tied(rows, _settled(rows, requested), dropped)
     rows = with_weights(rows, wish, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, asked: Wanted) -> Laid:
-    return settle(with_heads(with_rows(asked, rows))[0])
+def _settled(rows: Rows, requested: Wanted) -> Laid:
+    return settle(with_heads(with_rows(requested, rows))[0])
 
 
 def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:

@@ -206,11 +206,11 @@ def _placed(wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: i
     if not isinstance(spec, Record):
         raise InputError("a DTensor without its spec", code=UNPLACED, hint="the file is damaged: save it again")
     record = spec.get("mesh")
-    said = (record.state or {}).get("_rank") if isinstance(record, Record) else None
-    owner = rank if rank is not None else said if type(said) is int else None
-    if type(said) is int and said != owner:
+    stated = (record.state or {}).get("_rank") if isinstance(record, Record) else None
+    owner = rank if rank is not None else stated if type(stated) is int else None
+    if type(stated) is int and stated != owner:
         raise InconsistentCheckpoint(
-            f"the name says rank {rank}, the mesh inside rank {said}",
+            f"the name says rank {rank}, the mesh inside rank {stated}",
             code=DISAGREE,
             hint="the file was renamed: give it back its own name",
         )
