@@ -20,7 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.algebra.mapped import Made, Mapped
-from ckpt_tool.algebra.piece import PAD, Piece
+from ckpt_tool.algebra.piece import PAD, Piece, compact, narrow
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, TensorKey
@@ -243,24 +243,10 @@ def _unrolled(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
             elif step == extents[dim] and index and source == strides[dim] * extents[dim]:
                 extents[dim] *= n
             else:
-                yield from (box for k in range(n) for box in _unrolled(_at(piece, axis, k), shape))
+                yield from (box for k in range(n) for box in _unrolled(compact(narrow(piece, axis, k, k + 1)), shape))
                 return
     offset, rest = [], piece.dst.offset
     for step in steps:
         offset.append(rest // step)
         rest %= step
     yield Box(tuple(offset), tuple(extents)), piece.src.offset, tuple(strides)
-
-
-def _at(piece: Piece, axis: int, index: int) -> Piece:
-    """The piece at one index of an axis."""
-
-    def without(values: tuple[int, ...]) -> tuple[int, ...]:
-        return (*values[:axis], *values[axis + 1 :])
-
-    src, dst = piece.src, piece.dst
-    return piece._replace(
-        ext=without(piece.ext),
-        src=src._replace(offset=src.offset + index * src.strides[axis], strides=without(src.strides)),
-        dst=dst._replace(offset=dst.offset + index * dst.strides[axis], strides=without(dst.strides)),
-    )
