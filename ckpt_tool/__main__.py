@@ -36,7 +36,7 @@ def _leave(code: int) -> NoReturn:
         except (
             OSError,
             ValueError,
-        ):  # a closed pipe, a full disk: told already, and the last flush must not tell again
+        ):  # a closed pipe, a full disk: reported already, and the last flush must not report it again
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
     gc.freeze()  # the interpreter would look for cycles in all that is left, three times: 20 ms

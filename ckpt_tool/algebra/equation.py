@@ -14,7 +14,7 @@ Both directions, every shape and the checks follow from the line. The language, 
 
 The k-th part of the left side is the k-th part of the right: parts are the summands of the patterns, term by term and
 name by name. Two parts that meet have the same axes, each once; an axis may stand in a pattern or as `{axis}` in the
-name, which is how stacked tensors are told: `W : e h f = experts.{e}.w : f h`. Where `<a|b>` has one pattern, it is
+name, which is how stacked tensors are written: `W : e h f = experts.{e}.w : f h`. Where `<a|b>` has one pattern, it is
 everyone's. A condition on an index (`if i >= first_k_dense_replace`) chooses among the tensors, any other one keeps or
 leaves the rule. An axis is a count, or the indices that `{axis}` takes (`range(3, 61)`); in a pattern it is as long as
 they are many.

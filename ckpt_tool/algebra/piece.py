@@ -110,7 +110,7 @@ class Piece(NamedTuple):
         return [compact(part) for part in _clip(self, 1, self.src.offset, start, stop)]
 
     def into(self, side: SideName, shape: Sequence[int], box: Box, offset: int, strides: Sequence[int]) -> Piece:
-        """The piece with one side told in an array that stores `box` of that side's tensor of `shape`.
+        """The piece with one side given in an array that stores `box` of that side's tensor of `shape`.
 
         Args:
             offset, strides: of the array, in elements: where the box's first element lies, and a step along each dim
@@ -127,8 +127,8 @@ class Piece(NamedTuple):
             if dim is None or s % steps[dim] or (n - 1) * s >= shape[dim] * steps[dim]:
                 raise InternalError(f"a piece of {at.name!r} crosses the dims of {list(shape)}: cut it before `into`")
             moved.append(s // steps[dim] * strides[dim])
-        told = Side(at.name, offset, tuple(moved))
-        return self._replace(src=told) if side == "src" else self._replace(dst=told)
+        moved_side = Side(at.name, offset, tuple(moved))
+        return self._replace(src=moved_side) if side == "src" else self._replace(dst=moved_side)
 
 
 # One piece, cut along the row-major space of its source. (The destination is cut by swapping first.)

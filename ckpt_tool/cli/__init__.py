@@ -78,35 +78,35 @@ def _run(job: Job) -> int:
 
         _check_report(show.report, job, {})
         html.check_target(show.report)
-    told = _Told(show)
+    once = _Shown(show)
     mode = "none" if show.quiet else show.progress
     progress = SILENT
     if mode != "none":
         from ckpt_tool.report.progress import progress_of
 
-        announce = _nothing if not job.plans else None if show.json else told.plan
+        announce = _nothing if not job.plans else None if show.json else once.plan
         progress = progress_of(
             mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
     try:
         document = job.run(progress)
     finally:
-        progress.finish()  # whatever happens, the bar goes before anything else is said
+        progress.finish()  # whatever happens, the bar goes before anything else is printed
     sound = job.sound(document)
     if show.json:
         _result(as_json(document))
     elif job.pages and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):
         from pydoc import pager  # the standard library's: PAGER, less, or a plain print
 
-        pager(_as_text(job, document, show, told=False))
+        pager(_as_text(job, document, show, shown=False))
     elif not (show.quiet and job.writes):
-        _result(_as_text(job, document, show, told=told.done))
+        _result(_as_text(job, document, show, shown=once.done))
     if show.report:
         _save_report(job, document, show.report)
     return 0 if sound else 1
 
 
-class _Told:
+class _Shown:
     """The plan of a run, which is the first part of its result: shown on stdout before the first byte moves. done: it
     was."""
 
@@ -129,11 +129,11 @@ def _nothing(document: Mapping[str, Any]) -> None:
     """A plan that is the result itself (`--dry-run`, `--plan`) is shown as that."""
 
 
-def _as_text(job: Job, document: dict[str, Any], show: Show, *, told: bool) -> str:
-    """The result for people. told: the plan of this run has been shown."""
+def _as_text(job: Job, document: dict[str, Any], show: Show, *, shown: bool) -> str:
+    """The result for people. shown: the plan of this run has been shown."""
     from ckpt_tool.report.plain import look_of, render
 
-    if told:
+    if shown:
         from ckpt_tool.report.writing import after
 
         return render(after(document, everything=show.verbose > 0, shown=True), look_of(sys.stdout, show.color))

@@ -59,7 +59,7 @@ class VerbCommand(TyperCommand):
 
 
 def _as_text(params: list[Any]) -> list[Any]:
-    """The parameters, told to leave their values text."""
+    """The parameters, whose values are left as text."""
     for param in params:
         if getattr(param, "_runtime_param", ...) is None:  # typer >= 0.29; elsewhere there is nothing to spare
             param._runtime_param = _AsText()

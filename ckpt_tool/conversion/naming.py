@@ -166,7 +166,7 @@ def _refuse_odd_models(
 ) -> None:
     """Raise InputError for what another system would not load: E1485 names in the layers that the family does not know,
     Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns."""
-    from ckpt_tool.families.complete import missing, strange
+    from ckpt_tool.families.completeness import missing, strange
 
     family, dialect = found
     odd = strange(family, dialect, shapes)

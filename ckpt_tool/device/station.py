@@ -1,4 +1,4 @@
-"""Pinned host memory, set aside once and lent out: what moves between files and the device passes through here.
+"""Pinned host memory, set aside once and lent out: what moves between files and the device passes through ite.
 
 Pinning pages costs some 0.3 ms a MiB and a trip into the driver that waits for the device, so blocks are never pinned
 one by one. Two free lists that never feed on each other: small blocks (lists of descriptors, results) come from slabs

@@ -24,7 +24,7 @@ from ckpt_tool.algebra.piece import PAD, Piece, Side
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
-from ckpt_tool.families.beside import followers
+from ckpt_tool.families.quantised import followers
 from ckpt_tool.families.sizes import check_known, configured, fits, settled
 from ckpt_tool.families.table import Instances, Table, form_of, instances
 

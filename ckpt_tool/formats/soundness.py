@@ -13,7 +13,7 @@ together. Everything found is a fault that a trainer would meet later, as a cras
 What is no fault: a `step` tensor a parameter that differs from another's (torch counts a parameter's own steps, and one
 without a gradient does not step: `torch/optim/adamw.py`, 2.13); states of other shapes than their parameter's by design
 (factored or quantised optimizers name theirs otherwise); optimizers whose names have nothing to do with the model's
-(then nothing can be said). Formats say for themselves what is none (`Holds.lone_shards`, `Holds.all_experts`).
+(then nothing can be concluded). Formats say for themselves what is none (`Holds.lone_shards`, `Holds.all_experts`).
 
 Cost: a pass over the rows, where there are other states than the model. What it does not do: read values
 (`run.rounding`).

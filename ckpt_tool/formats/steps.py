@@ -2,7 +2,7 @@
 
 The one idea: torch keeps `step` and Paddle the powers of beta a parameter, so a file of a rank holds counters of its
 own. Parameters may count apart from each other (one without a gradient does not step), then a file holds several counts
-and nothing can be said. But where all counters of one file agree, and all of another agree on another count, the files
+and nothing follows. But where all counters of one file agree, and all of another agree on another count, the files
 were not written at one time:
 
     __1_0.distcp   step 3, 3, 3      __2_0.distcp   step 2, 2       -> E0305

@@ -233,12 +233,12 @@ def _copied(file: TargetFile, arrays: Sequence[Extent], spans: Sequence[Span], s
 
 def _arrays(file: TargetFile, arrays: Sequence[Extent], filled: set[tuple[int, int]], spans: Sequence[Span]) -> str:
     """Is every array filled by its move, and does every region fill an array?"""
-    told = {(offset, move): nbytes for offset, nbytes, move in arrays if move >= 0}
+    listed = {(offset, move): nbytes for offset, nbytes, move in arrays if move >= 0}
     if any(offset + nbytes > file.size for offset, nbytes, _ in arrays):
         return "an array leaves the file"
-    if set(told) != filled or len(told) != sum(move >= 0 for _, _, move in arrays):
+    if set(listed) != filled or len(listed) != sum(move >= 0 for _, _, move in arrays):
         return "arrays without a move that fills them, or moves that fill no array"
-    ends = {offset: offset + nbytes for (offset, _), nbytes in told.items()}
+    ends = {offset: offset + nbytes for (offset, _), nbytes in listed.items()}
     return "a region leaves its array" if any(span.stop > ends[span.start] for span in spans) else ""
 
 

@@ -208,8 +208,8 @@ def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Ite
     start, strides = chunk.region()
     for part in piece.cut("src", shape, chunk.box):
         for inner in part.along("src", shape):
-            told = inner.into("src", shape, chunk.box, start, strides)
-            for box, offset, steps in _boxes(told, made):
+            moved = inner.into("src", shape, chunk.box, start, strides)
+            for box, offset, steps in _boxes(moved, made):
                 yield _chunk(chunk, box, offset, steps)
 
 
@@ -221,7 +221,7 @@ def _chunk(chunk: Chunk, box: Box, offset: int, strides: Shape) -> Chunk:
 
 def _boxes(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
     """A piece as boxes of its destination of `shape`, each with the place of its element 0 in the source and the step
-    along each dim there. Axes that leave gaps in a dim, or steps that differ, are told index by index."""
+    along each dim there. Axes that leave gaps in a dim, or steps that differ, are listed index by index."""
     for part in piece.along("dst", shape):
         yield from _unrolled(part, shape)
 

@@ -32,10 +32,10 @@ from ckpt_tool.plan.schedule import Unit, units
 from ckpt_tool.run import replicas
 from ckpt_tool.run.blocks import Reader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import Piece
-from ckpt_tool.run.closing import check_records, copy_sidefiles, fill_patches, sync_all, write_all
-from ckpt_tool.run.crew import Crew
 from ckpt_tool.run.digest import root
+from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
 from ckpt_tool.run.staged import Gaps, Line, intact
+from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks
 from ckpt_tool.storage.source import Tree
@@ -274,7 +274,7 @@ class Executor:
         def stop(interruption: BaseException) -> None:  # the rim tells which signal it was
             state.stop = True
 
-        Crew(partial(self._worker, staging, state, room), count).run(stop)
+        Workers(partial(self._worker, staging, state, room), count).run(stop)
         if state.error is not None:
             raise state.error
 

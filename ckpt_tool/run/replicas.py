@@ -81,13 +81,13 @@ def all_of_them(
     found = with_replicas(moves) or []
     try:
         apart = differing(found, sources, threads=threads)
-    except CkptError:  # the source goes on changing, or fails: what is known is said
+    except CkptError:  # the source goes on changing, or fails: what is known is reported
         return first
     return error_of(apart, len(found)) if apart else first
 
 
 def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
-    """What is said of them. of: how many tensors have replicas, where that is known."""
+    """What is reported of them. of: how many tensors have replicas, where that is known."""
     lines = [each.line() for each in apart]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"and {len(apart) - SHOWN:,} more tensors"]
@@ -170,6 +170,6 @@ class _Comparing(Reader):
         if not self._worst or self._move is not move:
             return None
         file, worst = max(self._worst.items(), key=lambda item: (item[1].gap, item[1].ulp, item[1].count))
-        said = worst.report() or {}
-        first = () if move.dtype.bits < 8 else tuple(said.get("first_index", ()))
+        found = worst.report() or {}
+        first = () if move.dtype.bits < 8 else tuple(found.get("first_index", ()))
         return Apart(str(move.key), self._files.shown(file), worst.count, move.numel, first, worst.ulp, worst.gap)

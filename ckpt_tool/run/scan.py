@@ -23,9 +23,9 @@ from ckpt_tool.plan.copy import source_region
 from ckpt_tool.plan.plan import Move, Record, SourceFile
 from ckpt_tool.run.blocks import Reader, Sources
 from ckpt_tool.run.compute import Bytes
-from ckpt_tool.run.crew import Crew
 from ckpt_tool.run.digest import LeafStream, root
 from ckpt_tool.run.records import Checked, raise_all
+from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import STRIDED_BLOCK
 from ckpt_tool.storage.source import Tree
 
@@ -139,7 +139,7 @@ def share_out(
             checked.done(reader)
 
     count = max(1, min(threads or min(os.cpu_count() or 1, 8), len(order)))
-    Crew(work, count).run(queue.errors.append, waits=waits)
+    Workers(work, count).run(queue.errors.append, waits=waits)
     if queue.errors:
         raise queue.errors[0]
     faults = chain.from_iterable(each.faults() for each in (checked, beside) if each is not None)
@@ -161,7 +161,7 @@ def each_of(count: int, do: Callable[[int], None]) -> None:
         except BaseException as e:  # handed to the caller's thread, which raises it
             queue.errors.append(e)
 
-    Crew(work, max(1, min(os.cpu_count() or 1, 8, count))).run(queue.errors.append, waits=False)
+    Workers(work, max(1, min(os.cpu_count() or 1, 8, count))).run(queue.errors.append, waits=False)
     if queue.errors:
         raise queue.errors[0]
 

@@ -1,7 +1,7 @@
 """Staged work that this run did not do itself, looked at again: an earlier run's, or another part's.
 
 A journal says what a unit wrote by its hash; the staged bytes are read back and hashed, in every copy. What differs, is
-missing or is told in no sound words is simply not done. Bytes that nobody writes are zeros, and are made so again.
+missing or whose record is malformed is simply not done. Bytes that nobody writes are zeros, and are made so again.
 
 Cost: one read of the units that are taken over, by all threads. For the part that commits, that is all the others
 wrote.
@@ -19,7 +19,7 @@ from ckpt_tool.plan.copy import Region, clip
 from ckpt_tool.plan.plan import Move, Plan
 from ckpt_tool.plan.schedule import Unit
 from ckpt_tool.run.blocks import Files, Reader, strided
-from ckpt_tool.run.crew import Crew
+from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.walk import read_back
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def intact(
             failures.append(e)
 
     if waiting:
-        Crew(look, max(1, min(threads, len(waiting)))).run(failures.append)
+        Workers(look, max(1, min(threads, len(waiting)))).run(failures.append)
     if failures:
         raise failures[0]
     return found

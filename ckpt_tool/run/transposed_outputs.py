@@ -15,7 +15,7 @@ once. Where the source is transposed too, and nothing is cast, the panel of the 
 buffer holds both sides, and blocks are hashed as slices of it. With a cast there are two panels of half the size.
 
 A strip holds its region's bytes alone: gaps can be read and thrown away, but not written. Bytes that checksums want are
-read again at the end (`run/closing.py`), since strips come in pieces.
+read again at the end (`run/finish.py`), since strips come in pieces.
 
 Tiles are the mirror too: 64 rows of the panel by all strips of the group. Multiples of a copy of the same bytes, strips
 of 8 KiB, items of 1, 2, 4, 8 bytes, one core of a busy Xeon:

@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 from ckpt_tool.core.inner_path import JOURNAL
-from ckpt_tool.storage.beneath import open_own
+from ckpt_tool.storage.open_below import open_own
 
 Line = dict[str, Any]
 _PART = re.compile(re.escape(JOURNAL) + r"-([1-9]\d{0,8})-of-([1-9]\d{0,8})", re.ASCII)

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tool.storage.beneath import folder_beneath
+from ckpt_tool.storage.open_below import folder_beneath
 
 CACHE_DEPTH = 6  # folders between a file of a snapshot and `snapshots`
 LEAVES, NOWHERE, CIRCLE, NO_FILE = "leaves the folder", "leads nowhere", "leads in a circle", "leads to no regular file"

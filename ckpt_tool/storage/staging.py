@@ -7,7 +7,7 @@ fsynced and renamed with RENAME_NOREPLACE, the parent is fsynced. A kill at any 
 whole, or new and whole; the same command goes on from the journal.
 
 What this does not do: it never touches a folder that is not ours (another owner, a link, unknown content without a
-journal), never opens anything below it but by `storage.beneath`, never retries an fsync that failed (Linux marks the
+journal), never opens anything below it but by `storage.open_below`, never retries an fsync that failed (Linux marks the
 pages
 clean: the second call would succeed for nothing).
 """
@@ -28,8 +28,16 @@ from pathlib import Path
 from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import journal
-from ckpt_tool.storage.beneath import Irregular, files_beneath, open_beneath, open_own, sync_folder, sync_folders, wipe
 from ckpt_tool.storage.destination import refuse_link, staging_path
+from ckpt_tool.storage.open_below import (
+    Irregular,
+    files_beneath,
+    open_beneath,
+    open_own,
+    sync_folder,
+    sync_folders,
+    wipe,
+)
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100

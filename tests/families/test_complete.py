@@ -8,7 +8,7 @@ import re
 import pytest
 from family_models import config_of, hub_shapes
 
-from ckpt_tool.families.complete import missing, strange
+from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
 

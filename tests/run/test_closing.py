@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.errors import StorageError
-from ckpt_tool.run.closing import _read_chunks
+from ckpt_tool.run.finish import _read_chunks
 
 
 def test_a_staged_file_that_was_cut_short_is_an_error_and_no_wait(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.saved import read_plan
 from ckpt_tool.plan.schedule import build_moves, units
-from ckpt_tool.run import closing, executor, transposed
+from ckpt_tool.run import executor, finish, transposed
 from ckpt_tool.run.digest import digest
 from ckpt_tool.run.executor import Executor
 from ckpt_tool.storage.destination import staging_path
@@ -192,7 +192,7 @@ def test_transposed_sources_in_small_shares(tmp_path, monkeypatch, seed):
 def test_transposed_outputs_in_small_shares(tmp_path, monkeypatch, seed):
     """The same for outputs, plain ones among them, with sources of either kind: parts, casts, checksums, replicas."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(closing, "ALONE", (0, 16 << 20)[seed // 2 % 2])
+    monkeypatch.setattr(finish, "ALONE", (0, 16 << 20)[seed // 2 % 2])
     monkeypatch.setattr(executor, "units", partial(units, size=int(rng.integers(50_000, 600_000))))
     out, kind = ("F32", "f4") if seed % 3 == 0 else (None, None)
     case = Case(
@@ -283,7 +283,7 @@ def test_checksums_are_checked_and_made(tmp_path, seed):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_nobody_hashed_is_checked_by_several_threads(tmp_path, monkeypatch, turned):
-    monkeypatch.setattr(closing, "ALONE", 0)
+    monkeypatch.setattr(finish, "ALONE", 0)
     case = Case(tmp_path, np.random.default_rng(5), shapes=[(300, 500), (40, 7)] * 4, crc=True, turned=turned)
     case.run()
     case.check()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 
-class Crew:
+class Workers:
     """`count` daemon threads that each run `work`, which raises nothing."""
 
     def __init__(self, work: Callable[[], None], count: int) -> None:
@@ -19,7 +19,7 @@ class Crew:
         self._threads = [threading.Thread(target=self._one, name=f"ckpt-{k}", daemon=True) for k in range(count)]
 
     def run(self, stop: Callable[[BaseException], None], *, waits: bool = True) -> None:
-        """Start them and wait. An interruption is told to `stop` and raised again, with `waits` when all have ended."""
+        """Start them and wait. An interruption goes to `stop` and is raised again, with `waits` when all have ended."""
         try:
             for thread in self._threads:
                 thread.start()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ckpt_tool.run.crew import Crew
+from ckpt_tool.run.threads import Workers
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -24,11 +24,11 @@ def test_an_interruption_is_handed_on_when_all_have_ended(waits: bool) -> None:
         ended.append(time.monotonic())
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    crew = Crew(work, 3)
+    workers = Workers(work, 3)
     try:
         with pytest.raises(KeyboardInterrupt):
-            crew.run(lambda _: stopped.set(), waits=waits)
-        entered = crew._entered
+            workers.run(lambda _: stopped.set(), waits=waits)
+        entered = workers._entered
         assert len(ended) == (entered if waits else 0) and entered
     finally:
         stopped.set()
@@ -37,5 +37,5 @@ def test_an_interruption_is_handed_on_when_all_have_ended(waits: bool) -> None:
 
 def test_without_one_every_thread_works_once() -> None:
     seen: list[str] = []
-    Crew(lambda: seen.append(threading.current_thread().name), 4).run(lambda _: None)
+    Workers(lambda: seen.append(threading.current_thread().name), 4).run(lambda _: None)
     assert sorted(seen) == ["ckpt-0", "ckpt-1", "ckpt-2", "ckpt-3"]
