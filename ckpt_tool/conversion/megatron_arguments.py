@@ -78,7 +78,8 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
             config = None
     if config is None:
         return extras, ()
-    from ckpt_tool.families.config.paddle import from_paddle, is_paddle
+    from ckpt_tool.families.config import is_paddle
+    from ckpt_tool.families.config.paddle import from_paddle
     from ckpt_tool.families.config.translation import megatron_args
 
     if is_paddle(config) or registry.by_name(opened.catalog.format).holds.dialect == "paddle":

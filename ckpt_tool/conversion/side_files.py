@@ -19,6 +19,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ckpt_tool.conversion.tied_head import TIED
 from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
@@ -112,7 +113,7 @@ def _belonging(
     config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
 ) -> tuple[Mapping[str, Any], list[str]]:
     """(config.json of the output, lines for the report)."""
-    from ckpt_tool.families.config.paddle import from_paddle, is_paddle, paddle_config
+    from ckpt_tool.families.config import is_paddle
     from ckpt_tool.quantised.scheme import without
 
     dialect, notes = dialect_of(chosen, fmt), list[str]()
@@ -123,12 +124,16 @@ def _belonging(
     as_it_was = chosen.home == dialect and chosen.config is None
     if dialect in ("hf", "megatron"):
         if foreign and not as_it_was:
+            from ckpt_tool.families.config.paddle import from_paddle
+
             config, more = from_paddle(config)
             notes += more
         config, names = without_degrees(config)
         if names:
             notes.append(f"{NAME} says one rank for {', '.join(names)}: the degrees were the job's")
     elif dialect == "paddle" and not foreign:
+        from ckpt_tool.families.config.paddle import paddle_config
+
         config, more = paddle_config(config)
         notes += more
     if dialect in ("hf", "paddle"):
@@ -142,8 +147,6 @@ def _settled(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config as the tensors are that are written. as_it_was: a copy of the source's, in which only what it says may
     change."""
-    from ckpt_tool.families.config.translation import settled
-
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
     if not model:
         return config, ()
@@ -154,13 +157,37 @@ def _settled(
         return config, ()
     config, notes = (config, ()) if as_it_was else _biased(config, model)
     says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
-    config_of_source = settled(
+    out, more = settled(
         config,
         rows=embedding.shape[0] if embedding is not None and ("vocab_size" in config or not as_it_was) else None,
         dtype=torch_dtype(wanted) if says_dtype else None,
         tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
-    return config_of_source.config, (*notes, *config_of_source.notes)
+    return out, (*notes, *more)
+
+
+def settled(
+    config: Mapping[str, Any], *, rows: int | None, dtype: str | None, tied: bool | None
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it),
+    whether the head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
+    out, notes = dict(config), list[str]()
+
+    def state(key: str, value: Any) -> None:
+        if out.get(key) != value:
+            if key in out:
+                notes.append(f"{key} becomes {value}, as the tensors are; it was {out[key]}")
+            out[key] = value
+
+    if rows is not None:
+        state("vocab_size", rows)
+    if dtype is not None:
+        names = [key for key in ("dtype", "torch_dtype") if isinstance(out.get(key), str)] or ["torch_dtype"]
+        for key in names:
+            state(key, dtype)
+    if tied is not None:
+        state("tie_word_embeddings", tied)
+    return out, tuple(notes)
 
 
 def _biased(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -180,20 +207,24 @@ def _tied(
     config: Mapping[str, Any], names: Iterable[str], chosen: Chosen, writing: Writing, *, as_it_was: bool
 ) -> bool | None:
     """Is the head the embedding? None where the tensors do not contradict the config."""
+    held = set(names)
+    if _HEAD in held:
+        return False if writing.tied_head == "untie" and _says_tied(config) is True else None
+    gone = {tensor.key.name for tensor in chosen.removed}
+    whole = any(name.endswith(EMBEDDINGS) for name in held) and any(name.endswith("model.norm.weight") for name in held)
+    requested = writing.tied_head == "tie" or not as_it_was
+    if not requested or not whole or any(name.endswith(_HEAD) for name in gone):
+        return None
+    return True if _says_tied(config) is False else None
+
+
+def _says_tied(config: Mapping[str, Any]) -> bool | None:
+    """Does the config, or its class, say that the head is the embedding? None for a class that is none of ours."""
     from ckpt_tool.families.config.translation import kind_of
     from ckpt_tool.families.models import CLASSES
 
     kind = kind_of(config)
-    if kind is None:
-        return None
-    says = bool(config.get("tie_word_embeddings", CLASSES[kind].defaults["tie_word_embeddings"]))
-    held = set(names)
-    if _HEAD in held:
-        return False if says and writing.tied_head == "untie" else None
-    gone = {tensor.key.name for tensor in chosen.removed}
-    whole = any(name.endswith(EMBEDDINGS) for name in held) and any(name.endswith("model.norm.weight") for name in held)
-    requested = writing.tied_head == "tie" or not as_it_was
-    return True if requested and whole and not says and not any(name.endswith(_HEAD) for name in gone) else None
+    return bool(config.get(TIED, CLASSES[kind].defaults[TIED])) if kind is not None else None
 
 
 def torch_dtype(wanted: Wanted) -> str | None:

@@ -167,10 +167,10 @@ class Names(Hint):
         return cls(tuple(map(str, plain))) if isinstance(plain, list | tuple) else None
 
 
-@dataclass(frozen=True, slots=True)
 class Globals(Names):
     """The globals that the pickles of a source name, `module.name`."""
 
+    __slots__ = ()
     KEY: ClassVar[str] = "globals"
 
 

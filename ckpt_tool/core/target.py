@@ -153,8 +153,7 @@ class WantedTensor:
         return self.dtype.nbytes(prod(self.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutWish:
+class LayoutWish(NamedTuple):
     """What is wished of a format with a layout of its own (`formats.base.Holds.own_layout`).
 
     degrees: what is known of them. zero: the ZeRO stage, 0 to 3. pp_split: layers of each stage, () for even ones.

@@ -96,8 +96,7 @@ class Holds:
         return group == "model" or self.all_states and group not in self.lacks
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
+class ReadOptions(NamedTuple):
     """What a user may say of a source beside its path.
 
     lenient: faults that leave the values sound are notes. prefer: which of several kinds of files to read.

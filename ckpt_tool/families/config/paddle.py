@@ -20,22 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tool.families.config import ernie_vision
+from ckpt_tool.families.config import VERSIONS, ernie_vision
 from ckpt_tool.families.config.forms import rope_of
 from ckpt_tool.families.config.translation import Translated, kind_of
 from ckpt_tool.families.config.words import OTHER_WORDS, Model, Values, sound
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES
 
-VERSIONS = ("paddleformers_version", "paddlenlp_version")
 _JOB = ("fuse_", "recompute", "use_fused_", "use_flash_attention", "sequence_parallel", "pp_seg_method", "virtual_pp")
 # Paddle's names of classes -> those of transformers
 _ALIKE = {other: each.architecture for each in CLASSES.values() for other in each.also if other.endswith("ForCausalLM")}
-
-
-def is_paddle(config: Mapping[str, Any]) -> bool:
-    """Does the config say that Paddle wrote it?"""
-    return any(version in config for version in VERSIONS)
 
 
 def paddle_config(config: Mapping[str, Any]) -> Translated:

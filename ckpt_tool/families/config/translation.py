@@ -224,25 +224,3 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     layers, kinds = model.count("num_hidden_layers"), config.get("layer_types")
     if layers is not None and isinstance(kinds, list) and len(kinds) != layers:
         yield f"layer_types has {len(kinds)} entries for {layers} layers"
-
-
-def settled(config: Mapping[str, Any], *, rows: int | None, dtype: str | None, tied: bool | None) -> Translated:
-    """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it),
-    whether the head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
-    out, notes = dict(config), []
-
-    def tell(key: str, value: Any) -> None:
-        if out.get(key) != value:
-            if key in out:
-                notes.append(f"{key} becomes {value}, as the tensors are; it was {out[key]}")
-            out[key] = value
-
-    if rows is not None:
-        tell("vocab_size", rows)
-    if dtype is not None:
-        names = [key for key in ("dtype", "torch_dtype") if isinstance(out.get(key), str)] or ["torch_dtype"]
-        for key in names:
-            tell(key, dtype)
-    if tied is not None:
-        tell("tie_word_embeddings", tied)
-    return Translated(out, tuple(notes))

@@ -52,10 +52,10 @@ class Save:
     tmp: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Folders(Names):
     """The folders of the saves of a source that has several."""
 
+    __slots__ = ()
     KEY: ClassVar[str] = "folders"
 
 

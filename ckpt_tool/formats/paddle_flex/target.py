@@ -180,7 +180,7 @@ def with_heads(wanted: Wanted) -> tuple[Wanted, tuple[str, ...]]:
     if tp == 1 or not widths or any(type(facts.get(key)) is int for key in _STATED):
         return wanted, ()
     parted = all(width % tp == 0 for width in widths)
-    wish = replace(wanted.wish, config={**config, "num_key_value_heads": tp if parted else 1})
+    wish = wanted.wish._replace(config={**config, "num_key_value_heads": tp if parted else 1})
     how = f"cut for --tp {tp}" if parted else "whole on every rank"
     note = (
         f"keys and values are {how}: no config says how many heads they have, and Paddle's loader goes "
