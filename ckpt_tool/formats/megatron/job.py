@@ -48,7 +48,7 @@ from ckpt_tool.formats.megatron.stages import Stage, Stages, nearest
 
 UNMAPPED, CONTRADICTION = "E2003", "E0305"
 TIED_HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-_LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.dense.", "lm_head.layer_norm.")  # on the head's stage
+_LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.")  # on the head's stage
 Shape = tuple[int, ...]
 
 
