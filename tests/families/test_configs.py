@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_tool.conversion.side_files import settled
 from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.translation import (
     contradictions,
@@ -18,7 +19,6 @@ from ckpt_tool.families.config.translation import (
     from_megatron,
     kind_of,
     megatron_args,
-    settled,
 )
 from ckpt_tool.families.config.words import OTHER_WORDS
 from ckpt_tool.families.models import CLASSES, family_of
