@@ -16,7 +16,7 @@ through swapped strides they are PEFT's pair for a transposed weight, so nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, NamedTuple
@@ -144,13 +144,7 @@ def paddle_settings_of(config: Mapping[str, Any], path: str, *, weight: float = 
     }
     odd = [f"{name}: {why}" for name, why in reasons.items() if config.get(name)]
     if odd:
-        raise UsageError(
-            f"this adapter can't be folded: {odd[0]}",
-            code=REFUSED,
-            path=path,
-            faults=odd[1:],
-            hint="merge it with PaddleFormers itself",
-        )
+        raise _cannot_be_folded(odd, path, "merge it with PaddleFormers itself")
     plain = {
         "peft_type": "LORA",
         "r": config.get("r"),
@@ -180,14 +174,11 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
     if not lenient:
         faults += [f"{name}: a setting that this build does not know" for name in odd]
     if faults:
-        raise UsageError(
-            f"this adapter can't be folded: {faults[0]}",
-            code=REFUSED,
-            path=path,
-            faults=faults[1:],
-            hint="convert it to a plain LoRA with PEFT first (save_pretrained's "
-            "path_initial_model_for_weight_conversion does"
-            " for PiSSA and its kin); settings that change nothing here pass with --lenient"
+        raise _cannot_be_folded(
+            faults,
+            path,
+            "convert it to a plain LoRA with PEFT first (save_pretrained's path_initial_model_for_weight_conversion "
+            "does for PiSSA and its kin); settings that change nothing here pass with --lenient"
             if kind == "LORA"
             else "merge it with PEFT itself, where that method can be merged",
         )
@@ -312,3 +303,9 @@ def _turned(tensor: LogicalTensor) -> LogicalTensor:
             )
         )
     return replace(tensor, shape=tensor.shape[::-1], chunks=tuple(chunks))
+
+
+def _cannot_be_folded(faults: Sequence[str], path: str, hint: str) -> UsageError:
+    return UsageError(
+        f"this adapter can't be folded: {faults[0]}", code=REFUSED, path=path, faults=faults[1:], hint=hint
+    )

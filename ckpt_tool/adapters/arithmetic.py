@@ -11,13 +11,13 @@ A folded tensor is a recipe of `run.computed`: the base tensor plus, for each ad
 seen as E matrices of R rows and C columns whatever the tensor's rank (a convolution has the columns in x kernel).
 Arithmetic is fp32 in PEFT's order: the product, times s, rounded, added, rounded; several adapters one after another;
 rounding to the output's dtype comes last, once. Every product is made in blocks of up to 4 rows by up to 512 columns on
-a grid fixed by the tensor and the machine, each element one chain of fused multiply-adds along r (`chain`), so
-it has the same bits whatever range it is asked for in, and on whatever processor. A block is at most 2^18
-multiply-adds: OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element
-at r = 16 and 1.2 at r = 64 in such blocks with AVX-512,
-1.6 to 2.8 and 7 to 11 with AVX2; 1 to 15 ns in one piece). DoRA's norms are summed in torch's order (eight lanes along
-a row, one row after another where the weight is transposed), so all of them equal PEFT's merge bit for bit as long as
-torch makes one chain too (tests/commands/test_adapters.py): up to r = 320 with AVX-512, some 192 with AVX2.
+a grid fixed by the tensor and the machine, each element one chain of fused multiply-adds along r (`chain`), so it has
+the same bits whatever range it is asked for in, and on whatever processor. A block is at most 2^18 multiply-adds:
+OpenBLAS takes larger ones to threads of its own, which fight the executor's (measured: 0.3 ns an element at r = 16 and
+1.2 at r = 64 in such blocks with AVX-512, 1.6 to 2.8 and 7 to 11 with AVX2; 1 to 15 ns in one piece). DoRA's norms are
+summed in torch's order (eight lanes along a row, one row after another where the weight is transposed), so all of them
+equal PEFT's merge bit for bit as long as torch makes one chain too (tests/commands/test_adapters.py): up to r = 320
+with AVX-512, some 192 with AVX2.
 
 Cost: 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `Kept.ROOM` bytes. DoRA reads
 its base twice. Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,

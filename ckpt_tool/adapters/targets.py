@@ -82,8 +82,7 @@ Change = Low | Bias | Tokens | Whole
 
 class Matched(NamedTuple):
     """changes: base tensor -> what the adapter does to it. faults: one line each; missing: base tensors that it asks
-    for;
-    absent: what its config names and it lacks."""
+    for; absent: what its config names and it lacks."""
 
     changes: Mapping[str, list[Change]]
     faults: tuple[str, ...]

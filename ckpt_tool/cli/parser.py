@@ -16,7 +16,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tool.cli.verbs import VERBS, Argument, Job, Verb
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.reading import Show
 from ckpt_tool.options.statement import SECTIONS, Option, stated
 
 _ABOUT = """Read sharded training checkpoints of any format, lay them out anew, prove every value.
@@ -218,6 +217,10 @@ def help_text() -> str:
 
 def _verb_first(arguments: list[str]) -> list[str]:
     """Reporting options from before the verb moved behind it: `--json inspect x` -> `inspect --json x`."""
+    if VERBS.keys().isdisjoint(arguments[1:]):
+        return arguments
+    from ckpt_tool.options.reading import Show
+
     options = {name: option for option in stated(Show).values() for name in option.names}
     moved, rest = [], arguments
     while rest:

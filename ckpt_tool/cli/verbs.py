@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import UsageError, near_misses
-from ckpt_tool.options.reading import Inspection, Reading, Show
 from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, Section, stated, taken
 
 if TYPE_CHECKING:
     from ckpt_tool.merging.options import MergeOptions
+    from ckpt_tool.options.reading import Inspection, Reading, Show
     from ckpt_tool.options.verbs import Cleaning, Comparison, Kernels, Page, Share, Validating, Verification
     from ckpt_tool.options.writing import Writing
     from ckpt_tool.report.page import Page as Shown
@@ -71,10 +71,14 @@ class Verb(NamedTuple):
 
     def options(self) -> dict[str, Option]:
         """Keyword -> option, as the command line has them."""
+        from ckpt_tool.options.reading import Show
+
         return {name: one for name, one in stated(*self.takes(), Show).items() if one.section not in self.but}
 
     def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> Job:
         """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
+        from ckpt_tool.options.reading import Show
+
         show, *groups = taken(given, Show, *self.takes())
         return self.ready(show, *arguments, *groups)
 
@@ -102,7 +106,14 @@ def verb(
     return add
 
 
+def _inspecting() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Inspection, Reading
+
+    return Inspection, Reading
+
+
 def _both() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
     from ckpt_tool.options.writing import Writing
 
     return Reading, Writing
@@ -111,7 +122,7 @@ def _both() -> tuple[type, ...]:
 @verb(
     "what is in a checkpoint, from its headers alone",
     SRC,
-    takes=lambda: (Inspection, Reading),
+    takes=_inspecting,
     examples=("ckpt inspect runs/7", "ckpt inspect model.safetensors --match '*.q_proj.*' --stats"),
 )
 def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job:
@@ -201,6 +212,7 @@ def convert(show: Show, src: str, dst: str, reading: Reading, writing: Writing) 
 
 def _merging() -> tuple[type, ...]:
     from ckpt_tool.merging.options import MergeOptions
+    from ckpt_tool.options.reading import Reading
     from ckpt_tool.options.writing import Writing
 
     return Writing, Reading, MergeOptions  # the last one's --config is not the second's
@@ -243,6 +255,7 @@ def merge(show: Show, paths: Sequence[str], writing: Writing, reading: Reading, 
 
 
 def _comparing() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
     from ckpt_tool.options.verbs import Comparison
 
     return Comparison, Reading
@@ -272,6 +285,7 @@ def diff(show: Show, a: str, b: str, wanted: Comparison, reading: Reading) -> Jo
 
 
 def _verifying() -> tuple[type, ...]:
+    from ckpt_tool.options.reading import Reading
     from ckpt_tool.options.verbs import Verification
 
     return Verification, Reading

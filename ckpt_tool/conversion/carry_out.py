@@ -31,7 +31,6 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.opening import resolve, steps_in
 from ckpt_tool.storage.destination import refuse_link
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.staging import was_replaced
 
 if TYPE_CHECKING:
     from ckpt_tool.run.walk import Movers
@@ -143,6 +142,8 @@ _TWO_FORMATS = "E0391"
 def check_replaced(destination: Path) -> None:
     """Raise OutputExists: E1603 for a link, E1604 for what is no checkpoint. Nothing is wrong where nothing is
     there."""
+    from ckpt_tool.storage.staging import was_replaced
+
     refuse_link(destination)
     if not os.path.lexists(destination) or was_replaced(destination):
         return

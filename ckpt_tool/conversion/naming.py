@@ -77,8 +77,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
 
 def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
     """Does what says nothing of itself, or says Hugging Face, look like Megatron's or Paddle's? A quick look that
-    spares the
-    families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers also write
+    spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers also write
     folders that are Hugging Face's in all but the fused weights."""
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):

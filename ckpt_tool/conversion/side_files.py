@@ -24,6 +24,7 @@ from ckpt_tool.conversion.vocabulary import EMBEDDINGS
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.hf.files import CODE, is_sidefile
 from ckpt_tool.options.writing import Writing
@@ -113,7 +114,6 @@ def _belonging(
     config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
 ) -> tuple[Mapping[str, Any], list[str]]:
     """(config.json of the output, lines for the report)."""
-    from ckpt_tool.families.config import is_paddle
     from ckpt_tool.quantised.scheme import without
 
     dialect, notes = dialect_of(chosen, fmt), list[str]()
@@ -157,7 +157,7 @@ def _settled(
         return config, ()
     config, notes = (config, ()) if as_it_was else _biased(config, model)
     says_dtype = ("dtype" in config or "torch_dtype" in config) and "quantization_config" not in config
-    out, more = settled(
+    out, more = corrected(
         config,
         rows=embedding.shape[0] if embedding is not None and ("vocab_size" in config or not as_it_was) else None,
         dtype=torch_dtype(wanted) if says_dtype else None,
@@ -166,27 +166,27 @@ def _settled(
     return out, (*notes, *more)
 
 
-def settled(
+def corrected(
     config: Mapping[str, Any], *, rows: int | None, dtype: str | None, tied: bool | None
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config with what the tensors show: rows of the vocabulary, the dtype that was written (as torch calls it),
     whether the head is the embedding. None where the tensors show nothing. A value that changes is in the notes."""
     out, notes = dict(config), list[str]()
 
-    def state(key: str, value: Any) -> None:
+    def correct(key: str, value: Any) -> None:
         if out.get(key) != value:
             if key in out:
                 notes.append(f"{key} becomes {value}, as the tensors are; it was {out[key]}")
             out[key] = value
 
     if rows is not None:
-        state("vocab_size", rows)
+        correct("vocab_size", rows)
     if dtype is not None:
         names = [key for key in ("dtype", "torch_dtype") if isinstance(out.get(key), str)] or ["torch_dtype"]
         for key in names:
-            state(key, dtype)
+            correct(key, dtype)
     if tied is not None:
-        state("tie_word_embeddings", tied)
+        correct(TIED, tied)
     return out, tuple(notes)
 
 

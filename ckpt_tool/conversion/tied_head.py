@@ -84,8 +84,7 @@ def with_head(chosen: Chosen, job: Conversion) -> Chosen:
 
 def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
     """Raise InconsistentCheckpoint E1481 where a mapping leaves out what should be a copy of another tensor, and its
-    values
-    differ: an output layer that the config says is tied, the embedding and output layer of an MTP layer."""
+    values differ: an output layer that the config says is tied, the embedding and output layer of an MTP layer."""
     names = chosen.model.keys()
     pair = _pair(names)
     copies = [(name, of) for name in left_out for end, of in _OF_MTP.items() if name.endswith(end) and name != of]

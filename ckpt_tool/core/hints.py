@@ -40,12 +40,12 @@ class Hint:
         """The hint of these plain values; None where they are of another kind."""
         if not isinstance(plain, Mapping):
             return None
-        values = {each.name: _sound(plain.get(each.name), str(each.type)) for each in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in values.items() if value is not None or name in _required(cls)})
-
-
-def _required(cls: type[Hint]) -> set[str]:
-    return {each.name for each in fields(cls) if each.default is MISSING}  # type: ignore[arg-type]
+        values = {}
+        for each in fields(cls):  # type: ignore[arg-type]
+            value = _sound(plain.get(each.name), str(each.type))
+            if value is not None or each.default is MISSING:
+                values[each.name] = value
+        return cls(**values)
 
 
 def _sound(value: Any, kind: str) -> Any:

@@ -120,8 +120,7 @@ class Places(Protocol):
 @dataclass(frozen=True, slots=True)
 class Target:
     """Every file of the output. `single`: the output is one file of this name, not a folder. by_size: files end where
-    `Wanted.shard_size` says. places: given where the
-    files' arrays are `Later`s: the same answers, tensor by tensor."""
+    `Wanted.shard_size` says. places: given where the files' arrays are `Later`s: the same answers, tensor by tensor."""
 
     format: str
     files: tuple[TargetFile, ...]

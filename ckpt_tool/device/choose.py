@@ -28,8 +28,7 @@ CPU_HINT = "--device cpu (the default) does the same on the CPU; ckpt kernels in
 
 class Choice(NamedTuple):
     """What a run uses and why. path: the library that was named; architectures: those of the GPUs (90 for compute
-    capability
-    9.0); code and hint: of the error that `open_device` raises where the level is numpy."""
+    capability 9.0); code and hint: of the error that `open_device` raises where the level is numpy."""
 
     level: Level
     reason: str

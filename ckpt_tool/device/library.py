@@ -152,8 +152,7 @@ class Library:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call `ck_NAME`. Raises StorageError E1551 naming the call and the error; UsageError E1552 for out of memory,
-        E1556 to
-        E1558 where the device can't be used at all."""
+        E1556 to E1558 where the device can't be used at all."""
         status = getattr(self._dll, f"ck_{name}")(*arguments)
         if status == 0:
             return

@@ -106,10 +106,9 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
         shapes: {parameter: shape} of all that there is; names that no rule knows are not in the result.
         config: the model's config.json, None or {} where there is none.
     Raises UsageError E1231 (no such dialect), E0223-E0224 (a rule's condition asks for what the config lacks);
-    InputError
-    E1376 (sizes unknown); InconsistentCheckpoint E1650, and all at once: E1370 (a shape against the config), E1371 (a
-    tensor half there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised tensor that
-    would move).
+    InputError E1376 (sizes unknown); InconsistentCheckpoint E1650, and all at once: E1370 (a shape against the config),
+    E1371 (a tensor half there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised
+    tensor that would move).
     """
     config = config or {}
     here, there = family.table(source), family.table(target)

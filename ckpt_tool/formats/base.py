@@ -38,8 +38,7 @@ class Specificity(IntEnum):
     SIGNED = 3  # a file of the checkpoint says which format it is
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(NamedTuple):
     """Why a tree is of a format: `why`, in words for a person.
 
     files: every file of the checkpoint, as far as names tell; side files are left out. loader, turn: the software that

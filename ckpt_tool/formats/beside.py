@@ -5,9 +5,8 @@
     PaddleFormers' Trainer:  model-00001-of-00002.safetensors, optimizer.pdopt
 
 `optimizer.state_dict()` knows parameters by number, in the order in which they were given to the optimizer. No file
-states that
-order: groups, frozen weights and tied ones change it, and weights of one shape may stand for each other. So nothing is
-guessed. Sources: accelerate 1.15.0 `checkpointing.py` (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
+states that order: groups, frozen weights and tied ones change it, and weights of one shape may stand for each other. So
+nothing is guessed. Sources: accelerate 1.15.0 `checkpointing.py` (OPTIMIZER_NAME), transformers 5.23.0 `trainer.py`.
 """
 
 from __future__ import annotations

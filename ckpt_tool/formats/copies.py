@@ -13,9 +13,8 @@ middle of files of one size; then by both ends, and by the start of every array 
 differently.
 
 What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; files of one tensor each that
-may be
-tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers alone;
-and weights, masters and averages of one name.
+may be tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers
+alone; and weights, masters and averages of one name.
 
 Cost: under a microsecond a chunk; a read of PROBE bytes for a file without CRCs that has another's size. What it does
 not do: find a file of which only some arrays were copied, or one that comes from another save (formats compare their

@@ -8,8 +8,8 @@ were not written at one time:
     __1_0.distcp   step 3, 3, 3      __2_0.distcp   step 2, 2       -> E0305
 
 Experts are left out: those of a rank may all have been idle in a step. Sources: `torch/optim/adamw.py` (2.13, `step`),
-PaddlePaddle
-3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`). Cost: up to SAMPLE reads of one number a file. What it
+PaddlePaddle 3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`). Cost: up to SAMPLE reads of one number a
+file. What it
     does not
 do: counters that are plain values, which formats compare as they read them; files that hold fewer than LEAST counters.
 """

@@ -1,9 +1,9 @@
 """How ranks talk: six calls, three ways to carry them.
 
     all_gather(group, x)            -> [x of every rank of the group], in the group's order; equal shapes
-    all_reduce(group, x)         -> their sum, as float as x is (native mode, and sums of which all terms but one are 0)
-    exchange(group, parts, shapes)
-          -> part i goes to rank i of the group, `shapes` are those of what comes; rows may be 0
+    all_reduce(group, x)            -> their sum, as float as x is (native mode, and sums whose terms but one are 0)
+    exchange(group, parts, shapes)  -> part i goes to rank i of the group, `shapes` are those of what comes; rows may
+                                       be 0
     send(x, to, tag) / recv(shape, dtype, source, tag)
     barrier()
 

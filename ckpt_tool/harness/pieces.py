@@ -9,8 +9,7 @@ Example: TP 2 cuts `w` (4, 6) along dim 1, ZeRO over 2 ranks cuts the line of ea
     rank tp 1, dp 1:  Piece("w", "exp_avg", (4, 6), offset=(0, 3), box=(4, 3), tensor=<6 elements>, flat=(6, 12))
 
 Names are the hub's (family `ernie4_5_moe`): experts one by one, layers by their global number. Tensors are views of the
-live
-state: copy them before the next step.
+live state: copy them before the next step.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
 
-from ckpt_tool.core.dtype import DTYPES, from_name
-from ckpt_tool.core.patterns import matcher
 from ckpt_tool.errors import UsageError, near_misses
 
 PATTERN_FILE_LIMIT = 16 << 20  # bytes
@@ -197,6 +195,8 @@ def share(value: str | tuple[int, int]) -> tuple[int, int]:
 
 def dtypes(value: str | Iterable[str] | Mapping[str, str]) -> dict[str, str]:
     """State ("" for all) -> dtype name: from `bf16`, `optimizer=bf16`, a list of those, or a mapping."""
+    from ckpt_tool.core.dtype import DTYPES, from_name
+
     if isinstance(value, Mapping):
         pairs = [(str(state), text(name)) for state, name in value.items()]
     else:
@@ -226,6 +226,8 @@ def dtypes(value: str | Iterable[str] | Mapping[str, str]) -> dict[str, str]:
 
 def patterns(value: str | Iterable[str]) -> tuple[str, ...]:
     """Patterns on tensor names: shell globs, `re:EXPRESSION`, or `@FILE` with one pattern a line (`#`: a comment)."""
+    from ckpt_tool.core.patterns import matcher
+
     found: list[str] = []
     for pattern in several(value):
         found.extend(_pattern_file(pattern[1:]) if text(pattern).startswith("@") else [pattern])

@@ -2,9 +2,8 @@
 
     every move  its source regions of replica 0 tile its line, and lie in their files; its output regions hold the line,
                 each box of it once or in replicas that are alike
-    every file
-          no byte is written twice, none outside; every array is filled by the move that it names, and every region
-                of a move fills an array; patches and literals lie in the file
+    every file  no byte is written twice, none outside; every array is filled by the move that it names, and every
+                region of a move fills an array; patches and literals lie in the file
     all         numbers agree: shapes, dtypes, sizes of elements; names are one each; paths stay inside
 
 A region is known to be a box of its tensor by its extents and steps alone (`box_of`), so tiling is a question about

@@ -2,8 +2,8 @@
 
 Every tensor has one line: its elements in row-major order, numbered from 0; of its dims in another order where the
 files on both sides have that one (`common_order`). A `Region` ties a strided set of bytes in a file to a strided set of
-that line; sources and outputs alike are regions. A TP shard that holds columns 4..7
-of a (2, 8) fp32 tensor, stored from byte 100:
+that line; sources and outputs alike are regions. A TP shard that holds columns 4..7 of a (2, 8) fp32 tensor, stored
+from byte 100:
 
     Region(file=0, offset=100, at=4, extents=(2, 4), strides=(16, 4), steps=(8, 1))
 

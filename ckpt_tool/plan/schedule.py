@@ -121,8 +121,7 @@ def _reach(array: TargetArray, item: WantedTensor) -> int:
 
 def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted) -> None:
     """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each
-    other's
-    gaps: columns of one matrix."""
+    other's gaps: columns of one matrix."""
     spans = [
         Span(at, at + n, _comb(array, wanted.tensors[array.tensor]))
         for (at, n, _), array in zip(extents, file.arrays, strict=True)

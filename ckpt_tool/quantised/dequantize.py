@@ -32,8 +32,8 @@ _CONFIGURED = ("dtype", "torch_dtype")
 def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with its quantised weights and states as floats. Raises UsageError E2403 where there are none, E0264
     with --plan and --ray; E1464 (exit 2) for a scheme whose floats this build can't make; Incomplete E1460,
-    InconsistentCheckpoint
-    E1461-E1462 for scales that are missing or of another shape; E1463 while reading for scales that are NaN."""
+    InconsistentCheckpoint E1461-E1462 for scales that are missing or of another shape; E1463 while reading for scales
+    that are NaN."""
     writing = job.writing
     if not writing.dequantize:
         return chosen

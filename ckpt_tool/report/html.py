@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from html import escape
 
 from ckpt_tool.errors import OutputExists, StorageError, wrap_os_error
@@ -61,7 +60,7 @@ def check_target(path: str) -> None:
 
 def save(page: Page, path: str, *, title: str = "", facts: Iterable[tuple[str, str]] = ()) -> None:
     """Write the page to `path` in one step. facts: what to say above it (command, version). Raises StorageError."""
-    data = document(replace(page, title=title or page.title), facts=facts).encode("utf-8", errors="backslashreplace")
+    data = document(page._replace(title=title or page.title), facts=facts).encode("utf-8", errors="backslashreplace")
     temporary = ""
     try:
         fd, temporary = tempfile.mkstemp(prefix=".ckpt-report-", dir=os.path.dirname(os.path.abspath(path)))

@@ -8,7 +8,6 @@ Every verb's document becomes a `Page` (`report.inspection`, `report.writing`, .
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Style = Literal["plain", "strong", "dim", "good", "warn", "bad", "name"]
@@ -40,16 +39,14 @@ class Column(NamedTuple):
     drop: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """Labels and values, one a line."""
 
     rows: tuple[tuple[str, Cell], ...]
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Rows under columns. indents: levels by row, for trees. more: a closing line ("... 340 more")."""
 
     title: str
@@ -59,24 +56,21 @@ class Table:
     more: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
+class Lines(NamedTuple):
     """A title and plain lines, each wrapped on its own."""
 
     title: str
     lines: tuple[Cell, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The last line. ok: None for a mere statement."""
 
     ok: bool | None
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Curves:
+class Curves(NamedTuple):
     """Lines over whole numbers, drawn by HTML alone: what they show stands in a table too. None: no point there.
 
     marks: (x, label), drawn as upright lines.
@@ -88,8 +82,7 @@ class Curves:
     marks: tuple[tuple[int, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """A picture of who holds what, drawn by HTML alone: rows of tiles, each a label, lines of text and a group (its
     colour)."""
 
@@ -100,8 +93,7 @@ class Tiles:
 Block = Facts | Table | Lines | Curves | Tiles | Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(NamedTuple):
     """A titled sequence of blocks. The title is for the HTML page; a terminal shows the blocks alone."""
 
     title: str

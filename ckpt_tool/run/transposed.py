@@ -19,9 +19,9 @@ KiB make it, a whole matrix where that fits: strips that follow each other in th
 the bound (`PANEL`, or what `--memory` leaves) gives less, strips are shorter and cost more calls. ns a byte, one core,
 page cache, strips of 512 bytes to 8 KiB: 1.0, 0.5, 0.25, 0.16, 0.12. Calls that short hold Python's lock half of the
 time, so two threads gain little from each other: another reason for high panels (2 GB, 2 threads: 1.20 s with strips of
-up to 4 KiB,
-0.91 s with 16). Gaps of up to 2 KiB are read and thrown away, which costs less than a call; with 8 KiB it took half as
-long again. Bytes that checksums want are read again at the end (`run/finish.py`), since strips come in pieces.
+up to 4 KiB, 0.91 s with 16). Gaps of up to 2 KiB are read and thrown away, which costs less than a call; with 8 KiB it
+took half as long again. Bytes that checksums want are read again at the end (`run/finish.py`), since strips come in
+pieces.
 
 How a group is turned was chosen by measurement: multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one
 core of a Xeon (2 MiB of L2), items of 1, 2, 4, 8 bytes:

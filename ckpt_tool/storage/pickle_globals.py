@@ -1,9 +1,8 @@
 """Which names a pickle may hold: three tiers, decided from the name alone, nothing is ever imported.
 
     tier 1  `builtins.set`, `torch._utils._rebuild_tensor_v2`, DCP's metadata classes: the exact table below; understood
-    tier 2  other classes under the frameworks' own modules (`megatron.`, `deepspeed.`, `transformers.`, ...) and the
-      few
-            standard classes that real checkpoints carry: kept as records of their arguments and state
+    tier 2  other classes under the frameworks' own modules (`megatron.`, `deepspeed.`, `transformers.`, ...) and
+            the few standard classes that real checkpoints carry: kept as records of their arguments and state
     tier 3  everything else: `os.system`, `builtins.eval`, unknown modules, dotted names, torch's loaders: unsafe
 
     >>> tier("torch._utils", "_rebuild_tensor_v2"), tier("megatron.training.x", "Thing"), tier("posix", "system")

@@ -8,8 +8,7 @@ whole, or new and whole; the same command goes on from the journal.
 
 What this does not do: it never touches a folder that is not ours (another owner, a link, unknown content without a
 journal), never opens anything below it but by `storage.open_below`, never retries an fsync that failed (Linux marks the
-pages
-clean: the second call would succeed for nothing).
+pages clean: the second call would succeed for nothing).
 """
 
 from __future__ import annotations

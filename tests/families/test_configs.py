@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.conversion.side_files import settled
+from ckpt_tool.conversion.side_files import corrected
 from ckpt_tool.families.config.paddle import from_paddle, paddle_config
 from ckpt_tool.families.config.translation import (
     contradictions,
@@ -315,7 +315,7 @@ def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
             wrong = {**config, key: junk}
             list(contradictions(wrong))
             told = megatron_args(wrong)
-            settled(from_paddle(paddle_config(wrong).config).config, rows=5, dtype="bfloat16", tied=True)
+            corrected(from_paddle(paddle_config(wrong).config).config, rows=5, dtype="bfloat16", tied=True)
             from_megatron(told.config, family_of(kind).name)
 
 

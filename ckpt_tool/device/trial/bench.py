@@ -27,8 +27,7 @@ SEED_BYTES = 32 << 20  # random values are made once and laid out again and agai
 
 class Row(NamedTuple):
     """One work, or one peer of it. milliseconds: the median; gbs: bytes read and written a nanosecond; share: of the
-    plain copy;
-    spread: the difference of the two passes over their mean."""
+    plain copy; spread: the difference of the two passes over their mean."""
 
     kernel: str
     work: str

@@ -3,9 +3,8 @@ NumPy.
 
 Each trial makes random bytes and a random list (any alignment, any run, boxes of nothing among them), fills the output
 and all around it with a pattern, lets the kernel work, and compares the whole output, gaps included, with what the CPU
-makes of the same
-list: strided assignments, xxhash, `run.compute.cast`, `run.compare`. The seed decides everything: a finding is found
-    again.
+makes of the same list: strided assignments, xxhash, `run.compute.cast`, `run.compare`. The seed decides everything: a
+finding is found again.
 
     trials(device, cases=200, seed=0)
     [Outcome(kernel="box_copy", cases=200, nbytes=31457280, seconds=1.9, findings=()), ...]

@@ -138,8 +138,7 @@ def is_pair(names: Sequence[str]) -> bool:
 def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finished: bool) -> None:
     """Raise for a save whose keys have another system's meaning: Incomplete E0385 for Megatron's torch_dist that lacks
     its metadata.json (with it, another format claims the folder, but from there alone: UnknownFormat E1644),
-    UnknownFormat
-    E1640 for Megatron-FSDP.
+    UnknownFormat E1640 for Megatron-FSDP.
 
     tensors, objects: the keys of one `.metadata`. shown: its folder. finished: has that folder a metadata.json?
     """

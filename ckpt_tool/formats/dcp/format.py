@@ -11,8 +11,7 @@ Specification (torch 2.13, `torch/distributed/checkpoint/`):
 
 * Folder (`formats.dcp.folders`): `.metadata`, written last by a rename, and `__{rank}_{n}.distcp`: n counts threads or,
   with `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older, larger save are
-  not
-  removed: the metadata decides what counts, never the listing.
+  not removed: the metadata decides what counts, never the listing.
 * Metadata (`containers.dcp_metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along dim
   0 (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
   whoever held it. An empty shard may be listed and has no bytes.

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tool.formats.state_dict.paths import OPTIMIZER_ROOTS
+from ckpt_tool.formats.state_dict.words import OPTIMIZER_ROOTS
 
 HOME = "deepspeed"
 OPTIMIZER = "optimizer"

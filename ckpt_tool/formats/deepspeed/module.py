@@ -25,8 +25,8 @@ from ckpt_tool.formats.deepspeed.described import UNUSED
 from ckpt_tool.formats.deepspeed.files import EXPERT, LAYER, Files, ModuleFile, disagree, lost, read_tensors
 from ckpt_tool.formats.deepspeed.job import Shape, shares
 from ckpt_tool.formats.deepspeed.names import expert_name_of, global_name, key_of_layer, tied_keys
-from ckpt_tool.formats.state_dict.paths import EMA_ROOTS
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.words import EMA_ROOTS
 from ckpt_tool.storage.source import Tree
 
 K = TypeVar("K", int, tuple[int, int])

@@ -8,8 +8,8 @@ dense ones (tp) or the experts' (etp). From a rule follow the boxes of a rank, b
         rows 24..48 of the tensor are rows 0..24 of the rank, rows 72..96 are rows 24..48
 
     embeddings, output_layer             rows (vocabulary, padded)
-    linear_qkv, linear_q_proj, _up_proj
-          rows: whole query groups, whole heads (or more ranks than groups share each group)
+    linear_qkv, linear_q_proj, _up_proj  rows: whole query groups, whole heads (or more ranks than groups share each
+                                         group)
     linear_proj, linear_fc2              columns; their biases on every rank
     linear_fc1                           rows, of each half where gated
     MLA's down projections               a copy each with Transformer Engine; rows with the local spec

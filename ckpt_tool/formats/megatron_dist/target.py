@@ -11,8 +11,7 @@ The one idea: everything of Megatron's is decided by `megatron_dist.layout` (key
 * The optimizer is written as `fully_reshardable` (megatron-core >= 0.15), whatever the source had; without the
   distributed optimizer under `fp32_param`. What Megatron has no place for (EMA) lies under `optimizer.state.NAME.KEY`
   and is ignored by it. A step counter a parameter lies there too, and the first of them in the common state
-  (`common_step`), where Megatron
-  looks: it has one for all.
+  (`common_step`), where Megatron looks: it has one for all.
 * `common.pt` (core <= 0.18 needs it, later ones read it), or an item `common_state/shard_0_1` when the source had that.
 * `integrity.json` when the source had one: SHA-256 of every file beside it, filled in when the values have moved.
 * Without an iteration the folder is `release`, which Megatron takes for weights without one.

@@ -26,8 +26,7 @@ Specification (meta-llama/llama, July 2023, and llama-models, July 2025: `model.
 A wrong count of shards, shapes that differ between shards or do not come to what params.json says, layers that are not
 there, tensors in some shards alone are errors, all at once. Without params.json one shard is read as it is; several are
 not. Cost: a pickle a shard. What it does not do: Llama 4 and multimodal tensors in several shards (nothing here says
-how they are
-cut: E1404), quantised releases' scales.
+how they are cut: E1404), quantised releases' scales.
 """
 
 from __future__ import annotations

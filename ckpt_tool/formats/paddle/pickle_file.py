@@ -39,6 +39,7 @@ from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.target import TargetArray, TargetFile
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CorruptFile, InputError, InternalError, UnsafeInput, UsageError
+from ckpt_tool.formats.paddle.dtypes import BY_CODE, CODES
 from ckpt_tool.formats.state_dict.tree import DEPTH_LIMIT, SLOT, dotted
 from ckpt_tool.formats.torch.content import Part
 from ckpt_tool.storage import pickles
@@ -51,31 +52,6 @@ from ckpt_tool.storage.source import Tree
 
 TABLE = "StructuredToParameterName@@"
 DTYPE = "E1302"
-# Ours, Paddle's name ("" where it has no such tensors), NumPy's of what is stored, the number in phi/common/data_type.h
-_TYPES = (
-    ("BOOL", "bool", "b1", 1),
-    ("U8", "uint8", "u1", 2),
-    ("I8", "int8", "i1", 3),
-    ("U16", "", "u2", 4),
-    ("I16", "int16", "i2", 5),
-    ("U32", "", "u4", 6),
-    ("I32", "int32", "i4", 7),
-    ("U64", "", "u8", 8),
-    ("I64", "int64", "i8", 9),
-    ("F32", "float32", "f4", 10),
-    ("F64", "float64", "f8", 11),
-    ("C64", "complex64", "c8", 12),
-    ("C128", "complex128", "c16", 13),
-    ("F16", "float16", "f2", 15),
-    ("BF16", "bfloat16", "u2", 16),
-    ("F8_E4M3", "float8_e4m3fn", "i1", 17),
-    ("F8_E5M2", "float8_e5m2", "i1", 18),
-)
-DTYPE_NAMES = {paddle: name for name, paddle, _, _ in _TYPES if paddle}
-DTYPE_NUMBERS = {number: name for name, _, _, number in _TYPES}
-_CODES = {name: code for name, _, code, _ in _TYPES}
-_BY_CODE = {code: name for name, _, code, _ in reversed(_TYPES)}
-_BY_CODE |= {paddle: name for name, paddle, _, number in _TYPES if number > 15}  # what ml_dtypes adds to NumPy
 
 
 class ArrayRef(NamedTuple):
@@ -116,7 +92,7 @@ class PaddleComposer:
         return self._add(shape, dtype, (), data)
 
     def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part], data: bytes | None) -> ArrayRef:
-        if dtype.name not in _CODES:
+        if dtype.name not in CODES:
             raise UsageError(
                 f"paddle.save has no place for {dtype.name}", code="E0258", hint="choose another type with --dtype"
             )
@@ -164,7 +140,7 @@ def _body(item: Any, order: list[ArrayRef]) -> Any:
 
 def _array(ref: ArrayRef, order: list[ArrayRef]) -> NumpyArray:
     order.append(ref)
-    code = _CODES[ref.dtype.name]
+    code = CODES[ref.dtype.name]
     order_mark = "|" if code in ("b1", "i1", "u1") else "<"
     return NumpyArray(order_mark + code, ref.shape, False, Span(0, ref.dtype.nbytes(prod(ref.shape))))
 
@@ -326,7 +302,7 @@ class _Reading:
         self.leaves.append(Saved(path, name, array.shape, dtype, (stored,)))
 
     def _dtype(self, code: str, key: str) -> DType:
-        found = _BY_CODE.get(code.lstrip("<>|="))
+        found = BY_CODE.get(code.lstrip("<>|="))
         if found is None:
             raise InputError(
                 f"an array of NumPy's {code}, which is no tensor's type",

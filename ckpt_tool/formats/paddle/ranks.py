@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
+from ckpt_tool.formats.paddle.dtypes import DTYPE_NUMBERS
 from ckpt_tool.formats.paddle.job import V1, V2, JobDegrees, Rank
-from ckpt_tool.formats.paddle.pickle_file import DTYPE_NUMBERS
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse
 

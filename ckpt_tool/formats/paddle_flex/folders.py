@@ -34,8 +34,8 @@ from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError
 from ckpt_tool.formats.paddle.names import KINDS, kind_of
-from ckpt_tool.formats.state_dict.paths import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.words import EMA_ROOTS, MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS
 
 # -- saves -------------------------------------------------------------------------------------------------------------
 

@@ -27,8 +27,7 @@ runs):
 * Keys (`paddle_flex.folders`): structured names of one card; a tied weight's states are stored once, under the first
   name in the alphabet. EMA without metadata: `paddle_flex.read`. Degrees are what boxes show (`paddle_flex.read`).
 * `scheduler.pdparams`, `scaler.pdparams`: plain values. `training_args.bin`, `trainer_state.*`, `rng_state*.pth` belong
-    to the
-  job: pickles of classes are never opened, none is copied.
+  to the job: pickles of classes are never opened, none is copied.
 
 Writing: `paddle_flex.target`. Cost: some 15 us a shard. What it does not do: load by AOA statements (`--aoa` maps
 names).
@@ -37,18 +36,21 @@ names).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import LayoutWish, Target, Wanted
+from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
-from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES
+from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
 from ckpt_tool.formats.paddle_flex import folders as paddle_flex_folders
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
 
 
 class _Flex:

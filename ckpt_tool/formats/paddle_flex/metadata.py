@@ -9,7 +9,7 @@ inside its shape, a range inside its box, a file name that stays in the folder.
       -> Entry("w", ("w",), BF16, (16, 4), [Shard((0, 0), (8, 4), (0, 20), "0_0.distcp", 0), ...])
 
 Facts (PaddlePaddle 3.3.1, `flex_checkpoint/dcp/metadata.py`; older versions call the module
-`paddle.distributed.checkpoint. metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`,
+`paddle.distributed.checkpoint.metadata` and lack `global_shape`, `is_flattened`, `flattened_range`, `replica_id`,
 `local_shape`; newer ones add `model_type`, `checkpoint_version` and two commits): a pickle of protocol 4 of `Metadata`.
 `flattened_range` counts elements of the local block's row-major line, not of the whole tensor, and its ends need not be
 rows. A key's shards were deduplicated by box and
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, InputError
-from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES
+from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.pickle_values import Record
 from ckpt_tool.storage.source import Tree, safe_relative

@@ -59,11 +59,12 @@ from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.target import LayoutWish, Target, TargetArray, TargetFile, Wanted, WantedTensor, whole_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, Path, TensorKey
 from ckpt_tool.formats.base import Fitted
+from ckpt_tool.formats.paddle.dtypes import DTYPE_NAMES
 from ckpt_tool.formats.paddle.extras import extras_files
 from ckpt_tool.formats.paddle.job import JobDegrees, Rank
 from ckpt_tool.formats.paddle.layout import Block, Laid, Share, config_of, nothing_shared, paddle_hints, settle
 from ckpt_tool.formats.paddle.names import static_key
-from ckpt_tool.formats.paddle.pickle_file import DTYPE_NAMES, PaddleComposer
+from ckpt_tool.formats.paddle.pickle_file import PaddleComposer
 from ckpt_tool.formats.paddle.ranks import meta_json
 from ckpt_tool.formats.paddle.rules import joined_shape, text_config
 from ckpt_tool.formats.paddle.target import Rows, made_of, parts_of, with_head, with_rows, with_weights

@@ -53,8 +53,7 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
     Raises Incomplete E0385 (no index) and E0301 (files missing, all of them named), CorruptFile E2605 (a file of
     another size), InconsistentCheckpoint E0384 (files of another save), CorruptFile E0386 (a field of the index or of a
     header's metadata) and E0388 (index and headers contradict each other), UnknownFormat E2602 (a newer version),
-    UnsafeInput
-    E0410 (a path that leaves the folder), and what `read_header` and `strict_json.parse` raise.
+    UnsafeInput E0410 (a path that leaves the folder), and what `read_header` and `strict_json.parse` raise.
     """
     if not tree.exists(INDEX):
         raise Incomplete(

@@ -46,56 +46,16 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.words import (
+    EMA_ROOTS,
+    MASTER_ROOTS,
+    MASTER_STATES,
+    MODEL_ROOTS,
+    OPTIMIZER_ROOTS,
+    OPTIMIZER_STATES,
+)
 
-MODEL_ROOTS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "params")
 _WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well be a part of a model that lies bare
-OPTIMIZER_ROOTS = frozenset(
-    (
-        "optim",
-        "optimizer",
-        "optimizers",
-        "opt",
-        "optimizer_state_dict",
-        "optim_state_dict",
-        "optimizer_state",
-        "optimizer_states",
-    )
-)
-EMA_ROOTS = frozenset(
-    ("ema", "ema_model", "model_ema", "ema_state_dict", "state_dict_ema", "ema_weights", "ema_params")
-)
-MASTER_ROOTS = frozenset(
-    ("master", "master_weights", "master_params", "master_model", "fp32_params", "fp32_weights", "fp32_master_weights")
-)
-MASTER_STATES = frozenset(
-    ("master", "master_param", "master_params", "master_weight", "master_weights", "fp32", "fp32_param", "main_param")
-)
-OPTIMIZER_STATES = frozenset(
-    (
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "sum",
-        "prev",
-        "step_size",
-        "exp_avg_sq_row",
-        "exp_avg_sq_col",
-        "row_var",
-        "col_var",
-        "variance",
-        "ax",
-        "state1",
-        "state2",
-        "master_param",
-        "master_weight",
-    )
-)
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _FLAT = re.compile(r"(?:^|(?<=\.))state\.")
 _RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)

@@ -9,8 +9,7 @@ The one idea: a module of Megatron's is one to three hub tensors laid together; 
 what it holds of those. Written with torch reshapes, not with the tool's equations: it is their judge.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `moe/`, local layer spec. What it does
-not
-do: layouts that Megatron can't have (a weight that TP does not cut though it cuts its twin): UsageError E1535.
+not do: layouts that Megatron can't have (a weight that TP does not cut though it cuts its twin): UsageError E1535.
 """
 
 from __future__ import annotations
