@@ -123,6 +123,8 @@ class Family:
         used.
     centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
     --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
+    language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
+        may be a part; axes and conditions read it as if it were all (`facts`).
     tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
         from it).
     """
@@ -133,6 +135,7 @@ class Family:
     hub: str
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
     centred: bool = False
+    language: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -143,6 +146,24 @@ class Family:
     def known_dialects(self) -> tuple[str, ...]:
         bare = (BARE,) if BARE not in self.dialects and "model." in self.hub else ()
         return (HUB, *self.dialects, *bare)
+
+    def facts(self, config: Config) -> Config:
+        """What axes and conditions read of a config.json: the language model's part where it is one, on top of the whole
+        and of what transformers takes where it is silent. Whether the head is tied the whole says, where it does.
+
+        >>> Family("x", (), {}, "", language="text_config").facts({"text_config": {"hidden_size": 8}})["hidden_size"]
+        8
+        """
+        part: Any = config
+        for key in self.language.split("."):
+            part = part.get(key) if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping):
+            return config
+        defaults = next(
+            (each.defaults for each in self.classes if each.model_type == part.get("model_type", each.model_type)), {}
+        )
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
+        return {**defaults, **config, **part, **tied}
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""

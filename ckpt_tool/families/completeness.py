@@ -42,7 +42,7 @@ def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
 
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
     """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
-    table = family.table(dialect)
+    table, config = family.table(dialect), family.facts(config or {})
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for group in instances(table.left, names)[0]:
@@ -63,13 +63,8 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     return lost + list(_lone_experts(experts))
 
 
-def _layer_count(config: Config | None) -> int | None:
-    for part in (config, (config or {}).get("text_config")):
-        if isinstance(part, Mapping):
-            for key in _LAYERS:
-                if type(part.get(key)) is int:
-                    return int(part[key])
-    return None
+def _layer_count(config: Config) -> int | None:
+    return next((int(config[key]) for key in _LAYERS if type(config.get(key)) is int), None)
 
 
 def _decoders(table: Table) -> set[str]:
@@ -101,7 +96,7 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
                     yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in lost)
 
 
-def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config | None) -> Iterator[str]:
+def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config) -> Iterator[str]:
     """Layers of the sparse ones that the config tells, where there are no experts."""
     arguments = megatron_args(config).config if config else {}
     pattern, count = arguments.get("moe_layer_freq"), _layer_count(config) or 0
@@ -138,12 +133,12 @@ def _gaps(have: Collection[int], count: int) -> Iterator[str]:
         start = stop + 1
 
 
-def _whole_model(family: Family, table: Table, names: Iterable[str], config: Config | None) -> Iterator[str]:
+def _whole_model(family: Family, table: Table, names: Iterable[str], config: Config) -> Iterator[str]:
     """The embedding, the last norm and an output layer that is not tied, where there is any layer at all."""
     have = set(names)
-    kinds = (config or {}).get("architectures")
+    kinds = config.get("architectures")
     causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
-    tied = (config or {}).get("tie_word_embeddings")
+    tied = config.get("tie_word_embeddings")
     for ends, wanted in (
         (("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight"), True),
         (_LAST_NORMS, True),

@@ -10,6 +10,18 @@ released files have too.
 
 from __future__ import annotations
 
+import re
+
+
+def inside(text: str, root: str = "model.language_model.") -> str:
+    """The rules of a language model that is a part of another model, where that one has it.
+
+    >>> inside("model.norm.weight : h")
+    'model.language_model.norm.weight : h'
+    """
+    return re.sub(r"(?<![\w.])model\.", root, text)
+
+
 EMBEDDING = """
     [model.embed_tokens|lm_head].weight : v h
     lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?

@@ -27,6 +27,22 @@ Sources: megatron-core 0.16.1 `core/transformer/attention.py`, `mlp.py`, `multi_
 
 from __future__ import annotations
 
+import re
+
+from ckpt_tool.families import hub
+
+
+def inside(text: str, root: str = "model.language_model.") -> str:
+    """The rules of a language model that is a part of another: Megatron-Bridge keeps it under `language_model.`, the hub
+    under `root` (`hub.inside`).
+
+    >>> inside("decoder.final_layernorm.weight : h = model.norm.weight : h")
+    'language_model.decoder.final_layernorm.weight : h = model.language_model.norm.weight : h'
+    """
+    names = r"(?<![\w.])(decoder|embedding|mtp|output_layer)\."
+    return re.sub(names, r"language_model.\1.", hub.inside(text, root))
+
+
 EMBEDDING = """
     embedding.word_embeddings.weight : v h = model.embed_tokens.weight : v h
     output_layer.weight : v h = lm_head.weight : v h if not tie_word_embeddings?

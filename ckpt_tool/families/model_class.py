@@ -31,7 +31,8 @@ class ModelClass:
     convert, its config.json is copied. keys: its own name for a key (`num_experts` -> `num_local_experts`). defaults:
     what transformers takes where config.json is silent. megatron, paddle: what the class fixes in Megatron's arguments,
     in a Paddle config. paddle_defaults: what PaddleFormers takes where transformers takes another. unsayable: {key: the
-    value that Megatron computes with}; another value is reported as lost.
+    value that Megatron computes with}; another value is reported as lost. like: a class of transformers with the same
+    tensors, where the class's own code lies with its files alone: the tests build that one.
     """
 
     model_type: str
@@ -44,6 +45,7 @@ class ModelClass:
     paddle_defaults: Mapping[str, Any] = field(default_factory=dict)
     unsayable: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
+    like: str = ""
 
     @property
     def architectures(self) -> tuple[str, ...]:

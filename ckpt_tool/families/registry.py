@@ -70,7 +70,7 @@ def find(
             return Found(chosen, dialect)
     else:
         chosen = _configured(config or {}) or _named(names)
-    return Found(chosen, _dialect(chosen, names, shapes, config or {}, stated))
+    return Found(chosen, _dialect(chosen, names, shapes, chosen.facts(config or {}), stated))
 
 
 def _configured(config: Config) -> Family | None:

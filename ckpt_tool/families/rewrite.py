@@ -110,7 +110,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     E1371 (a tensor half there), E1374 (no rule in the target dialect), E1375 (one tensor twice), E1377 (a quantised
     tensor that would move).
     """
-    config = config or {}
+    config = family.facts(config or {})
     here, there = family.table(source), family.table(target)
     named, unknown = instances(here.left, shapes)
     found = _found(here, named, config)

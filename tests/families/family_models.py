@@ -12,13 +12,14 @@ import os
 import random
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.families.models import FAMILIES, family_of
 from ckpt_tool.families.registry import by_name
 
 Shapes = dict[str, tuple[int, ...]]
@@ -38,18 +39,27 @@ SIZES = {
 
 def config_of(family: str, **change: Any) -> dict[str, Any]:
     """A config.json: 2 layers (the first dense), 6 heads in 2 groups of 4, hidden 18. change: by the keys of
-    `SIZES`."""
+    `SIZES`. Where `tiny` has a part of its own for the language model, the sizes stand there."""
     known = by_name(family)
     first, read = known.classes[0], set(re.findall(r"[a-z_]+", " ".join(known.axes.values())))
-    given = {**SIZES, "tie_word_embeddings": False, **known.tiny, **change}
+    named = {"model_type": first.model_type, "architectures": [first.architecture]}
+    whole: dict[str, Any] = {"tie_word_embeddings": False, **deepcopy(dict(known.tiny))}
+    part = whole
+    for key in known.language.split("."):
+        part = part.get(key, whole)
+    given = {**SIZES, **part, **change}
     if "latent" in first.forms:  # every head has its own keys
         given["num_key_value_heads"] = given["num_attention_heads"]
     elif "head_dim" not in read:
         given["hidden_size"] = given["num_attention_heads"] * given["head_dim"]
-    named = {first.keys.get(key, key): value for key, value in given.items()}
+    given = {first.keys.get(key, key): value for key, value in given.items()}
     sizes = {first.keys.get(key, key) for key in SIZES}
-    config = {key: value for key, value in named.items() if key not in sizes or key in read or "latent" in first.forms}
-    return {"model_type": first.model_type, "architectures": [first.architecture], **config}
+    kept = {key: value for key, value in given.items() if key not in sizes or key in read or "latent" in first.forms}
+    if part is whole:
+        return {**named, **kept}
+    part.clear()
+    part.update(kept)
+    return {**named, **whole}
 
 
 def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:
@@ -71,7 +81,7 @@ def random_config(family: str, seed: int, **change: Any) -> dict[str, Any]:
 def class_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers' config class is made with: ERNIE's flat config.json is two there."""
     given = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
-    if "vision_config" not in given:
+    if "vision_config" not in given or "text_config" in given:
         return given
     vision, tied = given.pop("vision_config"), given["tie_word_embeddings"]
     layers = ["dense"] + ["sparse"] * (given["num_hidden_layers"] - 1)
@@ -111,9 +121,10 @@ def _saved(text: str) -> Shapes:
     from transformers.core_model_loading import revert_weight_conversion
 
     config = json.loads(text)
+    known = next(each for each in family_of(config["model_type"]).classes if each.model_type == config["model_type"])
+    built = getattr(transformers, known.like or known.architecture)
     with torch.device("meta"):
-        own = transformers.AutoConfig.for_model(config["model_type"], **class_arguments(config))
-        model = getattr(transformers, config["architectures"][0])(own)
+        model = built(built.config_class(**class_arguments(config)))
     return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
 
 

@@ -7,7 +7,7 @@ reads them.
 """
 
 from ckpt_tool.families import ernie_vision
-from ckpt_tool.families.base import NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
 FAMILY = Family(
@@ -17,19 +17,14 @@ FAMILY = Family(
         ModelClass("ernie4_5_moe_vl", "Ernie4_5_VL_MoeForConditionalGeneration"),
     ),
     axes={
-        "i": "text_config.num_hidden_layers? or num_hidden_layers", "v": "text_config.vocab_size? or vocab_size",
-        "h": "text_config.hidden_size? or hidden_size", "f": "text_config.intermediate_size? or intermediate_size",
-        "g": "text_config.num_key_value_heads? or num_key_value_heads",
-        "r": "(text_config.num_attention_heads? or num_attention_heads) // g",
-        "d": "text_config.head_dim? or head_dim? or h // (g * r)",
-        "x": "text_config.moe_num_experts? or moe_num_experts[0]", "e": "2 * x",
-        "m": "(text_config.moe_intermediate_size? or moe_intermediate_size)[0]",
-        "n": "(text_config.moe_intermediate_size? or moe_intermediate_size)[1]",
+        **DECODER, "x": "text_config.moe_num_experts? or moe_num_experts[0]", "e": "2 * x",
+        "m": "moe_intermediate_size[0]", "n": "moe_intermediate_size[1]",
         "b": "vision_config.depth", "k": "4", "y": "vision_config.hidden_size",
         "sa": "y * (vision_config.spatial_merge_size? or spatial_conv_size? or 2)"
               " * (vision_config.spatial_merge_size? or spatial_conv_size? or 2)", "sb": "sa",
         "ta": "sa * (vision_config.temporal_merge_size? or temporal_conv_size? or 2)",
     },
+    language="text_config",
     hub=ernie_vision.TOWER + ernie_vision.RESAMPLER + """
         [model.embed_tokens|lm_head].weight : v h
         lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?

@@ -5,7 +5,7 @@ Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's laye
 """
 
 from ckpt_tool.families import hub, megatron
-from ckpt_tool.families.base import PADDLE_FUSED, Family, Variant
+from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, ModelClass
 
 FAMILY = Family(
@@ -23,13 +23,8 @@ FAMILY = Family(
         ),
         ModelClass("gemma3", "Gemma3ForConditionalGeneration"),
     ),
-    axes={  # a `text_config` leaves out what is the class's default
-        "i": "text_config.num_hidden_layers? or num_hidden_layers", "v": "text_config.vocab_size? or vocab_size",
-        "h": "text_config.hidden_size? or hidden_size", "f": "text_config.intermediate_size? or intermediate_size",
-        "g": "text_config.num_key_value_heads? or text_config? and 4 or num_key_value_heads",
-        "r": "(text_config.num_attention_heads? or text_config? and 8 or num_attention_heads) // g",
-        "d": "text_config.head_dim? or text_config? and 256 or head_dim",
-    },
+    axes=DECODER,
+    language="text_config",
     hub=hub.GEMMA + hub.QK_NORMS,
     centred=True,
     dialects={
