@@ -89,6 +89,15 @@ def class_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
+def real_class(config: Mapping[str, Any]) -> Any:
+    """The model of this config, as transformers makes it."""
+    import transformers
+
+    known = next(each for each in family_of(config["model_type"]).classes if each.model_type == config["model_type"])
+    built = getattr(transformers, known.like or known.architecture)
+    return built(built.config_class(**class_arguments(config)))
+
+
 def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> Shapes:
     """{name: shape} as the real class saves them; with `mtp`, one layer of multi-token prediction as published files
     have it (transformers builds none: it is a layer like the others, and what joins it to them)."""
@@ -117,14 +126,11 @@ def _saved(text: str) -> Shapes:
     """What the class of this config saves: transformers 5 fuses experts in memory and undoes it on saving."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch = pytest.importorskip("torch", reason="the real classes need torch")
-    transformers = pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5")
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = json.loads(text)
-    known = next(each for each in family_of(config["model_type"]).classes if each.model_type == config["model_type"])
-    built = getattr(transformers, known.like or known.architecture)
     with torch.device("meta"):
-        model = built(built.config_class(**class_arguments(config)))
+        model = real_class(json.loads(text))
     return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
 
 

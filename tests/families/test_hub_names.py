@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from family_models import AHEAD, EXPERTS, NAMES, class_arguments, config_of, hub_shapes
+from family_models import AHEAD, NAMES, config_of, hub_shapes, real_class
 
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping, sizes_of
 from ckpt_tool.families.table import instances
+
+
+UNKNOWN_IN_MEMORY = {
+    "ernie4_5_vl_moe": "its vision experts are numbered from the text experts on, and fused apart: no rule says that"
+}
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -36,23 +41,28 @@ def test_biases_are_known_where_a_config_asks_for_them(family: str) -> None:
     assert set(unknown) <= {"lm_head.bias"}  # which every dialect calls so: it stays as it is
 
 
-@pytest.mark.parametrize("family", [family for family in EXPERTS if "hf-fused" in by_name(family).dialects])
-def test_experts_fused_in_memory_equal_what_the_real_library_saves(family: str) -> None:
+@pytest.mark.parametrize("family", NAMES)
+def test_the_names_in_memory_come_to_those_that_the_real_library_saves(family: str) -> None:
+    """transformers 5 fuses experts and moves towers in memory, as a training job's state dict has them, and undoes it
+    on saving: the second oracle of a family's dialects of the hub."""
+    if family in UNKNOWN_IN_MEMORY:
+        pytest.skip(UNKNOWN_IN_MEMORY[family])
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5")
     from transformers.core_model_loading import revert_weight_conversion
 
     config = config_of(family)
-    own = transformers.AutoConfig.for_model(config["model_type"], **class_arguments(config))
-    model = getattr(transformers, config["architectures"][0])(own)
+    model = real_class(config)
     live = {name: torch.arange(tensor.numel()).reshape(tensor.shape) for name, tensor in model.state_dict().items()}
     want = {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(live)).items()}
     arrays = {name: tensor.numpy() for name, tensor in live.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    assert find(config, shapes).dialect == "hf-fused"
-    mapped = mapping(by_name(family), "hf-fused", "hf", shapes, config)
+    dialect = find(config, shapes).dialect
+    assert (dialect == "hf") == (arrays.keys() == want.keys())
+    mapped = mapping(by_name(family), dialect, "hf", shapes, config)
     pieces = [piece for made in mapped.made for piece in made.pieces]
     got = apply(pieces, arrays, {made.name: made.shape for made in mapped.made})
-    assert got.keys() == want.keys()
+    kept = {name: array for name, array in arrays.items() if name in want.keys() - got.keys()}
+    assert (got | kept).keys() == want.keys()
     for name, array in want.items():
-        np.testing.assert_array_equal(got[name], array, err_msg=name)
+        np.testing.assert_array_equal((got | kept)[name], array, err_msg=name)
