@@ -12,7 +12,6 @@ from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping, sizes_of
 from ckpt_tool.families.table import instances
 
-
 UNKNOWN_IN_MEMORY = {
     "ernie4_5_vl_moe": "its vision experts are numbered from the text experts on, and fused apart: no rule says that"
 }
