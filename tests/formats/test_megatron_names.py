@@ -131,6 +131,9 @@ def test_mtp_inner_layer_has_one_alias():
     assert names.canonical("mtp.layers.1.mtp_model_layer.mlp.linear_fc2.weight") == (
         "mtp.layers.1.transformer_layer.mlp.linear_fc2.weight"
     )
+    assert names.canonical("mtp.layers.1.mtp_model_layer.self_attention.linear_qkv.layer_norm_weight") == (
+        "mtp.layers.1.transformer_layer.input_layernorm.weight"
+    )
 
 
 @pytest.mark.parametrize("container", [names.SEQUENTIAL, names.TE_GROUPED])

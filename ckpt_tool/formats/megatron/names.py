@@ -81,13 +81,13 @@ def canonical(name: str) -> str:
     >>> canonical("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
     'decoder.layers.3.input_layernorm.weight'
     """
+    if name.startswith("mtp.") and ".mtp_model_layer." in name:
+        name = _MTP_INNER.sub(r"\1transformer_layer.", name)
     if ".layer_norm_" in name:
         for fused, plain in NORM_ALIASES:
             front, found, rest = name.rpartition(fused)
             if found and (not front or front.endswith(".")) and "." not in rest:
                 return f"{front}{plain}{rest}"
-    if name.startswith("mtp.") and ".mtp_model_layer." in name:
-        return _MTP_INNER.sub(r"\1transformer_layer.", name)
     return name
 
 

@@ -1,0 +1,234 @@
+"""The models of which `bridge_golden.py` makes golden files: a tiny config each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Shapes = dict[str, tuple[int, ...]]
+Again = Callable[..., Shapes]  # names and shapes of the same class with other sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    """config: arguments of transformers' config class. more: adds hub tensors that transformers does not build. stated:
+    what config.json says beside. posing: what it says to the bridge alone. provider: attributes of Megatron's. before:
+    called before the bridge is."""
+
+    name: str
+    model_type: str
+    architecture: str
+    config: Mapping[str, Any]
+    more: Callable[[Shapes, Again], Shapes] | None = None
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    provider: Mapping[str, Any] = field(default_factory=dict)
+    posing: Mapping[str, Any] = field(default_factory=dict)
+    before: Callable[[], None] | None = None
+    tp2: bool = True
+    expert_tp: int = 1
+    versions: str = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.23.0"
+
+
+SIZES = {"num_hidden_layers": 3, "vocab_size": 26, "hidden_size": 12, "intermediate_size": 10,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False}  # fmt: skip
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5,
+         "linear_conv_kernel_dim": 3}  # fmt: skip
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+
+
+def qwen_mtp(prefix: str, last: int) -> Callable[[Shapes, Again], Shapes]:
+    """`mtp.*` of Qwen's releases: a layer as the last of the decoder's, and what joins it."""
+
+    def more(shapes: Shapes, _: Again) -> Shapes:
+        there = f"{prefix}layers.{last}."
+        layer = {f"mtp.layers.0.{k.removeprefix(there)}": v for k, v in shapes.items() if k.startswith(there)}
+        h = shapes[f"{prefix}norm.weight"][0]
+        norms = {f"mtp.{n}.weight": (h,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+        return {**shapes, **layer, **norms, "mtp.fc.weight": (h, 2 * h)}
+
+    return more
+
+
+def ahead(shapes: Shapes, again: Again) -> Shapes:
+    """The layer behind the last, as the releases of DeepSeek, GLM and Hunyuan have it, with copies of embedding and
+    head."""
+    layers = 1 + max(int(name.split(".")[2]) for name in shapes if name.startswith("model.layers."))
+    there, (v, h) = f"model.layers.{layers}.", shapes["model.embed_tokens.weight"]
+    layer = {name: shape for name, shape in again(num_hidden_layers=layers + 1).items() if name.startswith(there)}
+    norms = {f"{there}{name}.weight": (h,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    copies = {f"{there}{name}.weight": (v, h) for name in ("embed_tokens", "shared_head.head")}
+    return {**shapes, **layer, **norms, **copies, f"{there}eh_proj.weight": (h, 2 * h)}
+
+
+def hunyuan(shapes: Shapes, again: Again) -> Shapes:
+    """Its last norm has another name, and there are no copies."""
+    made = ahead(shapes, again)
+    kept = {name: shape for name, shape in made.items() if not name.endswith(("3.embed_tokens.weight", "head.weight"))}
+    return {name.replace("shared_head.norm", "final_layernorm"): shape for name, shape in kept.items()} | {
+        "lm_head.weight": shapes["lm_head.weight"]
+    }
+
+
+def mimo(shapes: Shapes, _: Again) -> Shapes:
+    """`model.mtp.layers.0`: sliding attention, a dense MLP."""
+    there, h = "model.mtp.layers.0.", shapes["model.norm.weight"][0]
+    layer = {name.replace("model.layers.1.", there): shape for name, shape in shapes.items()
+             if name.startswith("model.layers.1.self_attn.")}  # fmt: skip
+    layer |= {name.replace("model.layers.0.", there): shape for name, shape in shapes.items()
+              if name.startswith("model.layers.0.mlp.")}  # fmt: skip
+    norms = ("enorm", "hnorm", "final_layernorm", "input_layernorm", "pre_mlp_layernorm")
+    return {
+        **shapes,
+        **layer,
+        **{f"{there}{name}.weight": (h,) for name in norms},
+        f"{there}eh_proj.weight": (h, 2 * h),
+    }
+
+
+def kimi() -> None:
+    """Its config class lies with its files; it is DeepSeek's."""
+    import transformers
+
+    named = type("KimiK2Config", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"})
+    transformers.AutoConfig.register("kimi_k2", named)
+
+
+def minimax() -> None:
+    """One line of the bridge names a CUDA device."""
+    from megatron.bridge.models.minimax_m2 import minimax_m2_bridge
+
+    minimax_m2_bridge.torch = OnlyCpu()  # type: ignore[attr-defined]
+
+
+class OnlyCpu:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *_: Any) -> torch.device:
+        return torch.device("cpu")
+
+
+MTP = {"num_nextn_predict_layers": 1}
+QWEN_VISION = {"depth": 3, "hidden_size": 8, "intermediate_size": 6, "num_heads": 2, "in_channels": 3, "patch_size": 2,
+               "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 12,
+               "num_position_embeddings": 9}  # fmt: skip
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
+          "num_key_value_heads": 4}  # fmt: skip
+GLM_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 6, "n_shared_experts": 2, "num_experts_per_tok": 2,
+               "first_k_dense_replace": 1}  # fmt: skip
+NO_OVERLAP = {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None,
+              "moe_shared_expert_overlap": False}  # fmt: skip
+
+
+def without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+CASES = [
+    Case("llama", "llama", "LlamaForCausalLM", SIZES),
+    Case("qwen2", "qwen2", "Qwen2ForCausalLM", {**without(SIZES, "head_dim"), "tie_word_embeddings": True}),
+    Case("qwen3", "qwen3", "Qwen3ForCausalLM", SIZES),
+    Case("qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM", {**SIZES, **SPARSE}),
+    Case("gemma2", "gemma2", "Gemma2ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
+    Case("gemma3", "gemma3_text", "Gemma3ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
+    Case(
+        "gpt_oss", "gpt_oss", "GptOssForCausalLM",
+        {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    Case(
+        "deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM",
+        {**without(SIZES, "head_dim"), **LATENT, **GLM_EXPERTS, "n_group": 1, "topk_group": 1}, more=ahead, stated=MTP,
+        provider={**NO_OVERLAP, "mtp_num_layers": 1},
+    ),
+    Case(
+        "glm4_moe", "glm4_moe", "Glm4MoeForCausalLM",
+        {**SIZES, **GLM_EXPERTS, "n_shared_experts": 1, "use_qk_norm": True, "attention_bias": True},
+        more=ahead, stated=MTP, provider=NO_OVERLAP,
+    ),
+    Case(
+        "ernie4_5_moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+        {**SIZES, "moe_num_experts": 4, "moe_intermediate_size": 6, "moe_k": 2, "moe_num_shared_experts": 2,
+         "moe_layer_start_index": 1},
+    ),
+    Case(
+        "kimi_k2", "deepseek_v3", "DeepseekV3ForCausalLM",
+        {**without(SIZES, "head_dim"), **LATENT, **GLM_EXPERTS, "n_group": 1, "topk_group": 1},
+        stated={"model_type": "kimi_k2", "architectures": ["KimiK2ForCausalLM"], "scoring_func": "sigmoid",
+                "num_nextn_predict_layers": 0},
+        provider=NO_OVERLAP,
+        before=kimi,
+    ),
+    Case(
+        "deepseek_v32", "deepseek_v32", "DeepseekV32ForCausalLM",
+        {**without(SIZES, "head_dim"), **LATENT, **GLM_EXPERTS, "n_group": 1, "topk_group": 1, "index_head_dim": 4,
+         "index_n_heads": 3, "index_topk": 2},
+        more=ahead, stated={**MTP, "indexer_rope_interleave": True}, provider={**NO_OVERLAP, "mtp_num_layers": 1},
+        posing={"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]},  # the bridge has it so alone
+    ),
+    Case(
+        "qwen3_next", "qwen3_next", "Qwen3NextForCausalLM",
+        {**SIZES, **DELTA, **SPARSE, "num_hidden_layers": 4, "full_attention_interval": 4,
+         "shared_expert_intermediate_size": 8},
+        more=qwen_mtp("model.", 3), stated=MTP,
+    ),
+    Case(
+        "qwen3_5", "qwen3_5", "Qwen3_5ForConditionalGeneration",
+        {"text_config": {**SIZES, **DELTA, "num_hidden_layers": 4}, "vision_config": QWEN_VISION,
+         "tie_word_embeddings": False},
+        more=qwen_mtp("model.language_model.", 3), stated={"text_config": {"mtp_num_hidden_layers": 1}},
+    ),
+    Case(
+        "qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM",
+        {**SIZES, **DELTA, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        more=qwen_mtp("model.", 3), stated={"mtp_num_hidden_layers": 1},
+    ),
+    Case(
+        "qwen3_5_moe", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration",
+        {"text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
+                         "shared_expert_intermediate_size": 8},
+         "vision_config": QWEN_VISION, "tie_word_embeddings": False},
+        more=qwen_mtp("model.language_model.", 3), stated={"text_config": {"mtp_num_hidden_layers": 1}},
+    ),
+    Case(
+        "minimax_m2", "minimax_m2", "MiniMaxM2ForCausalLM",
+        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}, before=minimax,
+    ),
+    Case(
+        "glm4_moe_lite", "glm4_moe_lite", "Glm4MoeLiteForCausalLM",
+        {**without(SIZES, "head_dim"), **LATENT, **GLM_EXPERTS}, more=ahead, stated=MTP, provider=NO_OVERLAP,
+    ),
+    Case(
+        "glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM",
+        {**without(SIZES, "head_dim"), **LATENT, **GLM_EXPERTS, "index_head_dim": 4, "index_n_heads": 3,
+         "index_topk": 2},
+        more=ahead, stated={**MTP, "indexer_rope_interleave": True}, provider={**NO_OVERLAP, "mtp_num_layers": 1},
+    ),
+    Case(
+        "olmoe", "olmoe", "OlmoeForCausalLM",
+        {**without(SIZES, "head_dim"), "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
+    Case(
+        "exaone4", "exaone4", "Exaone4ForCausalLM",  # the bridge has no output layer: tied models alone
+        {**SIZES, "sliding_window": 4, "sliding_window_pattern": 3, "tie_word_embeddings": True},
+    ),
+    Case("nemotron", "nemotron", "NemotronForCausalLM", SIZES),
+    Case(
+        "hy_v3", "hy_v3", "HYV3ForCausalLM",
+        {**SIZES, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1},
+        more=hunyuan, stated=MTP,
+    ),
+    Case(
+        "mimo_v2_flash", "mimo_v2_flash", "MiMoV2FlashForCausalLM",
+        {**SIZES, "head_dim": 6, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 6, "sliding_window": 4,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        more=mimo, stated={  # as the released config says it
+            "swa_rope_theta": 10000.0, "rope_theta": 5000000.0, "hybrid_layer_pattern": [0, 1, 0],
+            "moe_layer_freq": [0, 1, 1], "sliding_window_size": 3, "layernorm_epsilon": 1e-05,
+            "scoring_func": "sigmoid",
+            "swa_num_key_value_heads": 4, "swa_head_dim": 6, "swa_v_head_dim": 4, "swa_num_attention_heads": 4},
+    ),
+]  # fmt: skip

@@ -1,0 +1,133 @@
+"""Dialect `megatron` of every family that NVIDIA's Megatron-Bridge knows: the same elements under the same names.
+
+The golden files in `fixtures/bridge` are what the real bridge loads into real Megatron models from tiny
+checkpoints in which no two elements are alike (`bridge_golden.py`, run by hand). Here our rules make Megatron's tensors
+of the same checkpoints, and the checkpoints of Megatron's tensors; and our job model cuts them as Megatron's ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tool.algebra.piece import apply
+from ckpt_tool.core.box import Box
+from ckpt_tool.families.registry import find
+from ckpt_tool.families.rewrite import mapping
+from ckpt_tool.formats.megatron import names, rules
+from ckpt_tool.formats.megatron.args import Facts
+
+Arrays = dict[str, np.ndarray]
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "bridge"
+CASES = sorted(file.name.removesuffix(".config.json") for file in GOLDEN.glob("*.config.json"))
+# Cases whose family has no dialect `megatron` yet, each with what it waits for. One that passes must be taken out.
+AWAITED: dict[str, str] = dict.fromkeys(
+    "deepseek_v32 exaone4 glm4_moe_lite glm_moe_dsa hy_v3 kimi_k2 mimo_v2_flash minimax_m2 nemotron olmoe qwen3_5 "
+    "qwen3_5_moe qwen3_5_text qwen3_next".split(),
+    "no family yet",
+)
+# Cases that our job model does not cut as the ranks of Megatron hold them, each with why. One that passes must go.
+UNCUT: dict[str, str] = {
+    "minimax_m2": "norms over all heads are cut with the heads",
+    **dict.fromkeys("qwen3_5 qwen3_5_moe qwen3_5_text qwen3_next".split(), "gated delta nets have sections"),
+}
+
+
+def golden(case: str) -> dict[str, Any]:
+    return dict(json.loads((GOLDEN / f"{case}.json").read_text()))
+
+
+def config_of(case: str) -> dict[str, Any]:
+    return dict(json.loads((GOLDEN / f"{case}.config.json").read_text()))
+
+
+def hub_of(document: dict[str, Any]) -> Arrays:
+    """The checkpoint that the bridge was given: 2, 4, 6, ..."""
+    arrays, start = {}, 1
+    for name, shape in document["hub"].items():
+        n = int(np.prod(shape))
+        arrays[name] = 2 * np.arange(start, start + n, dtype=np.int64).reshape(shape)
+        start += n
+    return arrays
+
+
+def arrays_of(tensors: dict[str, Any]) -> Arrays:
+    """Megatron's tensors under the names of our dialect: `formats.megatron.names` knows Transformer Engine's."""
+    found: Arrays = {}
+    for name, (shape, runs) in tensors.items():
+        values = [first + step * np.arange(length) for first, length, step in runs]
+        expert = names.expert_of(name) if ".experts." in name else None
+        own = names.canonical(expert.logical() if expert else name)
+        assert own not in found, f"{name}: two tensors of this name"
+        found[own] = np.concatenate(values).reshape(shape)
+    return found
+
+
+def shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def made(family: Any, source: str, target: str, arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, set[str]]:
+    mapped = mapping(family, source, target, shapes_of(arrays), config)
+    pieces = [piece for each in mapped.made for piece in each.pieces]
+    whole = {each.name: each.shape for each in mapped.made}
+    unmapped = shapes_of(arrays).keys() - {piece.src.name for piece in pieces} - set(mapped.dropped)
+    assert not unmapped, f"neither mapped nor dropped: {sorted(unmapped)}"
+    return apply(pieces, arrays, whole), set(mapped.dropped)
+
+
+def equal(got: Arrays, want: Arrays) -> None:
+    assert sorted(got) == sorted(want)
+    for name, array in want.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+def inside(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(box.offset, box.shape, strict=True))
+
+
+def awaited(case: str, listed: dict[str, str]) -> pytest.MarkDecorator | tuple[()]:
+    return pytest.mark.xfail(reason=listed[case], strict=True) if case in listed else ()
+
+
+def cases(listed: dict[str, str]) -> list[Any]:
+    return [pytest.param(case, marks=awaited(case, listed)) for case in CASES]
+
+
+def test_what_is_awaited_is_there() -> None:
+    assert AWAITED.keys() <= set(CASES) and UNCUT.keys() <= set(CASES)
+
+
+@pytest.mark.parametrize("case", cases(AWAITED))
+def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
+    document, config = golden(case), config_of(case)
+    hub = hub_of(document)
+    family = find(config, shapes_of(hub)).family
+    want = arrays_of(document["megatron"])
+    got, dropped = made(family, "hf", "megatron", hub, config)
+    equal(got, want)
+    assert dropped == set(document["unused"])
+    back, _ = made(family, "megatron", "hf", want, config)
+    equal(back, {name: array for name, array in hub.items() if name not in document["unused"]})
+
+
+@pytest.mark.parametrize("case", cases(UNCUT))
+def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
+    document = golden(case)
+    whole = arrays_of(document["megatron"])
+    ranks = [arrays_of(rank) for rank in document.get("tp2", ())]
+    for rank, held in enumerate(ranks):
+        for name, array in whole.items():
+            has_gate = rules.gated({k: v.shape for k, v in whole.items()}, Facts())
+            rule = rules.rule_of(name, array.ndim, gated=has_gate, down_shared=False)
+            if rule.axis == rules.ETP:  # the job has experts whole on each rank
+                assert name not in held
+                continue
+            own = np.zeros(rules.local_shape(rule, array.shape, len(ranks)), array.dtype)
+            for piece in rules.pieces(rule, array.shape, rank, len(ranks)):
+                own[inside(piece.within)] = array[inside(piece.box)]
+            np.testing.assert_array_equal(own, held.get(name, array), err_msg=name)
