@@ -108,10 +108,10 @@ def _named(names: list[str]) -> Family:
             hint=f"there are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
         )
     if len(fitting) > 1:
-        fitted = ", ".join(family.name for family in fitting)
         raise UsageError(
-            f"without a config the names fit several families: {fitted}",
+            "without a config the names fit several families",
             code="E1232",
+            faults=[", ".join(family.name for family in fitting)],
             hint=f"give the model's config.json with --config FILE, or the family with --family NAME, {_KEEP}",
         )
     return fitting[0]
