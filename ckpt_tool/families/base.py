@@ -154,16 +154,21 @@ class Family:
         >>> Family("x", (), {}, "", language="text_config").facts({"text_config": {"hidden_size": 8}})["hidden_size"]
         8
         """
-        part: Any = config
-        for key in self.language.split("."):
-            part = part.get(key) if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping):
+        part = self.part(config)
+        if part is None:
             return config
         defaults = next(
             (each.defaults for each in self.classes if each.model_type == part.get("model_type", each.model_type)), {}
         )
         tied = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
         return {**defaults, **config, **part, **tied}
+
+    def part(self, config: Config) -> Config | None:
+        """The language model's part of a config.json, None where it is all of it."""
+        part: Any = config if self.language else None
+        for key in self.language.split("."):
+            part = part.get(key) if isinstance(part, Mapping) else None
+        return part if isinstance(part, Mapping) else None
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""

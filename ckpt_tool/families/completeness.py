@@ -68,8 +68,13 @@ def _layer_count(config: Config) -> int | None:
 
 
 def _decoders(table: Table) -> set[str]:
-    """What stands before the number of a decoder's layer; the layers of MTP are not counted."""
-    fronts = {form.partition("%d.")[0] for form in table.left if "%d." in form}
+    """What stands before the number of a decoder's layer, `{i}` in its rules; the layers of MTP and of towers are not
+    counted."""
+    fronts = {
+        form.partition("%d.")[0]
+        for form, spots in table.left.items()
+        if "%d." in form and any(spot.axes[0] == "i" for spot in spots)
+    }
     return {front for front in fronts if front.endswith(("layers.", ".h.")) and not front.startswith("mtp")}
 
 

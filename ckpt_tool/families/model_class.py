@@ -32,7 +32,8 @@ class ModelClass:
     what transformers takes where config.json is silent. megatron, paddle: what the class fixes in Megatron's arguments,
     in a Paddle config. paddle_defaults: what PaddleFormers takes where transformers takes another. unsayable: {key: the
     value that Megatron computes with}; another value is reported as lost. like: a class of transformers with the same
-    tensors, where the class's own code lies with its files alone: the tests build that one.
+    tensors, where the class's own code lies with its files alone: the tests build that one. part: the language model alone of a model that sees or hears, whose class is its
+    family's first; Megatron's arguments are of that part.
     """
 
     model_type: str
@@ -46,6 +47,7 @@ class ModelClass:
     unsayable: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     like: str = ""
+    part: bool = False
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def _named(names: list[str]) -> Family:
     known = {family: max(_known(family, names).values()) for family in FAMILIES}
     most = max(known.values())
     fitting = [family for family, count in known.items() if count == most]
-    if most == 0:
+    if not any(most):
         raise InputError(
             f"no family knows a name like {names[0] if names else '(there are none)'}",
             code="E1372",
@@ -117,11 +117,15 @@ def _named(names: list[str]) -> Family:
     return fitting[0]
 
 
-def _known(family: Family, names: list[str]) -> dict[str, int]:
-    """{dialect: how many of the names it has}."""
-    return {
-        dialect: len(names) - len(instances(family.table(dialect).left, names)[1]) for dialect in family.known_dialects
-    }
+def _known(family: Family, names: list[str]) -> dict[str, tuple[int, int]]:
+    """{dialect: (how many of the names its rules know, how many lie in its towers)}."""
+    found = {}
+    for dialect in family.known_dialects:
+        table = family.table(dialect)
+        unknown = instances(table.left, names)[1]
+        towers = sum(table.in_tower(name) is not None for name in unknown) if table.towers else 0
+        found[dialect] = len(names) - len(unknown), towers
+    return found
 
 
 def _dialect(
@@ -133,7 +137,7 @@ def _dialect(
         if not known:
             family.table(stated)  # raises, with what there is
     most = max(known.values())
-    if most == 0:
+    if not any(most):
         raise InputError(
             f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
             + (f" in dialect {stated}" if stated else ""),
@@ -170,7 +174,8 @@ def _meant(family: Family, dialect: str, config: Config) -> bool:
 
 
 def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
-    """The rules that the names ask for: dialects with the same ones are the same for this checkpoint."""
+    """The rules and towers that the names ask for: dialects with the same ones are the same for this checkpoint."""
     table = family.table(dialect)
-    named, _ = instances(table.left, names)
-    return frozenset(table.rules[spot.rule].text for group in named for spot in group.spots)
+    named, unknown = instances(table.left, names)
+    towers = {f"{name} = {hub_name}" for name in unknown if (hub_name := table.in_tower(name))}
+    return frozenset({table.rules[spot.rule].text for group in named for spot in group.spots} | towers)

@@ -22,6 +22,7 @@ from ckpt_tool.algebra.expression import Extent
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece, Side
 from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
 from ckpt_tool.families.quantised import followers
@@ -30,6 +31,7 @@ from ckpt_tool.families.table import Instances, Table, form_of, instances
 
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
 _ALONE = "a part of a quantised weight whose layout changes, which scales can't follow"
+_ONE = "keep one of them, --remove-keys"
 _WAY = "dequantise on the way with --dequantize, or keep the source's names with --dialect keep"
 
 
@@ -129,6 +131,9 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     pieces = [piece for piece in hub.pieces if piece.dst.name not in tied]
     made = _mapped(compose(pieces, result.pieces), result.shapes, shapes)
     if source != target:
+        towers = _towers(unknown, here, there, shapes)
+        _refuse([Fault("E1375", each.pieces[0].src.name, f"{each.name} has a rule", _ONE) for each in towers if each.name in result.shapes])
+        made = _by_source((*made, *towers), shapes) if towers else made
         beside, lost = followers(unknown, here, made, shapes)
         made = (*made, *beside)
         _refuse([Fault("E1377", name, _ALONE, _WAY) for name in lost])
@@ -280,7 +285,7 @@ def _to_hub(
             many = count > prod(wanted[name])
             what = f"{', '.join(hub.made[name])} {'all hold' if many else 'hold only a part of'} the hub's {name}"
             faults.append(
-                Fault("E1375" if many else "E1371", hub.made[name][0], what, "keep one of them, --remove-keys")
+                Fault("E1375" if many else "E1371", hub.made[name][0], what, _ONE)
             )
     whole = {name for name, count in numel.items() if count == prod(wanted[name])}
     hub.pieces.extend(piece for piece in kept if piece.dst.name in whole)
@@ -423,6 +428,24 @@ def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
             here = [here[[name.form for name in there].index(form)]]
         return [name.at([at.get(axis, 0) for axis in name.axes], config) for name in here]
     return [hub_name]
+
+
+def _towers(unknown: Iterable[str], here: Table, there: Table, shapes: Mapping[str, Shape]) -> list[Made]:
+    """What lies in a tower of both dialects, as it is."""
+    found = []
+    for name in unknown:
+        hub_name = here.in_tower(name)
+        new = hub_name and there.from_tower(hub_name)
+        if new:
+            shape = tuple(shapes[name])
+            steps = contiguous_strides(shape)
+            found.append(Made(new, shape, (Piece(shape, Side(name, 0, steps), Side(new, 0, steps)),)))
+    return found
+
+
+def _by_source(made: Iterable[Made], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:
+    place = {name: number for number, name in enumerate(shapes)}
+    return tuple(sorted(made, key=lambda each: min(place.get(piece.src.name, len(place)) for piece in each.pieces)))
 
 
 def _mapped(pieces: Iterable[Piece], made: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> tuple[Made, ...]:

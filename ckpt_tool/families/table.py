@@ -7,6 +7,7 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
     model.layers.{i}.self_attn.o_proj.weight : h q = : q h          the hub's name is the same
     m.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f    it is beside: m.mlp.<gate|up>_proj.bias
     model.[layers.{i}|mtp_block.{n}].input_layernorm.weight : h     the rule once with each word, brackets alike in step
+    visual.** = model.visual.**                                     a tower: what is below and has no rule, as it is
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
 experts that are there. Layers that a dialect numbers anew (`Table.ahead`) have an index `{i - num_hidden_layers}`: the
@@ -33,6 +34,7 @@ _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a whole part
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
+_TOWER = re.compile(r"\s*([\w.]+\.)\*\*\s*=\s*([\w.]+\.)\*\*\s*")
 
 
 class Spot(NamedTuple):
@@ -52,6 +54,13 @@ class Spot(NamedTuple):
         return [tuple(n - shift for n, shift in zip(row, by, strict=True)) for row in numbers]
 
 
+class Tower(NamedTuple):
+    """Where the tensors of a part lie that keep what follows, whatever their shapes: how their names begin."""
+
+    left: str
+    right: str
+
+
 class Instances(NamedTuple):
     """Names of one form: the numbers in each, in order."""
 
@@ -66,6 +75,7 @@ class Table:
 
     rules: tuple[Equation, ...]
     aliases: tuple[Alias, ...]
+    towers: tuple[Tower, ...] = ()
 
     @cached_property
     def left(self) -> dict[str, tuple[Spot, ...]]:
@@ -77,14 +87,32 @@ class Table:
         """The same of hub names."""
         return _spots(rule.right for rule in self.rules)
 
+    def in_tower(self, name: str) -> str | None:
+        """What the hub calls a tensor that no rule knows, None where it is in no tower.
+
+        >>> table_of("visual.** = model.visual.**").in_tower("visual.merger.ln_q.weight")
+        'model.visual.merger.ln_q.weight'
+        """
+        fitting = [tower for tower in self.towers if name.startswith(tower.left)]
+        if not fitting:
+            return None
+        tower = max(fitting, key=lambda tower: len(tower.left))
+        return tower.right + name.removeprefix(tower.left)
+
+    def from_tower(self, hub_name: str) -> str | None:
+        """What the dialect calls such a tensor of the hub, None where it has none."""
+        return Table((), (), tuple(Tower(right, left) for left, right in self.towers)).in_tower(hub_name)
+
     def beside(self, hub: Table) -> Table:
         """The rules of names that the hub does not have, then the hub's."""
         own = [rule for rule in self.rules if not any(term.name and term.name.form in hub.left for term in rule.left)]
-        return Table((*own, *hub.rules), ())
+        return Table((*own, *hub.rules), (), hub.towers)
 
     def under(self, root: str) -> Table:
         """The same with `root` in place of `model.` (or GPT-2's `transformer.`) in the dialect's names."""
-        return Table(tuple(_named(rule, lambda name: _ROOT.sub(root, name)) for rule in self.rules), self.aliases)
+        towers = tuple(tower._replace(left=_ROOT.sub(root, tower.left)) for tower in self.towers)
+        named = tuple(_named(rule, lambda name: _ROOT.sub(root, name)) for rule in self.rules)
+        return replace(self, rules=named, towers=towers)
 
     def over(self, other: Table) -> Table:
         """This table's rules, then those of `other` that name no tensor of this one."""
@@ -101,7 +129,9 @@ class Table:
                 )
             if lost:
                 kept.append(rule)
-        return Table((*self.rules, *kept), (*self.aliases, *other.aliases))
+        own = {tower.right for tower in self.towers}
+        towers = (*self.towers, *(tower for tower in other.towers if tower.right not in own))
+        return Table((*self.rules, *kept), (*self.aliases, *other.aliases), towers)
 
     def apart(self) -> Table:
         """The same, and last what is fused in it under the hub's names, matrices turned: a second spelling."""
@@ -113,7 +143,7 @@ class Table:
                 if not names & known:
                     more.append(replace(rule, left=left, text=f"{rule.text} (apart)"))
                     known |= names
-        return Table((*self.rules, *more), self.aliases)
+        return replace(self, rules=(*self.rules, *more))
 
     def within(self, level: str, condition: str, modules: Iterable[str]) -> Table:
         """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition
@@ -125,7 +155,7 @@ class Table:
                 text = f"{rule.text} (in {level})"
                 below = _named(rule, lambda name: _LAYER.sub(rf"\g<0>{level}.", name, count=1))
                 nested.append(replace(below, condition=expression(condition), text=text))
-        return Table((*nested, *self.rules), self.aliases)
+        return replace(self, rules=(*nested, *self.rules))
 
     def ahead(self, condition: str) -> Table:
         """The same, where the layers for which the condition holds are those of multi-token prediction, numbered anew:
@@ -142,7 +172,7 @@ class Table:
                 made.append(replace(rule, left=tuple(map(_ahead, rule.left)), condition=later, text=text))
             else:
                 made.append(rule)
-        return Table(tuple(made), self.aliases)
+        return replace(self, rules=tuple(made))
 
     def shifted(self, by: int) -> Table:
         """The same, where each norm's weight is the hub's and `by`."""
@@ -153,12 +183,17 @@ class Table:
                 left = tuple(replace(term, maps=(ElementMap("add", -by),)) for term in rule.left)
                 rule = replace(rule, left=left, text=f"{rule.text} (shifted)")
             made.append(rule)
-        return Table(tuple(made), self.aliases)
+        return replace(self, rules=tuple(made))
 
 
 def table_of(text: str) -> Table:
     """Parse a table. Raises UsageError (E0220-E0235, E1234) for a rule that can't be read."""
-    found = rules(_stated(text))
+    stated, towers = list[str](), list[Tower]()
+    for line in _stated(text).splitlines():
+        tower = _TOWER.fullmatch(line)
+        towers += [Tower(tower[1], tower[2])] if tower else []
+        stated += [] if tower else [line]
+    found = rules("\n".join(stated))
     for rule in found:
         for term in (*rule.left, *rule.right) if isinstance(rule, Equation) else ():
             if term.name and (not term.name.plain or _NUMBER.search(term.name.text)):
@@ -177,7 +212,7 @@ def table_of(text: str) -> Table:
                     hint="write a rule for each",
                 )
     equations = tuple(rule for rule in found if isinstance(rule, Equation))
-    return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)))
+    return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)), tuple(towers))
 
 
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:

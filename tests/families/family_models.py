@@ -21,10 +21,11 @@ import pytest
 
 from ckpt_tool.families.models import FAMILIES, family_of
 from ckpt_tool.families.registry import by_name
+from ckpt_tool.families.table import instances
 
 Shapes = dict[str, tuple[int, ...]]
 NAMES = [family.name for family in FAMILIES]
-EXPERTS = [family.name for family in FAMILIES if any("experts" in key for key in family.tiny)]
+EXPERTS = [family.name for family in FAMILIES if any("experts" in key for key in family.part(family.tiny) or family.tiny)]
 AHEAD = [family.name for family in FAMILIES if "ahead" in family.classes[0].forms]  # layers of multi-token prediction
 SIZES = {
     "num_hidden_layers": 2,
@@ -132,6 +133,12 @@ def _saved(text: str) -> Shapes:
     with torch.device("meta"):
         model = real_class(json.loads(text))
     return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
+
+
+def in_a_tower(family: str, name: str) -> bool:
+    """Is it one of the tensors that the family's hub table knows by how their names begin alone?"""
+    table = by_name(family).table("hf")
+    return table.in_tower(name) is not None and not instances(table.left, [name])[0]
 
 
 def counted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

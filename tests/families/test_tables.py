@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_models import AHEAD, config_of, counted, hub_shapes, random_config
+from family_models import AHEAD, config_of, counted, hub_shapes, in_a_tower, random_config
 
 import ckpt_tool.families.models
 from ckpt_tool.algebra.compose import check_tiling
@@ -32,7 +32,13 @@ NOT_MEGATRON = re.compile(r"model\.mtp_|model\.layers\.\d+\.(embed_tokens|shared
 def shapes_of(name: str, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The hub's tensors, MTP layers among them, that the dialect has."""
     shapes = hub_shapes(name, config, mtp=name in AHEAD)
-    return {key: n for key, n in shapes.items() if dialect != "megatron" or not NOT_MEGATRON.match(key)}
+    table = by_name(name).table(dialect)
+    kept = {key for key in shapes if in_a_tower(name, key) and table.from_tower(key) is None}  # under their own names
+    return {
+        key: n
+        for key, n in shapes.items()
+        if key not in kept and (dialect != "megatron" or not NOT_MEGATRON.match(key))
+    }
 
 
 def moved(mapped: Mapped, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -44,17 +50,18 @@ def moved(mapped: Mapped, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray
 def test_a_dialect_speaks_of_every_hub_tensor_in_the_hub_s_shape(name: str, dialect: str) -> None:
     family, config = by_name(name), config_of(name)
     shapes = shapes_of(name, dialect, config)
-    hub, table = family.table("hf"), family.table(dialect)
-    assert {form_of(each)[0] for each in shapes} <= table.right.keys()
+    hub, table, facts = family.table("hf"), family.table(dialect), family.facts(config)
+    assert {form_of(each)[0] for each in shapes if not in_a_tower(name, each)} <= table.right.keys()
     assert table.right.keys() <= hub.right.keys()
+    assert {tower.right for tower in table.towers} <= {tower.right for tower in hub.towers}
     named, _ = instances(hub.left, shapes)
-    sizes, _ = sizes_of(family, hub, named, shapes, config)
+    sizes, _ = sizes_of(family, hub, named, shapes, facts)
     there: dict[str, set[tuple[int, ...]]] = {}
     for rule in hub.rules:
-        for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, config)[1].items():
+        for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, facts)[1].items():
             there.setdefault(form_of(each)[0], set()).add(shape)
     for rule in table.rules:
-        for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, config)[1].items():
+        for each, shape in rule.shapes({**dict.fromkeys(rule.axes, 1), **sizes}, facts)[1].items():
             assert shape in there[form_of(each)[0]], each
 
 

@@ -156,6 +156,8 @@ def _rope_to(model: Model, out: Values) -> None:
     theta = rope["theta"]
     out["rotary_base"] = int(theta) if isinstance(theta, float) and theta.is_integer() else theta
     out["rotary_percent"] = float(rope["part"])
+    if isinstance(rope.get("mrope_section"), list):
+        out["mrope_section"] = rope["mrope_section"]
     if "latent" in model.facts.forms:
         _latent_rope_to(rope, model, out)
     elif rope["type"] == "llama3":
@@ -177,7 +179,7 @@ def _rope_to(model: Model, out: Values) -> None:
         model.lost(
             "rope_scaling: Megatron-LM 0.16.1 has no arguments for yarn outside MLA; Megatron-Bridge's are written"
         )
-    elif rope["type"] != "default":
+    elif rope["type"] not in ("default", "mrope"):
         model.lost(f"rope_scaling: Megatron has no rope of type {rope['type']}")
 
 
@@ -229,6 +231,8 @@ def _rope_back(args: Arguments, out: Values) -> None:
             for key in ("factor", "truncate", "mscale", "mscale_all_dim", *_YARN, "attention_factor")
         }
         scaling = {"rope_type": "yarn"} | {key: args.args[name] for name, key in spelt.items() if name in args.args}
+    elif isinstance(args.get("mrope_section"), list):
+        scaling = {"rope_type": "default", "mrope_section": args.get("mrope_section")}
     elif args.get("rotary_seq_len_interpolation_factor"):
         scaling = {"rope_type": "linear", "factor": float(args.get("rotary_seq_len_interpolation_factor"))}
     if scaling:

@@ -56,6 +56,7 @@ ROPE_ARGUMENTS: Mapping[str, Any] = {
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
     "rotary_seq_len_interpolation_factor": None,
+    "mrope_section": None,
 }
 EXPERT_ARGUMENTS: Mapping[str, Any] = {
     "moe_layer_freq": 1,

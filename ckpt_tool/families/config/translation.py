@@ -32,8 +32,9 @@ from ckpt_tool.families.config.megatron_arguments import (
 )
 from ckpt_tool.families.config.words import Arguments, Model, Values, fits, sound, window_pattern
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.families.models import CLASSES, FAMILIES
+from ckpt_tool.families.models import CLASSES, FAMILIES, family_of
 
+TIED = "tie_word_embeddings"
 _SIZES = ModelClass("", "", ("sizes", "heads", "rope", "tied"))  # what can be determined of any decoder
 
 
@@ -54,18 +55,29 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return next((each for each, facts in CLASSES.items() if kind is None and facts.architecture in names), None)
 
 
+def language_model(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """(its class, its config) where a config is of a model that sees or hears and its language model's class is one of
+    ours; None and the config elsewhere. A config of one piece says of the language model what no other part says."""
+    family = next((each for each in FAMILIES if config.get("model_type") in each.model_types), None)
+    known = next((each.model_type for each in family.classes if each.part), None) if family else None
+    part = family.part(config) if family else config.get("text_config")
+    if not isinstance(part, Mapping):
+        return known, config
+    kind = str(part["model_type"]) if part.get("model_type") in CLASSES else known
+    tied = {key: value for key, value in config.items() if key == TIED}
+    return kind, {**part, **tied} if kind else config
+
+
 def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Translated:
     """Megatron-LM's arguments of the model: what decides what it computes, and the job's own that would spoil it
     (dropout).
 
     kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why. A model
-    that sees is derived from its `text_config`, where that is of one of our classes.
+    that sees is derived from its language model's part, where that is of one of our classes.
     """
     kind = kind or kind_of(config)
-    inner = config.get("text_config")
-    if kind is None and isinstance(inner, Mapping) and inner.get("model_type") in CLASSES:
-        tied = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
-        config, kind = {**tied, **inner}, str(inner["model_type"])
+    if kind is None:
+        kind, config = language_model(config)
     if kind is None:
         return Translated(
             {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
@@ -113,9 +125,24 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
         return Translated(
             _translated_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
         )
+    if CLASSES[best[1]].part:
+        best = (*best[:3], _as_a_part(best[1], best[3]))
     return Translated(
         best[3].config, (*best[3].notes, *(f"{best[1]}: Megatron's arguments say {line}" for line in best[2]))
     )
+
+
+def _as_a_part(kind: str, translated: Translated) -> Translated:
+    """The config of the whole model, of which Megatron's arguments have the language model's part."""
+    family = family_of(kind)
+    whole = family.classes[0]
+    part: Values = {key: value for key, value in translated.config.items() if key not in ("architectures", TIED)}
+    for key in reversed(family.language.split(".")):
+        part = {key: part}
+    note = f"Megatron's arguments say nothing of what a {whole.model_type} sees or hears with: that part is not in the config"
+    tied = {TIED: translated.config[TIED]} if TIED in translated.config else {}
+    config = {"architectures": [whole.architecture], "model_type": whole.model_type, **tied, **part}
+    return Translated(config, (*translated.notes, note))
 
 
 def _translated_back(args: Mapping[str, Any], facts: ModelClass) -> Translated:
@@ -141,7 +168,7 @@ def _decisive(args: Mapping[str, Any]) -> Values:
     facts = Arguments(sound(args), _SIZES)
     latent, experts = bool(facts.get("multi_latent_attention")), bool(facts.get("num_experts"))
     names = [*ARGUMENTS, *(LATENT_ARGUMENTS if latent else ()), *(EXPERT_ARGUMENTS if experts else ())]
-    if facts.get("position_embedding_type") in ("rope", "yarn"):
+    if facts.get("position_embedding_type") in ("rope", "yarn", "mrope"):
         names += list(ROPE_ARGUMENTS)
     out: Values = {name: facts.get(name) for name in names}
     layers = out["num_layers"] if type(out["num_layers"]) is int else 0

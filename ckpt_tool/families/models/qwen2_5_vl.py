@@ -1,0 +1,31 @@
+"""Qwen2.5-VL: Qwen2 inside, under the plain names of Qwen2; the tower is `visual.`. `hf-5` is what transformers 5 has in
+memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen25_vl_bridge.py, whose tower is the hub's own module.
+"""
+
+from ckpt_tool.families import hub, megatron
+from ckpt_tool.families.base import DECODER, Family, Variant
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+FAMILY = Family(
+    name="qwen2_5_vl",
+    classes=(
+        ModelClass("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+        ModelClass(
+            "qwen2_5_vl_text", "Qwen2_5_VLTextModel", (*DECODER_FORMS, "window"),
+            megatron={**GATED, "add_qkv_bias": True, "position_embedding_type": "mrope"},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "max_position_embeddings": 32768,
+                      "num_key_value_heads": 8, "use_sliding_window": False, "max_window_layers": 80},
+            part=True,
+        ),
+    ),
+    axes=DECODER,
+    language="text_config",
+    hub=hub.DENSE + hub.QKV_BIAS + "visual.**\n",
+    dialects={
+        "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS, root="model.") + "visual.**\n",
+        "hf-5": Variant("hf", root="model.language_model.", over="model.visual.** = visual.**\n"),
+    },
+    tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 0]}},
+          "vision_config": {"depth": 2, "hidden_size": 12, "intermediate_size": 10, "num_heads": 3, "patch_size": 2,
+                            "out_hidden_size": 18}},
+)  # fmt: skip
