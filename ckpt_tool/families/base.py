@@ -125,6 +125,7 @@ class Family:
     --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
     language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
         may be a part; axes and conditions read it as if it were all (`facts`).
+    saved: the dialect in which transformers 5 saves, where the released files are of another, `hf`.
     tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
         from it).
     """
@@ -136,6 +137,7 @@ class Family:
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
     centred: bool = False
     language: str = ""
+    saved: str = HUB
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -24,6 +24,7 @@ from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
 _LAST_NORMS = (".norm.weight", ".ln_f.weight", ".final_layernorm.weight")
+_BLOCKS = ("layers.", "blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -45,7 +46,8 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     table, config = family.table(dialect), family.facts(config or {})
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for group in instances(table.left, names)[0]:
+    named, unknown = instances(table.left, names)
+    for group in named:
         front, found, _ = group.form.partition("%d.")
         if not found:
             continue
@@ -53,6 +55,11 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
             layers[front][numbers[0]].add(group.form)
             if len(numbers) == 2:
                 experts[group.form, numbers[0]][0].add(numbers[1])
+    for name in unknown if table.towers else ():
+        form, row = form_of(name)
+        front = form.partition("%d.")[0]
+        if row and front.endswith(_BLOCKS) and table.in_tower(name) is not None:
+            layers[front][row[0]].add(form)
     lost = list(_whole_model(family, table, names, config))
     count = _layer_count(config)
     for front, found_layers in layers.items():
@@ -75,7 +82,7 @@ def _decoders(table: Table) -> set[str]:
         for form, spots in table.left.items()
         if "%d." in form and any(spot.axes[0] == "i" for spot in spots)
     }
-    return {front for front in fronts if front.endswith(("layers.", ".h.")) and not front.startswith("mtp")}
+    return {front for front in fronts if f".{front}".endswith((".layers.", ".h.")) and not front.startswith("mtp")}
 
 
 def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]:
@@ -141,6 +148,7 @@ def _gaps(have: Collection[int], count: int) -> Iterator[str]:
 def _whole_model(family: Family, table: Table, names: Iterable[str], config: Config) -> Iterator[str]:
     """The embedding, the last norm and an output layer that is not tied, where there is any layer at all."""
     have = set(names)
+    beside = {_beside(front) for front in _decoders(table)}
     kinds = config.get("architectures")
     causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     tied = config.get("tie_word_embeddings")
@@ -150,5 +158,16 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
         (("lm_head.weight", "output_layer.weight"), causal and tied is False),
     ):
         known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
+        if ends == _LAST_NORMS:  # of the decoder: a tower has norms too
+            known = [form for form in known if _beside(form) in beside]
         if wanted and known and not have & set(known):
             yield known[0]
+
+
+def _beside(name: str) -> str:
+    """The module that holds what `name` is a part of.
+
+    >>> _beside("model.norm.weight"), _beside("model.layers.")
+    ('model', 'model')
+    """
+    return ".".join(name.split(".")[:-2])

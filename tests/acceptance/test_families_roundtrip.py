@@ -24,6 +24,7 @@ from ckpt_tool.commands.diff import diff
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.families.registry import by_name
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Comparison
 from ckpt_tool.options.writing import Writing
@@ -36,7 +37,8 @@ ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", "te"),
     ("megatron", "te"),
 ]
-NO_ARGUMENTS = ("falcon",)  # none of Megatron-LM's say all of it
+# none of Megatron-LM's say all of it, or nothing of a tower's heads
+NO_ARGUMENTS = ("falcon", "qwen3_vl", "qwen3_vl_moe")
 CHAINS = [
     (family, chain)
     for family in ("llama", "qwen2", "ernie4_5_moe", "glm4_moe")
@@ -63,6 +65,14 @@ def hop(source: Path, out: Path, to: str, family: str | None = None, **writing: 
     return convert(str(source), str(out), Reading(family=family), Writing(to=to, fsync=False, **writing), Silent())
 
 
+def as_released(source: Path, family: str, folder: Path) -> Path:
+    """What transformers saved, in the layout of the released files, which our own rules make where it is another."""
+    if by_name(family).saved == "hf":
+        return source
+    hop(source, folder, "safetensors")
+    return folder
+
+
 def assert_same(found: Path, want: Path) -> None:
     """The same names, dtypes, shapes and bits."""
     mine, theirs = load_file(found / "model.safetensors"), load_file(want / "model.safetensors")
@@ -82,7 +92,7 @@ def test_there_and_back(family: str, to: str, spec: str | None, saved: Saved, tm
     assert any(f"the family {family}, hf" in note and "to megatron" in note for note in report["notes"])
     assert not any("in no rule" in note for note in report["notes"]) and not report["dropped"]
     hop(tmp_path / "there", tmp_path / "back", "safetensors")
-    assert_same(tmp_path / "back", source)
+    assert_same(tmp_path / "back", as_released(source, family, tmp_path / "released"))
 
 
 @pytest.mark.parametrize(("to", "spec"), ROUTES)
@@ -121,12 +131,10 @@ def test_a_tied_head_comes_back_from_paddle_s_ranks(to: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     model, source = saved(family)
     hop(source, tmp_path / "there", "megatron-dist", degrees={"tp": 2, "pp": 2})
     hop(tmp_path / "there", tmp_path / "back", "safetensors")
-    found, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    found, told = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     assert torch.equal(logits(found.eval()), logits(model))
 
@@ -151,7 +159,7 @@ def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: 
     hop(source, tmp_path / "there", to)
     (tmp_path / "there" / "config.json").unlink()
     hop(tmp_path / "there", tmp_path / "back", "safetensors", family=family)
-    assert_same(tmp_path / "back", source)
+    assert_same(tmp_path / "back", as_released(source, family, tmp_path / "released"))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ QUIET = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_positi
 
 def tiny_config(family: str, **change: Any) -> dict[str, Any]:
     """A config.json of the family."""
-    tiny = by_name(family).tiny
+    tiny = by_name(family).part(by_name(family).tiny) or by_name(family).tiny
     own = {key: size for key, size in EXPERT_SIZES.items() if key in tiny}
     own |= {"num_experts_per_tok": 2, "moe_k": 2} if family in EXPERTS else {}
     if "qk_rope_head_dim" in tiny:
@@ -78,7 +78,7 @@ def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = Non
 
 
 def tokens(config: Any) -> torch.Tensor:
-    return torch.arange(3, 27).reshape(2, 12) % config.vocab_size
+    return torch.arange(3, 27).reshape(2, 12) % config.get_text_config().vocab_size
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ import pytest
 
 from ckpt_tool.families.models import FAMILIES, family_of
 from ckpt_tool.families.registry import by_name
+from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.families.table import instances
 
 Shapes = dict[str, tuple[int, ...]]
@@ -100,9 +101,14 @@ def real_class(config: Mapping[str, Any]) -> Any:
 
 
 def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> Shapes:
-    """{name: shape} as the real class saves them; with `mtp`, one layer of multi-token prediction as published files
-    have it (transformers builds none: it is a layer like the others, and what joins it to them)."""
-    shapes = dict(_saved(json.dumps(config)))
+    """{name: shape} in dialect `hf`, as the real class saves them, or by the family's rules where it saves in another;
+    with `mtp`, one layer of multi-token prediction as published files have it (transformers builds none: it is a layer
+    like the others, and what joins it to them)."""
+    shapes, known = saved_shapes(config), by_name(family)
+    if known.saved != "hf":
+        made = mapping(known, known.saved, "hf", shapes, config).made
+        used = {piece.src.name for each in made for piece in each.pieces}
+        shapes = {name: n for name, n in shapes.items() if name not in used} | {each.name: each.shape for each in made}
     if not mtp:
         return shapes
     h, v, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
@@ -120,6 +126,11 @@ def hub_shapes(family: str, config: Mapping[str, Any], *, mtp: bool = False) -> 
     shapes |= {f"{there}.{name}.weight": (h,) for name in ("enorm", "hnorm", "shared_head.norm")}
     shapes |= {f"{there}.{name}.weight": (v, h) for name in ("embed_tokens", "shared_head.head")}
     return shapes | {f"{there}.eh_proj.weight": (h, 2 * h)}
+
+
+def saved_shapes(config: Mapping[str, Any]) -> Shapes:
+    """{name: shape} as the real class saves them."""
+    return dict(_saved(json.dumps(config)))
 
 
 @lru_cache(maxsize=512)

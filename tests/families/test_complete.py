@@ -11,6 +11,7 @@ from family_models import config_of, hub_shapes
 from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
+from ckpt_tool.families.table import instances
 
 CASES = [(family, dialect) for family in FAMILIES for dialect in family.known_dialects]
 
@@ -22,8 +23,7 @@ def names_in(family, dialect, config):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("family", "dialect"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-def]
-    config = {**config_of(family.name), "num_hidden_layers": 4}
-    config = {**config, **({"n_layer": 4} if "n_layer" in config else {})}
+    config = config_of(family.name, num_hidden_layers=4)
     names = names_in(family, dialect, config)
     assert missing(family, dialect, names, config) == [] and strange(family, dialect, names) == []
     assert missing(family, dialect, names, None) == []
@@ -32,10 +32,13 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
         for name in names
         if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|final_layernorm)\.weight", name)
         and not re.search(r"\.\d+\.", name)
+        and any(each.startswith((f"{_module(name)}layers.0.", f"{_module(name)}h.0.")) for each in names)
     )
     assert missing(family, dialect, [name for name in names if name != norm], config) == [norm]
     draw = random.Random(7)
     inside = [name for name in names if any(part.isdigit() for part in name.split("."))]
+    table = family.table(dialect)
+    inside = [name for name in inside if table.in_tower(name) is None or instances(table.left, [name])[0] or ".blocks." in name or ".layers." in name]
     inside = [
         name for name in inside if not any(alone in name for alone in (".0.mlp.", ".shared_expert"))
     ]  # nothing like it
@@ -44,6 +47,11 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
         found = missing(family, dialect, left, config)
         pattern = [each for each in found if each == gone or _fits(each, gone)]
         assert pattern, (gone, found)
+
+
+def _module(name: str) -> str:
+    """`model.` of `model.norm.weight`."""
+    return "".join(f"{part}." for part in name.split(".")[:-2])
 
 
 def _fits(told: str, gone: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from family_models import AHEAD, NAMES, config_of, hub_shapes, real_class
+from family_models import AHEAD, NAMES, config_of, hub_shapes, real_class, saved_shapes
 
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.families.registry import by_name, find
@@ -20,8 +20,9 @@ UNKNOWN_IN_MEMORY = {
 @pytest.mark.parametrize("family", NAMES)
 def test_the_hub_table_names_them_with_their_shapes(family: str) -> None:
     config = config_of(family)
-    shapes = hub_shapes(family, config, mtp=family in AHEAD)
-    table = by_name(family).table("hf")
+    saved = by_name(family).saved
+    shapes = hub_shapes(family, config, mtp=family in AHEAD) if saved == "hf" else saved_shapes(config)
+    table = by_name(family).table(saved)
     named, unknown = instances(table.left, shapes)
     assert not [name for name in unknown if table.in_tower(name) is None]
     assert all(any(name.startswith(tower.left) for name in unknown) for tower in table.towers)
@@ -64,9 +65,9 @@ def test_the_names_in_memory_come_to_those_that_the_real_library_saves(family: s
     want = {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(live)).items()}
     arrays = {name: tensor.numpy() for name, tensor in live.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    dialect = find(config, shapes).dialect
-    assert (dialect == "hf") == (arrays.keys() == want.keys())
-    mapped = mapping(by_name(family), dialect, "hf", shapes, config)
+    dialect, saved = find(config, shapes).dialect, by_name(family).saved
+    assert (dialect == saved) == (arrays.keys() == want.keys())
+    mapped = mapping(by_name(family), dialect, saved, shapes, config)
     pieces = [piece for made in mapped.made for piece in made.pieces]
     got = apply(pieces, arrays, {made.name: made.shape for made in mapped.made})
     kept = {name: array for name, array in arrays.items() if name in want.keys() - got.keys()}

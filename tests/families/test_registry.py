@@ -53,8 +53,8 @@ def test_the_family_comes_from_the_model_type_or_from_a_class(name: str) -> None
 
 
 def test_a_config_of_no_family() -> None:
-    with pytest.raises(InputError, match="model_type 'qwen2_vl'") as error:
-        find({"model_type": "qwen2_vl"}, shapes_in("qwen2", "hf"))
+    with pytest.raises(InputError, match="model_type 'qwen2_audio'") as error:
+        find({"model_type": "qwen2_audio"}, shapes_in("qwen2", "hf"))
     assert error.value.code == "E1372" and "did you mean" in (error.value.hint or "")
 
 

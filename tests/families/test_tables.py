@@ -192,6 +192,8 @@ def test_a_family_file_is_a_table(family: Family) -> None:
         "Family",
         "Variant",
         "ModelClass",
+        "hub.inside",
+        "megatron.inside",
     }
     code = (
         ast.Lambda,

@@ -17,13 +17,13 @@ FAMILY = Family(
             part=True,
         ),
     ),
-    axes=DECODER,
+    axes={**DECODER, "d": "h // num_attention_heads"},
     language="text_config",
     hub=hub.DENSE + hub.QKV_BIAS + "visual.**\n",
     dialects={
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS, root="model.") + "visual.visual.** = visual.**\n",
         "hf-5": Variant("hf", root="model.language_model.", over="model.visual.** = visual.**\n"),
     },
-    tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 0]}},
+    tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 1, 1]}},
           "vision_config": {"depth": 2, "embed_dim": 12, "hidden_size": 18, "num_heads": 3, "patch_size": 2}},
 )  # fmt: skip

@@ -27,7 +27,7 @@ FAMILY = Family(
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS)
                     + vision.MEGATRON_QWEN3 + vision.MEGATRON_DEEPSTACK,
     },
-    tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [1, 1, 0]}},
+    tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [2, 1, 1]}},
           "vision_config": {"depth": 2, "hidden_size": 12, "intermediate_size": 8, "num_heads": 2, "patch_size": 2,
                             "out_hidden_size": 18, "num_position_embeddings": 4, "deepstack_visual_indexes": [0, 1]}},
 )  # fmt: skip
