@@ -45,6 +45,7 @@ _FLAGS: Mapping[str, tuple[Any, str]] = {
     "mscale": (1.0, "--mscale {}"),
     "mscale_all_dim": (0.0, "--mscale-all-dim {}"),
     "use_rope_scaling": (False, "--use-rope-scaling"),
+    "mrope_section": (None, "--mrope-section {}"),
     "rope_scaling_factor": (8.0, "--rope-scaling-factor {}"),
     "mtp_num_layers": (None, "--mtp-num-layers {}"),
     "moe_router_num_groups": (None, "--moe-router-num-groups {}"),
@@ -141,6 +142,7 @@ def flags_beside(args: Mapping[str, Any]) -> list[str]:
         if value in (None, False, default) or not ours or name == "rope_scaling_factor" and not scaled:
             continue
         if isinstance(value, tuple | list):
-            value = f"[{','.join(map(str, value))}]" if name != "window_size" else ",".join(map(str, value))
+            between = {"window_size": ",", "mrope_section": " "}
+            value = between[name].join(map(str, value)) if name in between else f"[{','.join(map(str, value))}]"
         out.append(flag.format(value))
     return out

@@ -132,7 +132,8 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     made = _mapped(compose(pieces, result.pieces), result.shapes, shapes)
     if source != target:
         towers = _towers(unknown, here, there, shapes)
-        _refuse([Fault("E1375", each.pieces[0].src.name, f"{each.name} has a rule", _ONE) for each in towers if each.name in result.shapes])
+        twice = [each for each in towers if each.name in result.shapes]
+        _refuse([Fault("E1375", each.pieces[0].src.name, f"{each.name} is made of others too", _ONE) for each in twice])
         made = _by_source((*made, *towers), shapes) if towers else made
         beside, lost = followers(unknown, here, made, shapes)
         made = (*made, *beside)
@@ -284,9 +285,7 @@ def _to_hub(
         if count != prod(wanted[name]):
             many = count > prod(wanted[name])
             what = f"{', '.join(hub.made[name])} {'all hold' if many else 'hold only a part of'} the hub's {name}"
-            faults.append(
-                Fault("E1375" if many else "E1371", hub.made[name][0], what, _ONE)
-            )
+            faults.append(Fault("E1375" if many else "E1371", hub.made[name][0], what, _ONE))
     whole = {name for name, count in numel.items() if count == prod(wanted[name])}
     hub.pieces.extend(piece for piece in kept if piece.dst.name in whole)
     for name in [name for name in hub.made if name not in whole]:

@@ -26,7 +26,9 @@ from ckpt_tool.families.table import instances
 
 Shapes = dict[str, tuple[int, ...]]
 NAMES = [family.name for family in FAMILIES]
-EXPERTS = [family.name for family in FAMILIES if any("experts" in key for key in family.part(family.tiny) or family.tiny)]
+EXPERTS = [
+    family.name for family in FAMILIES if any("experts" in key for key in family.part(family.tiny) or family.tiny)
+]
 AHEAD = [family.name for family in FAMILIES if "ahead" in family.classes[0].forms]  # layers of multi-token prediction
 SIZES = {
     "num_hidden_layers": 2,

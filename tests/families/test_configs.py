@@ -283,6 +283,28 @@ def test_kind_of_a_config() -> None:
     assert kind_of({"model_type": "unheard_of", "architectures": ["Qwen3ForCausalLM"]}) is None
 
 
+def test_the_language_model_of_a_model_that_sees() -> None:
+    """Nested as transformers 5 saves it, or flat as Qwen2.5-VL's released files have it: the same arguments; back, its
+    part of the whole."""
+    text = config_of("qwen2_5_vl_text", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}})
+    whole = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    nested = megatron_args({**whole, "text_config": text, "tie_word_embeddings": False})
+    flat = megatron_args({**text, **whole})
+    assert nested == flat and not nested.notes
+    assert nested.config["position_embedding_type"] == "mrope" and nested.config["mrope_section"] == [1, 1, 0]
+    assert nested.config["num_query_groups"] == 2
+    back, notes = from_megatron(nested.config)
+    assert {key: back[key] for key in whole} == whole and "vision_config" not in back and "sees or hears" in notes[0]
+    assert back["text_config"].items() >= {"model_type": "qwen2_5_vl_text", "num_key_value_heads": 2}.items()
+    assert megatron_args(back).config == nested.config
+    assert (
+        megatron_args({**whole, "text_config": text, "tie_word_embeddings": True}).config[
+            "untie_embeddings_and_output_weights"
+        ]
+        is False
+    )
+
+
 JUNK: list[Any] = [
     None,
     "x",

@@ -31,7 +31,9 @@ def test_the_hub_table_names_them_with_their_shapes(family: str) -> None:
     counts = dict[str, int]()  # of what nothing but the names counts
     for group in named:
         for numbers in group.values:
-            counts |= {axis: max(n + 1, counts.get(axis, 0)) for axis, n in zip(group.spots[0].axes, numbers, strict=True)}
+            counts |= {
+                axis: max(n + 1, counts.get(axis, 0)) for axis, n in zip(group.spots[0].axes, numbers, strict=True)
+            }
     told: dict[str, tuple[int, ...]] = {}
     for rule in table.rules:
         told |= rule.shapes({**dict.fromkeys(rule.axes, 1), **counts, **sizes}, facts)[0]

@@ -268,3 +268,32 @@ def test_a_shape_settles_what_fits_alone() -> None:
     assert settled([(pattern("((1 + 1) f) h"), (7, 3)), (pattern("(g d)"), (6,))], {"g": 4}) == {"g": 4, "h": 3}
     assert settled([(pattern("(v + p)"), (3,))], {"p": 4}) == {"p": 4}
     assert settled([(pattern("a b"), (3,))], {}) == {}
+
+
+def test_a_tower_keeps_what_follows_its_place() -> None:
+    """Whatever lies there, scales of quantised weights too; what a rule makes as well is a fault."""
+    family, config = by_name("qwen2_vl"), config_of("qwen2_vl")
+    shapes = {
+        "visual.blocks.0.odd.weight": (3, 2, 1),
+        "visual.merger.mlp.0.weight_scale_inv": (),
+        "model.norm.weight": (18,),
+    }
+    made = mapping(family, "hf", "megatron", shapes, config).made
+    assert [(each.name, each.shape) for each in made] == [
+        ("visual.visual.blocks.0.odd.weight", (3, 2, 1)),
+        ("visual.visual.merger.mlp.0.weight_scale_inv", ()),
+        ("language_model.decoder.final_layernorm.weight", (18,)),
+    ]
+    back = mapping(family, "megatron", "hf-5", {each.name: each.shape for each in made}, config).made
+    assert [each.name for each in back] == [
+        "model.visual.blocks.0.odd.weight",
+        "model.visual.merger.mlp.0.weight_scale_inv",
+        "model.language_model.norm.weight",
+    ]
+
+
+def test_a_tensor_that_a_tower_and_a_rule_make_is_a_fault() -> None:
+    family = Family("seen", (), {"h": "hidden_size"}, "a.weight : h\nb.**\n", {"other": "b.w = a.weight : h\nb.**\n"})
+    with pytest.raises(InconsistentCheckpoint, match=r"b\.w is made of others too") as caught:
+        mapping(family, "hf", "other", {"a.weight": (4,), "b.w": (4,)}, {"hidden_size": 4})
+    assert caught.value.code == "E1375" and caught.value.key == "b.w"
