@@ -276,13 +276,13 @@ def test_a_tower_keeps_what_follows_its_place() -> None:
     shapes = {
         "visual.blocks.0.odd.weight": (3, 2, 1),
         "visual.merger.mlp.0.weight_scale_inv": (),
-        "model.norm.weight": (18,),
+        "model.norm.weight": (24,),
     }
     made = mapping(family, "hf", "megatron", shapes, config).made
     assert [(each.name, each.shape) for each in made] == [
         ("visual.visual.blocks.0.odd.weight", (3, 2, 1)),
         ("visual.visual.merger.mlp.0.weight_scale_inv", ()),
-        ("language_model.decoder.final_layernorm.weight", (18,)),
+        ("language_model.decoder.final_layernorm.weight", (24,)),
     ]
     back = mapping(family, "megatron", "hf-5", {each.name: each.shape for each in made}, config).made
     assert [each.name for each in back] == [
@@ -293,7 +293,7 @@ def test_a_tower_keeps_what_follows_its_place() -> None:
 
 
 def test_a_tensor_that_a_tower_and_a_rule_make_is_a_fault() -> None:
-    family = Family("seen", (), {"h": "hidden_size"}, "a.weight : h\nb.**\n", {"other": "b.w = a.weight : h\nb.**\n"})
+    family = Family("seen", (), {"h": "hidden_size"}, "a.weight : h\nb.**\n", {"other": "b.w : h = a.weight : h\nb.**\n"})
     with pytest.raises(InconsistentCheckpoint, match=r"b\.w is made of others too") as caught:
         mapping(family, "hf", "other", {"a.weight": (4,), "b.w": (4,)}, {"hidden_size": 4})
     assert caught.value.code == "E1375" and caught.value.key == "b.w"
