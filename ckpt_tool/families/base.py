@@ -20,6 +20,7 @@ Cost: some 45 us a tensor both ways (671B, 48k tensors: 2 s). What it does not d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,6 +34,7 @@ Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 HUB = "hf"
 BARE = "hf-bare"  # the hub's files of a model without a head (`Qwen3Model`): every name without its root
+_ROOT = re.compile(r"(?<![\w.])model\.")
 SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
@@ -80,7 +82,7 @@ class Variant(NamedTuple):
     """A dialect derived from another one, or from a table, in this order:
 
     of: the other dialect's name, or a table. swap: `swap[1]` for `swap[0]` in the text of that table. root: in place of
-    `model.` (GPT-2: `transformer.`). over: rules that come first and instead of those of their names. inner: where
+    `instead`, `model.` (GPT-2: `transformer.`) unless it says so. over: rules that come first and instead of those of their names. inner: where
     `inner[1]` holds of a layer, its `inner[2:]` are one level down, under `inner[0]`. apart: what is fused may also are
     stored apart, under the hub's names, turned.
     like_hub: names that the hub has are laid out as in the hub. ahead: layers beyond the decoder's are Megatron's of
@@ -97,11 +99,12 @@ class Variant(NamedTuple):
     like_hub: bool = False
     ahead: bool = False
     when: str = ""
+    instead: str = ""
 
     def changed(self, table: Table, hub: Table) -> Table:
         """The table of `of` as that of this dialect."""
         if self.root != "model.":
-            table = table.under(self.root)
+            table = table.under(self.root, self.instead)
         if self.over:
             table = table_of(self.over).over(table)
         if self.apart:
@@ -146,7 +149,7 @@ class Family:
 
     @property
     def known_dialects(self) -> tuple[str, ...]:
-        bare = (BARE,) if BARE not in self.dialects and "model." in self.hub else ()
+        bare = (BARE,) if BARE not in self.dialects and _ROOT.search(self.hub) else ()
         return (HUB, *self.dialects, *bare)
 
     def facts(self, config: Config) -> Config:

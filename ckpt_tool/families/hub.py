@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 
 
-def inside(text: str, root: str = "model.language_model.") -> str:
-    """The rules of a language model that is a part of another model, where that one has it.
+def inside(text: str, root: str = "model.language_model.", head: str = "lm_head") -> str:
+    """The rules of a language model that is a part of another model, where that one has it and its head.
 
-    >>> inside("model.norm.weight : h")
-    'model.language_model.norm.weight : h'
+    >>> inside("[model.embed_tokens|lm_head].weight : v h", "language_model.model.", "language_model.lm_head")
+    '[language_model.model.embed_tokens|language_model.lm_head].weight : v h'
     """
-    return re.sub(r"(?<![\w.])model\.", root, text)
+    names = {"model.": root, "lm_head": head}
+    return re.sub(r"(?<![\w.])(model\.|lm_head\b)", lambda found: names[found[1]], text)
 
 
 EMBEDDING = """
@@ -57,6 +58,15 @@ INV_FREQ = """
 """
 MLP = """
     model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f
+"""
+# gate and up in one, [gate; up]
+FUSED_MLP = """
+    model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+    model.layers.{i}.mlp.down_proj.weight : h f
+"""
+# one after each of the two modules, in GLM-4-0414
+GLM4_NORMS = """
+    model.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
 """
 MLP_BIASES = """
     model.layers.{i}.mlp.<gate|up|down>_proj.bias : f, f, h

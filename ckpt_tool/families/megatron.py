@@ -32,15 +32,15 @@ import re
 from ckpt_tool.families import hub
 
 
-def inside(text: str, root: str = "model.language_model.") -> str:
-    """The rules of a language model that is a part of another: Megatron-Bridge keeps it under `language_model.`, the hub
-    under `root` (`hub.inside`).
+def inside(text: str, root: str = "model.language_model.", head: str = "lm_head", here: str = "language_model.") -> str:
+    """The rules of a language model that is a part of another: Megatron-Bridge keeps it under `here`, the hub under
+    `root`, with its `head` (`hub.inside`).
 
     >>> inside("decoder.final_layernorm.weight : h = model.norm.weight : h")
     'language_model.decoder.final_layernorm.weight : h = model.language_model.norm.weight : h'
     """
     names = r"(?<![\w.])(decoder|embedding|mtp|output_layer)\."
-    return re.sub(names, r"language_model.\1.", hub.inside(text, root))
+    return re.sub(names, rf"{here}\1.", hub.inside(text, root, head))
 
 
 EMBEDDING = """
@@ -95,6 +95,10 @@ MLA = """
 """
 MLP = """
     decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+    decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
+"""
+FUSED_MLP = """
+    decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
     decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
 """
 MLP_BIASES = """

@@ -108,10 +108,12 @@ class Table:
         own = [rule for rule in self.rules if not any(term.name and term.name.form in hub.left for term in rule.left)]
         return Table((*own, *hub.rules), (), hub.towers)
 
-    def under(self, root: str) -> Table:
-        """The same with `root` in place of `model.` (or GPT-2's `transformer.`) in the dialect's names."""
-        towers = tuple(tower._replace(left=_ROOT.sub(root, tower.left)) for tower in self.towers)
-        named = tuple(_named(rule, lambda name: _ROOT.sub(root, name)) for rule in self.rules)
+    def under(self, root: str, instead: str = "") -> Table:
+        """The same with `root` in place of `instead`, `model.` (or GPT-2's `transformer.`) where that is empty, in the
+        dialect's names."""
+        place = re.compile(rf"(?<![\w.]){re.escape(instead)}") if instead else _ROOT
+        towers = tuple(tower._replace(left=place.sub(root, tower.left)) for tower in self.towers)
+        named = tuple(_named(rule, lambda name: place.sub(root, name)) for rule in self.rules)
         return replace(self, rules=named, towers=towers)
 
     def over(self, other: Table) -> Table:

@@ -293,7 +293,9 @@ def test_a_tower_keeps_what_follows_its_place() -> None:
 
 
 def test_a_tensor_that_a_tower_and_a_rule_make_is_a_fault() -> None:
-    family = Family("seen", (), {"h": "hidden_size"}, "a.weight : h\nb.**\n", {"other": "b.w : h = a.weight : h\nb.**\n"})
+    family = Family(
+        "seen", (), {"h": "hidden_size"}, "a.weight : h\nb.**\n", {"other": "b.w : h = a.weight : h\nb.**\n"}
+    )
     with pytest.raises(InconsistentCheckpoint, match=r"b\.w is made of others too") as caught:
         mapping(family, "hf", "other", {"a.weight": (4,), "b.w": (4,)}, {"hidden_size": 4})
     assert caught.value.code == "E1375" and caught.value.key == "b.w"

@@ -31,17 +31,11 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub=hub.MODEL + hub.ATTENTION + hub.QKV_BIAS + """
-        model.layers.{i}.<input|post_attention|post_self_attn|post_mlp>_layernorm.weight : h
-        model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
-        model.layers.{i}.mlp.down_proj.weight : h f
-    """,
+    hub=hub.MODEL + hub.NORMS + hub.GLM4_NORMS + hub.ATTENTION + hub.QKV_BIAS + hub.FUSED_MLP,
     dialects={
-        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + """
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.FUSED_MLP + """
             decoder.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
                 = model.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
-            decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
-            decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
         """,
     },
     tiny={"pad_token_id": None, "attention_bias": True},

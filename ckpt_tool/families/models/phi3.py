@@ -17,19 +17,15 @@ FAMILY = Family(
         ),
     ),
     axes=DECODER,
-    hub=hub.MODEL + hub.NORMS + """
+    hub=hub.MODEL + hub.NORMS + hub.FUSED_MLP + """
         model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
         model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-        model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
-        model.layers.{i}.mlp.down_proj.weight : h f
     """,
     dialects={
-        "megatron": megatron.MODEL + megatron.NORMS + """
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.FUSED_MLP + """
             decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
                 = model.layers.{i}.self_attn.qkv_proj.weight : (g r d + g d + g d) h
             decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d) = model.layers.{i}.self_attn.o_proj.weight : h (g r d)
-            decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h = model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
-            decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f
         """,
         "paddle": """
             [model.embed_tokens|lm_head].weight : v h
