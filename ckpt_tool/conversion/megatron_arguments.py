@@ -53,6 +53,7 @@ _FLAGS: Mapping[str, tuple[Any, str]] = {
     "moe_shared_expert_gate": (False, "--moe-shared-expert-gate"),
     "window_size": (None, "--window-size {}"),
     "window_attn_skip_freq": (None, "--window-attn-skip-freq {}"),
+    "no_rope_freq": (None, "--no-rope-freq {}"),
     "softmax_type": ("vanilla", "--softmax-type {}"),
     "activation_func_clamp_value": (None, "--activation-func-clamp-value {}"),
     "glu_linear_offset": (0.0, "--glu-linear-offset {}"),

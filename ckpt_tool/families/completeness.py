@@ -23,7 +23,13 @@ from ckpt_tool.families.config.words import LAYERS
 from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
-_LAST_NORMS = (".norm.weight", ".ln_f.weight", ".final_layernorm.weight")
+_LAST_NORMS = (
+    ".norm.weight",
+    ".ln_f.weight",
+    ".final_layernorm.weight",
+    ".final_norm.weight",
+    ".embedding_norm.weight",
+)
 _BLOCKS = ("layers.", "blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -48,12 +54,13 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     named, unknown = instances(table.left, names)
     for group in named:
-        front, found, _ = group.form.partition("%d.")
+        front, found, rest = group.form.partition("%d.")
         if not found:
             continue
+        several = "expert" not in group.form and "%d" in rest  # modules of one layer, as many in each
         for numbers in group.values:
-            layers[front][numbers[0]].add(group.form)
-            if len(numbers) == 2:
+            layers[front][numbers[0]].add(f"{front}%d.{rest % numbers[1:]}" if several else group.form)
+            if len(numbers) == 2 and not several:
                 experts[group.form, numbers[0]][0].add(numbers[1])
     for name in unknown if table.towers else ():
         form, row = form_of(name)
@@ -61,17 +68,19 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         if row and front.endswith(_BLOCKS) and table.in_tower(name) is not None:
             layers[front][row[0]].add(form)
     lost = list(_whole_model(family, table, names, config))
-    count = _layer_count(config)
+    count = _layer_count(family, config)
     for front, found_layers in layers.items():
         if count and front in _decoders(table):
             lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]
         lost += _thinner(found_layers, count)
-        lost += _no_experts(front, found_layers, config) if front in _decoders(table) else []
+        lost += _no_experts(front, found_layers, config, count or 0) if front in _decoders(table) else []
     return lost + list(_lone_experts(experts))
 
 
-def _layer_count(config: Config) -> int | None:
-    return next((int(config[key]) for key in _LAYERS if type(config.get(key)) is int), None)
+def _layer_count(family: Family, config: Config) -> int | None:
+    """By the class's own word first: LongCat-Flash counts its two modules of attention a layer in another."""
+    own = [each.keys.get(_LAYERS[0], _LAYERS[0]) for each in family.classes]
+    return next((int(config[key]) for key in (*own, *_LAYERS) if type(config.get(key)) is int), None)
 
 
 def _decoders(table: Table) -> set[str]:
@@ -90,9 +99,12 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
-        for form in forms:
-            inside = form.partition("%d.")[2].split(".")
-            parts.setdefault(inside[0] if len(inside) > 2 else "", set()).add(form)
+        within = [(form, form.partition("%d.")[2].split(".")) for form in forms]
+        deep = {
+            words[0] for _, words in within if len(words) > 2
+        }  # `mamba.A_log` is of the module that has `mamba.norm`
+        for form, words in within:
+            parts.setdefault(words[0] if words[0] in deep else "", set()).add(form)
         for module, own in parts.items():
             modules[module][frozenset(own)].append(number)
     for kinds in modules.values():
@@ -108,10 +120,10 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
                     yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in lost)
 
 
-def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config) -> Iterator[str]:
+def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config, count: int) -> Iterator[str]:
     """Layers of the sparse ones that the config tells, where there are no experts."""
     arguments = megatron_args(config).config if config else {}
-    pattern, count = arguments.get("moe_layer_freq"), _layer_count(config) or 0
+    pattern = arguments.get("moe_layer_freq")
     sparse = (
         pattern if isinstance(pattern, list) else [arguments.get("num_experts") and pattern == 1] * min(count, LAYERS)
     )

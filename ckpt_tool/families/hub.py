@@ -35,6 +35,11 @@ TIED = MODEL.replace("tie_word_embeddings?", "tie_word_embeddings? != false")  #
 NORMS = """
     model.layers.{i}.<input|post_attention>_layernorm.weight : h
 """
+# where norms are LayerNorms
+NORM_BIASES = """
+    model.norm.bias : h
+    model.layers.{i}.<input|post_attention>_layernorm.bias : h
+"""
 # a norm before and one after each of the two modules
 SANDWICH = """
     model.layers.{i}.<input|post_attention|pre_feedforward|post_feedforward>_layernorm.weight : h

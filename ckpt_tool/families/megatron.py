@@ -60,6 +60,12 @@ NORMS = """
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.post_attention_layernorm.weight : h
 """
+# where norms are LayerNorms
+NORM_BIASES = """
+    decoder.final_layernorm.bias : h = model.norm.bias : h
+    decoder.layers.{i}.input_layernorm.bias : h = model.layers.{i}.input_layernorm.bias : h
+    decoder.layers.{i}.pre_mlp_layernorm.bias : h = model.layers.{i}.post_attention_layernorm.bias : h
+"""
 # Query groups: r query heads, then their key, then their value.
 ATTENTION = """
     decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h

@@ -56,6 +56,8 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
         given["num_key_value_heads"] = given["num_attention_heads"]
     elif "head_dim" not in read:
         given["hidden_size"] = given["num_attention_heads"] * given["head_dim"]
+    for key in [key for key in given if key.endswith("layer_types")]:  # layers take turns, however many there are
+        given[key] = [given[key][i % len(given[key])] for i in range(given["num_hidden_layers"])]
     given = {first.keys.get(key, key): value for key, value in given.items()}
     sizes = {first.keys.get(key, key) for key in SIZES}
     kept = {key: value for key, value in given.items() if key not in sizes or key in read or "latent" in first.forms}

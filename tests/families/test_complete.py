@@ -30,7 +30,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     (norm,) = (
         name
         for name in names
-        if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|final_layernorm)\.weight", name)
+        if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|final_layernorm|final_norm|embedding_norm)\.weight", name)
         and not re.search(r"\.\d+\.", name)
         and any(each.startswith((f"{_module(name)}layers.0.", f"{_module(name)}h.0.")) for each in names)
     )
@@ -41,7 +41,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     alone = [name for name in instances(table.left, inside)[1] if not re.search(r"(blocks|layers)\.\d", name)]
     inside = sorted(set(inside) - set(alone))  # of a tower only its blocks are counted
     inside = [
-        name for name in inside if not any(alone in name for alone in (".0.mlp.", ".shared_expert"))
+        name for name in inside if not any(alone in name for alone in (".0.mlp.", ".0.feed_forward.", ".shared_expert"))
     ]  # nothing like it
     for gone in draw.sample(inside, 12):
         left = [name for name in names if name != gone]

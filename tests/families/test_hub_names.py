@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from family_models import AHEAD, NAMES, config_of, hub_shapes, real_class, saved_shapes
 
-from ckpt_tool.algebra.piece import apply
+from ckpt_tool.algebra.piece import PAD, apply
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping, sizes_of
 from ckpt_tool.families.table import instances
@@ -76,3 +76,20 @@ def test_the_names_in_memory_come_to_those_that_the_real_library_saves(family: s
     assert (got | kept).keys() == want.keys()
     for name, array in want.items():
         np.testing.assert_array_equal((got | kept)[name], array, err_msg=name)
+
+
+def test_experts_that_only_pass_on_have_rows_in_memory_and_no_tensors_in_files() -> None:
+    """LongCat-Flash: transformers 5.23 builds gate and up for them too, which nothing reads."""
+    config = config_of("longcat_flash")
+    released = hub_shapes("longcat_flash", config)
+    real = {**config, "zero_expert_num": 2}
+    saved = hub_shapes("longcat_flash", real)
+    released |= {name: shape for name, shape in saved.items() if ".router." in name}
+    family = by_name("longcat_flash")
+    there = {each.name: each for each in mapping(family, "hf", "hf-fused", released, real).made}
+    gate_up = there["model.layers.0.mlp.experts.gate_up_proj"]
+    assert gate_up.shape == (6, 10, config["hidden_size"])
+    held = sum(piece.numel for piece in gate_up.pieces if piece.src.name != PAD)
+    assert held == 4 * 10 * config["hidden_size"]  # the others are zeros
+    shapes = {name: each.shape for name, each in there.items()}
+    assert {each.name: each.shape for each in mapping(family, "hf-fused", "hf", shapes, real).made} == released

@@ -28,12 +28,20 @@ NAMES = [
     "ernie4_5",
     "ernie4_5_moe",
     "glm4_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "nemotron",
+    "dots1",
+    "exaone4",
+    "exaone_moe",
 ]
 MTP = ("deepseek_v3", "glm4_moe")
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 PLAIN = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
+    "post_feedforward_layernorm": "mlp.linear_fc2.post_layernorm",
     "self_attn.o_proj": "self_attention.linear_proj",
     "self_attn.q_proj": "self_attention.linear_q_proj",
     "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
@@ -45,6 +53,8 @@ PLAIN = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
     "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.c_fc": "mlp.linear_fc1",
+    "mlp.c_proj": "mlp.linear_fc2",
     "mlp.gate": "mlp.router",
     "block_sparse_moe.gate": "mlp.router",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
@@ -54,6 +64,7 @@ ROOT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "lm_head.weight": "output_layer.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
+    "model.norm.bias": "decoder.final_layernorm.bias",
 }
 
 
@@ -77,6 +88,10 @@ def in_layer(
     config: dict[str, Any], hub: Arrays, key: str, value: np.ndarray, at: str, module: str, leaf: str
 ) -> Arrays:
     latent = "kv_lora_rank" in config
+    if config["model_type"] == "exaone4" and module == "post_attention_layernorm":
+        return {f"{at}.self_attention.linear_proj.post_layernorm.{leaf}": value}
+    if config["model_type"] == "nemotron" and module == "mlp.up_proj":  # nothing gates it
+        return {f"{at}.mlp.linear_fc1.{leaf}": value}
     if module == "mlp.shared_expert_gate":
         return {f"{at}.mlp.shared_experts.gate_weight": value}
     if module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") and not latent:
@@ -217,3 +232,37 @@ def test_ernie_s_layers_of_mtp_are_refused() -> None:
     with pytest.raises(InconsistentCheckpoint, match="no rule") as caught:
         mapping(by_name("ernie4_5_moe"), "hf", "megatron", hub_shapes("ernie4_5_moe", config, mtp=True), config)
     assert caught.value.code == "E1374"
+
+
+def test_the_mtp_layer_of_k_exaone_is_dense_and_has_what_joins_it_at_the_top() -> None:
+    """Names of the released files and of Megatron-Bridge 0.6.2, exaone_moe_bridge.py, written out."""
+    config = config_of("exaone_moe", num_nextn_predict_layers=1)
+    layer = hub_shapes("exaone_moe", config)
+    at, mlp = "model.layers.0.", {"mtp.fc.weight": (18, 36)}
+    hub = {name.replace(at, "mtp.layers.0."): shape for name, shape in layer.items() if name.startswith(at)} | mlp
+    hub |= {f"mtp.{name}.weight": (18,) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    arrays = counted(hub)
+    mapped = mapping(by_name("exaone_moe"), "hf", "megatron", hub, config)
+    got, inner = moved(mapped, arrays), "mtp.layers.0.transformer_layer."
+    renamed = {
+        "mtp.layers.0.eh_proj": "mtp.fc",
+        "mtp.layers.0.final_layernorm": "mtp.norm",
+        "mtp.layers.0.hnorm": "mtp.pre_fc_norm_hidden",
+        "mtp.layers.0.enorm": "mtp.pre_fc_norm_embedding",
+        f"{inner}input_layernorm": "mtp.layers.0.input_layernorm",
+        f"{inner}pre_mlp_layernorm": "mtp.layers.0.post_attention_layernorm",
+        f"{inner}self_attention.linear_proj": "mtp.layers.0.self_attn.o_proj",
+        f"{inner}self_attention.q_layernorm": "mtp.layers.0.self_attn.q_norm",
+        f"{inner}self_attention.k_layernorm": "mtp.layers.0.self_attn.k_norm",
+        f"{inner}mlp.linear_fc2": "mtp.layers.0.mlp.down_proj",
+    }
+    want = {f"{name}.weight": arrays[f"{of}.weight"] for name, of in renamed.items()}
+    gate, up = (arrays[f"mtp.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    want[f"{inner}mlp.linear_fc1.weight"] = np.concatenate([gate, up])
+    heads = [arrays[f"mtp.layers.0.self_attn.{x}_proj.weight"].reshape(2, -1, 4, 18) for x in "qkv"]
+    want[f"{inner}self_attention.linear_qkv.weight"] = np.concatenate(heads, axis=1).reshape(-1, 18)
+    assert got.keys() == want.keys() and not mapped.dropped
+    for key, array in want.items():
+        np.testing.assert_array_equal(got[key], array, err_msg=key)
+    back = moved(mapping(by_name("exaone_moe"), "megatron", "hf", shapes_of(got), config), got)
+    assert shapes_of(back) == hub and all(np.array_equal(back[key], array) for key, array in arrays.items())

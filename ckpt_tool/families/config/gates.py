@@ -6,9 +6,12 @@
     clamp         swiglu_limit = 7.0                       activation_func_clamp_value = 7.0
     falcon        multi_query = True                       num_query_groups = 1, parallel_attention = True (NeMo's word)
     every_second  sliding_window = 128, 4 layers           window_size = (127, 0), window_attn_skip_freq = [1, 0, 1, 0]
+    no_rope       no_rope_layers = [1, 1, 1, 0]            no_rope_freq = [0, 0, 0, 1]: 1 is a layer without, there
+    window_rope   layers that see all have no rope         no_rope_freq, the turns of the window the other way round
+    norms_after   EXAONE 4's, by class                     norms_after = True, a word of ours: no norm before a module
 
 Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`,
-`core/transformer/mlp.py`), transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss}`), Megatron-Bridge of August 2026
+`core/transformer/mlp.py`, `transformer_config.py`), transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss,smollm3,exaone_moe}`), Megatron-Bridge of August 2026
 (`models/gemma`, `models/gpt_oss`), NeMo 1 `scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`. Cost: none.
 What it does not do: see `families.config.forms`.
 """
@@ -17,7 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
+from ckpt_tool.families.config.words import (
+    LAYERS,
+    Arguments,
+    Form,
+    Model,
+    Values,
+    no_rope_pattern,
+    same,
+    window_pattern,
+)
 
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 
@@ -32,9 +44,10 @@ def _gelu_to(model: Model, out: Values) -> None:
 
 
 def _gelu_back(args: Arguments, out: Values) -> None:
-    out["activation_function"] = "gelu" if args.get("bias_gelu_fusion") is False else "gelu_new"
+    tanh = args.facts.defaults.get("activation_function", "gelu_new")
+    out[args.key("activation_function")] = "gelu" if args.get("bias_gelu_fusion") is False else tanh
     if args.get("ffn_hidden_size") is None and type(args.get("hidden_size")) is int:
-        out["n_inner"] = 4 * args.get("hidden_size")
+        out[args.key("intermediate_size")] = 4 * args.get("hidden_size")
 
 
 def _gated_gelu_to(model: Model, out: Values) -> None:
@@ -86,6 +99,41 @@ def _turns(every: int) -> Form:
     return Form(to, back)
 
 
+def _no_rope_to(model: Model, out: Values) -> None:
+    layers = min(model.count("num_hidden_layers") or 0, LAYERS)
+    turned, every = model.config.get("no_rope_layers"), model.count("no_rope_layer_interval") or 4
+    if not isinstance(turned, list):
+        turned = [(i + 1) % every != 0 for i in range(layers)]
+    out["no_rope_freq"] = [int(not each) for each in turned]
+
+
+def _no_rope_back(args: Arguments, out: Values) -> None:
+    layers = args.get("num_layers") or 0
+    skipped = no_rope_pattern(args.get("no_rope_freq"), layers) or [0] * min(layers, LAYERS)
+    out["no_rope_layers"] = [1 - each for each in skipped]
+
+
+def _window_rope_to(model: Model, out: Values) -> None:
+    if out.get("window_size") is not None:
+        out["no_rope_freq"] = [1 - each for each in out["window_attn_skip_freq"]]
+
+
+def _window_rope_back(args: Arguments, out: Values) -> None:
+    """What the turns of the window say; without any, every layer sees all and turns."""
+    if "layer_types" not in out:
+        layers = min(args.get("num_layers") or 0, LAYERS)
+        out |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+
+
+def _norms_after_to(model: Model, out: Values) -> None:
+    out["norms_after"] = True
+    model.lost("norms after the modules alone: Megatron-LM's arguments have none; Megatron-Bridge's layer has")
+
+
+def _norms_after_back(args: Arguments, out: Values) -> None:
+    """What the class always does."""
+
+
 def _falcon_to(model: Model, out: Values) -> None:
     heads, hidden = model.count("num_attention_heads"), model.count("hidden_size") or 0
     new = bool(model.get("new_decoder_architecture"))
@@ -123,5 +171,9 @@ GATE_FORMS: Mapping[str, Form] = {
     "clamp": same(("swiglu_limit", "activation_func_clamp_value")),
     "falcon": Form(_falcon_to, _falcon_back),
     "every_second": _turns(2),
+    "every_fourth": _turns(4),
     "every_sixth": _turns(6),
+    "no_rope": Form(_no_rope_to, _no_rope_back),
+    "norms_after": Form(_norms_after_to, _norms_after_back),
+    "window_rope": Form(_window_rope_to, _window_rope_back),
 }

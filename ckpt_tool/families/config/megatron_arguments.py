@@ -46,6 +46,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "post_self_attn_layernorm": False,
     "post_mlp_layernorm": False,
     "geglu": False,
+    "norms_after": False,
     "parallel_attention": False,
     "new_decoder_architecture": False,
 }

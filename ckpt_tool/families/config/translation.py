@@ -30,7 +30,7 @@ from ckpt_tool.families.config.megatron_arguments import (
     OLD_NAMES,
     ROPE_ARGUMENTS,
 )
-from ckpt_tool.families.config.words import Arguments, Model, Values, fits, sound, window_pattern
+from ckpt_tool.families.config.words import Arguments, Model, Values, fits, no_rope_pattern, sound, window_pattern
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, FAMILIES, family_of
 
@@ -205,6 +205,7 @@ def _decisive(args: Mapping[str, Any]) -> Values:
         out["window_attn_skip_freq"] = window_pattern(out["window_attn_skip_freq"], layers)
     else:
         out["window_attn_skip_freq"] = None
+    out["no_rope_freq"] = no_rope_pattern(out["no_rope_freq"], layers)
     if not out.get("use_rope_scaling"):
         out.pop("rope_scaling_factor", None)
     return out

@@ -69,6 +69,7 @@ _COUNTS = (
     "num_ln_in_parallel_attn",
     "window_attn_skip_freq",
     "window_size",
+    "no_rope_freq",
     "padded_vocab_size",
     "n_shared_experts",
     "max_position_embeddings",
@@ -99,7 +100,7 @@ _ROPE_NUMBERS = frozenset(
         "attention_factor",
     }
 )
-_LISTS = ("layer_types", "mlp_only_layers", "no_rope_freq")
+_LISTS = ("layer_types", "mlp_only_layers", "no_rope_layers")
 _DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMENTS}
 
 
@@ -118,6 +119,7 @@ _SEVERAL = (
     "moe_layer_freq",
     "window_attn_skip_freq",
     "window_size",
+    "no_rope_freq",
     "moe_num_experts",
     "moe_intermediate_size",
 )  # or a list
@@ -235,3 +237,10 @@ def window_pattern(freq: Any, layers: int) -> list[bool]:
         return [bool(each) for each in freq]
     layers = min(layers, LAYERS)
     return [freq is None or bool((i + 1) % freq) for i in range(layers)] if freq != 0 else [True] * layers
+
+
+def no_rope_pattern(freq: Any, layers: int) -> list[int] | None:
+    """1 for each layer that does not turn q and k, as `TransformerConfig` reads `no_rope_freq`; None where all do."""
+    if type(freq) is int and freq > 0:
+        freq = [int((i + 1) % freq == 0) for i in range(min(layers, LAYERS))]
+    return [int(bool(each)) for each in freq] if isinstance(freq, list) and any(freq) else None
