@@ -36,7 +36,7 @@ SIZES = {"num_hidden_layers": 3, "vocab_size": 26, "hidden_size": 12, "intermedi
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False}  # fmt: skip
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5,
          "linear_conv_kernel_dim": 3}  # fmt: skip
-SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def qwen_mtp(prefix: str, last: int) -> Callable[[Shapes, Again], Shapes]:
@@ -88,12 +88,24 @@ def mimo(shapes: Shapes, _: Again) -> Shapes:
     }
 
 
+def turned_experts(shapes: Shapes, _: Again) -> Shapes:
+    """(experts, inputs, outputs), as the released files have them and transformers' saves do not."""
+    return {name: (e[0], e[2], e[1]) if ".experts." in name else e for name, e in shapes.items()}
+
+
 def kimi() -> None:
     """Its config class lies with its files; it is DeepSeek's."""
     import transformers
 
     named = type("KimiK2Config", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"})
     transformers.AutoConfig.register("kimi_k2", named)
+
+
+def glm4v() -> None:
+    """The bridge reads what earlier transformers had in the config."""
+    from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeTextConfig
+
+    Glm4vMoeTextConfig.partial_rotary_factor = 0.5
 
 
 def minimax() -> None:
@@ -117,7 +129,7 @@ QWEN_VISION = {"depth": 3, "hidden_size": 8, "intermediate_size": 6, "num_heads"
                "num_position_embeddings": 9}  # fmt: skip
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
           "num_key_value_heads": 4}  # fmt: skip
-GLM_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 6, "n_shared_experts": 2, "num_experts_per_tok": 2,
+GLM_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
                "first_k_dense_replace": 1}  # fmt: skip
 NO_OVERLAP = {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None,
               "moe_shared_expert_overlap": False}  # fmt: skip
@@ -125,6 +137,32 @@ NO_OVERLAP = {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_back
 
 def without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
+
+
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]}}
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+    "ssm_state_size": 3, "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2, "conv_kernel": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 5,
+    "mtp_layers_block_type": ["full_attention", "moe"],
+}  # fmt: skip
+
+
+def nemotron_mtp(shapes: Shapes, _: Again) -> Shapes:
+    """`mtp.layers`: one of attention, which joins, and one of experts, which ends."""
+    inner = {f"mtp.layers.{to}.{name.split('.', 3)[3]}": shape for to, at in ((0, 2), (1, 3))
+             for name, shape in shapes.items() if name.startswith(f"backbone.layers.{at}.")}  # fmt: skip
+    h = shapes["backbone.norm_f.weight"][0]
+    norms = {f"mtp.layers.{name}.weight": (h,) for name in ("0.enorm", "0.hnorm", "1.final_layernorm")}
+    return {**shapes, **inner, **norms, "mtp.layers.0.eh_proj.weight": (h, 2 * h)}
+
+
+GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+          "global_head_dim": 10, "sliding_window": 4, "num_hidden_layers": 4,
+          "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+# The bridge reads the config's classes of transformers before 5.13 here, which say what the released config says
+BEFORE = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.12.1"
 
 
 CASES = [
@@ -150,7 +188,7 @@ CASES = [
     ),
     Case(
         "ernie4_5_moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
-        {**SIZES, "moe_num_experts": 4, "moe_intermediate_size": 6, "moe_k": 2, "moe_num_shared_experts": 2,
+        {**SIZES, "moe_num_experts": 4, "moe_intermediate_size": 8, "moe_k": 2, "moe_num_shared_experts": 2,
          "moe_layer_start_index": 1},
     ),
     Case(
@@ -171,7 +209,7 @@ CASES = [
     Case(
         "qwen3_next", "qwen3_next", "Qwen3NextForCausalLM",
         {**SIZES, **DELTA, **SPARSE, "num_hidden_layers": 4, "full_attention_interval": 4,
-         "shared_expert_intermediate_size": 8},
+         "shared_expert_intermediate_size": 14},
         more=qwen_mtp("model.", 3), stated=MTP,
     ),
     Case(
@@ -188,7 +226,7 @@ CASES = [
     Case(
         "qwen3_5_moe", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration",
         {"text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
-                         "shared_expert_intermediate_size": 8},
+                         "shared_expert_intermediate_size": 14},
          "vision_config": QWEN_VISION, "tie_word_embeddings": False},
         more=qwen_mtp("model.language_model.", 3), stated={"text_config": {"mtp_num_hidden_layers": 1}},
     ),
@@ -223,12 +261,80 @@ CASES = [
     Case(
         "mimo_v2_flash", "mimo_v2_flash", "MiMoV2FlashForCausalLM",
         {**SIZES, "head_dim": 6, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 6, "sliding_window": 4,
+         "moe_intermediate_size": 8, "sliding_window": 4,
          "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         more=mimo, stated={  # as the released config says it
             "swa_rope_theta": 10000.0, "rope_theta": 5000000.0, "hybrid_layer_pattern": [0, 1, 0],
             "moe_layer_freq": [0, 1, 1], "sliding_window_size": 3, "layernorm_epsilon": 1e-05,
             "scoring_func": "sigmoid",
             "swa_num_key_value_heads": 4, "swa_head_dim": 6, "swa_v_head_dim": 4, "swa_num_attention_heads": 4},
+    ),
+    Case(
+        "qwen3_vl", "qwen3_vl", "Qwen3VLForConditionalGeneration",
+        {"text_config": SIZES, "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
+         "tie_word_embeddings": False},
+    ),
+    Case(
+        "qwen3_vl_moe", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration",
+        {"text_config": {**SIZES, **SPARSE}, "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
+         "tie_word_embeddings": False},
+    ),
+    Case(
+        "qwen3_vl_moe_released", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration",
+        {"text_config": {**SIZES, **SPARSE, "tie_word_embeddings": False},
+         "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]}, "tie_word_embeddings": False},
+        more=turned_experts,
+    ),
+    Case(
+        "qwen2_5_vl", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration",
+        {"text_config": {**without(SIZES, "head_dim"), "hidden_size": 24, **MROPE},
+         "vision_config": {**without(QWEN_VISION, "num_position_embeddings"), "out_hidden_size": 24, "window_size": 8,
+                           "fullatt_block_indexes": [1]},
+         "tie_word_embeddings": False},
+    ),
+    Case(
+        "glm4v_moe", "glm4v_moe", "Glm4vMoeForConditionalGeneration",
+        {"text_config": {**SIZES, **GLM_EXPERTS, "n_shared_experts": 1, "use_qk_norm": False, "attention_bias": True,
+                         **MROPE},
+         "vision_config": {**without(QWEN_VISION, "num_position_embeddings"), "image_size": 8},
+         "tie_word_embeddings": False},
+        before=glm4v,
+    ),
+    Case(
+        "mistral3", "mistral3", "Mistral3ForConditionalGeneration",
+        {"text_config": {"model_type": "ministral3", **SIZES},
+         "vision_config": {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2,
+                           "num_attention_heads": 2, "num_channels": 3, "image_size": 8, "patch_size": 2},
+         "tie_word_embeddings": False},
+    ),
+    Case(
+        "nemotron_h", "nemotron_h", "NemotronHForCausalLM",
+        {**without(SIZES, "num_hidden_layers"), **NEMOTRON_H}, more=nemotron_mtp, stated=MTP,
+    ),
+    Case(
+        "falcon_h1", "falcon_h1", "FalconH1ForCausalLM",
+        {**SIZES, "mamba_d_ssm": 24, "mamba_n_heads": 4, "mamba_d_head": 6, "mamba_n_groups": 2, "mamba_d_state": 3,
+         "mamba_d_conv": 4, "mamba_norm_before_gate": False},
+    ),
+    Case(
+        "falcon_h1_norm", "falcon_h1", "FalconH1ForCausalLM",
+        {**SIZES, "mamba_d_ssm": 24, "mamba_n_heads": 4, "mamba_d_head": 6, "mamba_n_groups": 2, "mamba_d_state": 3,
+         "mamba_d_conv": 4, "mamba_norm_before_gate": False, "mamba_rms_norm": True, "tie_word_embeddings": True},
+    ),
+    Case(
+        "gemma4", "gemma4_text", "Gemma4ForCausalLM",
+        {**GEMMA4, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 26, "num_kv_shared_layers": 2,
+         "num_global_key_value_heads": 4},
+        versions=BEFORE,
+    ),
+    Case(
+        "gemma4_k_eq_v", "gemma4_text", "Gemma4ForCausalLM",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}, versions=BEFORE,
+    ),
+    Case(
+        "gemma4_moe", "gemma4_text", "Gemma4ForCausalLM",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
+         "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+        versions=BEFORE,
     ),
 ]  # fmt: skip

@@ -7,6 +7,8 @@ Run by hand, in an environment of its own (Python 3.12; `--no-deps` because the 
     python tests/families/bridge_golden.py fixtures/bridge                  # every case
     python tests/families/bridge_golden.py fixtures/bridge qwen3_next ...   # some
 
+Cases whose `versions` name another transformers (Gemma 4: 5.12.1) want that one installed instead.
+
 For each case: transformers saves a tiny model; its files' tensors, and those of multi-token prediction, which
 transformers does not build, are filled with even numbers that all differ: 2, 4, 6, ... in the order of the names;
 `AutoBridge.load_hf_weights` loads them into a Megatron model (`bridge_on_cpu.py` says how without a GPU) in which every
@@ -14,7 +16,8 @@ element was NaN. CASE.config.json is the config that transformers saved. CASE.js
 
     hub         {name: shape} in the order in which the numbers were given
     megatron    {name in the state dict of megatron-core: [shape, runs]}; runs: [first value, length, step], ... in
-                row-major order. An odd value is an even one of the hub less one: the bridge computes there.
+                row-major order. An odd value is an even one of the hub less one: the bridge computes there; zeros
+                are its own
     untouched   names of the state dict that the bridge does not load (still NaN)
     unused      hub tensors that no element comes from
     tp2         the same of each of two tensor-parallel ranks (gloo), without the tensors that are whole on both

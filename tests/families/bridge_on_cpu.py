@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 KERNELS = ("transformer_engine", "transformer_engine_torch", "fla", "mamba_ssm", "causal_conv1d",
            "fast_hadamard_transform", "flash_mla", "nvidia_resiliency_ext", "modelopt", "mistral_common", "diffusers",
            "datasets", "tensorboard", "wandb", "qwen_vl_utils", "timm", "open_clip", "mlflow", "comet_ml",
-           "megatron.energon", "modelscope", "librosa", "av", "PIL", "imageio", "decord", "webdataset")  # fmt: skip
+           "megatron.energon", "modelscope", "librosa", "soxr", "av", "PIL", "imageio", "decord",
+           "webdataset")  # fmt: skip
 VERSIONS = {"transformer_engine": "2.13.0", "mamba_ssm": "2.3.0", "causal_conv1d": "1.5.0", "flash_mla": "1.0.0"}
 
 
@@ -225,7 +226,8 @@ def _cuda_on_cpu() -> None:
     cuda.current_device = lambda: here
     for name in ("set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed", "current_stream"):
         setattr(cuda, name, lambda *a, name=name, **k: None)  # one function each: torch keeps rules by function
-    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    cuda.random.set_rng_state = cuda.set_rng_state
     cuda.initial_seed = lambda *a, **k: 0
     cuda.get_device_capability = lambda *a, **k: (9, 0)
     cuda.Stream = _anything("Stream")
