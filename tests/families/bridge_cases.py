@@ -16,7 +16,7 @@ Again = Callable[..., Shapes]  # names and shapes of the same class with other s
 class Case:
     """config: arguments of transformers' config class. more: adds hub tensors that transformers does not build. stated:
     what config.json says beside. posing: what it says to the bridge alone. provider: attributes of Megatron's. before:
-    called before the bridge is."""
+    called before the bridge is. swift: mcore-bridge of ms-swift instead of Megatron-Bridge."""
 
     name: str
     model_type: str
@@ -29,6 +29,7 @@ class Case:
     before: Callable[[], None] | None = None
     tp2: bool = True
     expert_tp: int = 1
+    swift: bool = False
     versions: str = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.23.0"
 
 
@@ -163,6 +164,8 @@ GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_g
           "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 # The bridge reads the config's classes of transformers before 5.13 here, which say what the released config says
 BEFORE = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.12.1"
+
+SWIFT = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.23.0"
 
 
 CASES = [
@@ -336,5 +339,41 @@ CASES = [
         {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
          "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
         versions=BEFORE,
+    ),
+    Case(
+        "dots1", "dots1", "Dots1ForCausalLM", {**SIZES, **GLM_EXPERTS}, swift=True, versions=SWIFT,
+    ),
+    Case(
+        "qwen2_vl", "qwen2_vl", "Qwen2VLForConditionalGeneration",
+        {"text_config": {**without(SIZES, "head_dim"), "hidden_size": 24, **MROPE},
+         "vision_config": {"depth": 3, "embed_dim": 8, "hidden_size": 24, "mlp_ratio": 2, "num_heads": 2,
+                           "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2},
+         "tie_word_embeddings": False},
+        swift=True, versions=SWIFT,
+    ),
+    Case(
+        "glm4v", "glm4v", "Glm4vForConditionalGeneration",
+        {"text_config": {**without(SIZES, "head_dim"), "hidden_size": 24, **MROPE},
+         "vision_config": {**without(QWEN_VISION, "num_position_embeddings"), "out_hidden_size": 24, "image_size": 8},
+         "tie_word_embeddings": False},
+        swift=True, versions=SWIFT,
+    ),
+    Case(
+        "internvl", "internvl", "InternVLForConditionalGeneration",
+        {"text_config": {"model_type": "qwen2", **without(SIZES, "head_dim"), "hidden_size": 24},
+         "vision_config": {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 6,
+                           "image_size": [8, 8], "patch_size": [2, 2]},
+         "tie_word_embeddings": False},
+        swift=True, versions=SWIFT,
+    ),
+    Case(
+        "llama4", "llama4", "Llama4ForConditionalGeneration",
+        {"text_config": {**SIZES, "num_hidden_layers": 4, "intermediate_size_mlp": 14, "num_local_experts": 4,
+                         "intermediate_size": 8, "interleave_moe_layer_step": 2},
+         "vision_config": {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+                           "vision_output_dim": 10, "image_size": 8, "patch_size": 2, "projector_input_dim": 10,
+                           "projector_output_dim": 10},
+         "tie_word_embeddings": False},
+        swift=True, versions=SWIFT,
     ),
 ]  # fmt: skip

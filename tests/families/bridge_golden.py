@@ -7,6 +7,8 @@ Run by hand, in an environment of its own (Python 3.12; `--no-deps` because the 
     python tests/families/bridge_golden.py fixtures/bridge                  # every case
     python tests/families/bridge_golden.py fixtures/bridge qwen3_next ...   # some
 
+    pip install --no-deps mcore-bridge==1.6.5                               # for the cases that are ms-swift's
+
 Cases whose `versions` name another transformers (Gemma 4: 5.12.1) want that one installed instead.
 
 For each case: transformers saves a tiny model; its files' tensors, and those of multi-token prediction, which
@@ -35,6 +37,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,12 +95,10 @@ def hub_model(case: Case, folder: Path) -> Shapes:
     return shapes
 
 
-def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    """This rank's state dict after loading, and the names that are still NaN."""
+def nvidia(case: Case, folder: Path, tp: int) -> tuple[torch.nn.Module, Callable[[], object]]:
+    """An empty model by Megatron-Bridge, and what loads it."""
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-    if case.before:
-        case.before()
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
     # no use_cpu_initialization: it wants more of a layer than its sizes; the GPU's way is the CPU's here
@@ -112,7 +113,32 @@ def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], li
     provider.initialize_model_parallel(seed=1)
     model = provider.provide_distributed_model(wrap_with_ddp=False, mixed_precision_wrapper=None)
     assert len(model) == 1
-    module = model[0].float()
+    return model[0].float(), lambda: bridge.load_hf_weights(model)
+
+
+def swift(case: Case, folder: Path, tp: int) -> tuple[torch.nn.Module, Callable[[], object]]:
+    """The same by mcore-bridge of ms-swift."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    degrees = {"tensor_model_parallel_size": tp, "expert_tensor_parallel_size": case.expert_tp if tp > 1 else None}
+    parallel_state.initialize_model_parallel(**degrees)
+    model_parallel_cuda_manual_seed(1)
+    from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+
+    stated = hf_to_mcore_config(transformers.AutoConfig.from_pretrained(folder))
+    wanted = {**degrees, "params_dtype": torch.float32, "sequence_parallel": tp > 1,
+              "gradient_accumulation_fusion": False, **case.provider}  # fmt: skip
+    config = ModelConfig(**{**stated, **wanted})
+    (module,) = models = get_mcore_model(config)
+    return module.float(), lambda: config.bridge.load_weights(models, str(folder))
+
+
+def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    """This rank's state dict after loading, and the names that are still NaN."""
+    if case.before:
+        case.before()
+    module, load = (swift if case.swift else nvidia)(case, folder, tp)
 
     def state() -> dict[str, torch.Tensor]:
         found = module.state_dict(keep_vars=True)
@@ -122,7 +148,7 @@ def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], li
         for value in state().values():
             if value.is_floating_point():
                 value.fill_(float("nan"))
-    bridge.load_hf_weights(model)
+    load()
     arrays, untouched = {}, []
     for name, value in state().items():
         if not value.is_floating_point():
