@@ -1,5 +1,5 @@
-"""The tables of formats and families in the READMEs and the guide, derived from what each says of itself; and the types
-of the Python functions, derived from the statements of the options.
+"""The tables of formats and families in the READMEs and the guide, derived from what each says of itself; the family
+that the guide shows; and the types of the Python functions, derived from the statements of the options.
 
     python tests/derive_tables.py            write them
     python tests/derive_tables.py --check    write nothing; exit 1 with a diff where something is not as derived
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +21,29 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this tree, not what is installed
 
 from ckpt_tool import api  # noqa: E402
+from ckpt_tool.families.base import Family  # noqa: E402
+from ckpt_tool.families.experts import expert_layouts  # noqa: E402
 from ckpt_tool.families.models import FAMILIES  # noqa: E402
 from ckpt_tool.formats.entry import entries, load  # noqa: E402
 
-# language -> (README, how the heads of the three tables begin)
+# language -> (README, how the heads of the tables of formats begin, those of the tables of families by `group_of`)
 LANGUAGES = {
-    "en": ("README.md", "| name | what it is |", "| format | read |", "| family |"),
-    "zh": ("README_zh.md", "| 名称 | 说明 |", "| 格式 | 读 |", "| 家族 |"),
+    "en": (
+        "README.md",
+        "| name | what it is |",
+        "| format | read |",
+        ("| dense |", "| with experts |", "| with recurrent layers |", "| with a tower |"),
+    ),
+    "zh": (
+        "README_zh.md",
+        "| 名称 | 说明 |",
+        "| 格式 | 读 |",
+        ("| 稠密 |", "| 含专家 |", "| 含循环层 |", "| 含视觉或音频塔 |"),
+    ),
 }
+# what only layers with a state of their own have: of Mamba, of gated delta rules, of short convolutions
+RECURRENT = re.compile(r"\b(mamba\w*|mixer|linear_attn|A_log|(short_)?conv(1d)?)\b")
+SHOWN = "ckpt_tool/families/models/olmo2.py"  # the family that the guide shows, whole
 
 
 def row(name: str, *cells: str | bool) -> str:
@@ -48,16 +64,35 @@ def capabilities() -> list[str]:
     ]
 
 
-def families() -> list[str]:
-    """Columns: the model types, and the systems whose names the family knows."""
-    return [
-        row(
-            family.name,
-            ", ".join(f"`{kind}`" for kind in family.model_types),
-            *(system in family.known_dialects for system in ("hf", "megatron", "paddle", "meta")),
-        )
-        for family in FAMILIES
-    ]
+def group_of(family: Family) -> int:
+    """Which of the tables of families has it: 0 dense, 1 with experts, 2 with recurrent layers, 3 with a tower."""
+    if family.language:
+        return 3
+    if any(map(RECURRENT.search, family.table("hf").left)):
+        return 2
+    return 1 if expert_layouts(family) else 0
+
+
+def families(group: int) -> list[str]:
+    """Columns: the model types, layouts of the experts in the hub's files, the systems whose names the family knows,
+    (✓) where there are no Megatron arguments for it."""
+    rows = []
+    for family in FAMILIES:
+        kinds, layouts = ([f"`{each}`" for each in words] for words in (family.model_types, expert_layouts(family)))
+        megatron: bool | str = "megatron" in family.dialects
+        if megatron and not any(each.forms for each in family.classes):
+            megatron = "(✓)"
+        others = (system in family.dialects for system in ("paddle", "meta"))
+        cells = (", ".join(kinds), ", ".join(layouts) or False, megatron, *others)
+        rows += [row(family.name, *cells)] if group_of(family) == group else []
+    return rows
+
+
+def listing(lines: list[str], file: str) -> list[str]:
+    """A page with the text of a file in the block of Python that begins as the file does."""
+    text = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    first = next(at for at, line in enumerate(lines) if line == "```python" and lines[at + 1][:7] == text[0][:7]) + 1
+    return [*lines[:first], *text, *lines[lines.index("```", first) :]]
 
 
 STUB = """# The functions of `ckpt_tool.api` with their options and types, by tests/derive_tables.py
@@ -90,11 +125,12 @@ def stub() -> list[str]:
 
 def tables() -> Iterator[tuple[str, str, list[str]]]:
     """(file, how the table's head begins, the rows below)."""
-    for language, (readme, format_, capability, family) in LANGUAGES.items():
+    for language, (readme, format_, capability, groups) in LANGUAGES.items():
         yield readme, format_, formats(language)
         yield f"ckpt_tool/guide/{language}/formats.md", format_, formats(language)
         yield f"ckpt_tool/guide/{language}/formats.md", capability, capabilities()
-        yield f"ckpt_tool/guide/{language}/pretrained.md", family, families()
+        for group, head in enumerate(groups):
+            yield f"ckpt_tool/guide/{language}/families.md", head, families(group)
 
 
 def derived(lines: list[str], head: str, rows: list[str]) -> list[str]:
@@ -112,6 +148,9 @@ def pages() -> dict[str, tuple[list[str], list[str]]]:
     for file, head, rows in tables():
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
         found[file] = lines, derived(found.get(file, (lines, lines))[1], head, rows)
+    for language in LANGUAGES:
+        file = f"ckpt_tool/guide/{language}/families.md"
+        found[file] = found[file][0], listing(found[file][1], SHOWN)
     types = "ckpt_tool/__init__.pyi"
     return {**found, types: ((ROOT / types).read_text(encoding="utf-8").splitlines(), stub())}
 

@@ -90,9 +90,9 @@ def test_a_page_is_shown_whole(topic, language):
 
 
 def test_the_family_that_is_shown_is_all_of_it(tmp_path):
-    """OLMo 2 as the READMEs show it: a copy of the package without that file does not know the model; with the listing,
+    """OLMo 2 as the guide shows it: a copy of the package without that file does not know the model; with the listing,
     it does."""
-    (body,) = [body for _, body in blocks("README.md", "python") if "OLMo 2" in body]
+    (body,) = [body for _, body in blocks("ckpt_tool/guide/en/families.md", "python")]
     assert len(body.splitlines()) <= 60
     shutil.copytree(ROOT / "ckpt_tool", tmp_path / "ckpt_tool", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "ckpt_tool/families/models/olmo2.py"
@@ -103,7 +103,7 @@ def test_the_family_that_is_shown_is_all_of_it(tmp_path):
         import derive_tables
         from ckpt_tool.families.registry import find
         found = find({"model_type": "olmo2"}, {"model.layers.0.self_attn.q_norm.weight": (24,)})
-        print(found.family.name, found.dialect, any("`olmo2`" in row for row in derive_tables.families()))"""
+        print(found.family.name, found.dialect, any("`olmo2`" in row for row in derive_tables.families(0)))"""
     command = [sys.executable, "-P", "-c", program]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'tests'}"}
     file.unlink()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 NO_FAMILY = "E1372"  # of `families.registry.find`
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert: fc1 and fc2 are two names
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
@@ -123,7 +123,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     except (UsageError, InputError) as e:
         nobody_knows = e.code == NO_FAMILY and not (config or {}).get("model_type")
         if requested or source not in (None, target) and not nobody_knows:
-            e.faults = (*e.faults, *model.notes)
+            e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
     if config is not None and "model_type" not in config and not model.file:

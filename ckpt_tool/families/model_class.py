@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of the names of classes that have a head
+
 
 @dataclass(frozen=True, slots=True)
 class ModelClass:
@@ -53,7 +55,7 @@ class ModelClass:
     def architectures(self) -> tuple[str, ...]:
         """Every name that config.json may give the class: `LlamaForCausalLM`, and without a head `LlamaModel`."""
         stem = self.architecture
-        for end in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+        for end in ENDS:
             stem = stem.removesuffix(end)
         return (self.architecture, f"{stem}Model", *self.also)
 

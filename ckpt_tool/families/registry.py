@@ -19,11 +19,14 @@ from typing import NamedTuple
 from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families.base import Config, Family, Shape, Variant
-from ckpt_tool.families.models import FAMILIES, NAMES
+from ckpt_tool.families.models import FAMILIES, NAMES, family_of, family_of_class, load
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import instances
 
 _KEEP = "or keep the source's names with --dialect keep"
+_LIST = f"`ckpt help families` lists the {len(NAMES)} that there are"
+_ADD = "`ckpt help families` says how to add a family"
+_SHOWN = 8  # families of a list in a message
 
 
 class Found(NamedTuple):
@@ -33,14 +36,9 @@ class Found(NamedTuple):
 
 def by_name(name: str) -> Family:
     """The family of that name. Raises UsageError (E1230)."""
-    for family in FAMILIES:
-        if family.name == name:
-            return family
-    raise UsageError(
-        f"--family: no family {name!r}",
-        code="E1230",
-        hint=near_misses(name, NAMES) or f"there are {', '.join(NAMES)}",
-    )
+    if name in NAMES:
+        return load(name)
+    raise UsageError(f"--family: no family {name!r}", code="E1230", hint=near_misses(name, NAMES) or _LIST)
 
 
 def find(
@@ -69,52 +67,74 @@ def find(
             chosen.table(dialect)
             return Found(chosen, dialect)
     else:
-        chosen = _configured(config or {}) or _named(names)
-    return Found(chosen, _dialect(chosen, names, shapes, chosen.facts(config or {}), stated))
+        found = _configured(config or {}) or _named(config or {}, names)
+        if found is None:
+            raise _no_family(config or {}, shapes or names, stated)
+        chosen = found
+    return Found(chosen, _dialect(chosen, names, shapes, config or {}, stated))
 
 
 def _configured(config: Config) -> Family | None:
-    """The family that a config names, None where it names nothing. Raises InputError (E1372) for one that is not
-    here."""
-    kind, classes = config.get("model_type"), config.get("architectures")
-    classes = [str(each) for each in classes] if isinstance(classes, list) else []
-    for family in FAMILIES:
-        if kind in family.model_types:
-            return family
-    for family in FAMILIES:
-        if any(each.removesuffix("Pipe") in known.architectures for known in family.classes for each in classes):
-            return family
-    if kind is None and not classes:
-        return None
-    what = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
-    known = [each for family in FAMILIES for each in family.model_types]
-    raise InputError(
-        f"config.json says {what}, for which there is no family",
+    """The family that a config names, None where it names none of ours."""
+    kind = config.get("model_type")
+    if isinstance(kind, str):
+        try:
+            return family_of(kind)
+        except KeyError:
+            pass
+    return next(filter(None, map(family_of_class, _architectures(config))), None)
+
+
+def _architectures(config: Config) -> list[str]:
+    classes = config.get("architectures")
+    return [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
+
+
+def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: str | None) -> InputError:
+    """What to say of a checkpoint whose config names no family of ours, or whose names none knows."""
+    from ckpt_tool.families.nearest import nearest
+
+    kind, classes = config.get("model_type"), _architectures(config)
+    near = nearest(FAMILIES, names, config, str(kind or ""), stated)
+    if kind is not None or classes:
+        says = f"model_type {kind!r}" if kind is not None else f"architectures {classes}"
+        what = f"config.json says {says}, for which there is no family"
+    else:
+        what = f"no family knows a name like {next(iter(names), '(there are none)')}"
+    if near is None:
+        return InputError(what, code="E1372", hint=f"{_ADD}, {_KEEP}")
+    return InputError(
+        f"{what}; {near.headline}",
         code="E1372",
-        hint=f"{near_misses(str(kind), known) or 'there are ' + ', '.join(NAMES)}; say which with --family "
-        f"NAME, {_KEEP}",
+        hint="; ".join(filter(None, (near.advice, _ADD))) + f", {_KEEP}",
+        faults=near.differences,
     )
 
 
-def _named(names: list[str]) -> Family:
-    """The one family that knows the most of the names."""
+def _named(config: Config, names: list[str]) -> Family | None:
+    """The one family that knows the most of the names, None where the config names one that is not here or none knows
+    any."""
+    if config.get("model_type") is not None or _architectures(config):
+        return None
     known = {family: max(_known(family, names).values()) for family in FAMILIES}
     most = max(known.values())
-    fitting = [family for family, count in known.items() if count == most]
+    fitting = [family.name for family, count in known.items() if count == most]
     if not any(most):
-        raise InputError(
-            f"no family knows a name like {names[0] if names else '(there are none)'}",
-            code="E1372",
-            hint=f"there are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
-        )
+        return None
     if len(fitting) > 1:
+        from ckpt_tool.families.nearest import nearest
+
+        near = nearest(map(load, fitting), names, config)
+        first = [near.family.name, *near.also] if near else []
+        listed = list(dict.fromkeys((*first, *fitting)))
+        more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
         raise UsageError(
             "without a config the names fit several families",
             code="E1232",
-            faults=[", ".join(family.name for family in fitting)],
+            faults=[f"the most of the names are known to {', '.join(listed[:_SHOWN])}{more}"],
             hint=f"give the model's config.json with --config FILE, or the family with --family NAME, {_KEEP}",
         )
-    return fitting[0]
+    return load(fitting[0])
 
 
 def _known(family: Family, names: list[str]) -> dict[str, tuple[int, int]]:
@@ -131,6 +151,7 @@ def _known(family: Family, names: list[str]) -> dict[str, tuple[int, int]]:
 def _dialect(
     family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, stated: str | None
 ) -> str:
+    whole, config = config, family.facts(config)
     known = _known(family, names)
     if stated is not None:
         known = {dialect: n for dialect, n in known.items() if dialect == stated or dialect.startswith(f"{stated}-")}
@@ -138,11 +159,16 @@ def _dialect(
             family.table(stated)  # raises, with what there is
     most = max(known.values())
     if not any(most):
+        from ckpt_tool.families.nearest import nearest
+
+        near = nearest(FAMILIES, shapes or names, whole, stated=stated)
         raise InputError(
             f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
-            + (f" in dialect {stated}" if stated else ""),
+            + (f" in dialect {stated}" if stated else "")
+            + (f"; {near.headline}" if near else ""),
             code="E1373",
-            hint=f"is it the right family? There are {', '.join(NAMES)}; {_KEEP.removeprefix('or ')}",
+            hint="is it the right family? " + "; ".join(filter(None, (near.advice if near else "", _LIST, _KEEP))),
+            faults=near.differences if near else (),
         )
     fitting = [dialect for dialect, count in known.items() if count == most]
     if len(fitting) > 1 and shapes is not None:

@@ -26,7 +26,7 @@ from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
 from ckpt_tool.families.quantised import followers
-from ckpt_tool.families.sizes import check_known, configured, fits, settled
+from ckpt_tool.families.sizes import check_known, configured, fits, settled, shape_of
 from ckpt_tool.families.table import Instances, Table, form_of, instances
 
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
@@ -188,22 +188,35 @@ def sizes_of(
     return settled(seen, sizes), reasons
 
 
-def misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:
-    """How many kinds of tensors can't have their shapes in that dialect."""
+class Unfitting(NamedTuple):
+    """A tensor whose shape no rule of its name can have. wanted: what one of them says, None where that is open."""
+
+    name: str
+    shape: Shape
+    pattern: str
+    wanted: tuple[int | None, ...]
+
+
+def unfitting(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> Iterator[Unfitting]:
+    """One of each kind of tensors that can't have their shapes in that dialect."""
     table = family.table(dialect)
     named, _ = instances(table.left, shapes)
     sizes, _ = sizes_of(family, table, named, shapes, config)
-    wrong = 0
     for group in named:
-        shape = shapes[group.form % group.values[0]]
+        name = group.form % group.values[0]
         terms = [
             term
             for spot in group.spots
             for term in table.rules[spot.rule].left
             if term.name and term.name.form == group.form
         ]
-        wrong += all(fits(term.pattern, shape, sizes) is False for term in terms)
-    return wrong
+        if all(fits(term.pattern, shapes[name], sizes) is False for term in terms):
+            yield Unfitting(name, shapes[name], terms[0].pattern.text, shape_of(terms[0].pattern, sizes))
+
+
+def misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:
+    """How many kinds of tensors can't have their shapes in that dialect."""
+    return sum(1 for _ in unfitting(family, dialect, shapes, config))
 
 
 def _elsewhere(family: Family, source: str, shapes: Mapping[str, Shape], config: Config) -> str:

@@ -90,3 +90,13 @@ def fits(pattern: Pattern, shape: Sequence[int], sizes: Mapping[str, Extent]) ->
         elif node.size(sizes) != n:
             return False
     return None if open_dim else True
+
+
+def shape_of(pattern: Pattern, sizes: Mapping[str, Extent]) -> tuple[int | None, ...]:
+    """The shape that the sizes give, None for a dim of which an axis has no size."""
+    return tuple(
+        None
+        if {axis for kind in node.kinds() for axis in kind if not axis.isdigit()} - sizes.keys()
+        else node.size(sizes)
+        for node in pattern.dims
+    )

@@ -166,6 +166,22 @@ def test_names_that_no_family_knows_stay_with_a_line(tmp_path: Path) -> None:
     assert "--dialect keep" in str(caught.value.hint)
 
 
+def test_a_model_type_of_no_family_can_take_the_nearest_s_rules(tmp_path: Path) -> None:
+    hub_model(tmp_path / "llama", LLAMA)
+    hub_model(tmp_path / "hub", {**LLAMA, "model_type": "lamina"})
+    with pytest.raises(InputError, match="'lamina'.*the nearest, llama, knows all 12 kinds of tensors") as caught:
+        run(tmp_path / "hub", tmp_path / "out", to="megatron-dist")
+    assert caught.value.code == "E1372" and caught.value.path == str(tmp_path / "hub")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path / "llama", tmp_path / "same", to="megatron-dist", degrees={"tp": 2})
+    family = Reading(family="llama")
+    report = run(tmp_path / "hub", tmp_path / "out", family, to="megatron-dist", degrees={"tp": 2})
+    assert any("no Megatron arguments are written" in note for note in report["notes"])
+    assert diff(str(tmp_path / "out"), str(tmp_path / "same"), Reading(), progress=Silent())["equal"]
+    run(tmp_path / "out", tmp_path / "back", family, to="safetensors")
+    assert diff(str(tmp_path / "hub"), str(tmp_path / "back"), Reading(), progress=Silent())["equal"]
+
+
 def test_paddles_way_round_is_noticed_where_nobody_says_it(tmp_path: Path) -> None:
     """dcp has no word for whose names it holds; a model-only output is the hub's all the same."""
     hub_model(tmp_path / "hub", LLAMA)

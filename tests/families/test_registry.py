@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from family_models import NAMES, config_of, hub_shapes
 
 from ckpt_tool.errors import CkptError, InputError, UsageError
-from ckpt_tool.families.models import FAMILIES
+from ckpt_tool.families.models import FAMILIES, family_of, family_of_class
 from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping
 
+LOADED = """
+import sys
+from ckpt_tool.families.registry import find
+{call}
+front = "ckpt_tool.families.models."
+print(*sorted(name.removeprefix(front) for name in sys.modules if name.startswith(front)))
+"""
 PAIRS = [(family.name, dialect) for family in FAMILIES for dialect in family.known_dialects]
 
 
@@ -52,10 +62,35 @@ def test_the_family_comes_from_the_model_type_or_from_a_class(name: str) -> None
     assert find({**classes, "architectures": [f"{classes['architectures'][0]}Pipe"]}, shapes).family.name == name
 
 
-def test_a_config_of_no_family() -> None:
-    with pytest.raises(InputError, match="model_type 'qwen2_audio'") as error:
-        find({"model_type": "qwen2_audio"}, shapes_in("qwen2", "hf"))
-    assert error.value.code == "E1372" and "did you mean" in (error.value.hint or "")
+def test_a_family_is_found_as_if_all_were_looked_at() -> None:
+    """`family_of` and `family_of_class` go by what the files say; each word is of one family."""
+    kinds = [(kind, family) for family in FAMILIES for kind in family.model_types]
+    assert len(dict(kinds)) == len({*kinds})
+    for kind, family in kinds:
+        assert family_of(kind) is family
+    for family in FAMILIES:
+        for name in (name for each in family.classes for name in each.architectures):
+            first = next(each for each in FAMILIES if any(name in known.architectures for known in each.classes))
+            assert family_of_class(name) is first
+    for unknown in ("nonsense", "", '"', None, ["llama"], 3, "../llama"):
+        with pytest.raises(KeyError):
+            family_of(str(unknown))
+        assert family_of_class(str(unknown)) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "loaded"),
+    [
+        ("find({'model_type': 'mistral'}, {'model.norm.weight': (4,)})", ["llama"]),
+        ("find({'architectures': ['Qwen3ForCausalLM']}, {'model.norm.weight': (4,)})", ["qwen3"]),
+        ("find(None, {'model.norm.weight': (4,)}, family='phi3')", ["phi3"]),
+        ("", []),
+        ("from ckpt_tool.families.models import FAMILIES; list(FAMILIES)", NAMES),
+    ],
+)
+def test_no_more_families_are_loaded_than_are_looked_at(call: str, loaded: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED.format(call=call)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == loaded
 
 
 def test_names_that_one_family_has_need_no_config() -> None:
@@ -67,7 +102,8 @@ def test_names_that_one_family_has_need_no_config() -> None:
 def test_names_that_many_have_are_told_as_such() -> None:
     with pytest.raises(UsageError, match="several families") as error:
         find(None, shapes_in("llama", "hf"))
-    assert "llama, " in error.value.faults[0] and "qwen2, " in error.value.faults[0]
+    (listed,) = error.value.faults
+    assert "llama, " in listed and "more" in listed  # those that want no more than there is come first
     assert error.value.code == "E1232" and "--config" in (error.value.hint or "")
 
 

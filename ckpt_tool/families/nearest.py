@@ -1,0 +1,182 @@
+"""Nearest: which family a checkpoint of no family is most like, and what sets it apart.
+
+    nearest(FAMILIES, shapes, config, "qwen3_plus")
+      -> Near(QWEN3, "hf", kinds=14, known=13, strange=("model.layers.0.mlp.scale [64]",), lacking=(), unfit=())
+
+The family whose rules know the most kinds of the names, with shapes that fit; of those alike the one that knows more
+with other shapes, then the one that leaves fewer rules without a tensor, then the one whose model type is written most
+like the unknown one. A kind is a name but
+for its numbers. Cost: it parses every table, 1 ms each, so it is for errors. What it does not do: choose a family. Only
+people know whether a model with the same tensors computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tool.algebra.equation import Equation
+from ckpt_tool.algebra.expression import Expression
+from ckpt_tool.algebra.term import Name
+from ckpt_tool.errors import UsageError
+from ckpt_tool.families.base import HUB, Config, Family, Shape
+from ckpt_tool.families.rewrite import Unfitting, unfitting
+from ckpt_tool.families.table import form_of
+
+_EXAMPLES = 3  # of a list in a message
+
+
+class Near(NamedTuple):
+    """How near a family is.
+
+    kinds: of names in the checkpoint. known: those that the rules know, with shapes that fit. strange: names that no
+    rule knows, one of each kind. lacking: names of rules that find no tensor. unfit: shapes that do not fit. also:
+    other families of which all of this holds in like measure.
+    """
+
+    family: Family
+    dialect: str
+    kinds: int
+    known: int
+    strange: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    @property
+    def close(self) -> bool:
+        """Is it worth a try? Most of the kinds are known."""
+        return 2 * self.known > self.kinds
+
+    @property
+    def headline(self) -> str:
+        """`the nearest, qwen3, knows 13 of 14 kinds of tensors`."""
+        known = "all" if self.known == self.kinds else f"{'' if self.close else 'only '}{self.known} of"
+        return f"the nearest, {self.family.name}, knows {known} {_many(self.kinds, 'kind')} of tensors"
+
+    @property
+    def differences(self) -> list[str]:
+        """What sets the checkpoint apart from the family, a line a sort of difference."""
+        name = self.family.name
+        lines = (
+            (f"{_many(len(self.strange), 'kind')} of tensors in no rule of {name}", self.strange),
+            (f"{_many(len(self.lacking), 'name')} of {name} without a tensor (optional ones count)", self.lacking),
+            (f"{_many(len(self.unfit), 'shape')} unlike those of {name}", self.unfit),
+        )
+        return [f"{head}: {_some(found)}" for head, found in lines if found]
+
+    @property
+    def advice(self) -> str:
+        """How to use the family anyway; "" where its rules do not fit."""
+        if not self.close or self.unfit:
+            return ""
+        name, also = self.family.name, f" (or {', '.join(self.also)}, as near)" if self.also else ""
+        converts = "--lenient converts what its rules know and keeps the rest" if self.strange else "converts it"
+        return f"if it computes like {name}{also}, --family {name} {converts}"
+
+
+def nearest(
+    families: Iterable[Family],
+    names: Mapping[str, Shape] | Sequence[str],
+    config: Config,
+    kind: str = "",
+    stated: str | None = None,
+) -> Near | None:
+    """The family that is most like the checkpoint, None where none knows a name.
+
+    Args:
+        names: {parameter: shape}, or the names alone.
+        kind: the model type that no family has.
+        stated: what the format says of the dialect: `paddle` is also any `paddle-...`.
+    """
+    shapes = names if isinstance(names, Mapping) else {}
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(form_of(name)[0], name)
+    found = []
+    for family in families:
+        for dialect in family.known_dialects:
+            if stated in (None, dialect) or dialect.startswith(f"{stated}-"):
+                near = _near(family, dialect, kinds, shapes, config)
+                if near.known:
+                    found.append(near)
+    if not found:
+        return None
+    most = max((near.known, -len(near.strange)) for near in found)
+    found = [_lacking(near, kinds, config) for near in found if (near.known, -len(near.strange)) == most]
+    fewest = min(len(near.lacking) for near in found)
+    found = [near for near in found if len(near.lacking) == fewest]
+    found.sort(key=lambda near: (-_alike(near.family, kind), near.dialect != HUB))  # stable: in order of names
+    also = dict.fromkeys(near.family.name for near in found if near.family is not found[0].family)
+    return found[0]._replace(also=tuple(also)[:_EXAMPLES])
+
+
+def _near(family: Family, dialect: str, kinds: Mapping[str, str], shapes: Mapping[str, Shape], config: Config) -> Near:
+    """All but what the family has and the checkpoint lacks."""
+    table = family.table(dialect)
+    unknown = (name for form, name in kinds.items() if form not in table.left and table.in_tower(name) is None)
+    strange = tuple(_shaped(name, shapes) for name in unknown)
+    first = {name: shapes[name] for name in kinds.values() if name in shapes}
+    try:
+        unfit = tuple(_unfit(found) for found in unfitting(family, dialect, first, family.facts(config)))
+    except UsageError:  # a config in which the family's words mean something else
+        unfit = ()
+    return Near(family, dialect, len(kinds), len(kinds) - len(strange) - len(unfit), strange, (), unfit)
+
+
+def _lacking(near: Near, kinds: Mapping[str, str], config: Config) -> Near:
+    """`near` with the names of rules that find no tensor: not biases where the checkpoint has none at all, what no
+    model computes with, second spellings of what is there, a head that is the embedding."""
+    table, config = near.family.table(near.dialect), near.family.facts(config)
+    biased = any(form.endswith("bias") for form in kinds)
+    rules = [(rule.condition, *each) for rule in table.rules for each in _terms(rule)]
+    there = {form for _, name, hub in rules if name.form in kinds for form in hub}
+    there |= {alias.name.form for alias in near.family.table(HUB).aliases if alias.of.form in there}
+    lost = {
+        name.text: None
+        for condition, name, hub in rules
+        if not hub <= there and (condition is None or _holds(condition, config))
+        if biased or not name.form.endswith("bias")
+    }
+    return near._replace(lacking=tuple(lost))
+
+
+def _terms(rule: Equation) -> Iterator[tuple[Name, set[str]]]:
+    """Each name of the left with the forms of the hub's that it holds: the one in its place where both sides have as
+    many."""
+    left, right = ([term.name for term in side] for side in (rule.left, rule.right))
+    for number, name in enumerate(left):
+        if name is not None:
+            yield name, {hub.form for hub in ([right[number]] if len(left) == len(right) else right) if hub is not None}
+
+
+def _holds(condition: Expression, config: Config) -> bool:
+    """Whether it holds as far as the config tells; of single layers it tells nothing."""
+    try:
+        return bool(condition.value(config))
+    except UsageError:
+        return True
+
+
+def _alike(family: Family, kind: str) -> float:
+    """How alike the model types are written, 0 to 1."""
+    from difflib import SequenceMatcher
+
+    return max(SequenceMatcher(None, kind, known).ratio() for known in (family.name, *family.model_types))
+
+
+def _unfit(found: Unfitting) -> str:
+    wanted = ", ".join("?" if size is None else str(size) for size in found.wanted)
+    return f"{found.name} {list(found.shape)}, where `{found.pattern}` is [{wanted}]"
+
+
+def _shaped(name: str, shapes: Mapping[str, Shape]) -> str:
+    return f"{name} {list(shapes[name])}" if name in shapes else name
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _some(found: Sequence[str]) -> str:
+    return "; ".join(found[:_EXAMPLES]) + (f"; {len(found) - _EXAMPLES} more" if len(found) > _EXAMPLES else "")
