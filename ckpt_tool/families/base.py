@@ -103,7 +103,7 @@ class Variant(NamedTuple):
 
     def changed(self, table: Table, hub: Table) -> Table:
         """The table of `of` as that of this dialect."""
-        if self.root != "model.":
+        if self.root != "model." or self.instead:
             table = table.under(self.root, self.instead)
         if self.over:
             table = table_of(self.over).over(table)

@@ -293,6 +293,14 @@ def test_no_class_of_transformers_contradicts_itself(kind: str) -> None:
     assert list(contradictions(both)) == []  # text and vision
 
 
+def test_a_width_a_layer_is_no_contradiction() -> None:
+    config = {"model_type": "gemma3n_text", "num_hidden_layers": 2, "intermediate_size": [8, 12]}
+    assert list(contradictions(config)) == []
+    wrong: list[Any]
+    for wrong in ([8, 0], ["8", 8], []):
+        assert list(contradictions({**config, "intermediate_size": wrong})) == [f"intermediate_size is {wrong!r}"]
+
+
 def test_kind_of_a_config() -> None:
     assert kind_of({"architectures": ["Qwen3ForCausalLMPipe"]}) == "qwen3"
     assert kind_of({"model_type": "unheard_of", "architectures": ["Qwen3ForCausalLM"]}) is None
