@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt_tool.families.config.experts import EXPERT_FORMS
 from ckpt_tool.families.config.gates import GATE_FORMS
+from ckpt_tool.families.config.mixers import MIXER_FORMS
 from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
 
 _LLAMA3 = {
@@ -276,6 +277,7 @@ def _biases_back(args: Arguments, out: Values) -> None:
 FORMS: Mapping[str, Form] = {
     **EXPERT_FORMS,
     **GATE_FORMS,
+    **MIXER_FORMS,
     "sizes": _SIZES,
     "heads": Form(_heads_to, _heads_back),
     "latent": Form(_latent_to, _latent_back),

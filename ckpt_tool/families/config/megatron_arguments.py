@@ -47,6 +47,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "post_mlp_layernorm": False,
     "geglu": False,
     "norms_after": False,
+    "falconh1_ratio": None,
     "parallel_attention": False,
     "new_decoder_architecture": False,
 }

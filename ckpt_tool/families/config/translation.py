@@ -30,6 +30,7 @@ from ckpt_tool.families.config.megatron_arguments import (
     OLD_NAMES,
     ROPE_ARGUMENTS,
 )
+from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS
 from ckpt_tool.families.config.words import Arguments, Model, Values, fits, no_rope_pattern, sound, window_pattern
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, FAMILIES, family_of
@@ -170,6 +171,8 @@ def _decisive(args: Mapping[str, Any]) -> Values:
     names = [*ARGUMENTS, *(LATENT_ARGUMENTS if latent else ()), *(EXPERT_ARGUMENTS if experts else ())]
     if facts.get("position_embedding_type") in ("rope", "yarn", "mrope"):
         names += list(ROPE_ARGUMENTS)
+    if facts.get("falconh1_ratio"):
+        names += FALCON_H1_ARGUMENTS
     out: Values = {name: facts.get(name) for name in names}
     layers = out["num_layers"] if type(out["num_layers"]) is int else 0
     heads = out["num_attention_heads"]

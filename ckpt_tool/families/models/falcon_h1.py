@@ -3,16 +3,25 @@
 
 Megatron: Megatron-Bridge 0.6.2, models/falcon_h1/falconh1_bridge.py: one norm before both, in_proj (z | x | B | C | dt) and
 conv1d (x | B | C) are the hub's at TP 1. It maps no biases but the convolution's, which the released models have alone.
-Megatron-LM has no such layer: no arguments are written.
 """
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
     name="falcon_h1",
-    classes=(ModelClass("falcon_h1", "FalconH1ForCausalLM"),),
+    classes=(
+        ModelClass(
+            "falcon_h1", "FalconH1ForCausalLM", (*DECODER_FORMS, "falcon_h1"),
+            megatron=GATED,
+            unsayable={"attention_bias": False, "mlp_bias": False, "projectors_bias": False, "mamba_proj_bias": False},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 8192, "num_key_value_heads": 8,
+                      "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+                      "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+                      "mamba_norm_before_gate": True, "mamba_rms_norm": False},
+        ),
+    ),
     axes={
         **DECODER, "n": "mamba_n_heads", "u": "mamba_d_ssm? or (mamba_expand? or 2) * h",
         "t": "mamba_n_groups? or 1", "y": "mamba_d_state", "k": "mamba_d_conv? or 4",
