@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.conversion.groups import without_removed
+from ckpt_tool.conversion.naming import refuse_experts
 from ckpt_tool.conversion.passes import selected
 from ckpt_tool.conversion.writing import write
 from ckpt_tool.core.progress import Progress
@@ -32,6 +33,7 @@ def merge(
 
     Raises UsageError E1440-E1444, E2401, InputError E1446 to E1449, and what reading and writing raise.
     """
+    refuse_experts(writing, "merge leaves experts as they are")
     if options.on_conflict != "error" and (options.config is not None or options.name != UNION):
         raise UsageError(
             "--on-conflict is of union alone",

@@ -37,10 +37,12 @@ from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_compu
 from ckpt_tool.sources.config import centred_norms, check_config, config_of
 
 if TYPE_CHECKING:
+    from ckpt_tool.families.base import Family
     from ckpt_tool.families.registry import Found
 
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
+HUB = "hf"
 NO_FAMILY = "E1372"  # of `families.registry.find`
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert: fc1 and fc2 are two names
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
@@ -58,6 +60,8 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` under the names that `--aoa` or `--dialect` (default: what is at home in the format) ask for. Raises
     UsageError, InputError."""
     reading, writing, target = job.reading, job.writing, job.dialect
+    if writing.experts and (writing.aoa or target != HUB):
+        refuse_experts(writing, "--aoa says how names change" if writing.aoa else _other_names(job))
     if writing.aoa:
         if writing.dialect not in (None, "keep"):
             raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
@@ -67,7 +71,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
             return chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
         return chosen
     source = _dialect_of(chosen)
-    if writing.dialect is None and not reading.family:
+    if writing.dialect is None and not reading.family and not writing.experts:
         if source == target != "hf":
             return chosen
         if target == "hf" and source in (None, "hf") and not _looks_foreign(row.tensor for row in chosen.stored):
@@ -110,7 +114,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.plan.mapping import parameter_shapes
 
-    requested = writing.dialect is not None or reading.family is not None
+    requested = writing.dialect is not None or reading.family is not None or writing.experts is not None
     opened = chosen.sources[0]
     model = config_of(opened, reading)
     config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
@@ -126,6 +130,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
             e.faults, e.path = (*e.faults, *model.notes), e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
+    home, target = target, _with_experts(found.family, writing.experts) if writing.experts else target
     if config is not None and "model_type" not in config and not model.file:
         model = config_of(opened, reading, found.family.name)
         config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
@@ -134,10 +139,10 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     chosen = replace(chosen, config=config, config_from=origin).noted(*model.notes)
     if found.dialect == "meta" != target:
         chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
-    hints, lost = _hints(target, config, renamed=found.dialect != target)
+    hints, lost = _hints(home, config, renamed=found.dialect != target)
     chosen = chosen.noted(*lost)
     if found.dialect == target:
-        return replace(chosen, hints=chosen.all_hints.having(Dialect(target)))
+        return replace(chosen, hints=chosen.all_hints.having(Dialect(home)))
     if found.dialect == "megatron" and centred_norms(opened) == (not found.family.centred):
         found = found._replace(dialect=SHIFTED)
     if found.dialect.startswith("megatron"):
@@ -157,7 +162,39 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
         lines.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
     out = out.noted(*lines)
-    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head) if target == "hf" else out
+    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head) if home == HUB else out
+
+
+def refuse_experts(writing: Writing, why: str) -> None:
+    """Raise UsageError E1284 where `--experts` is given and has nothing to choose."""
+    if writing.experts:
+        raise UsageError(
+            f"--experts {writing.experts} has no effect: {why}",
+            code="E1284",
+            hint="it chooses between layouts under the hub's names: ckpt convert --to safetensors, or --dialect hf",
+        )
+
+
+def _other_names(job: Conversion) -> str:
+    """`the names are megatron's`, and why."""
+    whose = "keeps names" if job.dialect == "keep" else f"has {job.dialect}'s names"
+    return f"--dialect {job.writing.dialect} {whose}" if job.writing.dialect else f"{job.fmt.name} {whose}"
+
+
+def _with_experts(family: Family, layout: str) -> str:
+    """The dialect that has a layer's experts so. Raises UsageError E2304 where there is none."""
+    from ckpt_tool.families.experts import expert_layouts
+
+    there = expert_layouts(family)
+    if layout in there:
+        return there[layout]
+    if not there:
+        raise UsageError(f"--experts {layout}: {family.name} has no experts", code="E2304", hint="leave the option off")
+    raise UsageError(
+        f"--experts {layout}: no files of {family.name} have its experts so",
+        code="E2304",
+        hint=f"there is --experts {' and --experts '.join(there)}",
+    )
 
 
 def _refuse_odd_models(

@@ -17,6 +17,7 @@ from ckpt_tool.options.values import between, count, counts, dtypes, output, pat
 SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
 SPECS = ("local", "te")  # Megatron's layers: of its own modules, of Transformer Engine's
 DIALECTS = ("hf", "megatron", "paddle", "meta", "keep")
+EXPERTS = ("split", "fused")  # layouts of a layer's experts in the hub's files: one by one, stacked in one tensor
 DEVICES = ("cpu", "cuda")
 DEFAULT_POLICY = "largest-dim"
 MOST_ROWS = (1 << 31) - 1  # of --vocab-size: token ids are 32-bit numbers
@@ -72,6 +73,9 @@ class Writing:
 
     dialect: str | None = TRAVEL.choice(
         f"Names and structure: {', '.join(DIALECTS)}. Default: the format's home dialect.", DIALECTS, "NAME"
+    )
+    experts: str | None = TRAVEL.choice(
+        "convert, the hub's names: experts one by one, or stacked. Default: the source's, or as released.", EXPERTS
     )
     aoa: str | None = TRAVEL.option(
         "Paddle's any-to-any statements as the mapping of names and structure.", text, "FILE"
