@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -377,3 +377,16 @@ CASES = [
         swift=True, versions=SWIFT,
     ),
 ]  # fmt: skip
+# Where mcore-bridge lays the same models otherwise: the dialect `megatron-swift`
+OTHERWISE = "qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe".split()
+CASES += [
+    replace(
+        case,
+        name=f"swift_{case.name}",
+        swift=True,
+        versions=SWIFT,
+        provider={"mtp_num_layers": 1} if "mtp" in str(case.more) else {},
+    )
+    for case in CASES
+    if case.name in OTHERWISE
+]
