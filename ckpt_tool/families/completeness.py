@@ -43,7 +43,7 @@ def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
     return [
         name
         for name in instances(table.left, names)[1]
-        if any(map(form_of(name)[0].startswith, fronts)) and part_of(name) is None
+        if any(map(form_of(name)[0].startswith, fronts)) and part_of(name) is None and table.in_tower(name) is None
     ]
 
 

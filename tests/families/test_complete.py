@@ -32,6 +32,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
         for name in names
         if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|final_layernorm|final_norm|embedding_norm)\.weight", name)
         and not re.search(r"\.\d+\.", name)
+        and instances(family.table(dialect).left, [name])[0]
         and any(each.startswith((f"{_module(name)}layers.0.", f"{_module(name)}h.0.")) for each in names)
     )
     assert missing(family, dialect, [name for name in names if name != norm], config) == [norm]

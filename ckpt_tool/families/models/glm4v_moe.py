@@ -33,7 +33,7 @@ FAMILY = Family(
     },
     tiny={"text_config": {"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
                           "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "attention_bias": True, "pad_token_id": None,
-                          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
+                          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}},
           "vision_config": {"depth": 2, "hidden_size": 12, "intermediate_size": 10, "num_heads": 3, "patch_size": 2,
                             "image_size": 8, "out_hidden_size": 18}},
 )  # fmt: skip
