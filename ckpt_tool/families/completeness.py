@@ -30,7 +30,7 @@ _LAST_NORMS = (
     ".final_norm.weight",
     ".embedding_norm.weight",
 )
-_BLOCKS = ("layers.", "blocks.")  # of a tower: alike, as a decoder's
+_BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -65,7 +65,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     for name in unknown if table.towers else ():
         form, row = form_of(name)
         front = form.partition("%d.")[0]
-        if row and front.endswith(_BLOCKS) and table.in_tower(name) is not None:
+        if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
             layers[front][row[0]].add(form)
     lost = list(_whole_model(family, table, names, config))
     count = _layer_count(family, config)

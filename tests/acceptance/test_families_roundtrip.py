@@ -129,8 +129,9 @@ def test_a_tied_head_comes_back_from_paddle_s_ranks(to: str, tmp_path: Path) -> 
     assert "lm_head.weight" in load_file(tmp_path / "both" / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [name for name in NAMES if not name.endswith(("_omni", "_omni_moe"))])
 def test_transformers_takes_what_came_back(family: str, saved: Saved, tmp_path: Path) -> None:
+    """The Omni models as wholes compute nothing but speech."""
     model, source = saved(family)
     hop(source, tmp_path / "there", "megatron-dist", degrees={"tp": 2, "pp": 2})
     hop(tmp_path / "there", tmp_path / "back", "safetensors")

@@ -115,10 +115,12 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
         each.model_type for known in FAMILIES if family in (None, known.name) for each in known.classes if each.forms
     ]
     best: tuple[int, str, list[str], Translated] | None = None
+    parts: list[str] = []  # of models that see or hear, all that fit: nothing in the arguments says with what
     for kind in sorted(kinds, key=lambda kind: len(CLASSES[kind].forms)):  # of those that fit alike, the simplest
         translated = _translated_back(args, CLASSES[kind])
         config = {"architectures": [CLASSES[kind].architecture], "model_type": kind, **translated.config}
         wrong = list(differing(args, megatron_args(config, kind).config))
+        parts += [kind] if CLASSES[kind].part and not wrong else []
         if best is None or len(wrong) < best[0]:
             best = len(wrong), kind, wrong, Translated(config, translated.notes)
     if best is None or best[2] and family is None:
@@ -126,6 +128,12 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
         return Translated(
             _translated_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
         )
+    if best[1] in parts and len(parts) > 1 and family is None:
+        named = ", ".join(family_of(kind).name for kind in parts)
+        note = (
+            f"Megatron's arguments are those of several models that see or hear: {named}; say which with --family NAME"
+        )
+        return Translated(_translated_back(args, _SIZES).config, (note,))
     if CLASSES[best[1]].part:
         best = (*best[:3], _as_a_part(best[1], best[3]))
     return Translated(

@@ -1,6 +1,6 @@
 """Qwen2.5-Omni: a thinker (Qwen2, eyes and ears), a talker, a decoder of sound. `hf-5` is what transformers 5 has in memory.
-Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen25_omni_bridge.py: the thinker, whose towers are the hub's own modules; talker
-and decoder of sound have no place there and keep their names."""
+Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen25_omni_bridge.py: the thinker, whose towers are the hub's own modules. The
+talker and the decoder of sound have no place there: they travel under their own names."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
@@ -30,6 +30,8 @@ FAMILY = Family(
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS, "thinker.model.", "thinker.lm_head", "thinker.language_model.") + """
             thinker.visual.**
             thinker.audio_model.** = thinker.audio_tower.**
+            talker.**
+            token2wav.**
         """,
         "hf-5": Variant("hf", instead="thinker.model.", root="thinker.model.language_model.", over="""
             thinker.model.visual.** = thinker.visual.**

@@ -1,6 +1,6 @@
 """Qwen3-Omni: a thinker (Qwen3-MoE, eyes and ears), a talker with experts of its own, a decoder of sound. `hf-5` is what transformers
 5 has in memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen3_omni_bridge.py: the thinker, whose towers are the hub's own
-modules; the talker and the decoder of sound have no place there and keep their names."""
+modules. The talker and the decoder of sound have no place there: they travel under their own names."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
@@ -37,6 +37,8 @@ FAMILY = Family(
         "megatron": megatron.inside(megatron.SPARSE + megatron.QK_NORMS, "thinker.model.", "thinker.lm_head", "thinker.language_model.") + """
             thinker.visual.**
             thinker.audio_model.** = thinker.audio_tower.**
+            talker.**
+            code2wav.**
             talker.model.layers.{ti}.mlp.experts.{te}.<gate|up|down>_proj.weight : tm th, tm th, th tm
         """,
         "hf-5": Variant("hf", instead="thinker.model.", root="thinker.model.language_model.", over="""
@@ -62,7 +64,7 @@ FAMILY = Family(
                              "num_mel_bins": 8, "downsample_hidden_size": 8, "output_dim": 18, "max_source_positions": 20}},
         "talker_config": {
             "text_config": {"num_hidden_layers": 2, "vocab_size": 9, "hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 3,
-                            "num_key_value_heads": 1, "head_dim": 4, "num_experts": 2, "moe_intermediate_size": 7,
+                            "num_key_value_heads": 1, "head_dim": 4, "num_experts": 2, "moe_intermediate_size": 6,
                             "num_experts_per_tok": 1, "shared_expert_intermediate_size": 6},
             "code_predictor_config": {"num_hidden_layers": 2, "vocab_size": 9, "hidden_size": 12, "intermediate_size": 10,
                                       "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4, "num_code_groups": 2},
