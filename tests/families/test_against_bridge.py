@@ -35,7 +35,6 @@ AWAITED: dict[str, str] = {
     "glm_moe_dsa": "no family yet",
     "hy_v3": "no family yet",
     "kimi_k2": "no family yet",
-    "llama4": "no family yet",
     "mimo_v2_flash": "no family yet",
     "minimax_m2": "no family yet",
     "nemotron_h": "no family yet",

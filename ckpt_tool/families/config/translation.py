@@ -59,7 +59,10 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 def language_model(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """(its class, its config) where a config is of a model that sees or hears and its language model's class is one of
     ours; None and the config elsewhere. A config of one piece says of the language model what no other part says."""
-    family = next((each for each in FAMILIES if config.get("model_type") in each.model_types), None)
+    try:
+        family = family_of(str(config.get("model_type")))
+    except KeyError:
+        family = None
     known = next((each.model_type for each in family.classes if each.part and each.forms), None) if family else None
     part = family.part(config) if family else config.get("text_config")
     if not isinstance(part, Mapping):
