@@ -9,7 +9,16 @@ from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import Incomplete, UsageError
 from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, updated
 from ckpt_tool.formats.megatron.folders import coordinates, fit, folder_name, pairs
-from ckpt_tool.formats.megatron.rules import check_degree, global_shape, local_shape, pieces, rule_of, units_of
+from ckpt_tool.formats.megatron.rules import (
+    check_degree,
+    global_shape,
+    local_shape,
+    norms_span,
+    pieces,
+    rule_of,
+    sections_of,
+    units_of,
+)
 from ckpt_tool.formats.megatron.stages import from_counts
 
 CUTS = [  # name, shape, how NumPy cuts it for rank r of n
@@ -33,14 +42,63 @@ CUTS = [  # name, shape, how NumPy cuts it for rank r of n
     ("decoder.layers.0.self_attention.q_layernorm.weight", (4,), lambda a, r, n: a),
     ("decoder.layers.0.self_attention.core_attention.softmax_offset", (12,), lambda a, r, n: np.split(a, n)[r]),
     ("mtp.layers.0.eh_proj.weight", (12, 4), lambda a, r, n: np.split(a, n)[r]),
+    # z and x of 12 rows, B and C of 6, dt of 6; keys of 6 rows, values of 12, 6 value heads
+    ("decoder.layers.0.mixer.in_proj.weight", (42, 4), lambda a, r, n: each(a, (12, 12, 6, 6, 6), r, n)),
+    ("decoder.layers.0.mixer.conv1d_weight", (24, 1, 4), lambda a, r, n: each(a, (12, 6, 6), r, n)),
+    ("decoder.layers.0.mixer.conv1d_bias", (24,), lambda a, r, n: each(a, (12, 6, 6), r, n)),
+    ("decoder.layers.0.mixer.A_log", (6,), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.0.mixer.D", (6,), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.0.mixer.norm.weight", (12,), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.0.norm.weight", (4,), lambda a, r, n: a),
+    ("decoder.layers.0.mixer.out_proj.weight", (4, 12), lambda a, r, n: np.split(a, n, axis=1)[r]),
+    ("decoder.layers.1.self_attention.in_proj.weight", (48, 4), lambda a, r, n: each(a, (6, 6, 12, 12, 6, 6), r, n)),
+    ("decoder.layers.1.self_attention.conv1d.weight", (24, 1, 4), lambda a, r, n: each(a, (6, 6, 12), r, n)),
+    ("decoder.layers.1.self_attention.dt_bias", (6,), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.1.self_attention.out_norm.weight", (2,), lambda a, r, n: a),
+    ("decoder.layers.1.self_attention.out_proj.weight", (4, 12), lambda a, r, n: np.split(a, n, axis=1)[r]),
+    ("decoder.layers.1.self_attention.in_proj.weight_by_head", (48, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.2.self_attention.core_attention.indexer.linear_wq_b.weight", (12, 4), lambda a, r, n: a),
+    ("decoder.layers.2.self_attention.core_attention.indexer.k_norm.bias", (12,), lambda a, r, n: a),
+    (
+        "language_model.decoder.layers.0.self_attention.linear_proj.weight",
+        (5, 12),
+        lambda a, r, n: np.split(a, n, 1)[r],
+    ),
+    ("language_model.embedding.word_embeddings.weight", (12, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("vision_model.decoder.layers.0.self_attention.linear_qkv.bias", (36,), lambda a, r, n: np.split(a, n)[r]),
+    ("vision_model.decoder.layers.0.mlp.linear_fc1.weight", (24, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("vision_model.decoder.deepstack_merger_list.1.linear_fc2.weight", (5, 6), lambda a, r, n: np.split(a, n, 1)[r]),
+    ("vision_model.merger.patch_norm.weight", (12,), lambda a, r, n: a),
+    ("vision_model.patch_embed.proj.weight", (12, 4), lambda a, r, n: a),
+    ("llava_model.vision_model.embedder.weight", (12, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("visual.blocks.0.mlp.linear_fc1.weight", (12, 4), lambda a, r, n: a),
+    ("visual.blocks.0.attn.qkv.weight", (12, 4), lambda a, r, n: a),
+    ("vision_tower.layers.0.attention.q_proj.weight", (12, 4), lambda a, r, n: a),
+    ("multi_modal_projector.linear_1.weight", (12, 4), lambda a, r, n: a),
+    ("multi_modal_projector.proj.weight", (12, 4), lambda a, r, n: np.split(a, n)[r]),
 ]
+SECTIONS = {  # of the shapes above
+    "mamba.in_proj": (2, 2, 1, 1, 1),
+    "mamba.conv1d": (2, 1, 1),
+    "gated delta net.in_proj": (1, 1, 2, 2, 1, 1),
+    "gated delta net.conv1d": (1, 1, 2),
+}
+
+
+def each(array, rows, rank, size):
+    """Part `rank` of each section, one below the other."""
+    cut, first = [], 0
+    for count in rows:
+        cut.append(np.split(array[first : first + count], size)[rank])
+        first += count
+    return np.concatenate(cut)
 
 
 @pytest.mark.parametrize(("name", "shape", "cut"), CUTS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_pieces_are_what_slicing_gives(name, shape, cut, size):
     whole = np.arange(np.prod(shape)).reshape(shape)
-    rule = rule_of(name, len(shape), gated=True, down_shared=True)
+    rule = rule_of(name, len(shape), gated=True, down_shared=True, sections=SECTIONS)
     assert rule.known
     for rank in range(size):
         want = cut(whole, rank, size)
@@ -62,7 +120,9 @@ def test_down_projections_by_spec_and_experts_by_their_own_axis():
     assert (
         rule_of("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", 2, gated=True, down_shared=True).axis == "tp"
     )
-    assert not rule_of("decoder.layers.0.mixer.in_proj.weight", 2, gated=True, down_shared=True).known
+    for module in ("mixer", "self_attention"):
+        rule = rule_of(f"decoder.layers.0.{module}.in_proj.weight", 2, gated=True, down_shared=True)
+        assert not rule.known and "_head_dim" in rule.lacks
 
 
 def test_a_degree_is_judged_by_query_groups():
@@ -131,3 +191,62 @@ def test_arguments_keep_what_the_degrees_do_not_touch():
     assert (new["tensor_model_parallel_size"], new["world_size"], new["rank"], new["seed"]) == (2, 12, 5, 7)
     assert new["decoder_first_pipeline_num_layers"] == 3 and "num_virtual_stages_per_pipeline_rank" not in new
     assert arguments({"args": {"a": 1}}) == {}
+
+
+MIXER = {"in_proj.weight": (42, 4), "out_proj.weight": (4, 12), "A_log": (6,), "conv1d_weight": (24, 1, 4)}
+DELTA = {"in_proj.weight": (48, 4), "out_proj.weight": (4, 12), "dt_bias": (6,), "conv1d.weight": (24, 1, 4)}
+ARGS = Facts(mamba=(12, 6, 6), delta=(6, 12, 6))
+
+
+def module(front, tensors, size=1, without=()):
+    shapes = {f"{front}.{leaf}": shape for leaf, shape in tensors.items() if leaf not in without}
+    dims = {name: 1 if ".out_proj." in name else 0 for name in shapes}
+    return {n: tuple(x // size if d == dims[n] else x for d, x in enumerate(shape)) for n, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sections_follow_from_the_modules_own_tensors(size):
+    shapes = module("decoder.layers.0.mixer", MIXER, size) | module("decoder.layers.1.self_attention", DELTA, size)
+    assert sections_of(shapes, Facts()) == SECTIONS
+    assert sections_of(shapes, Facts(mamba=(30, 2, 6))) == SECTIONS, "tensors count before arguments"
+
+
+def test_sections_by_the_arguments_and_none_where_layers_differ():
+    alone = {"decoder.layers.0.mixer.conv1d_weight": (24, 1, 4)}
+    assert sections_of(alone, ARGS) == SECTIONS and sections_of(alone, Facts()) == {}
+    partly = module("decoder.layers.0.mixer", MIXER, without=("A_log",))
+    assert sections_of(partly, Facts()) == {}
+    odd = module("decoder.layers.0.mixer", MIXER | {"conv1d_weight": (22, 1, 4)})
+    assert sections_of(odd, Facts()) == {}, "the tensors contradict each other"
+    other = module("decoder.layers.1.mixer", MIXER | {"in_proj.weight": (54, 4), "conv1d_weight": (36, 1, 4)})
+    assert sections_of(module("decoder.layers.0.mixer", MIXER) | other, Facts()) == {}
+
+
+def test_a_degree_is_judged_by_key_heads_and_groups():
+    name = "decoder.layers.1.self_attention.in_proj.weight"
+    rule = rule_of(name, 2, gated=True, down_shared=True, sections=SECTIONS)
+    units = [units_of(name, rule, (48, 4), Facts(delta_heads=2))]
+    assert check_degree("tp", 2, units) == []
+    with pytest.raises(UsageError, match="2 key heads do not divide by 3"):
+        check_degree("tp", 3, units)
+    with pytest.raises(UsageError, match="6 rows that divide all 6 sections do not divide by 4"):
+        check_degree("tp", 4, [units_of(name, rule, (48, 4), Facts())])
+    with pytest.raises(UsageError, match="rows that are no"):
+        check_degree("tp", 2, [units_of(name, rule, (47, 4), Facts())])
+
+
+def attention(q, k, wide):
+    front = "decoder.layers.0.self_attention."
+    shapes = {"q_layernorm": (q,), "k_layernorm": (k,), "linear_proj": (8, wide), "linear_qkv": (q + 2 * k, 8)}
+    return {f"{front}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def test_norms_over_all_heads_are_shared_and_those_of_one_are_not():
+    assert norms_span(attention(12, 6, 12), Facts(), 1) is True  # 4 heads, 2 groups
+    assert norms_span(attention(3, 3, 12), Facts(heads=4), 1) is False
+    assert norms_span(attention(12, 12, 12), Facts(heads=4), 2) is True
+    assert norms_span(attention(3, 3, 3), Facts(heads=4), 4) is False, "core's own norms are of one head"
+    assert norms_span(attention(12, 12, 12), Facts(), 1) is None
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    assert rule_of(name, 1, gated=True, down_shared=True, spanning=True).dim == 0
+    assert not rule_of(name, 1, gated=True, down_shared=True, spanning=None).known

@@ -17,7 +17,7 @@ Cost: constant. What it does not do: judge whether the model can take a degree (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,9 @@ class Facts:
 
     gated: fc1 holds gate and up. te: norms are fused into Transformer Engine's linears. container: of experts.
     grad_fp32: gradients are reduced in fp32. bucket_size: elements, None for one bucket a buffer.
-    vocab: the tokenizer's size, without padding. vocab_multiple: what a rank's rows are padded to.
+    vocab: the tokenizer's size, without padding. vocab_multiple: what a rank's rows are padded to. mamba: (inner,
+    group, heads) and delta: (keys, values, value heads), rows of a recurrent layer's sections. mamba_groups,
+    delta_heads: what tensor ranks must share of them beside the heads.
     """
 
     tp: int = 1
@@ -76,6 +78,10 @@ class Facts:
     decoupled_lr: float | None = None
     vocab: int | None = None
     vocab_multiple: int | None = None
+    mamba: tuple[int, int, int] | None = None
+    mamba_groups: int | None = None
+    delta: tuple[int, int, int] | None = None
+    delta_heads: int | None = None
     stated: bool = False  # were there arguments at all?
 
     @property
@@ -155,8 +161,26 @@ def facts_of(args: Mapping[str, Any], spec: object = None) -> Facts:
         decoupled_lr=lr if isinstance(lr, float) else None,
         vocab=number("vocab_size"),
         vocab_multiple=whole("make_vocab_size_divisible_by"),
+        mamba=_mamba(whole),
+        mamba_groups=whole("mamba_num_groups"),
+        delta=_delta(whole),
+        delta_heads=whole("linear_num_key_heads"),
         stated=bool(args),
     )
+
+
+def _mamba(whole: Callable[[str], int | None]) -> tuple[int, int, int] | None:
+    heads, wide = whole("mamba_num_heads"), whole("mamba_head_dim")
+    groups, state, hidden = whole("mamba_num_groups"), whole("mamba_state_dim"), whole("hidden_size")
+    if heads is None and wide and hidden and 2 * hidden % wide == 0:
+        heads = 2 * hidden // wide  # core's default: `expand` 2
+    return (heads * wide, groups * state, heads) if heads and wide and groups and state else None
+
+
+def _delta(whole: Callable[[str], int | None]) -> tuple[int, int, int] | None:
+    keys, key = whole("linear_num_key_heads"), whole("linear_key_head_dim")
+    values, value = whole("linear_num_value_heads"), whole("linear_value_head_dim")
+    return (keys * key, values * value, values) if keys and key and values and value else None
 
 
 def _container(args: Mapping[str, Any], *, te: bool) -> str:
@@ -186,7 +210,7 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
         "num_layers_per_virtual_pipeline_stage": chunk if vpp > 1 else None,
         "num_virtual_stages_per_pipeline_rank": None,
         "rank": rank,
-        **args_of(stages),
+        **args_of(stages, args),
     }
     out = {**args, **new}
     for name, value in beside.items():

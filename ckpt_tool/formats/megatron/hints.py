@@ -13,7 +13,8 @@ from ckpt_tool.core.hints import Hint
 class MegatronHints(Hint):
     """Of the legacy format. te: Transformer Engine's names. container, mtp_inner: what experts and the layers of MTP
     lie in. extra_states: keys of the extra states. counts: layers of each chunk. mtp: chunks with MTP layers. gated,
-    down_shared: how fc1 and fc2 were read. release: the folder `release`. distributed: with `distrib_optim.pt`."""
+    down_shared: how fc1 and fc2 were read. release: the folder `release`. distributed: with `distrib_optim.pt`.
+    convolution: `_` or `.` in the name of Mamba's."""
 
     KEY: ClassVar[str] = "megatron"
     te: bool
@@ -26,6 +27,7 @@ class MegatronHints(Hint):
     down_shared: bool
     release: bool
     distributed: bool
+    convolution: str = "_"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ What it does not do: files, the order of optimizers (`megatron.optimizer`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -34,14 +34,16 @@ from ckpt_tool.formats.megatron.args import Facts
 from ckpt_tool.formats.megatron.rules import (
     ETP,
     TP,
-    VOCABULARY,
     Piece,
     Rule,
     Units,
     check_degree,
     global_shape,
+    is_vocabulary,
+    norms_span,
     pieces,
     rule_of,
+    sections_of,
     units_of,
 )
 from ckpt_tool.formats.megatron.stages import Stage, Stages, nearest
@@ -162,9 +164,10 @@ def turned(chunk: Chunk) -> Chunk:
 class Job:
     """How parameters are parted and spelled. experts: of a layer. gated: fc1 holds gate and up. down_shared: MLA's down
     projections are cut. te: norms are fused into Transformer Engine's linears. container: of experts. mtp_inner: what
-    an MTP layer calls its inner one. rows: of stored vocabularies, None: as many as they have. kept: those that are the
-    model's, None: all; what follows is padding. boxes: of tensors that were found cut; they count before any rule, the
-    r-th of a tensor's is rank r's (gate and up counted apart).
+    an MTP layer calls its inner one. convolution: what stands in `conv1d_weight` of Mamba, `_` or `.`. rows: of stored
+    vocabularies, None: as many as they have. kept: those that are the model's, None: all; what follows is padding.
+    boxes: of tensors that were found cut; they count before any rule, the r-th of a tensor's is rank r's (gate and up
+    counted apart). sections, spanning: of `rules.sections_of`, `rules.norms_span`.
     """
 
     facts: Facts
@@ -176,13 +179,28 @@ class Job:
     te: bool = False
     container: str = names.SEQUENTIAL
     mtp_inner: str = "transformer_layer"
+    convolution: str = "_"
     rows: int | None = None
     kept: int | None = None
     boxes: Mapping[str, Sequence[Box]] = field(default_factory=dict)
+    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    spanning: bool | None = False
+
+    def of_shapes(self, shapes: Mapping[str, Shape], ranks: int) -> Job:
+        """The job with what the shapes of one rank of `ranks` (1: of the whole model) show of sections and norms."""
+        sections = sections_of(shapes, self.facts)
+        return replace(self, sections=sections, spanning=norms_span(shapes, self.facts, ranks))
 
     def rule(self, name: str, rank: int) -> Rule:
         """The rule of a logical tensor of so many dims."""
-        return rule_of(name, rank, gated=self.gated, down_shared=self.down_shared)
+        return rule_of(
+            name,
+            rank,
+            gated=self.gated,
+            down_shared=self.down_shared,
+            sections=self.sections,
+            spanning=self.spanning,
+        )
 
     def check(self, shapes: Iterable[tuple[str, Shape]]) -> list[str]:
         """Notes. Raises UsageError E0273 where tensor ranks can't share a parameter."""
@@ -228,8 +246,8 @@ class Job:
             own = (shape[1] // count, shape[0]) if which == 1 else (shape[1], shape[0] // count)
         elif expert := names.expert_of(name):
             members = [expert._replace(expert=expert.expert + rank.ep * count).logical()]
-        elif name == TIED_HEAD and self.facts.tied:
-            members = [EMBEDDING]
+        elif names.stem(name) == TIED_HEAD and self.facts.tied:
+            members = [names.root_of(name) + EMBEDDING]
         rule = self.rule(members[0], len(own))
         size = self.degrees[rule.axis]
         if not rule.known and size > 1:
@@ -238,7 +256,9 @@ class Job:
                 code=UNMAPPED,
                 key=members[0],
                 path=rank.path,
-                hint="bring the job to tensor parallel size 1 with its own software, or remove the key (--remove-keys)",
+                hint=f"its sections follow from {rule.lacks}: the arguments in the checkpoint lack them"
+                if rule.lacks
+                else "bring the job to tensor parallel size 1 with its own software, or remove the key (--remove-keys)",
             )
         full = global_shape(rule, own, size)
         made = self.made(local, chunk, dtype, [(name, full) for name in members], rank, which)
@@ -256,7 +276,7 @@ class Job:
             if len(held) > 1:  # one below the other
                 own = (sum(piece.within.shape[0] for piece in held), *own[1:])
             view = View(start, own, (1, own[0])) if which else None
-            if self.kept is not None and name in VOCABULARY and shape:
+            if self.kept is not None and is_vocabulary(name) and shape:
                 shape = (min(self.kept, shape[0]), *shape[1:])
                 boxes = [(piece.box & whole(shape), piece.within.offset) for piece in held]
                 held = [Piece(box, Box(offset, box.shape)) for box, offset in boxes if box]
@@ -272,18 +292,19 @@ class Job:
         chunks = self.stages.chunks
         first = next((chunk for chunk in chunks if chunk.embedding), chunks[0])
         head = next((chunk for chunk in chunks if chunk.head), chunks[-1])
+        own = names.stem(name)
         if layer := names.layer_of(name):
             yield self.stages.holding(layer[1]) or chunks[-1], name
-        elif name.startswith("embedding."):
+        elif own.startswith("embedding."):
             yield first, name
             if self.facts.mtp and self.stages.mtp_stage != first:
                 yield self.stages.mtp_stage, name
-            if self.facts.tied and name == EMBEDDING and head != first:
-                yield head, TIED_HEAD
-        elif name.startswith("mtp."):
+            if self.facts.tied and own == EMBEDDING and head != first:
+                yield head, names.root_of(name) + TIED_HEAD
+        elif own.startswith("mtp."):
             yield self.stages.mtp_stage, name
         else:
-            yield head if name.startswith(_LAST) else first, name
+            yield head if own.startswith(_LAST) else first, name
 
 
 class Ranks:
@@ -292,8 +313,6 @@ class Ranks:
     def __init__(self, job: Job, tensors: Mapping[str, tuple[Shape, DType]]) -> None:
         self.job = job
         self.tensors = tensors
-        self.mla = {name.partition(".self_attention.")[0] for name in tensors if ".linear_kv_down_proj." in name}
-        self.moe = {name.partition(".mlp.")[0] for name in tensors if ".mlp.router." in name or ".mlp.experts." in name}
         self._dense: dict[tuple[int, int], list[tuple[str, str]]] = {}  # by (stage, chunk): (spelled, logical)
         self._experts: dict[tuple[int, int, int], list[tuple[names.ExpertName, str]]] = {}  # and expert rank
         for name in tensors:
@@ -333,14 +352,11 @@ class Ranks:
     def _cut(self, name: str) -> tuple[str, Shape]:
         """The name, and the shape that ranks share: with the padding of a vocabulary."""
         shape, rows = self.tensors[name][0], self.job.rows
-        return name, (rows, *shape[1:]) if rows is not None and name in VOCABULARY and shape else shape
+        return name, (rows, *shape[1:]) if rows is not None and is_vocabulary(name) and shape else shape
 
     def _local(self, name: str, stage: Stage) -> str:
         """The rank's own name of a logical one."""
         if self.job.te:
-            marks = (".input_layernorm.", ".pre_mlp_layernorm.", ".self_attention.")
-            layer = next((name.partition(mark)[0] for mark in marks if mark in name), "")
-            name = names.fused_norm(name, mla=layer in self.mla, moe=layer in self.moe)
-        if name.startswith("mtp."):
-            name = name.replace(".transformer_layer.", f".{self.job.mtp_inner}.", 1)
-        return names.shift_layer(name, -stage.first)
+            name = names.fused_norm(name, self.tensors)
+        name = names.mtp_inner(name, self.job.mtp_inner)
+        return names.shift_layer(names.convolution(name, self.job.convolution), -stage.first)

@@ -13,7 +13,11 @@ Containers of experts, all one logical tensor an expert:
     sequential   mlp.experts.local_experts.<e>.linear_fc1.weight   (2f, h)
     te_grouped   mlp.experts.linear_fc1.weight<e>                  (2f, h)
     grouped      mlp.experts.weight1 (h, E*2f) and weight2 (E*f, h), viewed as (E, h, 2f) and (E, f, h), each transposed
-Norms: the local spec's names are the logical ones; Transformer Engine fuses them into the linear that follows.
+Norms: the local spec's names are the logical ones; Transformer Engine fuses them into the linear that follows. Mamba's
+convolution is `mixer.conv1d_weight`, as core 0.19 has it (`mixer.conv1d.weight` before, and in torch_dist).
+
+A model that sees has its language model under `language_model.` (Bridge's qwen_omni and nemotron_vl: below a word in
+front of it); all of the above holds there. What stands beside it is a tower: its names are no layers of the pipeline.
 
 Order: the flat buffers of the distributed optimizer hold no names, so the order in which modules register their
 parameters is part of the format. `registration_order` gives it from names alone.
@@ -21,8 +25,10 @@ parameters is part of the format. `registration_order` gives it from names alone
 Sources (NVIDIA/Megatron-LM, core 0.16.1): `core/transformer/transformer_layer.py`, `attention.py`,
 `multi_latent_attention.py`, `mlp.py`, `moe/moe_layer.py`, `moe/experts.py`, `multi_token_prediction.py`,
 `models/gpt/gpt_model.py` (order of the `self.x = build_module(...)` lines); `models/gpt/gpt_layer_specs.py` (which
-norms TE fuses); 0.19 `multi_token_prediction.py` (`mtp_model_layer`). TransformerEngine 2.x
-`module/layernorm_linear.py`, `grouped_linear.py` (order inside a module).
+norms TE fuses); 0.19.2 `multi_token_prediction.py` (`mtp_model_layer`), `ssm/mamba_layer.py`, `ssm/mamba_mixer.py`,
+`ssm/gated_delta_net/common.py`, `models/hybrid/hybrid_layer_specs.py`, `post_training/modelopt/hybrid/model_specs.py`.
+TransformerEngine 2.x `module/layernorm_linear.py`, `grouped_linear.py` (order inside a module). megatron-bridge 0.6.2
+`models/*/*_bridge.py` (words before the language model).
 
 Cost: a few us a name. What it does not do: shapes, boxes (`megatron.rules`), files.
 """
@@ -30,18 +36,26 @@ Cost: a few us a name. What it does not do: shapes, boxes (`megatron.rules`), fi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from ckpt_tool.core.bounds import bounded, numeral
 
 CONTAINERS = SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
 
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d{1,9})(\..+)", re.DOTALL)
+ROOT = r"(?:(?:thinker\.|llava_model\.)?language_model\.)?"  # of the language model's names
+_ROOT = re.compile(ROOT)
+_TOWER = re.compile(
+    r"(?:thinker\.|llava_model\.)?(?:(vision_model|vision_projection)|vision_tower|visual|multi_modal_projector|"
+    r"audio_model|audio_tower|audio_projection|sound_model|sound_projection)\."
+)
+STACK = r"(?:[a-z_]+\.){0,2}(?:decoder|encoder)\.(?:layers|deepstack_merger_list)"  # of modules that may share a key
+_LAYER = re.compile(rf"({ROOT}(?:decoder|encoder)\.layers\.)(\d{{1,9}})(\..+)", re.DOTALL)
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d{1,9})(\..+)", re.DOTALL)
 _TE_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12])\.(weight|bias)(\d{1,9})", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.weight([12])", re.DOTALL)
-_MTP_INNER = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.")
+_MTP = re.compile(rf"({ROOT}mtp\.layers\.)(\d{{1,9}})\.", re.DOTALL)
+_CONVOLUTION = re.compile(r"(.*\.(?:mixer|mamba_mixer)\.conv1d)([._])(weight|bias)", re.DOTALL)
 
 # What a fused linear (or a key of a distributed checkpoint) calls a norm -> the local spec's name, inside a layer.
 NORM_ALIASES = (
@@ -49,12 +63,15 @@ NORM_ALIASES = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),  # gated delta net
+    ("mixer.in_proj.layer_norm_", "norm."),  # Mamba
 )
 # Linear layers, each of which has an extra state.
 LINEARS = frozenset(
     "linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
-    "linear_kv_down_proj linear_kv_up_proj eh_proj".split()
+    "linear_kv_down_proj linear_kv_up_proj eh_proj in_proj out_proj".split()
 )
+INDEXER = "self_attention.core_attention.indexer"
 # Leaves that are buffers: in the model's state, in no optimizer.
 BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq"})
 
@@ -75,39 +92,106 @@ def is_buffer(name: str) -> bool:
     return name.rpartition(".")[2] in BUFFERS
 
 
+def root_of(name: str) -> str:
+    """What stands before the language model's own names: `language_model.`, or nothing.
+
+    >>> root_of("language_model.decoder.layers.3.mlp.router.weight"), root_of("output_layer.weight")
+    ('language_model.', '')
+    """
+    found = _ROOT.match(name)
+    return found[0] if found else ""
+
+
+def stem(name: str) -> str:
+    """The name without what stands before the language model's own."""
+    return name[len(root_of(name)) :]
+
+
+def is_tower(name: str) -> bool:
+    """Does the name belong to what stands beside a language model: a tower, a projector?"""
+    return _TOWER.match(name) is not None
+
+
+def is_foreign(name: str) -> bool:
+    """Is it a tower's or a projector's that other modules than Megatron's make, which no tensor rank cuts?"""
+    found = _TOWER.match(name)
+    return found is not None and found[1] is None
+
+
 def canonical(name: str) -> str:
-    """The name with norms and MTP's inner layer under the alias that logical names use. Numbers stay as they are.
+    """The name with norms, MTP's inner layer and Mamba's convolution under the alias that logical names use. Numbers
+    stay as they are.
 
     >>> canonical("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
     'decoder.layers.3.input_layernorm.weight'
     """
-    if name.startswith("mtp.") and ".mtp_model_layer." in name:
-        name = _MTP_INNER.sub(r"\1transformer_layer.", name)
+    if ".mtp_model_layer." in name and _MTP.match(name):
+        name = name.replace(".mtp_model_layer.", ".transformer_layer.", 1)
     if ".layer_norm_" in name:
         for fused, plain in NORM_ALIASES:
             front, found, rest = name.rpartition(fused)
             if found and (not front or front.endswith(".")) and "." not in rest:
                 return f"{front}{plain}{rest}"
-    return name
+    return convolution(name, "_") if ".conv1d." in name else name
+
+
+def mtp_inner(name: str, inner: str) -> str:
+    """The name with MTP's inner layer under the word `inner`. A hybrid model's is a stack of layers, which has borne
+    one name only."""
+    if ".transformer_layer." not in name or not _MTP.match(name):
+        return name
+    stack = ".transformer_layer.layers." in name
+    return name.replace(".transformer_layer.", f".{'mtp_model_layer' if stack else inner}.", 1)
+
+
+def convolution(name: str, separator: str) -> str:
+    """The name with Mamba's convolution as a module (`conv1d.weight`) or as parameters of the mixer's own
+    (`conv1d_weight`)."""
+    found = _CONVOLUTION.fullmatch(name) if ".conv1d" in name else None
+    return f"{found[1]}{separator}{found[3]}" if found else name
 
 
 def is_fused_norm(name: str) -> bool:
     """Is it Transformer Engine's spelling of a norm?"""
-    return canonical(name) != name and ".layer_norm_" in name
+    return ".layer_norm_" in name and canonical(name) != name
 
 
-def fused_norm(name: str, *, mla: bool, moe: bool) -> str:
-    """Transformer Engine's spelling of a logical name: norms go into the linear that follows. mla: the layer has latent
-    attention (its first norm stays, its inner ones fuse); moe: the layer has experts (the norm before them stays)."""
+class NormPlace(NamedTuple):
+    """Where a norm may be stored. fused, plain: of `NORM_ALIASES`. front, rest: around them. there: has the layer the
+    linear that would hold it?"""
+
+    front: str
+    fused: str
+    plain: str
+    rest: str
+    there: bool
+
+
+def norm_place(name: str, every: Container[str]) -> NormPlace | None:
+    """The place of a norm by its logical name; None for what is none that is ever fused. every: logical names."""
+    found = None
     for fused, plain in NORM_ALIASES:
-        front, found, rest = name.rpartition(plain)
-        if not found or "." in rest or front and not front.endswith("."):
+        front, here, rest = name.rpartition(plain)
+        if not here or "." in rest or front and not front.endswith("."):
             continue
-        inner = plain.startswith("self_attention.")
-        if inner != mla and plain != "pre_mlp_layernorm." or moe and plain == "pre_mlp_layernorm.":
-            return name
-        return f"{front}{fused}{rest}"
-    return name
+        there = f"{front}{fused.removesuffix('layer_norm_')}weight" in every
+        if there:
+            return NormPlace(front, fused, plain, rest, True)
+        if plain != "norm." and found is None:
+            found = NormPlace(front, fused, plain, rest, False)
+    return found
+
+
+def fused_norm(name: str, every: Container[str]) -> str:
+    """Transformer Engine's spelling of a logical name: norms go into the linear that follows. every: logical names, by
+    which a layer with latent attention or with experts keeps the norms that no linear of its own follows; nor are those
+    of an attention with an indexer fused, which takes what is normed."""
+    place = norm_place(name, every)
+    if place is None or not place.there:
+        return name
+    if place.plain.startswith("self_attention.") and f"{place.front}{INDEXER}.linear_wq_b.weight" in every:
+        return name
+    return f"{place.front}{place.fused}{place.rest}"
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
@@ -170,6 +254,8 @@ _FIRST = (
     "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder layers "
     # a layer
     "input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp "
+    # Mamba (its layer's norm stands behind it, its own before out_proj), gated delta net
+    "mixer mamba_mixer in_proj conv1d norm out_norm out_proj "
     # attention
     "core_attention linear_proj linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj "
     "linear_kv_down_proj linear_kv_up_proj q_layernorm k_layernorm kv_layernorm "
@@ -179,7 +265,10 @@ _FIRST = (
     "enorm hnorm eh_proj transformer_layer mtp_model_layer final_layernorm final_norm mtp output_layer"
 ).split()
 _RANK = {word: i for i, word in enumerate(_FIRST)}
-_LEAF_ORDER = "softmax_offset gate_weight layer_norm_weight layer_norm_bias weight weight1 weight2 bias expert_bias"
+_LEAF_ORDER = (
+    "softmax_offset conv1d_weight conv1d_bias dt_bias A_log D gate_weight layer_norm_weight layer_norm_bias weight "
+    "weight1 weight2 bias expert_bias"
+)
 _LEAVES = {word: i for i, word in enumerate(_LEAF_ORDER.split())}
 _NUMBERED = re.compile(r"(weight|bias)(\d{1,9})")
 
@@ -201,6 +290,8 @@ def registration_order(names: Sequence[str]) -> list[int]:
 def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], ...]:
     *modules, leaf = name.split(".")
     key: list[tuple[int, int, int]] = []
+    if is_tower(name):  # its order is the one that is given
+        return ((1, len(_RANK), seen[modules[0]]),)
     grouped = "experts" in modules and modules[-1] in ("linear_fc1", "linear_fc2") and _NUMBERED.fullmatch(leaf)
     for word in modules:
         if numeral(word):
@@ -231,4 +322,4 @@ def layers_count(names: Iterable[str]) -> int:
 
 def mtp_count(names: Iterable[str]) -> int:
     """How many MTP layers there are."""
-    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
+    return len({found[2] for name in names if "mtp.layers." in name and (found := _MTP.match(name))})

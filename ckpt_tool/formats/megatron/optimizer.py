@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.formats.megatron.args import Facts
 from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Job, RankArray
+from ckpt_tool.formats.megatron.names import stem
 
 ALIGNMENT = 64  # elements at which a parameter starts
 BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
@@ -165,13 +166,13 @@ def bucketing_of(job: Job, *, experts: bool) -> Bucketing:
 
 def _shared(array: RankArray, arrays: Sequence[RankArray], job: Job, pp: int) -> bool:
     """Is it an embedding that two pipeline stages share, so that it has a bucket of its own?"""
-    if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or array.local not in (EMBEDDING, TIED_HEAD):
+    if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or stem(array.local) not in (EMBEDDING, TIED_HEAD):
         return False
     if job.stages.of(pp, array.chunk).embedding:
-        return array.local == EMBEDDING
-    if array.local == EMBEDDING:
+        return stem(array.local) == EMBEDDING
+    if stem(array.local) == EMBEDDING:
         return True  # the copy that MTP layers use
-    return job.facts.tied and not any(a.local == EMBEDDING and a.chunk == array.chunk for a in arrays)
+    return job.facts.tied and not any(stem(a.local) == EMBEDDING and a.chunk == array.chunk for a in arrays)
 
 
 def lay_buffers(arrays: Sequence[RankArray], job: Job, pp: int, bucketing: Bucketing, grads: DType) -> list[Buffer]:
@@ -209,7 +210,7 @@ def key_of_param(local: str, shape: Sequence[int], facts: Facts) -> GroupKey:
     words = local.split(".")
     qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
     decay = len(shape) != 1 and words[-1] != "bias" or bool(qk)
-    return GroupKey(decay, facts.decoupled_lr is not None and local in (EMBEDDING, TIED_HEAD))
+    return GroupKey(decay, facts.decoupled_lr is not None and stem(local) in (EMBEDDING, TIED_HEAD))
 
 
 def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:

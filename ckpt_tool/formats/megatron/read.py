@@ -493,7 +493,7 @@ class _Reading:
             gated(shapes, self.facts),
             self._down_shared(shapes),
             kept=self._vocab_rows(),
-        )
+        ).of_shapes(shapes, self.degrees["tp"])
 
     def _vocab_rows(self) -> int | None:
         """Rows of vocabularies without the zeros that our writer added; None when it added none."""
@@ -650,6 +650,7 @@ class _Reading:
                 down_shared=self.job.down_shared,
                 release=prefix == "release",
                 distributed=any(self.tree.exists(f"{rank.path}/{OPTIM_FILE}") for rank in self.ranks),
+                convolution="." if any(name != names.convolution(name, "_") for name in self.local) else "_",
             ),
         )
 

@@ -1,11 +1,14 @@
 """How Megatron cuts each parameter between tensor-parallel ranks, by name; and which degrees a model can take.
 
-The one idea: a rule is (dim, parts, axis). `dim` is the dim that ranks share, None where each keeps a copy; `parts` is
-2 for a gated fc1, whose rank r keeps rows r of the gate and rows r of the up half; `axis` says whose ranks share: the
-dense ones (tp) or the experts' (etp). From a rule follow the boxes of a rank, both ways:
+The one idea: a rule is (dim, parts, axis). `dim` is the dim that ranks share, None where each keeps a copy; `parts` are
+the proportions of what lies end to end along it, each cut on its own: (1, 1) for a gated fc1, whose rank r keeps rows r
+of the gate and rows r of the up half; `axis` says whose ranks share: the dense ones (tp) or the experts' (etp). From a
+rule follow the boxes of a rank, both ways:
 
     mlp.linear_fc1.weight [gate; up] of 48 + 48 rows, tp 2, rank 1:
         rows 24..48 of the tensor are rows 0..24 of the rank, rows 72..96 are rows 24..48
+    mixer.in_proj.weight [z; x; B; C; dt] of 20, 20, 6, 6, 4 rows, parts (10, 10, 3, 3, 2), tp 2, rank 1:
+        rows 10..20, 30..40, 43..46, 49..52, 54..56 of the tensor, one below the other
 
     embeddings, output_layer             rows (vocabulary, padded)
     linear_qkv, linear_q_proj, _up_proj  rows: whole query groups, whole heads (or more ranks than groups share each
@@ -14,14 +17,26 @@ dense ones (tp) or the experts' (etp). From a rule follow the boxes of a rank, b
     linear_fc1                           rows, of each half where gated
     MLA's down projections               a copy each with Transformer Engine; rows with the local spec
     MTP's eh_proj                        rows
+    gated delta net, Mamba               in_proj and conv1d: rows, of each section; A_log, dt_bias, D, Mamba's own norm:
+                                         rows; out_proj: columns; out_norm: a copy each
+    indexer of sparse attention          a copy each
     norms, routers, positions            a copy each
+    q and k norms over all heads         rows, where the layer's q_layernorm is as long as linear_proj is wide
+    towers of Megatron's modules         as above; of others (`visual.`, `vision_tower.`): a copy each
+
+The lengths of sections follow from the other tensors of the module, of a rank or of the whole model alike, for what
+counts is their proportion; where these are not there, from the arguments (`sections_of`).
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `core/transformer/attention.py`, `mlp.py`,
 `multi_latent_attention.py` (`parallel_mode="duplicated"` for TE), `moe/experts.py`, `moe/shared_experts.py`,
-`multi_token_prediction.py`, `dot_product_attention.py` (`softmax_offset`).
+`multi_token_prediction.py`, `dot_product_attention.py` (`softmax_offset`); 0.19.2 `ssm/mamba_mixer.py`,
+`ssm/gated_delta_net/`, `transformer/experimental_attention_variant/dsa.py`, `models/vision/`. megatron-bridge 0.6.2
+`models/minimax_m2/minimax_m2_provider.py` (norms over all heads), `models/*/modeling_*.py` (towers).
 
-Cost: about a us a name. What it does not do: Mamba's and DeltaNet's segmented projections (they raise where ranks
-share).
+mcore-bridge 1.6.5 has rows of a gated delta net by key head, all that belongs to one together: such tensors bear
+another name (`BY_HEAD`), and ranks share their rows plainly. Nothing but torch_dist's keys tells them from core's.
+
+Cost: about a us a name. What it does not do: k norms over all heads where more ranks than groups share them.
 """
 
 from __future__ import annotations
@@ -29,11 +44,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.names import is_foreign, is_tower, stem
 from ckpt_tool.formats.megatron.stages import nearest
 
 DEGREE = "E0273"
@@ -41,13 +58,20 @@ TP, ETP = "tp", "etp"
 
 
 class Rule(NamedTuple):
-    """dim: shared between ranks, None: each keeps a copy. parts: laid end to end along `dim`, each cut on its own.
-    axis: `tp` or `etp`. known: False for a name that no rule knows (a copy each is then only right for one rank)."""
+    """dim: shared between ranks, None: each keeps a copy. parts: the proportions of what lies end to end along `dim`,
+    each cut on its own. axis: `tp` or `etp`. known: False for a name that no rule knows (a copy each is then only right
+    for one rank). lacks: what has to be known for a rule."""
 
     dim: int | None
-    parts: int = 1
+    parts: tuple[int, ...] = (1,)
     axis: str = TP
     known: bool = True
+    lacks: str = ""
+
+    def sections(self, extent: int) -> tuple[int, ...]:
+        """The lengths of the parts along `dim` of so many elements; () when they do not come out even."""
+        unit, rest = divmod(extent, sum(self.parts))
+        return () if rest else tuple(unit * part for part in self.parts)
 
 
 class Piece(NamedTuple):
@@ -61,22 +85,76 @@ _ROWS = frozenset(
     "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
     "linear_kv_up_proj eh_proj".split()
 )
-_COLUMNS = frozenset({"linear_proj", "linear_fc2"})
+_COLUMNS = frozenset({"linear_proj", "linear_fc2", "out_proj"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
 _COPIES = frozenset(
     "router position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
-    "lm_head_bias".split()
+    "lm_head_bias out_norm".split()
 )
+_MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
+_HEADS = frozenset("A_log D dt_bias".split())  # one element a head
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
+MAMBA, DELTA = "mamba", "gated delta net"
+BY_HEAD = "_by_head"  # at the end of a name: rows lie by key head, as mcore-bridge has them, not in core's sections
+_WANTED = {  # what the arguments have to say where a module's other tensors are not there
+    MAMBA: "mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim",
+    DELTA: "linear_num_key_heads, linear_key_head_dim, linear_num_value_heads and linear_value_head_dim",
+}
 
 
-def rule_of(name: str, rank: int, *, gated: bool, down_shared: bool) -> Rule:
+SECTIONS = {  # what torch_dist calls the parts of such a tensor, each under a key of its own
+    f"{MAMBA}.in_proj": ("z", "x", "B", "C", "dt"),
+    f"{MAMBA}.conv1d": ("x", "B", "C"),
+    f"{DELTA}.in_proj": ("query", "key", "value", "z", "beta", "alpha"),
+    f"{DELTA}.conv1d": ("query", "key", "value"),
+}
+
+
+def section_names(name: str) -> tuple[str, ...]:
+    """What lies end to end in a projection or convolution of a recurrent module; () for any other name."""
+    words = name.split(".")
+    kind = "" if is_tower(name) else _recurrent(words)
+    return SECTIONS.get(f"{kind}.{_sectioned(words)}", ()) if kind else ()
+
+
+def _sectioned(words: Sequence[str]) -> str:
+    leaf, module = words[-1], words[-2]
+    if leaf.endswith(BY_HEAD):
+        return ""
+    if module == "in_proj" and leaf == "weight":
+        return "in_proj"
+    return "conv1d" if "conv1d" in (module, leaf.partition("_")[0]) else ""
+
+
+def is_vocabulary(name: str) -> bool:
+    """Has the tensor a row for each token?"""
+    return stem(name) in VOCABULARY
+
+
+def rule_of(
+    name: str,
+    rank: int,
+    *,
+    gated: bool,
+    down_shared: bool,
+    sections: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    spanning: bool | None = False,
+) -> Rule:
     """The rule of a logical name. rank: of the tensor (1 for biases). gated: fc1 holds gate and up. down_shared: MLA's
-    down projections are cut (the local spec)."""
+    down projections are cut (the local spec). sections: of `sections_of`. spanning: of `norms_span`."""
     words = name.split(".")
     leaf, module = words[-1], words[-2] if len(words) > 1 else ""
     axis = ETP if "experts" in words else TP
+    if is_tower(name):
+        return _of_tower(name, words, rank, sections)
+    kind = _recurrent(words)
+    if kind:
+        return _of_recurrent(kind, words, rank, sections)
+    if "indexer" in words:
+        return Rule(None)
+    if module in ("q_layernorm", "k_layernorm") and spanning is not False:
+        return Rule(0 if spanning else None, known=spanning is not None)
     if module in _COPIES or _NORM.fullmatch(module) or leaf in ("gate_weight", "layer_norm_weight", "layer_norm_bias"):
         return Rule(None, axis=axis)
     if module == "core_attention" and leaf == "softmax_offset":
@@ -88,20 +166,132 @@ def rule_of(name: str, rank: int, *, gated: bool, down_shared: bool) -> Rule:
     if module in _COLUMNS:
         return Rule(1 if leaf == "weight" and rank > 1 else None, axis=axis)
     if module == "linear_fc1":
-        return Rule(0, 2 if gated else 1, axis)
+        return Rule(0, (1, 1) if gated else (1,), axis)
     if module in _DOWN:
         return Rule(0 if down_shared else None)
     return Rule(None, axis=axis, known=False)
 
 
+def _recurrent(words: Sequence[str]) -> str:
+    """`mamba` or `gated delta net` of a name inside such a module, else nothing."""
+    if any(word in _MIXER for word in words):
+        return MAMBA
+    inside = words[words.index("self_attention") + 1 :] if "self_attention" in words else ()
+    return DELTA if inside and inside[0] in ("in_proj", "conv1d", "out_norm", "out_proj", *_HEADS) else ""
+
+
+def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> Rule:
+    leaf, module = words[-1], words[-2]
+    if leaf in _HEADS or module == "norm" or leaf.endswith(BY_HEAD):
+        return Rule(0)
+    if module == "out_norm" or leaf in ("layer_norm_weight", "layer_norm_bias"):
+        return Rule(None)
+    if module == "out_proj":
+        return Rule(1 if leaf == "weight" and rank > 1 else None, known=leaf in ("weight", "bias"))
+    which = _sectioned(words)
+    found = sections.get(f"{kind}.{which}")
+    if found:
+        return Rule(0, found)
+    return Rule(None, known=False, lacks=_WANTED[kind] if which else "")
+
+
+def _of_tower(name: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> Rule:
+    """The rule of a tensor beside the language model. Towers that transformers' own modules make are copies; those of
+    Megatron's modules are cut like a language model's layers."""
+    words = words[1:] if words[0] in ("thinker", "llava_model") else words
+    root, inside, leaf = words[0], words[1] if len(words) > 2 else "", words[-1]
+    if root == "multi_modal_projector":  # Bridge's gemma3_vl has a ColumnParallelLinear there
+        return Rule(0 if inside == "proj" else None)
+    if not is_foreign(name) and inside in ("decoder", "merger", "encoder"):
+        module = words[-2]
+        if module == "linear_fc1":
+            return Rule(0, sections.get(f"{root}.linear_fc1", (1,)))
+        if module in _ROWS or module == "encoder":  # an affine projection is a ColumnParallelLinear of that name
+            return Rule(0)
+        if module in _COLUMNS:
+            return Rule(1 if leaf == "weight" and rank > 1 else None)
+        return Rule(None, known=_NORM.fullmatch(module) is not None or leaf.startswith("layer_norm_"))
+    if root == "vision_model" and inside in ("embedder", "video_embedder"):  # core's RADIO
+        return Rule(0)
+    return Rule(None)
+
+
 def gated(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> bool:
-    """Does fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
+    """Does the language model's fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
+    found = _gated(shapes, "")
+    return bool(facts.gated) if found is None else found
+
+
+def _gated(shapes: Mapping[str, tuple[int, ...]], tower: str) -> bool | None:
+    """The same of a tower, or of the language model (""); None where no size shows it."""
     for name, shape in shapes.items():
-        if name.endswith("linear_fc1.weight") and len(shape) == 2:
+        if name.endswith("linear_fc1.weight") and len(shape) == 2 and _in_tower(name, tower):
             other = shapes.get(f"{name.removesuffix('linear_fc1.weight')}linear_fc2.weight")
             if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
                 return shape[0] == 2 * other[1]
-    return bool(facts.gated)
+    return None
+
+
+def _in_tower(name: str, tower: str) -> bool:
+    return tower in name.split(".")[:2] if is_tower(name) else not tower
+
+
+def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> dict[str, tuple[int, ...]]:
+    """The proportions of what lies end to end in the projections and convolutions of recurrent modules, and in a
+    tower's gated fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers
+    differ."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name in shapes:
+        front, _, rest = name.rpartition("in_proj.weight")
+        kind = _recurrent(name.split(".")) if front and not rest else ""
+        if kind:
+            found.setdefault(kind, set()).add(_shown(kind, front, shapes) or ())
+    out: dict[str, tuple[int, ...]] = {}
+    for kind, stated in ((MAMBA, facts.mamba), (DELTA, facts.delta)):
+        every = found.get(kind, set()) - {()} or {stated or ()}
+        sizes = every.pop()
+        if sizes and not every:
+            a, b, c = sizes
+            which = ((a, a, b, b, c), (a, b, b)) if kind == MAMBA else ((a, a, b, b, c, c), (a, a, b))
+            for part, lengths in zip(("in_proj", "conv1d"), which, strict=True):
+                out[f"{kind}.{part}"] = tuple(n // gcd(*lengths) for n in lengths)
+    for root in ("vision_model", "vision_projection"):
+        if _gated(shapes, root):
+            out[f"{root}.linear_fc1"] = (1, 1)
+    return out
+
+
+def _shown(kind: str, front: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int] | None:
+    """Of Mamba (inner, group, heads), of a gated delta net (keys, values, value heads), in rows, as the module's
+    tensors show them; None where one is missing or they contradict each other."""
+    rows = shapes[f"{front}in_proj.weight"][:1]
+    wide = shapes.get(f"{front}out_proj.weight", ())[1:2]
+    heads = next((shapes[f"{front}{leaf}"][:1] for leaf in ("A_log", "dt_bias") if f"{front}{leaf}" in shapes), ())
+    if not (rows and wide and heads):
+        return None
+    rest = rows[0] - 2 * wide[0] - (heads[0] if kind == MAMBA else 2 * heads[0])
+    half = rest // 2
+    if rest % 2 or half <= 0:
+        return None
+    convolved = next((shapes[n][0] for leaf in ("conv1d_weight", "conv1d.weight") if shapes.get(n := front + leaf)), 0)
+    if convolved and convolved != wide[0] + 2 * half:
+        return None
+    return (wide[0], half, heads[0]) if kind == MAMBA else (half, wide[0], heads[0])
+
+
+def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: Facts, degree: int) -> bool | None:
+    """Do q and k norms span all heads, so that ranks share them? By the shapes of one rank of `degree` (1: of the whole
+    model). A rank of one head does not show it: then they are as core has them, of one head's length. None: as many
+    keys as queries, and nothing says how many heads."""
+    for name, shape in shapes.items():
+        front, found, _ = name.rpartition("q_layernorm.weight")
+        wide = shapes.get(f"{front}linear_proj.weight", ())[1:2]
+        if not found or f"{front}linear_qkv.weight" not in shapes or shape[:1] != wide or is_tower(name):
+            continue
+        if shapes.get(f"{front}k_layernorm.weight", shape) != shape:
+            return True  # a norm of one head's length is as long for k as for q
+        return facts.heads > degree if facts.heads else None
+    return False
 
 
 def global_shape(rule: Rule, local: Sequence[int], size: int) -> tuple[int, ...]:
@@ -119,21 +309,20 @@ def local_shape(rule: Rule, shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def pieces(rule: Rule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[Piece]:
-    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: are gate
-    and up two pieces even where one rank has both?"""
+    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: are parts
+    pieces of their own even where one rank has all?"""
     if rule.dim is None or rule.dim >= len(shape) or size == 1 and not apart:
         return [Piece(whole(shape), whole(shape))]
-    dim, parts = rule.dim, rule.parts
-    part = shape[dim] // parts  # rows of a half
-    own = part // size
-    mine = tuple(own if d == dim else n for d, n in enumerate(shape))
+    dim = rule.dim
     zero = [0] * len(shape)
-    out = []
-    for number in range(parts):
+    out, first, row = [], 0, 0
+    for part in rule.sections(shape[dim]) or (shape[dim] // len(rule.parts),) * len(rule.parts):
+        own = part // size
+        mine = tuple(own if d == dim else n for d, n in enumerate(shape))
         at, inside = list(zero), list(zero)
-        at[dim] = number * part + rank * own
-        inside[dim] = number * own
+        at[dim], inside[dim] = first + rank * own, row
         out.append(Piece(Box(tuple(at), mine), Box(tuple(inside), mine)))
+        first, row = first + part, row + own
     return out
 
 
@@ -158,19 +347,34 @@ class Units(NamedTuple):
 
 def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units | None:
     """What the axis of `rule` must divide for this tensor; None where any degree will do (vocabularies are padded)."""
-    if rule.dim is None or rule.dim >= len(shape) or name in VOCABULARY:
+    if rule.dim is None or rule.dim >= len(shape) or is_vocabulary(name):
         return None
     words = name.split(".")
     module = words[-2] if len(words) > 1 else ""
-    extent = shape[rule.dim] // rule.parts
-    if module == "linear_qkv" and facts.groups and extent % facts.groups == 0:
-        return Units(facts.groups, "query groups", name, shape[0])
-    if module in ("linear_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_q") and facts.heads:
-        if extent % facts.heads == 0:
+    own = rule.sections(shape[rule.dim])
+    if not own:
+        what = f"rows that are no {len(rule.parts)} parts of {', '.join(map(str, rule.parts))} ({shape[rule.dim]})"
+        return Units(1, what if len(rule.parts) != 2 else f"rows that are no two halves ({shape[rule.dim]})", name)
+    extent = gcd(*own)
+    kind = "" if is_tower(name) else _recurrent(words)
+    if kind and len(own) > 1:
+        heads = facts.mamba_groups if kind == MAMBA else facts.delta_heads
+        if heads and extent % heads == 0:
+            return Units(heads, "groups" if kind == MAMBA else "key heads", name)
+        return Units(extent, f"rows that divide all {len(own)} sections", name)
+    if kind and words[-1].endswith(BY_HEAD) and facts.delta_heads and extent % facts.delta_heads == 0:
+        return Units(facts.delta_heads, "key heads", name)
+    if kind and words[-1] in _HEADS:
+        return Units(extent, "heads", name)
+    if not is_tower(name):
+        if module == "linear_qkv" and facts.groups and extent % facts.groups == 0:
+            return Units(facts.groups, "query groups", name, shape[0])
+        if module == "k_layernorm" and facts.groups and extent % facts.groups == 0:
+            return Units(facts.groups, "query groups", name)
+        by_head = ("linear_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_q", "q_layernorm")
+        if module in by_head and facts.heads and extent % facts.heads == 0:
             return Units(facts.heads, "attention heads", name)
     what = {"linear_fc1": "ffn rows", "linear_fc2": "ffn columns"}.get(module, "rows" if rule.dim == 0 else "columns")
-    if shape[rule.dim] % rule.parts:
-        return Units(1, f"rows that are no two halves ({shape[rule.dim]})", name)
     return Units(extent, what, name)
 
 

@@ -8,13 +8,16 @@ So the numbers of layers in that order say all, and a layer's local number is it
     4 layers, 3 stages, decoder_first_pipeline_num_layers 2:    [0 1] [2] [3]
     "Ett|t|tmL" (layout string, 3 stages):                       embedding and 2, 1, 1 with MTP and loss
 
+    "MG*-|M-G-" (a hybrid model's pattern, 2 stages):            4 and 4, one letter a layer
+
 Rules, the first that applies (core 0.16.1 `get_num_layers_to_build`, `get_transformer_layer_offset`,
-`PipelineParallelLayerLayout`): pipeline_model_parallel_layout; decoder_first/last_pipeline_num_layers, the rest spread
-evenly over the stages between; account_for_embedding/loss_in_pipeline_split, which count as a layer each; even.
+`PipelineParallelLayerLayout`): hybrid_layer_pattern with `|`; pipeline_model_parallel_layout;
+decoder_first/last_pipeline_num_layers, the rest spread evenly over the stages between;
+account_for_embedding/loss_in_pipeline_split, which count as a layer each; even.
 MTP layers stand on the last chunk, or where the layout says `m`; that chunk has a copy of the embedding as well.
 
 Sources (NVIDIA/Megatron-LM, core 0.16.1): `core/transformer/transformer_block.py`, `transformer_layer.py`,
-`pipeline_parallel_layer_layout.py`, `multi_token_prediction.py`.
+`pipeline_parallel_layer_layout.py`, `multi_token_prediction.py`; 0.19.2 `models/hybrid/hybrid_layer_allocation.py`.
 
 Cost: linear. What it does not do: names, shapes.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.mesh import divisors
@@ -115,6 +119,11 @@ def from_layout(text: str, pp: int) -> Stages | None:
 def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: int = 0) -> Stages | None:
     """The split that Megatron makes of `layers` with these arguments (`megatron.args`); None when they do not
     divide."""
+    pattern = _pattern(args)
+    if pattern and "|" in pattern[1]:
+        segments = [len(segment) for segment in pattern[1].split("|")]
+        fits = len(segments) == pp * vpp and sum(segments) == layers
+        return from_counts(segments, pp, vpp, mtp=mtp) if fits else None
     layout = args.get("pipeline_model_parallel_layout")
     if isinstance(layout, str) and layout:
         made = from_layout(layout, pp)
@@ -133,6 +142,16 @@ def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: i
             bool(args.get("account_for_loss_in_pipeline_split")),
         )
     return from_counts(counts, pp, vpp, mtp=mtp) if counts else None
+
+
+def _pattern(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """(argument, a letter for each layer with `|` between stages, what follows for MTP) of a hybrid model."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        text = args.get(name)
+        if isinstance(text, str) and text:
+            main, slash, rest = text.partition("/")
+            return name, main, slash + rest
+    return None
 
 
 def _uneven(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int] | None:
@@ -210,9 +229,10 @@ def nearest(wanted: int, valid: Sequence[int]) -> str:
     return ", ".join(map(str, [*below, *above])) or "none"
 
 
-def args_of(stages: Stages) -> dict[str, Any]:
+def args_of(stages: Stages, args: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The arguments that make Megatron split this way: what was even stays plain, one uneven end becomes
-    decoder_first/last_pipeline_num_layers, all else a layout string."""
+    decoder_first/last_pipeline_num_layers, all else a layout string. args: of the source; a hybrid model's pattern gets
+    its `|` where the stages part."""
     plain: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
@@ -222,6 +242,14 @@ def args_of(stages: Stages) -> dict[str, Any]:
     }
     counts, pp, vpp = stages.counts, stages.pp, stages.vpp
     layers = sum(counts)
+    pattern = _pattern(args)
+    if pattern:
+        name, main, rest = pattern
+        letters, begin = main.replace("|", ""), [sum(counts[:i]) for i in range(len(counts))]
+        if len(letters) == layers:
+            parted = "|".join(letters[at : at + n] for at, n in zip(begin, counts, strict=True))
+            return plain | {name: parted + rest}
+        return plain
     moved = any(c.mtp for c in stages.chunks[:-1])
     if len(set(counts)) <= 1 and not moved:
         return plain

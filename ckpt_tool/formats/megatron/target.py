@@ -51,7 +51,7 @@ from ckpt_tool.formats.megatron.optimizer import (
     lay_buffers,
     members_of,
 )
-from ckpt_tool.formats.megatron.rules import VOCABULARY
+from ckpt_tool.formats.megatron.rules import is_vocabulary
 from ckpt_tool.formats.megatron.wanted import Decided, decide
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
@@ -363,7 +363,7 @@ class _Writing:
             sizes["num_experts"] = facts.experts
         if self.job.rows is not None:
             sizes["padded_vocab_size"] = self.job.rows
-        if EMBEDDING in decided.model or TIED_HEAD in decided.model:
+        if {EMBEDDING, TIED_HEAD} & {names.stem(name) for name in decided.model}:
             sizes["untie_embeddings_and_output_weights"] = not facts.tied
         if "use_distributed_optimizer" in decided.args and not self.states.form.none:
             sizes["use_distributed_optimizer"] = self.states.form.flat
@@ -476,7 +476,8 @@ class _Writing:
         known = self.decided.extra_states
         if known is not None:
             return ".".join("*" if w.isdecimal() else w for w in module.split(".")) + "._extra_state" in known
-        layered = module.startswith(("decoder.", "encoder.", "mtp.", "output_layer"))
+        layered = names.stem(module).startswith(("decoder.", "encoder.", "mtp.", "output_layer"))
+        layered |= names.is_tower(module) and not names.is_foreign(module)
         return layered and module.rpartition(".")[2] in {*names.LINEARS, "output_layer"}
 
     def _optimizer(self, arrays: list[RankArray], composer: TorchComposer) -> Any:
@@ -505,7 +506,7 @@ class _Writing:
         kept, every = self.job.kept, self.decided.all_rows
         out: dict[str, dict[str, Any]] = {}
         for number, tensor in enumerate(self.decided.wanted.tensors):
-            if kept is None or every is None or kept >= every or tensor.key.name not in VOCABULARY:
+            if kept is None or every is None or kept >= every or not is_vocabulary(tensor.key.name):
                 continue
             if tensor.shape[:1] == (every,):
                 shape = (every - kept, *tensor.shape[1:])

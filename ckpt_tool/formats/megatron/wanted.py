@@ -32,7 +32,7 @@ from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, with_spe
 from ckpt_tool.formats.megatron.folders import fit
 from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Job
-from ckpt_tool.formats.megatron.rules import VOCABULARY, gated
+from ckpt_tool.formats.megatron.rules import BY_HEAD, gated, is_vocabulary
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 
 VOCAB, NO_RULE = "E0276", "E0275"
@@ -87,10 +87,11 @@ def decide(wanted: Wanted) -> Decided:
         te,
         alike.container or stated.container if alike else stated.container,
         own.mtp_inner or "transformer_layer" if own else "transformer_layer",
-    )
+        own.convolution if own else "_",
+    ).of_shapes(shapes, 1)
     notes += _check(job, shapes)
     rows, kept, more = _rows(wanted, model, facts, degrees["tp"])
-    every = next((shapes[name][0] for name in VOCABULARY if name in model), None) if rows else None
+    every = next((shapes[name][0] for name in model if is_vocabulary(name)), None) if rows else None
     if args and facts.layers != stated.layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
     return Decided(
@@ -108,7 +109,8 @@ def decide(wanted: Wanted) -> Decided:
 
 def _completed(facts: Facts, model: Mapping[str, int], experts: int) -> Facts:
     """The facts with what the tensors themselves show."""
-    tied = EMBEDDING in model and TIED_HEAD not in model and (facts.tied or not facts.stated)
+    own = {names.stem(name) for name in model}
+    tied = EMBEDDING in own and TIED_HEAD not in own and (facts.tied or not facts.stated)
     return replace(
         facts,
         layers=names.layers_count(model),
@@ -148,6 +150,15 @@ def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int
 
 def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Notes. Raises UsageError when tensor ranks can't share a parameter."""
+    by_head = [name for name in shapes if name.endswith(BY_HEAD)]
+    if by_head:
+        raise UsageError(
+            f"{by_head[0]}: its rows lie by key head, as mcore-bridge has them, and files of ranks do not show that",
+            code=NO_RULE,
+            key=by_head[0],
+            faults=by_head[1:50],
+            hint="write --to megatron-dist, whose keys do",
+        )
     rules = {name: job.rule(name, len(shape)) for name, shape in shapes.items()}
     unknown = [name for name, rule in rules.items() if not rule.known and job.degrees[rule.axis] > 1]
     if unknown:
@@ -156,7 +167,9 @@ def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
             code=NO_RULE,
             key=unknown[0],
             faults=unknown[1:50],
-            hint="bring the names into Megatron's (--dialect megatron), or write with --tp 1",
+            hint=f"its sections follow from {lacks}: keep the module's other tensors, or write with --tp 1"
+            if (lacks := rules[unknown[0]].lacks)
+            else "bring the names into Megatron's (--dialect megatron), or write with --tp 1",
         )
     return job.check(shapes.items())
 
@@ -169,9 +182,9 @@ def _rows(
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
     """(rows to store, rows of the source to keep, notes) of the vocabulary tensors; (None, None, ()) without any."""
     found = {
-        wanted.tensors[model[name]].shape[0]
-        for name in VOCABULARY
-        if name in model and wanted.tensors[model[name]].shape
+        wanted.tensors[number].shape[0]
+        for name, number in model.items()
+        if is_vocabulary(name) and wanted.tensors[number].shape
     }
     if not found:
         return None, None, ()

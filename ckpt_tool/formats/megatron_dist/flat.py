@@ -135,7 +135,7 @@ def flat_states(
 
 def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degrees: Mapping[str, int]) -> Iterator[Job]:
     """What the arguments say, then what they may mean."""
-    layers = names.layers_count(name for name in model if name.startswith("decoder."))
+    layers = names.layers_count(name for name in model if names.stem(name).startswith("decoder."))
     mtp = names.mtp_count(model)
     pp, vpp = degrees["pp"], degrees["vpp"]
     if pp * vpp > CHUNKS:
@@ -145,7 +145,7 @@ def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degre
         base = layers // (pp * vpp)
         stages = from_counts([*[base] * (pp * vpp - 1), layers - base * (pp * vpp - 1)], pp, vpp, mtp=mtp)
     experts = names.experts_count(model)
-    facts = replace(facts_of(args), mtp=mtp, tied=TIED_HEAD not in model)
+    facts = replace(facts_of(args), mtp=mtp, tied=TIED_HEAD not in map(names.stem, model))
     found = {name: {chunk.box for chunk in tensor.chunks} for name, tensor in model.items()}
     boxes = {name: sorted(own, key=lambda box: box.offset) for name, own in found.items()}
     job = Job(facts, degrees, stages, experts, bool(facts.gated), not facts.te, boxes=boxes)

@@ -79,7 +79,7 @@ from ckpt_tool.formats.containers.dcp_metadata import (
 from ckpt_tool.formats.megatron.args import arguments, facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron_dist import folder as megatron_dist_folder
-from ckpt_tool.formats.megatron_dist.keys import DistKey, name_of, parse, styles_of
+from ckpt_tool.formats.megatron_dist.keys import HALF, DistKey, name_of, parse, styles_of
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.source import Tree
@@ -146,16 +146,18 @@ FORMAT = _MegatronDist()
 
 
 class _Parameter:
-    """A logical tensor while its chunks are gathered. halves: rows of the gate's and the up's half, where they lie
-    apart."""
+    """A logical tensor while its chunks are gathered. parts: those that lie apart, in their order (`DistKey.parts`).
+    rows, held: of each part that was found."""
 
-    __slots__ = ("chunks", "dtype", "halves", "shape")
+    __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
 
-    def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DType, parts: tuple[str, ...]) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.parts = parts
         self.chunks: list[Chunk] = []
-        self.halves: dict[int, list[Chunk]] = {}
+        self.rows: dict[str, int] = {}
+        self.held: dict[str, list[Chunk]] = {}
 
 
 class _Reading:
@@ -264,17 +266,21 @@ class _Reading:
                         key=entry.fqn,
                         hint="the metadata contradicts itself",
                     )
-                (found.chunks if key.half is None else found.halves.setdefault(key.half, [])).append(inner)
+                (found.held[key.part] if key.part else found.chunks).append(inner)
 
     def _parameter(self, key: DistKey, at: tuple[int, ...], shape: tuple[int, ...], entry: TensorEntry) -> None:
         name = TensorKey(name_of(key, at), key.state)
         known = self.found.get(name)
         if known is None:
-            known = self.found[name] = _Parameter(shape, entry.dtype)
-            if key.half is not None:
-                known.halves.setdefault(key.half, [])
-            return
-        if key.half is None or key.half in known.halves or (known.shape, known.dtype) != (shape, entry.dtype):
+            known = self.found[name] = _Parameter(shape, entry.dtype, key.parts)
+        elif (
+            not key.part
+            or known.parts != key.parts
+            or key.part in known.held
+            or (known.shape[1:], known.dtype) != (shape[1:], entry.dtype)
+            or key.part in HALF
+            and known.shape != shape
+        ):
             raise InconsistentCheckpoint(
                 f"{name} is stored twice, once under {entry.fqn}",
                 code=CONTRADICTION,
@@ -282,24 +288,30 @@ class _Reading:
                 key=str(name),
                 hint="two spellings of one tensor in one save: nothing says which counts",
             )
-        known.halves.setdefault(key.half, [])
+        if key.part:
+            known.held[key.part] = []
+            known.rows[key.part] = shape[0] if shape else 0
 
     def _tensors(self) -> dict[TensorKey, LogicalTensor]:
         out, frozen = {}, list[str]()
         for key, found in self.found.items():
             shape, chunks = found.shape, found.chunks
-            if found.halves:
-                missing = [which for number, which in enumerate(("gate (_w)", "up (_v)")) if number not in found.halves]
+            if found.parts:
+                missing = [part for part in found.parts if part not in found.held]
                 if missing:
+                    what = {"w": "gate (_w) half of a gated fc1", "v": "up (_v) half of a gated fc1"}.get(missing[0])
                     raise Incomplete(
-                        f"the {missing[0]} half of a gated fc1 is missing",
+                        f"the {what or f'section {missing[0]!r} of a projection'} is missing",
                         code=INCOMPLETE,
                         key=str(key),
                         path=self.tree.display(self.folder),
-                        hint="both halves are stored under keys of their own",
+                        hint=f"all {len(found.parts)} parts are stored under keys of their own",
                     )
-                chunks = [*found.halves[0], *(moved(chunk, shape[0]) for chunk in found.halves[1])]
-                shape = (2 * shape[0], *shape[1:])
+                rows = 0
+                for part in found.parts:
+                    chunks = [*chunks, *(moved(chunk, rows) for chunk in found.held[part])]
+                    rows += found.rows[part]
+                shape = (rows, *shape[1:])
             if not chunks and key.state != MODEL and 0 not in shape:
                 frozen.append(str(key))  # a layer or expert that the stacked tensor of the others has a place for
                 continue

@@ -10,6 +10,10 @@ first dim; all experts share one key and lie along the next. So a key shows how 
         -> decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight  (2f, h)
     decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight_w, ..._v  (f, h)    singleton shards: gate and up apart
         -> decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight  (2f, h)
+    decoder.layers.0.mixer.in_proj.weight.z, ....x, ....B, ....C, ....dt         sections of a recurrent module apart
+        -> decoder.layers.0.mixer.in_proj.weight, one below the other
+    decoder.layers.0.self_attention.in_proj.weight                               whole: mcore-bridge's, by key head
+        -> decoder.layers.0.self_attention.in_proj.weight_by_head
     optimizer.state.fp32_param.KEY, optimizer.state.param.KEY               -> KEY's name [master]
 
 Sources (NVIDIA/Megatron-LM): core 0.16.1 `transformer/transformer_block.py` (`sharded_state_dict`: which layers share a
@@ -17,7 +21,10 @@ key), `transformer/moe/experts.py` and `extensions/transformer_engine.py` (`expe
 `singleton_local_shards`), `transformer/mlp.py` (`_w`, `_v`), `models/gpt/gpt_layer_specs.py`
 (`sharded_state_dict_keys_map`: the local spec stores its norms under the fused linear's name),
 `dist_checkpointing/optimizer.py`, `optimizer/optimizer.py` (`chained_K.` in front), `optimizer/distrib_optimizer.py`
-(`param`), core 0.14 (`fp32_param`). NeMo puts `module.` in front.
+(`param`), core 0.14 (`fp32_param`); core 0.19.2 `ssm/mamba_mixer.py`, `ssm/gated_delta_net/` (sections),
+`multi_token_prediction.py`, `models/hybrid/hybrid_block.py` (no layer shares a key). megatron-bridge 0.6.2
+`models/qwen_vl/modelling_qwen3_vl/transformer_block.py` (a tower's layers and mergers). mcore-bridge 1.6.5
+`model/modules/gated_delta_net.py`. NeMo puts `module.` in front.
 
 Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models' own aliases.
 """
@@ -25,34 +32,46 @@ Cost: a few us a key. What it does not do: shapes, files; encoder-decoder models
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from ckpt_tool.core.tensor import MASTER, MODEL
-from ckpt_tool.formats.megatron.names import NORM_ALIASES, canonical
+from ckpt_tool.formats.megatron.names import NORM_ALIASES, STACK, canonical, convolution, is_tower, mtp_inner, norm_place
+from ckpt_tool.formats.megatron.rules import BY_HEAD, section_names
 
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
-_STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)", re.DOTALL)
+_STACKED = re.compile(rf"({STACK})\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
+_BY_HEAD = re.compile(r"(.*\.self_attention\.(?:in_proj|conv1d)\.(?:weight|bias))", re.DOTALL)
 _OBJECT = re.compile(r"(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")
 
 
+HALF = ("w", "v")
+
+
 class DistKey(NamedTuple):
     """A tensor's key, taken apart. key: of the model's tensor, without the optimizer's front. layers, experts: does a
-    leading dim number layers, experts? half: 0 for the gate's, 1 for the up's half of a singleton fc1, None for all."""
+    leading dim number layers, experts? part: the one that is stored under it, of `parts` that lie one below the other
+    in the tensor ("" and none for all): the gate's ("w") or the up's ("v") half of a singleton fc1, a section of a
+    recurrent module."""
 
     state: str
     key: str
     layers: bool
     experts: bool
-    half: int | None = None
+    part: str = ""
 
     @property
     def leads(self) -> int:
         """Leading dims that are positions."""
         return self.layers + self.experts
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the whole tensor, in their order."""
+        return HALF if self.part in HALF else section_names(self.key) if self.part else ()
 
 
 class ObjectKey(NamedTuple):
@@ -79,13 +98,21 @@ def parse(fqn: str) -> DistKey:
     if found is not None:
         state, key = MASTER if found[1] in _MASTERS else found[1], found[2]
     key = key.removeprefix("module.")
-    half = _HALF.fullmatch(key)
-    if half is not None:
-        key = half[1]
+    part = ""
+    front, dot, last = key.rpartition(".")
+    if half := _HALF.fullmatch(key):
+        key, part = half[1], half[2]
+    elif dot and last in section_names(front):
+        key, part = front, last
     layers = _STACKED.fullmatch(key) is not None
     _, experts, rest = key.partition(_EXPERTS)
     stacked = bool(experts) and not rest.partition(".")[0].isdigit()
-    return DistKey(state, key, layers, stacked, None if half is None else "wv".index(half[2]))
+    return DistKey(state, key, layers, stacked, part)
+
+
+def of_part(key: str, part: str) -> str:
+    """The key of one of a tensor's parts."""
+    return f"{key}_{part}" if part in HALF else f"{key}.{part}"
 
 
 def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
@@ -98,7 +125,14 @@ def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
     if _EXPERTS in name:
         number = f"{rest.pop(0)}." if key.experts else ""
         name = name.replace(_EXPERTS, f".experts.local_experts.{number}", 1)
-    return canonical(name)
+    by_head = _BY_HEAD.fullmatch(name) if not key.part and not is_tower(name) else None
+    return f"{by_head[1]}{BY_HEAD}" if by_head else canonical(name)
+
+
+def stored(name: str) -> str:
+    """A name as its key has it, positions and norms aside: without the mark of what lies by key head, with Mamba's
+    convolution as a module, with MTP's inner stack of a hybrid model."""
+    return mtp_inner(convolution(name.removesuffix(BY_HEAD), "."), "transformer_layer")
 
 
 # -- how a source spells its keys, to spell them so again --------------------------------------------------------------
@@ -106,28 +140,35 @@ def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
 STACKED_LAYERS, STACKED_EXPERTS, SINGLETONS, HALVES = "stacked-layers", "stacked-experts", "singletons", "halves"
 
 
+def stacked_style(stack: str) -> str:
+    """The style of modules `stack` that share keys: one for a language model's layers, one for each of a tower's."""
+    return f"stacked:{stack}" if is_tower(f"{stack}.") else STACKED_LAYERS
+
+
 def styles_of(key: DistKey) -> tuple[str, ...]:
     """What a key shows of its checkpoint: stacked layers or experts, singleton shards, `fused:ALIAS` or
     `plain:ALIAS` for a norm that may be stored either way."""
-    out = [STACKED_LAYERS] if key.layers else []
+    found = _STACKED.fullmatch(key.key)
+    out = [stacked_style(found[1])] if found is not None else []
     out += [STACKED_EXPERTS] if key.experts else []
-    out += [SINGLETONS] if key.half is not None or _EXPERTS in key.key and not key.experts else []
-    out += [HALVES] if key.half is not None else []
-    for stored, alias in NORM_ALIASES:
-        for style, text in (("fused", stored), ("plain", alias)):
-            head, found, tail = key.key.partition(text)
-            if found and tail in ("weight", "bias") and (not head or head.endswith(".")):
+    out += [SINGLETONS] if key.part in HALF or _EXPERTS in key.key and not key.experts else []
+    out += [HALVES] if key.part in HALF else []
+    for fused, alias in NORM_ALIASES:
+        for style, text in (("fused", fused), ("plain", alias)):
+            head, inside, tail = key.key.partition(text)
+            if inside and tail in ("weight", "bias") and (not head or head.endswith(".")):
                 out.append(f"{style}:{alias}")
-    return tuple(out)
+    return tuple(dict.fromkeys(out))
 
 
-def spelled(key: str, styles: Collection[str], *, moe: bool) -> str:
-    """A key (positions aside) with its norm as these styles store it. moe: its layer has experts; where both spellings
-    are in use for the norm before the feed-forward part, those layers have the plain one (Transformer Engine)."""
-    for stored, alias in NORM_ALIASES:
-        head, found, tail = key.rpartition(alias)
-        if not found or tail not in ("weight", "bias") or head and not head.endswith("."):
-            continue
-        if f"fused:{alias}" in styles and not (moe and f"plain:{alias}" in styles):
-            return f"{head}{stored}{tail}"
-    return key
+def spelled(key: str, name: str, styles: Collection[str], every: Container[str]) -> str:
+    """A key (positions aside) of logical name `name` with its norm as these styles store it. every: logical names;
+    where both spellings are in use for a norm, the plain one is that of layers that have no linear for it (Transformer
+    Engine with experts)."""
+    place = norm_place(name, every)
+    if place is None or place.rest not in ("weight", "bias") or f"fused:{place.plain}" not in styles:
+        return key
+    if not place.there and f"plain:{place.plain}" in styles:
+        return key
+    head, _, tail = key.rpartition(place.plain)
+    return f"{head}{place.fused}{tail}"

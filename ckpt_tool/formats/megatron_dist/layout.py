@@ -34,20 +34,34 @@ from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.job import Job, carved, check_experts
-from ckpt_tool.formats.megatron.rules import pieces
+from ckpt_tool.formats.megatron.rules import pieces, section_names
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
-from ckpt_tool.formats.megatron_dist.keys import HALVES, SINGLETONS, STACKED_LAYERS, DistKey, name_of, parse, spelled
+from ckpt_tool.formats.megatron_dist.keys import (
+    HALF,
+    HALVES,
+    SINGLETONS,
+    STACKED_LAYERS,
+    DistKey,
+    name_of,
+    of_part,
+    parse,
+    spelled,
+    stacked_style,
+    stored,
+)
 
-EXPERTS, UNHELD = "E0237", "E2001"
+EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
 CHUNKS = 1 << 16  # of all stages
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d{1,9})\.(.+)", re.DOTALL)
+_LAYER = re.compile(rf"({names.STACK})\.(\d{{1,9}})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,9})\.(.+)", re.DOTALL)
 
 
 class _Spot(NamedTuple):
-    """Where a tensor stands: template of its key, layer and expert (None: not in one)."""
+    """Where a tensor stands: template of its key, layer and expert (None: not in one). stack: whose layer it is, the
+    language model's or a tower's ("": in none)."""
 
     template: str
+    stack: str
     layer: int | None
     expert: int | None
 
@@ -64,7 +78,12 @@ class DistLayout:
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
         self.names = {t.key.name for _, t in self.tensors}
         self.spots = {name: _spot(name) for name in self.names}
-        self.layers = _count([s.layer for s in self.spots.values() if s.layer is not None], "layers")
+        numbers: dict[str, list[int]] = {}
+        for spot in self.spots.values():
+            if spot.layer is not None:
+                numbers.setdefault(spot.stack, []).append(spot.layer)
+        self.counts = {stack: _count(found, "layers") for stack, found in numbers.items()}
+        self.layers = max((n for stack, n in self.counts.items() if not names.is_tower(f"{stack}.")), default=0)
         self.experts = _count([s.expert for s in self.spots.values() if s.expert is not None], "experts")
         self.degrees = carved(degrees, self.notes) if self.experts else dict(degrees)
         own = wanted.hints.get(DistHints) if wanted.source_format == "megatron-dist" and spec is None else None
@@ -74,10 +93,14 @@ class DistLayout:
         self.distributed = self.facts.distributed is not False
         check_experts(self.degrees["ep"], self.experts, EXPERTS)
         gated = bool(self.facts.gated or HALVES in self.styles)
-        self.job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
+        shapes = {t.key.name: t.shape for _, t in self.tensors}
+        job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
+        self.job = job.of_shapes(shapes, 1)
+        self._check_rules(shapes)
         self.notes += self.job.check((t.key.name, t.shape) for _, t in self.tensors)
-        self.stacked = STACKED_LAYERS in self.styles and self._uniform()
-        self.as_source &= self.stacked == (STACKED_LAYERS in self.styles)
+        wished = {stack for stack in self.counts if stacked_style(stack) in self.styles}
+        self.stacked = {stack for stack in wished if self._uniform(stack)}
+        self.as_source &= self.stacked == wished
         self.grids = self._grids()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -88,15 +111,19 @@ class DistLayout:
         several = [args.get("moe_layer_freq"), args.get("linear_attention_freq")]
         differing = any(isinstance(n, list) or type(n) is int and n > 1 for n in several)
         differing |= bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))
-        out = set() if differing else {STACKED_LAYERS}
+        differing |= any(names.stem(name).startswith("decoder.final_norm.") for name in self.names)  # a hybrid model's
+        out = {stacked_style(stack) for stack in self.counts if names.is_tower(f"{stack}.")}
+        out |= set() if differing else {STACKED_LAYERS}
         mla = any(".linear_kv_down_proj." in name for name in self.names)
         if self.facts.te:
-            out |= {"fused:pre_mlp_layernorm.", "plain:pre_mlp_layernorm."}
-            out |= (
-                {"fused:self_attention.q_layernorm.", "fused:self_attention.kv_layernorm."}
-                if mla
-                else {"fused:input_layernorm."}
-            )
+            out |= {
+                f"{how}:{alias}" for how in ("fused", "plain") for alias in ("pre_mlp_layernorm.", "input_layernorm.")
+            }
+            out.add("fused:norm.")
+            sparse = any(f".{names.INDEXER}." in name for name in self.names)  # its norms stand apart
+            if mla and not sparse:
+                out |= {"fused:self_attention.q_layernorm.", "fused:self_attention.kv_layernorm."}
+                out |= {"plain:self_attention.q_layernorm.", "plain:self_attention.kv_layernorm."}
         elif not mla:
             out |= {"fused:input_layernorm.", "fused:pre_mlp_layernorm."}
         return out
@@ -111,15 +138,28 @@ class DistLayout:
             return from_counts([0] * (pp * vpp), pp, vpp, mtp=mtp)
         return chosen_stages(wish, self.args, pp, vpp, layers, mtp=mtp)
 
-    def _uniform(self) -> bool:
-        """Have all layers the same tensors of the same shapes in every state?"""
+    def _check_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UsageError E0275 where the sections of a recurrent module, each stored under a key of its own, are not
+        known."""
+        for name, shape in shapes.items():
+            rule = self.job.rule(name, len(shape))
+            if rule.lacks:
+                raise UsageError(
+                    f"the sections of {name} {list(shape)} are not known, and each is stored apart",
+                    code=NO_RULE,
+                    key=name,
+                    hint=f"they follow from the module's other tensors, or from the arguments {rule.lacks}",
+                )
+
+    def _uniform(self, stack: str) -> bool:
+        """Have all layers of a stack the same tensors of the same shapes in every state?"""
         seen: dict[tuple[str, str, int | None], dict[int, tuple[Any, ...]]] = {}
         for _, tensor in self.tensors:
             spot = self.spots[tensor.key.name]
-            if spot.layer is not None:
+            if spot.layer is not None and spot.stack == stack:
                 kind = (tensor.key.state, spot.template, spot.expert)
                 seen.setdefault(kind, {})[spot.layer] = (tensor.shape, tensor.dtype)
-        return all(len(each) == self.layers and len(set(each.values())) == 1 for each in seen.values())
+        return all(len(each) == self.counts[stack] and len(set(each.values())) == 1 for each in seen.values())
 
     def _grids(self) -> dict[tuple[str, str], bool]:
         """Whether the experts under a template fill their grid, by (state, key with its layer)."""
@@ -137,17 +177,16 @@ class DistLayout:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _with_layer(self, spot: _Spot) -> str:
-        if spot.layer is None or self.stacked:
+        if spot.layer is None or spot.stack in self.stacked:
             return spot.template
-        front, _, rest = spot.template.partition(".layers.")
-        return f"{front}.layers.{spot.layer}.{rest}"
+        return f"{spot.stack}.{spot.layer}.{spot.template[len(spot.stack) + 1 :]}"
 
     def _key(self, tensor: WantedTensor) -> tuple[DistKey, tuple[int, ...]]:
         """(key, position) of a tensor. Raises UsageError (E2001) for a name that would not be read back."""
         name = tensor.key.name
         spot = self.spots[name]
         key, at = self._with_layer(spot), []
-        layers, experts = self.stacked and spot.layer is not None, False
+        layers, experts = spot.stack in self.stacked, False
         if layers and spot.layer is not None:
             at.append(spot.layer)
         if spot.expert is not None:
@@ -156,20 +195,17 @@ class DistLayout:
                 at.append(spot.expert)
             else:
                 key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
-        key = spelled(key, self.styles, moe=self._moe(name))
-        made = parse(self.fqn(tensor.key.state, key))
-        if made != DistKey(tensor.key.state, key, layers, experts) or name_of(made, tuple(at)) != name:
+        key = stored(spelled(key, name, self.styles, self.names))
+        part = next(iter(self._sections(tensor)), ("",))[0]
+        made = parse(self.fqn(tensor.key.state, of_part(key, part) if part else key))
+        if made != DistKey(tensor.key.state, key, layers, experts, part) or name_of(made, tuple(at)) != name:
             raise UsageError(
                 f"megatron-dist would read {name!r} back under another name",
                 code=UNHELD,
                 key=str(tensor.key),
                 hint="rename or remove it (--remove-keys), or choose another format",
             )
-        return made, tuple(at)
-
-    def _moe(self, name: str) -> bool:
-        front = name.partition(".pre_mlp_layernorm.")[0]
-        return f"{front}.mlp.router.weight" in self.names
+        return made._replace(part=""), tuple(at)
 
     def fqn(self, state: str, key: str) -> str:
         """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one."""
@@ -182,13 +218,13 @@ class DistLayout:
         """(key of a model tensor, shape of the positions under it) of what hangs on its module."""
         spot = self.spots[name]
         key = self._with_layer(spot)
-        shape = (self.layers,) if self.stacked and spot.layer is not None else ()
+        shape = (self.counts[spot.stack],) if spot.stack in self.stacked else ()
         if spot.expert is not None:
             if self.grids.get((MODEL, key)):
                 shape = (*shape, self.experts)
             else:
                 key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
-        return spelled(key, self.styles, moe=self._moe(name)), shape or (1,)
+        return stored(spelled(key, name, self.styles, self.names)), shape or (1,)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -198,27 +234,42 @@ class DistLayout:
         for number, tensor in self.tensors:
             key, at = self._key(tensor)
             for fqn, shape, items in self._stored(number, tensor, key, at):
-                lead = ((self.layers,) if key.layers else ()) + ((self.experts,) if key.experts else ())
+                stack = self.spots[tensor.key.name].stack
+                lead = ((self.counts[stack],) if key.layers else ()) + ((self.experts,) if key.experts else ())
                 found.setdefault(fqn, ((*lead, *shape), []))[1].extend(items)
         return found
 
     def _stored(
         self, number: int, tensor: WantedTensor, key: DistKey, at: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...], list[Placed]]]:
-        """(stored key, shape without leading dims, items); two of them for a gated fc1 of singleton shards."""
+        """(stored key, shape without leading dims, items); one for each part that is stored under a key of its own."""
         fqn, one = self.fqn(key.state, key.key), (1,) * len(at)
-        items = [Placed((*at, *box.offset), (*one, *box.shape), number, box, rank) for box, rank in self._boxes(tensor)]
-        if not (self._gated(tensor) and self.singletons and HALVES in self.styles):
+        boxes = list(self._boxes(tensor))
+        parts = self._sections(tensor)
+        if not parts:
+            items = [Placed((*at, *box.offset), (*one, *box.shape), number, box, rank) for box, rank in boxes]
             yield fqn, tensor.shape, items
-            return
-        half = tensor.shape[0] // 2
-        for which, start in (("w", 0), ("v", half)):
-            own = [i for i in items if start <= i.box.offset[0] < start + half]
-            back = [i._replace(offset=(*at, i.box.offset[0] - start, *i.box.offset[1:])) for i in own]
-            yield f"{fqn}_{which}", (half, *tensor.shape[1:]), back
+        for part, start, rows in parts:
+            own = Box((start, *(0,) * (len(tensor.shape) - 1)), (rows, *tensor.shape[1:]))
+            items = []
+            for box, rank in ((box & own, rank) for box, rank in boxes):
+                if box is not None:
+                    back = (*at, box.offset[0] - start, *box.offset[1:])
+                    items.append(Placed(back, (*one, *box.shape), number, box, rank))
+            yield of_part(fqn, part), own.shape, items
 
-    def _gated(self, tensor: WantedTensor) -> bool:
-        return self.job.rule(tensor.key.name, len(tensor.shape)).parts == 2 and tensor.shape[0] % 2 == 0
+    def _sections(self, tensor: WantedTensor) -> list[tuple[str, int, int]]:
+        """(name, first row, rows) of the parts of a tensor that have keys of their own; [] for all others."""
+        rule = self.job.rule(tensor.key.name, len(tensor.shape))
+        if rule.dim != 0 or not tensor.shape:
+            return []
+        words = section_names(tensor.key.name)
+        if not words and rule.parts == (1, 1) and self.singletons and HALVES in self.styles:
+            words = HALF
+        rows = rule.sections(tensor.shape[0])
+        if len(words) != len(rows):
+            return []
+        return [(word, sum(rows[:i]), rows[i]) for i, word in enumerate(words)]
 
     def _boxes(self, tensor: WantedTensor) -> Iterator[tuple[Box, int]]:
         """The tensor's boxes, and the global rank that has the first replica of each: it writes it."""
@@ -228,7 +279,8 @@ class DistLayout:
         stage, _ = next(self.job.homes(name))
         first = tp * cp * dp * stage.pp + (0 if expert is None else etp * (expert // max(self.experts // ep, 1)))
         degree = self.degrees[rule.axis]
-        if rule.dim is None or rule.dim >= len(shape) or 0 in shape or shape[rule.dim] % (degree * rule.parts):
+        own = rule.sections(shape[rule.dim]) if rule.dim is not None and rule.dim < len(shape) else ()
+        if not own or 0 in shape or any(n % degree for n in own):
             yield whole(shape), first
             return
         for rank in range(degree):
@@ -243,10 +295,10 @@ def _count(numbers: Sequence[int], what: str) -> int:
 def _spot(name: str) -> _Spot:
     layer = expert = None
     found = _LAYER.fullmatch(name)
-    template = name
+    stack, template = "", name
     if found is not None and found[2] == str(int(found[2])):
-        layer, template = int(found[2]), f"{found[1]}.{found[3]}"
+        stack, layer, template = found[1], int(found[2]), f"{found[1]}.{found[3]}"
     inner = _EXPERT.fullmatch(template)
     if inner is not None and inner[2] == str(int(inner[2])):
         expert, template = int(inner[2]), f"{inner[1]}.experts.{inner[3]}"
-    return _Spot(template, layer, expert)
+    return _Spot(template, stack, layer, expert)

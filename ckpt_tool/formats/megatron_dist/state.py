@@ -54,6 +54,7 @@ from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.optimizer import groups_of
+from ckpt_tool.formats.megatron.target import writable
 from ckpt_tool.formats.megatron_dist.folder import COMMON
 from ckpt_tool.formats.megatron_dist.keys import parse_object
 from ckpt_tool.formats.megatron_dist.layout import DistLayout
@@ -390,7 +391,14 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> Stored:
     notes = list(layout.notes)
     extras = wanted.extras
     rng = list(_rng(wanted, layout, notes))
-    common: dict[Any, Any] = {key: value for key, value in extras.items() if key not in OURS}
+    common: dict[Any, Any] = {}
+    for key, value in extras.items():
+        if key in OURS:
+            continue
+        if key == "args" or writable(value):
+            common[key] = value
+        else:
+            notes.append(f"{key} is left out: it holds values of classes that are not written")
     states = {key.state for key in (tensor.key for tensor in wanted.tensors)} - {MODEL, STEP}
     args = updated(layout.args, layout.degrees, layout.job.stages, 0)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -527,7 +535,11 @@ def _others(wanted: Wanted, layout: DistLayout, notes: list[str]) -> Iterator[tu
     if not isinstance(objects, dict):
         return
     if _same_ranks(wanted, layout, layout.degrees):
-        yield from ((str(key), value) for key, value in objects.items())
+        kept = {str(key): value for key, value in objects.items() if writable(value)}
+        yield from kept.items()
+        refused = [str(key) for key in objects if str(key) not in kept]
+        if refused:
+            notes.append(f"{len(refused)} objects of classes that are not written are left out, such as {refused[0]}")
     else:
         notes.append(f"{len(objects)} objects of single ranks are left out, such as {next(iter(objects), '')}")
 
@@ -545,11 +557,15 @@ def _grid(shape: Iterable[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _modules(layout: DistLayout) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(key of the extra state, shape) of every linear module, and with Transformer Engine of norms and attention."""
+    """(key of the extra state, shape) of every linear module, and with Transformer Engine of norms and attention. A
+    hybrid model (its last norm is `final_norm`) has one of its output layer, GPTModel takes that out."""
+    for name in layout.names:
+        if names.stem(name).startswith("decoder.final_norm."):
+            yield f"{names.root_of(name)}output_layer._extra_state", (1,)
     for name in sorted(layout.names):
         front, _, leaf = name.rpartition(".")
         module = front.rpartition(".")[2]
-        if leaf != "weight" or name.startswith(("embedding.", "output_layer.")):
+        if leaf != "weight" or names.stem(name).startswith(("embedding.", "output_layer.")) or names.is_foreign(name):
             continue
         key, shape = layout.object_key(name)
         base = key.rpartition(".")[0]
@@ -557,5 +573,5 @@ def _modules(layout: DistLayout) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{base}._extra_state", shape
             if module == "linear_proj" and layout.facts.te:
                 yield f"{base.rpartition('.')[0]}.core_attention._extra_state", shape
-        elif layout.facts.te and "norm" in module and ".layer_norm_" not in key:
+        elif layout.facts.te and "norm" in module and module != "norm" and ".layer_norm_" not in key:
             yield f"{base}._extra_state", shape
