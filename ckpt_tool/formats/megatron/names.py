@@ -265,6 +265,7 @@ _FIRST = (
     "enorm hnorm eh_proj transformer_layer mtp_model_layer final_layernorm final_norm mtp output_layer"
 ).split()
 _RANK = {word: i for i, word in enumerate(_FIRST)}
+_RECURRENT = frozenset("mixer mamba_mixer in_proj conv1d norm out_norm out_proj".split())  # such words only in layers
 _LEAF_ORDER = (
     "softmax_offset conv1d_weight conv1d_bias dt_bias A_log D gate_weight layer_norm_weight layer_norm_bias weight "
     "weight1 weight2 bias expert_bias"
@@ -292,12 +293,13 @@ def _order_key(name: str, seen: dict[str, int]) -> tuple[tuple[int, int, int], .
     key: list[tuple[int, int, int]] = []
     if is_tower(name):  # its order is the one that is given
         return ((1, len(_RANK), seen[modules[0]]),)
+    inside = _LAYER.match(name) or _MTP.match(name)
     grouped = "experts" in modules and modules[-1] in ("linear_fc1", "linear_fc2") and _NUMBERED.fullmatch(leaf)
     for word in modules:
         if numeral(word):
             key.append((1, int(word), 0))
         else:
-            rank = _RANK.get(word)
+            rank = _RANK.get(word) if inside or word not in _RECURRENT else None
             key.append((1, rank, 0) if rank is not None else (1, len(_RANK), seen[word]))
     if grouped:
         key.append((0, int(grouped[2]), grouped[1] == "bias"))

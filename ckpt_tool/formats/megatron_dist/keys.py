@@ -36,7 +36,15 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from ckpt_tool.core.tensor import MASTER, MODEL
-from ckpt_tool.formats.megatron.names import NORM_ALIASES, STACK, canonical, convolution, is_tower, mtp_inner, norm_place
+from ckpt_tool.formats.megatron.names import (
+    NORM_ALIASES,
+    STACK,
+    canonical,
+    convolution,
+    is_tower,
+    mtp_inner,
+    norm_place,
+)
 from ckpt_tool.formats.megatron.rules import BY_HEAD, section_names
 
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
