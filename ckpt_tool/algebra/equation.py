@@ -37,6 +37,7 @@ import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -265,6 +266,7 @@ def _statements(text: str) -> list[str]:
     return out
 
 
+@lru_cache(maxsize=4096)  # families share the most of their rules
 def _rule(text: str) -> Equation | Alias:
     try:
         body, *conditions = re.split(r"\sif(?:\s|$)", " ".join(text.split()))

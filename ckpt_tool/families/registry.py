@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ckpt_tool.algebra.expression import expression
 from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families.base import Config, Family, Shape, Variant
-from ckpt_tool.families.models import FAMILIES, NAMES, family_of, family_of_class, load
+from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
 from ckpt_tool.families.rewrite import misfits
 from ckpt_tool.families.table import instances
 
@@ -76,13 +76,8 @@ def find(
 
 def _configured(config: Config) -> Family | None:
     """The family that a config names, None where it names none of ours."""
-    kind = config.get("model_type")
-    if isinstance(kind, str):
-        try:
-            return family_of(kind)
-        except KeyError:
-            pass
-    return next(filter(None, map(family_of_class, _architectures(config))), None)
+    named = known_family(config.get("model_type"))
+    return named or next(filter(None, map(family_of_class, _architectures(config))), None)
 
 
 def _architectures(config: Config) -> list[str]:

@@ -20,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from ckpt_tool.algebra.element_map import ElementMap
@@ -188,6 +188,7 @@ class Table:
         return replace(self, rules=tuple(made))
 
 
+@lru_cache(maxsize=512)
 def table_of(text: str) -> Table:
     """Parse a table. Raises UsageError (E0220-E0235, E1234) for a rule that can't be read."""
     stated, towers = list[str](), list[Tower]()

@@ -25,11 +25,9 @@ from ckpt_tool.families.config.forms import rope_of
 from ckpt_tool.families.config.translation import Translated, kind_of
 from ckpt_tool.families.config.words import OTHER_WORDS, Model, Values, sound
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.families.models import CLASSES
+from ckpt_tool.families.models import CLASSES, family_of_class
 
 _JOB = ("fuse_", "recompute", "use_fused_", "use_flash_attention", "sequence_parallel", "pp_seg_method", "virtual_pp")
-# Paddle's names of classes -> those of transformers
-_ALIKE = {other: each.architecture for each in CLASSES.values() for other in each.also if other.endswith("ForCausalLM")}
 
 
 def paddle_config(config: Mapping[str, Any]) -> Translated:
@@ -46,7 +44,7 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
         )
     else:
         facts, notes = CLASSES[kind], ()
-    config = sound(config)
+    config = sound(config, facts)
     model = Model(config, facts)
     out: Values = {}
     for key in facts.defaults:
@@ -77,6 +75,13 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
     return Translated(out, notes)
 
 
+def _as_transformers_has_it(name: str) -> str:
+    """The name of a class of Paddle's as transformers has it."""
+    family = family_of_class(name) if name.endswith("ForCausalLM") else None
+    found = (each for each in family.classes if each.forms and name in each.also) if family else ()
+    return next((each.architecture for each in found), name)
+
+
 def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
     """Writes the base of a rope that windowed layers have for themselves (Gemma 3) under its older name."""
     rope = config.get("rope_parameters")
@@ -96,7 +101,7 @@ def from_paddle(config: Mapping[str, Any]) -> Translated:
     classes = out.get("architectures")
     if isinstance(classes, list):
         plain = [str(each).removesuffix("Fleet").removesuffix("Pipe") for each in classes]
-        out["architectures"] = [_ALIKE.get(each, each) for each in plain]
+        out["architectures"] = [_as_transformers_has_it(each) for each in plain]
     kind = kind_of(out)
     if kind is None:
         return Translated(out, ())

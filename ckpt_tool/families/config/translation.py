@@ -31,9 +31,18 @@ from ckpt_tool.families.config.megatron_arguments import (
     ROPE_ARGUMENTS,
 )
 from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS
-from ckpt_tool.families.config.words import Arguments, Model, Values, fits, no_rope_pattern, sound, window_pattern
+from ckpt_tool.families.config.words import (
+    Arguments,
+    Model,
+    Values,
+    fits,
+    kinds_of,
+    no_rope_pattern,
+    sound,
+    window_pattern,
+)
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.families.models import CLASSES, FAMILIES, family_of
+from ckpt_tool.families.models import CLASSES, FAMILIES, NAMES, family_of, family_of_class, known_family, load
 
 TIED = "tie_word_embeddings"
 _SIZES = ModelClass("", "", ("sizes", "heads", "rope", "tied"))  # what can be determined of any decoder
@@ -53,16 +62,18 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
         return kind
     classes = config.get("architectures")
     names = [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
-    return next((each for each, facts in CLASSES.items() if kind is None and facts.architecture in names), None)
+    for name in names if kind is None else ():
+        family = family_of_class(name)
+        for each in family.classes if family else ():
+            if each.forms and each.architecture == name:
+                return each.model_type
+    return None
 
 
 def language_model(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """(its class, its config) where a config is of a model that sees or hears and its language model's class is one of
     ours; None and the config elsewhere. A config of one piece says of the language model what no other part says."""
-    try:
-        family = family_of(str(config.get("model_type")))
-    except KeyError:
-        family = None
+    family = known_family(config.get("model_type"))
     known = next((each.model_type for each in family.classes if each.part and each.forms), None) if family else None
     part = family.part(config) if family else config.get("text_config")
     if not isinstance(part, Mapping):
@@ -87,7 +98,7 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
             {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
         )
     facts = CLASSES[kind]
-    model, out = Model(sound(config), facts), dict(facts.megatron)
+    model, out = Model(sound(config, facts), facts), dict(facts.megatron)
     for form in facts.forms:
         FORMS[form].to(model, out)
     for key, value in facts.unsayable.items():
@@ -113,10 +124,9 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
     family: of `families.registry`, where the user says so: then its class is taken that fits best, with what does not
     fit in the notes. Without it, a config without `model_type` where no class fits.
     """
-    args = sound(args)
-    kinds = [
-        each.model_type for known in FAMILIES if family in (None, known.name) for each in known.classes if each.forms
-    ]
+    args = sound(args, _SIZES)
+    families = FAMILIES if family is None else [load(family)] if family in NAMES else []
+    kinds = [each.model_type for known in families for each in known.classes if each.forms]
     best: tuple[int, str, list[str], Translated] | None = None
     parts: list[str] = []  # of models that see or hear, all that fit: nothing in the arguments says with what
     for kind in sorted(kinds, key=lambda kind: len(CLASSES[kind].forms)):  # of those that fit alike, the simplest
@@ -177,7 +187,7 @@ def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[st
 
 def _decisive(args: Mapping[str, Any]) -> Values:
     """The arguments that decide what the model computes, in one spelling each."""
-    facts = Arguments(sound(args), _SIZES)
+    facts = Arguments(sound(args, _SIZES), _SIZES)
     latent, experts = bool(facts.get("multi_latent_attention")), bool(facts.get("num_experts"))
     names = [*ARGUMENTS, *(LATENT_ARGUMENTS if latent else ()), *(EXPERT_ARGUMENTS if experts else ())]
     if facts.get("position_embedding_type") in ("rope", "yarn", "mrope"):
@@ -233,6 +243,7 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     """What no model of such a config can be: heads that do not divide, more experts a token than there are, ..."""
     kind = kind_of(config)
     model = Model(config, CLASSES[kind] if kind else _SIZES)
+    types = kinds_of(model.facts)
     counted = (
         "num_hidden_layers",
         "hidden_size",
@@ -250,7 +261,7 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{own} is {value!r}"
     for key, value in config.items():
         of_each = isinstance(value, list) and all(type(each) is int for each in value)  # text and vision, in ERNIE's
-        if key not in counted and not of_each and not fits(key, value):
+        if key not in counted and not of_each and not fits(key, value, types):
             yield f"{key} is {value!r}"
     heads, groups, hidden = (model.count(key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads and groups and heads % groups:

@@ -22,8 +22,7 @@ from ckpt_tool.families.config.megatron_arguments import (
     OLD_NAMES,
     ROPE_ARGUMENTS,
 )
-from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.families.models import CLASSES
+from ckpt_tool.families.model_class import DEFAULTS, EXPERT_DEFAULTS, ModelClass
 
 Values = dict[str, Any]
 LAYERS = LEAST  # a config that claims more layers is not spelled out
@@ -73,6 +72,11 @@ _COUNTS = (
     "padded_vocab_size",
     "n_shared_experts",
     "max_position_embeddings",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "max_window_layers",
+    "query_pre_attn_scalar",
 )
 _NUMBERS = (
     "moe_router_topk_scaling_factor",
@@ -84,6 +88,9 @@ _NUMBERS = (
     "beta_fast",
     "beta_slow",
     "rotary_scaling_factor",
+    "attention_dropout",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
 )
 _ROPE_NUMBERS = frozenset(
     {
@@ -104,14 +111,14 @@ _LISTS = ("layer_types", "mlp_only_layers", "no_rope_layers")
 _DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMENTS}
 
 
-def _kinds() -> dict[str, type]:
-    """What a value must be, by key or argument: what its default is, or as listed above."""
+def kinds_of(facts: ModelClass) -> dict[str, type]:
+    """What a value must be, by key or argument: what its default in the class is, or as listed above."""
     found: dict[str, type] = {}
-    for facts in CLASSES.values():
-        for key, value in facts.defaults.items():
-            found[facts.keys.get(key, key)] = found[key] = type(value)
+    for key, value in {**DEFAULTS, **EXPERT_DEFAULTS, **facts.defaults}.items():
+        found[facts.keys.get(key, key)] = found[key] = type(value)
     found |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
     found |= dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_LISTS, list)
+    found |= {"hidden_activation": str, "use_sliding_window": bool}
     return {**found, "rope_scaling": dict, "rope_parameters": dict}
 
 
@@ -123,13 +130,13 @@ _SEVERAL = (
     "moe_num_experts",
     "moe_intermediate_size",
 )  # or a list
-_KINDS = _kinds()
 LARGEST = 1 << 40  # of a count
 
 
-def fits(key: str, value: Any) -> bool:
-    """Is the value of the type that a key or an argument has? True for those that nobody here reads."""
-    kind = _KINDS.get(key)
+def fits(key: str, value: Any, kinds: Mapping[str, type]) -> bool:
+    """Is the value of the type that a key or an argument has? True for those that nobody here reads. kinds: of
+    `kinds_of`."""
+    kind = kinds.get(key)
     if value is None or kind is None or kind is type(None):
         return True
     if key in _SEVERAL and isinstance(value, list | tuple):
@@ -155,11 +162,12 @@ def _fits_rope(name: Any, value: Any) -> bool:
     return name not in _ROPE_NUMBERS or type(value) in (int, float) and abs(value) < 1e30
 
 
-def sound(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values without those that are of another type than their keys have."""
-    if all(fits(key, value) for key, value in values.items()):
+def sound(values: Mapping[str, Any], facts: ModelClass) -> Mapping[str, Any]:
+    """The values without those that are of another type than their keys have. facts: of the class that they are of."""
+    kinds = kinds_of(facts)
+    if all(fits(key, value, kinds) for key, value in values.items()):
         return values
-    return {key: value for key, value in values.items() if fits(key, value)}
+    return {key: value for key, value in values.items() if fits(key, value, kinds)}
 
 
 @dataclass(slots=True)

@@ -45,13 +45,14 @@ class _Classes(Mapping[str, ModelClass]):
     """The classes whose configs have a translation, by model_type."""
 
     def __getitem__(self, kind: str) -> ModelClass:
-        return next(each for each in family_of(kind).classes if each.model_type == kind and each.forms)
+        for each in family_of(kind).classes:
+            if each.model_type == kind and each.forms:
+                return each
+        raise KeyError(kind)
 
     def __contains__(self, kind: object) -> bool:
-        try:
-            return any(each.model_type == kind and each.forms for each in family_of(kind).classes)
-        except KeyError:
-            return False
+        family = known_family(kind)
+        return family is not None and any(each.model_type == kind and each.forms for each in family.classes)
 
     def __iter__(self) -> Iterator[str]:
         return (each.model_type for family in FAMILIES for each in family.classes if each.forms)
@@ -64,13 +65,25 @@ FAMILIES: Sequence[Family] = _Families()
 CLASSES: Mapping[str, ModelClass] = _Classes()
 
 
-@lru_cache(maxsize=256)
-def family_of(model_type: object) -> Family:
+def family_of(model_type: str) -> Family:
     """The family that has the class. Raises KeyError."""
-    for family in _stating(f'"{model_type}"', str(model_type)):
+    family = known_family(model_type)
+    if family is None:
+        raise KeyError(model_type)
+    return family
+
+
+def known_family(model_type: object) -> Family | None:
+    """The family that has a class of that model_type, None where none has, or it is no word."""
+    return _known_family(model_type) if isinstance(model_type, str) else None
+
+
+@lru_cache(maxsize=256)
+def _known_family(model_type: str) -> Family | None:
+    for family in _stating(f'"{model_type}"', model_type):
         if model_type in family.model_types:
             return family
-    raise KeyError(model_type)
+    return None
 
 
 @lru_cache(maxsize=256)
