@@ -52,21 +52,7 @@ AWAITED: dict[str, str] = {
 }
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
 UNCUT: dict[str, str] = {
-    "minimax_m2": "norms over all heads are cut with the heads",
     "gemma4": "the embedding of each layer is cut along the vocabulary",
-    "qwen3_vl": "the tower's fc1 has no gate",
-    "swift_qwen3_vl": "each rank has the whole tower",
-    "swift_qwen3_vl_moe_released": "each rank has the whole tower",
-    "falcon_h1": "Mamba's projections have sections",
-    "falcon_h1_norm": "Mamba's projections have sections",
-    "nemotron_h": "Mamba's projections have sections",
-    "qwen3_5": "gated delta nets have sections",
-    "qwen3_5_moe": "gated delta nets have sections",
-    "qwen3_5_text": "gated delta nets have sections",
-    "qwen3_next": "gated delta nets have sections",
-    "swift_qwen3_5": "gated delta nets lie by key head",
-    "swift_qwen3_5_moe": "gated delta nets lie by key head",
-    "swift_qwen3_next": "gated delta nets lie by key head",
 }
 
 
@@ -88,13 +74,16 @@ def hub_of(document: dict[str, Any]) -> Arrays:
     return arrays
 
 
-def arrays_of(tensors: dict[str, Any]) -> Arrays:
-    """Megatron's tensors under the names of our dialect: `formats.megatron.names` knows Transformer Engine's."""
+def arrays_of(tensors: dict[str, Any], *, by_head: bool = False) -> Arrays:
+    """Megatron's tensors under the names of our dialect: `formats.megatron.names` knows Transformer Engine's. by_head:
+    of mcore-bridge, whose gated delta nets have rows by key head."""
     found: Arrays = {}
     for name, (shape, runs) in tensors.items():
         values = [first + step * np.arange(length) for first, length, step in runs]
         expert = names.expert_of(name) if ".experts." in name else None
         own = names.canonical(expert.logical() if expert else name)
+        if by_head and own.endswith(("self_attention.in_proj.weight", "self_attention.conv1d.weight")):
+            own += rules.BY_HEAD
         assert own not in found, f"{name}: two tensors of this name"
         found[own] = np.concatenate(values).reshape(shape)
     return found
@@ -147,7 +136,7 @@ def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
     document, config = golden(case), config_of(case)
     hub = hub_of(document)
     family, dialect = find(config, shapes_of(hub))  # `hf`, or what transformers saves in another layout
-    want = arrays_of(document["megatron"])
+    want = arrays_of(document["megatron"], by_head=case.startswith("swift_"))
     got, dropped = made(family, dialect, target(case), hub, config)
     equal(got, want)
     assert dropped == set(document["unused"])
@@ -163,13 +152,20 @@ def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
     ],
 )
 def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
-    document = golden(case)
-    whole = arrays_of(document["megatron"])
-    ranks = [arrays_of(rank) for rank in document.get("tp2", ())]
+    document, by_head = golden(case), case.startswith("swift_")
+    whole = arrays_of(document["megatron"], by_head=by_head)
+    shapes = shapes_of(whole)
+    known = {
+        "gated": rules.gated(shapes, Facts()),
+        "down_shared": False,  # Transformer Engine's
+        "sections": rules.sections_of(shapes, Facts()),
+        "spanning": rules.norms_span(shapes, Facts(), 1),
+    }
+    ranks = [arrays_of(rank, by_head=by_head) for rank in document["tp2"]]
+    assert len(ranks) == 2
     for rank, held in enumerate(ranks):
         for name, array in whole.items():
-            has_gate = rules.gated({k: v.shape for k, v in whole.items()}, Facts())
-            rule = rules.rule_of(name, array.ndim, gated=has_gate, down_shared=False)
+            rule = rules.rule_of(name, array.ndim, **known)
             if rule.axis == rules.ETP:  # the job has experts whole on each rank
                 assert name not in held
                 continue
