@@ -32,6 +32,7 @@ MAX_CHARS = 800  # far above any table; it keeps a hostile one from exhausting t
 Extent = int | range | tuple[int, ...]  # an axis: 0 <= k < n, or the indices that its name takes in order
 
 _OPTIONAL = re.compile(r"(?<=\w)\?")
+_COUNT = "count of "
 _MARK = "\u0294"  # a letter in the place of `?`, so that columns stay
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -85,10 +86,16 @@ def expression(text: str) -> Expression:
 
 
 def extent(text: str, names: Mapping[str, Any]) -> Extent:
-    """An axis as a table states it: `n`, a range `start:stop[:step]`, a list, or a config key that holds one.
+    """An axis as a table states it: `n`, a range `start:stop[:step]`, a list, or a config key that holds one;
+    `count of X`, as many as a text or a list of texts has entries (`M*-M*E`: six layers).
 
     Raises UsageError: E0222-E0224 as above, E0231 when the value is no extent.
     """
+    if text.startswith(_COUNT):
+        entries = expression(text.removeprefix(_COUNT)).value(names)
+        if entries and (isinstance(entries, str) or isinstance(entries, list) and _texts(entries)):
+            return len(entries)
+        raise UsageError(f"`{text}` is {entries!r}: want a text or a list of texts", code="E0231")
     parts = [expression(part).value(names) for part in text.split(":")]
     whole = all(isinstance(part, int) and not isinstance(part, bool) for part in parts)
     if len(parts) == 1 and isinstance(parts[0], list | tuple):
@@ -100,6 +107,10 @@ def extent(text: str, names: Mapping[str, Any]) -> Extent:
         return range(*parts)
     shown = ":".join(map(repr, parts))
     raise UsageError(f"`{text}` is {shown}: want a size, a range or a list of indices, none negative", code="E0231")
+
+
+def _texts(items: list[Any]) -> bool:
+    return all(isinstance(item, str) for item in items)
 
 
 def extents(axes: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Extent]:
@@ -192,7 +203,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return -_number(_value(inner, names))
         case ast.Subscript(value=items, slice=index):
             found = _value(items, names)
-            if isinstance(found, Sequence) and not isinstance(found, str):
+            if isinstance(found, Sequence):  # of a string the characters: `hybrid_override_pattern[i] == 'M'`
                 return found[_value(index, names)]
             raise TypeError(f"{found!r} is no list")
         case ast.Compare(left=left, ops=[op], comparators=[right]) | ast.BinOp(left=left, op=op, right=right):

@@ -101,12 +101,12 @@ class Variant(NamedTuple):
     when: str = ""
     instead: str = ""
 
-    def changed(self, table: Table, hub: Table) -> Table:
+    def changed(self, table: Table, hub: Table, kinds: Mapping[str, str]) -> Table:
         """The table of `of` as that of this dialect."""
         if self.root != "model." or self.instead:
             table = table.under(self.root, self.instead)
         if self.over:
-            table = table_of(self.over).over(table)
+            table = table_of(self.over, kinds).over(table)
         if self.apart:
             table = table.apart()
         if self.inner:
@@ -124,6 +124,8 @@ class Family:
 
     hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first
         used.
+    kinds: words that conditions have for layers of a kind (`if windowed`): {word: expression of the layer's index and of
+        the config}.
     centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
     --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
     language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
@@ -138,6 +140,7 @@ class Family:
     axes: Mapping[str, str]
     hub: str
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     centred: bool = False
     language: str = ""
     saved: str = HUB
@@ -183,11 +186,11 @@ class Family:
 @lru_cache(maxsize=256)
 def _table(family: Family, dialect: str) -> Table:
     if dialect == HUB:
-        return table_of(family.hub)
+        return table_of(family.hub, family.kinds)
     if dialect == SHIFTED and "megatron" in family.dialects:
         return family.table("megatron").shifted(1 if family.centred else -1)
     if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
-        return Variant(HUB, root="").changed(table_of(family.hub), family.table(HUB))
+        return Variant(HUB, root="").changed(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
         raise UsageError(
             f"family {family.name} has no dialect {dialect!r}",
@@ -201,6 +204,6 @@ def _table(family: Family, dialect: str) -> Table:
 
 def _resolved(family: Family, given: str | Variant, swap: tuple[str, str]) -> Table:
     if isinstance(given, str):
-        return table_of(given.replace(*swap) if swap[0] else given)
+        return table_of(given.replace(*swap) if swap[0] else given, family.kinds)
     of = given.of if "\n" in given.of else family.hub if given.of == HUB else family.dialects[given.of]
-    return given.changed(_resolved(family, of, given.swap if given.swap[0] else swap), family.table(HUB))
+    return given.changed(_resolved(family, of, given.swap if given.swap[0] else swap), family.table(HUB), family.kinds)

@@ -14,9 +14,10 @@ not do: look at shapes, or find what the only layer of its kind lacks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from ckpt_tool.errors import UsageError
 from ckpt_tool.families.base import Config, Family
 from ckpt_tool.families.config.translation import megatron_args
 from ckpt_tool.families.config.words import LAYERS
@@ -26,9 +27,17 @@ from ckpt_tool.quantised.weights import part_of
 _LAST_NORMS = (
     ".norm.weight",
     ".ln_f.weight",
+    ".norm_f.weight",
     ".final_layernorm.weight",
     ".final_norm.weight",
     ".embedding_norm.weight",
+)
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "word_embeddings.weight",
+    ".embeddings.weight",
+    "tok_embeddings.weight",
+    "wte.weight",
 )
 _BLOCKS = (".layers.", ".blocks.")  # of a tower: alike, as a decoder's
 _SPELLED = 512  # numbers of a row that are named one by one
@@ -72,7 +81,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     for front, found_layers in layers.items():
         if count and front in _decoders(table):
             lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]
-        lost += _thinner(found_layers, count)
+        lost += _thinner(found_layers, count, table, config)
         lost += _no_experts(front, found_layers, config, count or 0) if front in _decoders(table) else []
     return lost + list(_lone_experts(experts))
 
@@ -94,8 +103,9 @@ def _decoders(table: Table) -> set[str]:
     return {front for front in fronts if f".{front}".endswith((".layers.", ".h.")) and not front.startswith("mtp")}
 
 
-def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]:
-    """What modules of a layer lack that are like the same modules of others but for it."""
+def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, config: Config) -> Iterator[str]:
+    """What modules of a layer lack that are like the same modules of others but for it, and that a layer of that number
+    has by the table's conditions."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
@@ -109,15 +119,34 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None) -> Iterator[str]
             modules[module][frozenset(own)].append(number)
     for kinds in modules.values():
         for kind, numbers in kinds.items():
-            fuller = [
-                other
-                for other, rows in kinds.items()
-                if kind < other and len(rows) >= len(numbers) and (count is None or min(rows) < count)
-            ]
-            if fuller:
-                lost = sorted(min(fuller, key=len) - kind)
-                for number in sorted(numbers):
-                    yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in lost)
+            fuller = sorted(
+                (
+                    other - kind
+                    for other, rows in kinds.items()
+                    if kind < other and len(rows) >= len(numbers) and (count is None or min(rows) < count)
+                ),
+                key=lambda lost: (len(lost), sorted(lost)),
+            )
+            for number in sorted(numbers) if fuller else ():
+                expected = ({form for form in lost if _expected(table, form, number, config)} for lost in fuller)
+                lost = next(filter(None, expected), set())
+                yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in sorted(lost))
+
+
+def _expected(table: Table, form: str, number: int, config: Config) -> bool:
+    """May a layer of that number have a tensor of the form? False where the conditions of all its rules say no."""
+    spots = table.left.get(form)
+    for spot in spots or ():
+        condition = table.rules[spot.rule].condition
+        if condition is None:
+            return True
+        try:
+            (row,) = spot.values([(number, *(0 for _ in range(form.count("%d") - 1)))], config)
+            if condition.value(ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))):
+                return True
+        except UsageError:  # it reads what no config states
+            return True
+    return spots is None  # a tower's names have no rules
 
 
 def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config, count: int) -> Iterator[str]:
@@ -165,7 +194,7 @@ def _whole_model(family: Family, table: Table, names: Iterable[str], config: Con
     causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     tied = config.get("tie_word_embeddings")
     for ends, wanted in (
-        (("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight"), True),
+        (_EMBEDDINGS, True),
         (_LAST_NORMS, True),
         (("lm_head.weight", "output_layer.weight"), causal and tied is False),
     ):

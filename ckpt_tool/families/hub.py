@@ -48,6 +48,33 @@ ATTENTION = """
     model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
     model.layers.{i}.self_attn.o_proj.weight : h (g r d)
 """
+# multi-latent attention, but for what a layer of another kind calls alike; without `q_lora_rank` the query has one projection
+LATENT = """
+    model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
+    model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm>.weight : b h, c l, l
+    model.layers.{i}.self_attn.q_a_proj.bias : q
+    model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
+"""
+MLA = (
+    LATENT
+    + """
+    model.layers.{i}.self_attn.<q|o>_proj.weight : a h, h u
+"""
+)
+# Kimi's delta attention: y heads of z, a gate of rank x, convolutions of k
+KDA = """
+    model.layers.{i}.self_attn.<q|k|v>_conv1d.weight : (y z) 1 k
+    model.layers.{i}.self_attn.<f|g>_a_proj.weight : x h
+    model.layers.{i}.self_attn.<f|g>_b_proj.weight : (y z) x
+    model.layers.{i}.self_attn.<dt_bias|b_proj.weight|o_norm.weight> : (y z), y h, z
+"""
+# the same in the memory of transformers 5
+KDA_IN_MEMORY = """
+    model.layers.{i}.self_attn.conv1d.weight : ((1 + 1 + 1) y z) 1 k
+        = model.layers.{i}.self_attn.<q|k|v>_conv1d.weight : (y z) 1 k
+    model.layers.{i}.self_attn.forget_gate.<f_a_proj.weight|f_b_proj.weight|dt_bias> : x h, (y z) x, (y z)
+        = model.layers.{i}.self_attn.<f_a_proj.weight|f_b_proj.weight|dt_bias> : x h, (y z) x, (y z)
+"""
 QKV_BIAS = """
     model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
 """
@@ -56,6 +83,10 @@ PROJ_BIAS = """
 """
 QK_NORMS = """
     model.layers.{i}.self_attn.<q|k>_norm.weight : d
+"""
+# over all heads of q and of k at once
+WIDE_QK_NORMS = """
+    model.layers.{i}.self_attn.<q|k>_norm.weight : (g r d), (g d)
 """
 # what files of old versions of transformers hold: made from the config, and mapped nowhere
 INV_FREQ = """

@@ -115,8 +115,8 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     config = family.facts(config or {})
     here, there = family.table(source), family.table(target)
     named, unknown = instances(here.left, shapes)
-    found = _found(here, named, config)
     sizes, reasons = sizes_of(family, here, named, shapes, config)
+    found = _found(here, named, {**config, **sizes})
     _check_counts((here, there), sizes, shapes)
     check_known(_needed(found), sizes, reasons, family.name)
     faults: list[Fault] = []
@@ -293,7 +293,7 @@ def _to_hub(
                 if name not in hub.made[piece.dst.name]:
                     hub.made[piece.dst.name].append(name)
                 kept.append(piece)
-    faults += _nowhere(found, shapes, config, hub)
+    faults += _nowhere(found, shapes, {**config, **sizes}, hub)
     for name, count in numel.items():
         if count != prod(wanted[name]):
             many = count > prod(wanted[name])
@@ -397,7 +397,7 @@ def _from_hub(
                 if all(piece.src.name == PAD for piece in pieces):
                     continue
                 if missing.get(name):
-                    lost = [each for source in missing[name] for each in _named_in(here, source, config)]
+                    lost = [each for source in missing[name] for each in _named_in(here, source, {**config, **sizes})]
                     lacking = f"{', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}"
                     what = f"{name} is made of it too, and {lacking} is missing"
                     there = next(name for piece in pieces if piece.src.name != PAD for name in hub.made[piece.src.name])

@@ -11,7 +11,7 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
 experts that are there. Layers that a dialect numbers anew (`Table.ahead`) have an index `{i - num_hidden_layers}`: the
-axis counts as the hub does. What it does not do: know sizes or configs (`families.base`).
+axis counts as the hub does; a number that a name always has is an index too, `{0}`. What it does not do: know sizes or configs (`families.base`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.equation import Alias, Equation, rules
 from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Pattern, pattern
-from ckpt_tool.algebra.term import Term
-from ckpt_tool.errors import UsageError
+from ckpt_tool.algebra.term import Name, Term
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a whole part between dots, as `%d` would print it
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
@@ -39,19 +39,33 @@ _TOWER = re.compile(r"\s*([\w.]+\.)\*\*\s*=\s*([\w.]+\.)\*\*\s*")
 
 class Spot(NamedTuple):
     """A rule that names tensors of a form: its number, the axes that the numbers of the name are, and the indices as
-    the name has them where they are no plain axes, `axis - CONSTANT` or `axis + CONSTANT`."""
+    the name has them where they are no plain axes, `axis - CONSTANT`, `axis + CONSTANT` or a number."""
 
     rule: int
     axes: tuple[str, ...]
     shifted: tuple[Expression, ...] = ()
 
     def values(self, numbers: Iterable[tuple[int, ...]], config: Mapping[str, Any]) -> Iterable[tuple[int, ...]]:
-        """The axes' values from the numbers of names. Raises UsageError (E0223) for what the config lacks."""
+        """The axes' values from the numbers of names. config: the sizes of other axes too.
+
+        Raises UsageError (E0223) for what the config lacks; InconsistentCheckpoint (E1374) for another number than the
+        only one that the rule knows.
+        """
         if not self.shifted:
             return numbers
         zero = dict.fromkeys(self.axes, 0)
-        by = [int(index.value({**config, **zero})) for index in self.shifted]
-        return [tuple(n - shift for n, shift in zip(row, by, strict=True)) for row in numbers]
+        by = [(int(index.value({**config, **zero})), bool(index.names & zero.keys())) for index in self.shifted]
+        found = []
+        for row in numbers:
+            for number, (only, axis) in zip(row, by, strict=True):
+                if not axis and number != only:
+                    raise InconsistentCheckpoint(
+                        f"a name has the number {number} where the family has {only} alone",
+                        code="E1374",
+                        hint="leave its tensors behind with --remove-keys, or keep the source's names with --dialect keep",
+                    )
+            found.append(tuple(n - shift for n, (shift, axis) in zip(row, by, strict=True) if axis))
+        return found
 
 
 class Tower(NamedTuple):
@@ -188,9 +202,19 @@ class Table:
         return replace(self, rules=tuple(made))
 
 
+def table_of(text: str, kinds: Mapping[str, str] | None = None) -> Table:
+    """Parse a table. kinds: words of its conditions, each for an expression of the layer's index and the config.
+
+    >>> table_of("layers.{i}.sinks : a if windowed", {"windowed": "kinds[i] == 1"}).rules[0].condition.text
+    '(kinds[i] == 1)'
+
+    Raises UsageError (E0220-E0235, E1234) for a rule that can't be read.
+    """
+    return _parsed(_spelled(text, kinds or {}))
+
+
 @lru_cache(maxsize=512)
-def table_of(text: str) -> Table:
-    """Parse a table. Raises UsageError (E0220-E0235, E1234) for a rule that can't be read."""
+def _parsed(text: str) -> Table:
     stated, towers = list[str](), list[Tower]()
     for line in _stated(text).splitlines():
         tower = _TOWER.fullmatch(line)
@@ -199,7 +223,8 @@ def table_of(text: str) -> Table:
     found = rules("\n".join(stated))
     for rule in found:
         for term in (*rule.left, *rule.right) if isinstance(rule, Equation) else ():
-            if term.name and (not term.name.plain or _NUMBER.search(term.name.text)):
+            alone = isinstance(rule, Equation) and rule.left == (term,)
+            if term.name and (not (alone or _numbered(term.name)) or _NUMBER.search(term.name.text)):
                 raise UsageError(
                     f"`{term.name.text}`: the indices of a family's names are plain axes, between dots",
                     code="E1234",
@@ -239,6 +264,14 @@ def instances(index: Mapping[str, tuple[Spot, ...]], names: Iterable[str]) -> tu
     return [Instances(index[form], form, values) for form, values in groups.items()], unknown
 
 
+def _spelled(text: str, kinds: Mapping[str, str]) -> str:
+    """The table with each word of `kinds` in its conditions spelt out."""
+    if not kinds:
+        return text
+    words = re.compile(rf"\b(?:{'|'.join(map(re.escape, kinds))})\b")
+    return re.sub(r"\sif\s[^#\n]*", lambda found: words.sub(lambda word: f"({kinds[word[0]]})", found[0]), text)
+
+
 def _stated(text: str) -> str:
     """The table with each rule in full: both sides in words, a line for each choice of `[a|b]`."""
     lines: list[str] = []
@@ -249,6 +282,11 @@ def _stated(text: str) -> str:
         line = re.sub(r"^\s*(\S+)(\s*:[^=]*=\s*):", r"\1\2\1 :", line)
         lines += _each(re.sub(r"^\s*(\S+\.)([^.\s]+\.[^.\s]+)(\s*:[^=]*=\s*)\.\.", r"\1\2\3\1", line))
     return "\n".join(lines)
+
+
+def _numbered(name: Name) -> bool:
+    """Is every index an axis or a number?"""
+    return all(index.text in name.axes or index.text.isdigit() for index in name.indices)
 
 
 def _each(line: str) -> list[str]:

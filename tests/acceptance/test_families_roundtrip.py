@@ -38,7 +38,12 @@ ROUTES: list[tuple[str, str | None]] = [
     ("megatron", "te"),
 ]
 # none of Megatron-LM's say all of it, or nothing of a tower's heads
-NO_ARGUMENTS = ("falcon", "qwen3_vl", "qwen3_vl_moe")
+NO_ARGUMENTS = (
+    "falcon",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    *(family.name for family in FAMILIES if not family.classes[0].forms),
+)
 CHAINS = [
     (family, chain)
     for family in ("llama", "qwen2", "ernie4_5_moe", "glm4_moe")

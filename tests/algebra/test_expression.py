@@ -35,6 +35,7 @@ CONFIG = {
         ("b - 1 in only", True),
         ("1 not in only", True),
         ("kinds[1] == 'sliding'", True),
+        ("kinds[1][0] == 's' and 'm*e'[b - 2] == '*'", True),
         ('kinds[b - 1] != "full"', False),
         ("text_config.hidden_size // 2", 32),
         ("text_config.vision.depth", 5),
@@ -165,6 +166,8 @@ def test_unknown_name_tells_the_nearest() -> None:
         ("a - b", 4),
         ("zero", 0),
         ("b:b", range(3, 3)),
+        ("count of kinds", 3),
+        ("count of missing? or 'M*-E'", 4),
     ],
 )
 def test_extent(text: str, want: object) -> None:
@@ -172,7 +175,23 @@ def test_extent(text: str, want: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["b - a", "flag", "kinds", "none_key", "1.5", "0:a:0", "-1:a", "0:1:1:1", "[-1]", "'x'"]
+    "text",
+    [
+        "b - a",
+        "flag",
+        "kinds",
+        "none_key",
+        "1.5",
+        "0:a:0",
+        "-1:a",
+        "0:1:1:1",
+        "[-1]",
+        "'x'",
+        "count of only",
+        "count of a",
+        "count of ''",
+        "count of missing?",
+    ],
 )
 def test_no_extent(text: str) -> None:
     with pytest.raises(UsageError) as error:

@@ -23,14 +23,15 @@ def names_in(family, dialect, config):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("family", "dialect"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-def]
-    config = config_of(family.name, num_hidden_layers=4)
+    tiny = family.part(family.tiny) or family.tiny
+    config = config_of(family.name, num_hidden_layers=max(4, tiny.get("num_hidden_layers", 4)))
     names = names_in(family, dialect, config)
     assert missing(family, dialect, names, config) == [] and strange(family, dialect, names) == []
     assert missing(family, dialect, names, None) == []
     (norm,) = (
         name
         for name in names
-        if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|final_layernorm|final_norm|embedding_norm)\.weight", name)
+        if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|norm_f|final_layernorm|final_norm|embedding_norm)\.weight", name)
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
         and any(each.startswith((f"{_module(name)}layers.0.", f"{_module(name)}h.0.")) for each in names)

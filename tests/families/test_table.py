@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 from ckpt_tool.families.table import form_of, instances, table_of
 
 
@@ -53,6 +53,30 @@ def test_a_dialect_under_another_root_and_over_another() -> None:
     assert table.left.keys() == {"llama.e.w", "head.w"} and table.right.keys() == {"model.e.w", "head.w"}
     over = table_of("head.w : h v = : v h").over(table)
     assert over.left["head.w"][0].rule == 0 and len(over.rules) == 2
+
+
+def test_words_of_conditions_are_spelt_out() -> None:
+    kinds = {"windowed": "i in windows", "full": "i not in windows"}
+    plain = table_of("l.{i}.w : a if not windowed").rules[0]
+    assert plain.condition is not None and plain.condition.text == "not windowed"
+    rule = table_of("l.{i}.windowed : a\n    = l.{i}.full : a\n    if not windowed  # a windowed one", kinds).rules[0]
+    assert rule.condition is not None and rule.condition.text == "not (i in windows)"
+    assert [str(term) for term in (*rule.left, *rule.right)] == ["l.{i}.windowed : a", "l.{i}.full : a"]
+
+
+def test_a_number_that_a_name_always_has() -> None:
+    table = table_of("m.{0}.l.{j}.<v|w> : h = l.{j}.<v|w> : h\nm.{j - b + 1}.n : h = l.{j}.n : h if j == b - 1")
+    assert table.left.keys() == {"m.%d.l.%d.v", "m.%d.l.%d.w", "m.%d.n"}
+    (spot,) = table.left["m.%d.l.%d.w"]
+    assert spot.axes == ("j",) and spot.values([(0, 2), (0, 5)], {}) == [(2,), (5,)]
+    (last,) = table.left["m.%d.n"]
+    assert last.values([(0,)], {"b": 3}) == [(2,)]
+    with pytest.raises(InconsistentCheckpoint, match="the number 1 where the family has 0 alone") as caught:
+        spot.values([(0, 2), (1, 2)], {})
+    assert caught.value.code == "E1374"
+    assert table.rules[0].shapes({"h": 4, "j": range(1, 3)})[0] == {
+        f"m.0.l.{j}.{word}": (4,) for j in (1, 2) for word in "vw"
+    }
 
 
 FAULTS = {

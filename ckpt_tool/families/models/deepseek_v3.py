@@ -40,12 +40,7 @@ FAMILY = Family(
         "c": "num_attention_heads * (qk_nope_head_dim + v_head_dim)", "u": "num_attention_heads * v_head_dim",
         "w": "2 * h", "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
     },
-    hub=hub.MODEL + hub.NORMS + hub.MLP + hub.INV_FREQ + hub.ROUTER + hub.EXPERTS + hub.EXPERT_BIAS + hub.SHARED_EXPERTS + """
-        model.layers.{i}.self_attn.q_proj.weight : a h
-        model.layers.{i}.self_attn.<q_a_proj|q_b_proj|q_a_layernorm>.weight : q h, a q, q
-        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|kv_b_proj|kv_a_layernorm|o_proj>.weight : b h, c l, l, h u
-        model.layers.{i}.self_attn.q_a_proj.bias : q
-        model.layers.{i}.self_attn.<kv_a_proj_with_mqa|o_proj>.bias : b, h
+    hub=hub.MODEL + hub.NORMS + hub.MLP + hub.INV_FREQ + hub.ROUTER + hub.EXPERTS + hub.EXPERT_BIAS + hub.SHARED_EXPERTS + hub.MLA + """
         model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
         model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
         model.layers.{i}.eh_proj.<weight|bias> : h w, h

@@ -1,0 +1,30 @@
+"""OLMoE: experts in every layer, norms over all heads of q and of k at once.
+
+transformers 5.23, models/olmoe. Megatron: Megatron-Bridge 0.6.2, models/olmoe/olmoe_bridge.py, whose layer
+(olmoe_provider.py) has those wide norms under Megatron's names, a copy on each rank. ms-swift's
+mcore-bridge 1.6.5, gpts/olmoe.py, calls them as the hub does (`megatron-swift`).
+"""
+
+from ckpt_tool.families import hub, megatron
+from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
+from ckpt_tool.families.model_class import ModelClass
+
+FAMILY = Family(
+    name="olmoe",
+    classes=(ModelClass("olmoe", "OlmoeForCausalLM"),),
+    axes={**DECODER, "d": "h // num_attention_heads", "e": "num_experts? or num_local_experts", "m": "intermediate_size"},
+    hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.QKV_BIAS + hub.PROJ_BIAS + hub.WIDE_QK_NORMS + hub.ROUTER + hub.EXPERTS,
+    dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + """
+            decoder.layers.{i}.self_attention.q_layernorm.weight : (g r d)
+                = model.layers.{i}.self_attn.q_norm.weight : (g r d)
+            decoder.layers.{i}.self_attention.k_layernorm.weight : (g d) = model.layers.{i}.self_attn.k_norm.weight : (g d)
+        """ + megatron.ROUTER + megatron.EXPERTS,
+        "megatron-swift": Variant("megatron", over="""
+            decoder.layers.{i}.self_attention.<q|k>_norm.weight : (g r d), (g d)
+                = model.layers.{i}.self_attn.<q|k>_norm.weight : (g r d), (g d)
+        """),
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+    },
+    tiny={"num_experts": 3, "num_experts_per_tok": 2},
+)  # fmt: skip

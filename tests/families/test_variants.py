@@ -1,0 +1,117 @@
+"""Families in other forms of their configs: released spellings, kinds of layers, biases, tied heads.
+
+The oracle is transformers' class of that very config, on no device. Every dialect takes all of it and gives it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from family_models import config_of, counted, hub_shapes
+
+from ckpt_tool.algebra.piece import apply
+from ckpt_tool.errors import InconsistentCheckpoint
+from ckpt_tool.families.completeness import missing, strange
+from ckpt_tool.families.registry import by_name
+from ckpt_tool.families.rewrite import mapping
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("olmo2", {"attention_bias": True}),
+    ("olmo2", {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4}),
+    ("olmoe", {"attention_bias": True}),
+    ("hy_v3", {"tie_word_embeddings": True, "num_shared_experts": 1}),
+    ("hy_v3", {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True, "mlp_bias": True}),
+    ("mimo_v2_flash", {"num_hidden_layers": 7, "attention_bias": True}),
+    ("mimo_v2_flash", {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}),
+    ("mistral4", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("mistral4", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    ("bailing_hybrid", {"attention_bias": True, "num_hidden_layers": 4, "layer_group_size": 3}),
+    ("bailing_hybrid", {"layer_types": ["full_attention", "linear_attention"], "tie_word_embeddings": True}),
+    ("kimi_linear", {"q_lora_rank": 7, "attention_bias": True, "num_hidden_layers": 5}),
+    ("kimi_linear", {"layer_types": ["full_attention", "linear_attention"], "mlp_layer_types": ["sparse", "dense"]}),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2], "num_heads": 3, "head_dim": 2}},
+    ),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M*", "num_hidden_layers": 4, "n_groups": 1}),
+    ("nemotron_h", {"moe_latent_size": None, "tie_word_embeddings": True, "use_conv_bias": False}),
+]
+BIASED = [
+    ("nemotron_h", {"use_bias": True, "mlp_bias": True}, "mixer.in_proj.bias"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "example"), BIASED)
+def test_biases_that_megatron_s_bridge_does_not_map_are_refused_there(
+    family: str, change: dict[str, Any], example: str
+) -> None:
+    config = {**config_of(family), **change}
+    shapes = hub_shapes(family, config)
+    assert any(name.endswith(example) for name in shapes)
+    made = {each.name: each.shape for each in mapping(by_name(family), "hf", "hf-5", shapes, config).made}
+    assert {each.name: each.shape for each in mapping(by_name(family), "hf-5", "hf", made, config).made} == shapes
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        mapping(by_name(family), "hf", "megatron", shapes, config)
+    assert caught.value.code == "E1374"
+
+
+@pytest.mark.parametrize(("family", "change"), VARIANTS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_a_variant_is_known_whole_and_comes_back(family: str, change: dict[str, Any]) -> None:
+    config = {**config_of(family), **change}
+    known, shapes = by_name(family), hub_shapes(family, config)
+    arrays = counted(shapes)
+    for dialect in known.known_dialects:
+        there = mapping(known, "hf", dialect, shapes, config)
+        assert not there.dropped or dialect == "megatron" and change.get("tie_word_embeddings")
+        made = {each.name: each.shape for each in there.made}
+        assert missing(known, dialect, made, config) == [] and strange(known, dialect, made) == []
+        moved = apply([piece for each in there.made for piece in each.pieces], arrays, made)
+        back = mapping(known, dialect, "hf", made, config)
+        found = apply([p for each in back.made for p in each.pieces], moved, {e.name: e.shape for e in back.made})
+        assert found.keys() == shapes.keys() - ({"lm_head.weight"} if there.dropped else set())
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, arrays[name], err_msg=f"{dialect} {name}")
+
+
+def test_the_released_config_of_mimo_states_heads_and_kinds() -> None:
+    """`swa_num_key_value_heads` and `hybrid_layer_pattern`, as Megatron-Bridge reads them; transformers
+    has twice the key-value heads in windowed layers, the released config any number."""
+    config = {**config_of("mimo_v2_flash"), "num_hidden_layers": 3}
+    own = {**config, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    released = {**config, "hybrid_layer_pattern": [0, 1, 0], "swa_num_key_value_heads": 4}
+    shapes = hub_shapes("mimo_v2_flash", own)
+    family = by_name("mimo_v2_flash")
+    assert mapping(family, "hf", "megatron", shapes, released) == mapping(family, "hf", "megatron", shapes, own)
+    other = {**released, "swa_num_key_value_heads": 8}
+    shapes["model.layers.1.self_attn.k_proj.weight"] = (8 * 4, 18)
+    shapes["model.layers.1.self_attn.v_proj.weight"] = (8 * 3, 18)
+    made = {each.name: each.shape for each in mapping(family, "hf", "megatron", shapes, other).made}
+    heights = [made[f"decoder.layers.{i}.self_attention.linear_qkv.weight"][0] for i in range(3)]
+    assert heights == [8 * 4 + 2 * (4 + 3), 8 * 4 + 8 * (4 + 3), 8 * 4 + 2 * (4 + 3)]
+
+
+def test_layers_ahead_of_mimo() -> None:
+    """Windowed and dense, under their own root (Megatron-Bridge's names); they come back."""
+    config = config_of("mimo_v2_flash")
+    family, shapes = by_name("mimo_v2_flash"), hub_shapes("mimo_v2_flash", config)
+    windowed = {name: shape for name, shape in shapes.items() if ".1.self_attn." in name}
+    inner = {name.replace("layers.1", "mtp.layers.0"): shape for name, shape in windowed.items()}
+    dense = {n.replace("layers.0", "mtp.layers.0"): shape for n, shape in shapes.items() if ".0.mlp." in n}
+    norms = ("enorm", "hnorm", "final_layernorm", "input_layernorm", "pre_mlp_layernorm")
+    own = {f"model.mtp.layers.0.{norm}.weight": (18,) for norm in norms} | {
+        "model.mtp.layers.0.eh_proj.weight": (18, 36)
+    }
+    shapes |= inner | dense | own
+    there = {each.name: each.shape for each in mapping(family, "hf", "megatron", shapes, config).made}
+    assert {name for name in there if name.startswith("mtp.")} == {
+        f"mtp.layers.0.{name}"
+        for name in (
+            "enorm.weight hnorm.weight eh_proj.weight final_layernorm.weight transformer_layer.input_layernorm.weight "
+            "transformer_layer.pre_mlp_layernorm.weight transformer_layer.self_attention.linear_qkv.weight "
+            "transformer_layer.self_attention.linear_proj.weight transformer_layer.mlp.linear_fc1.weight "
+            "transformer_layer.self_attention.core_attention.softmax_offset transformer_layer.mlp.linear_fc2.weight"
+        ).split()
+    }
+    assert {each.name: each.shape for each in mapping(family, "megatron", "hf", there, config).made} == shapes
