@@ -255,6 +255,11 @@ CASES = [
         "exaone4", "exaone4", "Exaone4ForCausalLM",  # the bridge has no output layer: tied models alone
         {**SIZES, "sliding_window": 4, "sliding_window_pattern": 3, "tie_word_embeddings": True},
     ),
+    Case(
+        "exaone_moe", "exaone_moe", "ExaoneMoeForCausalLM",
+        {**SIZES, **SPARSE, "num_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 4},
+        more=qwen_mtp("model.", 0), stated=MTP,
+    ),
     Case("nemotron", "nemotron", "NemotronForCausalLM", SIZES),
     Case(
         "hy_v3", "hy_v3", "HYV3ForCausalLM",
