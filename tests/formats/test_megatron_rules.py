@@ -246,7 +246,9 @@ def test_norms_over_all_heads_are_shared_and_those_of_one_are_not():
     assert norms_span(attention(3, 3, 12), Facts(heads=4), 1) is False
     assert norms_span(attention(12, 12, 12), Facts(heads=4), 2) is True
     assert norms_span(attention(3, 3, 3), Facts(heads=4), 4) is False, "core's own norms are of one head"
-    assert norms_span(attention(12, 12, 12), Facts(), 1) is None
+    assert norms_span(attention(12, 12, 12), Facts(), 2) is None
+    assert norms_span(attention(12, 12, 12), Facts(heads=4), 1) is False, "OLMoE's are whole on every rank"
+    assert norms_span(attention(24, 24, 12), Facts(heads=4), 2) is False, "and found so"
     name = "decoder.layers.0.self_attention.q_layernorm.weight"
     assert rule_of(name, 1, gated=True, down_shared=True, spanning=True).dim == 0
     assert not rule_of(name, 1, gated=True, down_shared=True, spanning=None).known

@@ -16,12 +16,12 @@ rule follow the boxes of a rank, both ways:
     linear_proj, linear_fc2              columns; their biases on every rank
     linear_fc1                           rows, of each half where gated
     MLA's down projections               a copy each with Transformer Engine; rows with the local spec
-    MTP's eh_proj                        rows
+    MTP's eh_proj, embeddings of layers  rows
     gated delta net, Mamba               in_proj and conv1d: rows, of each section; A_log, dt_bias, D, Mamba's own norm:
                                          rows; out_proj: columns; out_norm: a copy each
     indexer of sparse attention          a copy each
     norms, routers, positions            a copy each
-    q and k norms over all heads         rows, where the layer's q_layernorm is as long as linear_proj is wide
+    q and k norms over all heads         rows (`norms_span`)
     towers of Megatron's modules         as above; of others (`visual.`, `vision_tower.`): a copy each
 
 The lengths of sections follow from the other tensors of the module, of a rank or of the whole model alike, for what
@@ -31,7 +31,8 @@ Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `cor
 `multi_latent_attention.py` (`parallel_mode="duplicated"` for TE), `moe/experts.py`, `moe/shared_experts.py`,
 `multi_token_prediction.py`, `dot_product_attention.py` (`softmax_offset`); 0.19.2 `ssm/mamba_mixer.py`,
 `ssm/gated_delta_net/`, `transformer/experimental_attention_variant/dsa.py`, `models/vision/`. megatron-bridge 0.6.2
-`models/minimax_m2/minimax_m2_provider.py` (norms over all heads), `models/*/modeling_*.py` (towers).
+`models/minimax_m2/minimax_m2_provider.py`, `models/olmoe/` (norms over all heads), `models/gemma/modeling_gemma4.py`
+(embeddings of each layer), `models/*/modeling_*.py` (towers).
 
 mcore-bridge 1.6.5 has rows of a gated delta net by key head, all that belongs to one together: such tensors bear
 another name (`BY_HEAD`), and ranks share their rows plainly. Nothing but torch_dist's keys tells them from core's.
@@ -83,16 +84,17 @@ class Piece(NamedTuple):
 
 _ROWS = frozenset(
     "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
-    "linear_kv_up_proj eh_proj".split()
+    "linear_kv_up_proj eh_proj per_layer_embedding per_layer_model_proj".split()
 )
 _COLUMNS = frozenset({"linear_proj", "linear_fc2", "out_proj"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
 _COPIES = frozenset(
     "router position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
-    "lm_head_bias out_norm".split()
+    "lm_head_bias out_norm fc1_latent_proj fc2_latent_proj per_layer_input_gate per_layer_projection".split()
 )
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
+_OWN = frozenset("gate_weight layer_norm_weight layer_norm_bias layer_scalar".split())  # a copy each
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
 MAMBA, DELTA = "mamba", "gated delta net"
@@ -155,7 +157,7 @@ def rule_of(
         return Rule(None)
     if module in ("q_layernorm", "k_layernorm") and spanning is not False:
         return Rule(0 if spanning else None, known=spanning is not None)
-    if module in _COPIES or _NORM.fullmatch(module) or leaf in ("gate_weight", "layer_norm_weight", "layer_norm_bias"):
+    if module in _COPIES or _NORM.fullmatch(module) or leaf in _OWN:
         return Rule(None, axis=axis)
     if module == "core_attention" and leaf == "softmax_offset":
         return Rule(0)
@@ -281,8 +283,9 @@ def _shown(kind: str, front: str, shapes: Mapping[str, tuple[int, ...]]) -> tupl
 
 def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: Facts, degree: int) -> bool | None:
     """Do q and k norms span all heads, so that ranks share them? By the shapes of one rank of `degree` (1: of the whole
-    model). A rank of one head does not show it: then they are as core has them, of one head's length. None: as many
-    keys as queries, and nothing says how many heads."""
+    model). Bridge's minimax_m2 cuts such norms with the heads; its olmoe, which has as many keys as queries, has them
+    whole on every rank. A rank of one head does not show it: then they are core's, of one head's length. None: nothing
+    says how many heads."""
     for name, shape in shapes.items():
         front, found, _ = name.rpartition("q_layernorm.weight")
         wide = shapes.get(f"{front}linear_proj.weight", ())[1:2]
@@ -290,6 +293,8 @@ def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: Facts, degree: int)
             continue
         if shapes.get(f"{front}k_layernorm.weight", shape) != shape:
             return True  # a norm of one head's length is as long for k as for q
+        if degree == 1:
+            return False
         return facts.heads > degree if facts.heads else None
     return False
 
