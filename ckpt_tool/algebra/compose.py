@@ -27,7 +27,7 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     """Pieces from the sources of `first` to the destinations of `second`, through the tensors that they share.
 
     What `first` drops and what `second` makes from nothing stays so; what `first` makes from nothing reaches the
-    destination as padding. Raises UnmappedTensor (E0304) for a shared tensor that only one of them knows,
+    destination as padding. The same elements may be taken to several places. Raises UnmappedTensor (E0304) for a shared tensor that only one of them knows,
     InconsistentCheckpoint (E0358) where they don't hold the same elements of it: nothing is lost in silence.
     """
     first, second = list(first), list(second)
@@ -39,14 +39,15 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     for name, group in makers.items():
         others = takers[name]
         near = _Nearby(others, "src") if len(others) > 1 else None
+        once = {(piece.ext, piece.src): piece for piece in others}  # a taker that stands twice makes copies
         moved = 0
         for a in group:
             for b in near.touching(a.span("dst")) if near else others:
                 for piece in meetings(a, b):
-                    moved += piece.numel
+                    moved += piece.numel if once[b.ext, b.src] is b else 0
                     if piece.src.name != PAD or piece.dst.name != PAD:
                         out.append(piece)
-        made, taken = (sum(piece.numel for piece in some) for some in (group, others))
+        made, taken = (sum(piece.numel for piece in some) for some in (group, once.values()))
         if not made == taken == moved:
             faults.append(f"{name}: {made} elements are made, {taken} are taken, {moved} are both")
     if faults:

@@ -17,7 +17,8 @@ name by name. Two parts that meet have the same axes, each once; an axis may sta
 name, which is how stacked tensors are written: `W : e h f = experts.{e}.w : f h`. Where `<a|b>` has one pattern, it is
 everyone's. A condition on an index (`if i >= first_k_dense_replace`) chooses among the tensors, any other one keeps or
 leaves the rule. An axis is a count, or the indices that `{axis}` takes (`range(3, 61)`); in a pattern it is as long as
-they are many.
+they are many. A term that stands twice in one tensor (`qkv : ... = <q|k|k>_proj : ...`) has its elements in both places; read,
+it is what the first holds.
 
     >>> rule = equation("fc1 : ((1 + 1) f) h = <gate|up> : f h")
     >>> rule.shapes({"f": 4, "h": 2})
@@ -101,9 +102,10 @@ class Equation:
         if not self.holds(sizes, config):
             return left, right
         names = self._names(sizes, config)
-        for side, out in ((self.left, left), (self.right, right)):
-            for term in side:
-                if term.name:
+        for side, other, out in ((self.left, self.right, left), (self.right, self.left, right)):
+            copies = _copies(side, other)
+            for k, term in enumerate(side):
+                if term.name and k not in copies:
                     shape = term.pattern.shape(sizes)
                     rows = self._rows(term.axes, sizes, names)
                     new = {term.name.at(row.values, names): shape for row in rows}
@@ -349,6 +351,18 @@ def _joined_fault(faults: Sequence[UsageError], text: str) -> UsageError:
     place = f"{first.place} {_place(text)}" if first.place else _place(text)
     more = [*first.faults, *(e.message for e in faults[1:])]
     return UsageError(first.message, code=first.code, place=place, hint=first.hint, faults=more)
+
+
+def _copies(side: Sequence[Term], other: Sequence[Term]) -> set[int]:
+    """The terms that stood before, both in one tensor of the other side."""
+    if len(side) == len(set(map(str, side))):
+        return set()
+    places = [number for number, term in enumerate(other) for _ in term.pattern.kinds]
+    met: list[set[int]] = []
+    for term in side:
+        met.append(set(places[: len(term.pattern.kinds)]))
+        del places[: len(term.pattern.kinds)]
+    return {k for k, term in enumerate(side) if any(side[j] == term and met[j] == met[k] for j in range(k))}
 
 
 # Instances: a rule's tensors under given sizes.

@@ -281,11 +281,15 @@ def _to_hub(
             left, right = each.rule.shapes(here, config)
             wanted.update(right)
             faults += _shape_faults(each, left, here, shapes)
+            filled: set[Side] = set()
             for piece in each.rule.pieces(here, config):
                 name = piece.src.name
                 if name not in shapes:
                     continue
                 hub.used.add(name)
+                if piece.dst.name != PAD and piece.dst in filled:  # a term that stands twice: the second is a copy
+                    continue
+                filled.add(piece.dst)
                 if piece.dst.name == PAD:
                     hub.dropped.append(name)
                     continue

@@ -270,6 +270,17 @@ def test_one_name_twice() -> None:
         assert error.value.code == "E0232"
 
 
+def test_a_term_that_stands_twice_in_one_tensor_is_in_both_places() -> None:
+    rule = equation("qkv : (g (1 + 1 + 1) d) = <q|k|k> : (g d)")
+    sizes = {"g": 2, "d": 2}
+    assert rule.shapes(sizes) == ({"qkv": (12,)}, {"q": (4,), "k": (4,)})
+    whole = rule.swap().apply({"q": np.arange(4), "k": np.arange(4, 8)}, sizes)["qkv"]
+    np.testing.assert_array_equal(whole, [0, 1, 4, 5, 4, 5, 2, 3, 6, 7, 6, 7])
+    with pytest.raises(UsageError) as error:  # of two tensors it would be two that need not be alike
+        equation("<a|b> : h = <c|c> : h").shapes({"h": 1})
+    assert error.value.code == "E0232"
+
+
 def test_shapes_that_contradict_the_rule() -> None:
     rule = equation("l.{i}.qkv : (g (r + 1 + 1) d) h = m.{i}.<q|k|v> : (g r d) h, (g d) h, (g d) h")
     sizes = {"i": 2, "g": 2, "r": 3, "d": 4, "h": 10}
