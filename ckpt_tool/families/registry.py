@@ -133,13 +133,13 @@ def _named(config: Config, names: list[str]) -> Family | None:
 
 
 def _known(family: Family, names: list[str]) -> dict[str, tuple[int, int]]:
-    """{dialect: (how many of the names its rules know, how many lie in its towers)}."""
+    """{dialect: (how many of the names its rules know, how much of the others its towers' names tell)}."""
     found = {}
     for dialect in family.known_dialects:
         table = family.table(dialect)
         unknown = instances(table.left, names)[1]
-        towers = sum(table.in_tower(name) is not None for name in unknown) if table.towers else 0
-        found[dialect] = len(names) - len(unknown), towers
+        towers = [table.tower_of(name) for name in unknown] if table.towers else []
+        found[dialect] = len(names) - len(unknown), sum(len(tower.left) for tower in towers if tower)
     return found
 
 

@@ -107,11 +107,13 @@ class Table:
         >>> table_of("visual.** = model.visual.**").in_tower("visual.merger.ln_q.weight")
         'model.visual.merger.ln_q.weight'
         """
+        tower = self.tower_of(name)
+        return tower.right + name.removeprefix(tower.left) if tower else None
+
+    def tower_of(self, name: str) -> Tower | None:
+        """The tower that a name is in, the innermost."""
         fitting = [tower for tower in self.towers if name.startswith(tower.left)]
-        if not fitting:
-            return None
-        tower = max(fitting, key=lambda tower: len(tower.left))
-        return tower.right + name.removeprefix(tower.left)
+        return max(fitting, key=lambda tower: len(tower.left), default=None)
 
     def from_tower(self, hub_name: str) -> str | None:
         """What the dialect calls such a tensor of the hub, None where it has none."""

@@ -16,6 +16,7 @@ Sources: transformers 5.23 `models/qwen3_vl/modeling_qwen3_vl.py`; Megatron-Brid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 AXES: Mapping[str, str] = {
@@ -71,3 +72,5 @@ MEGATRON_DEEPSTACK = """
     vision_model.decoder.deepstack_merger_list.{vj}.<linear_fc1|linear_fc2>.bias : vm, vl
         = model.visual.deepstack_merger_list.{vj}.<linear_fc1|linear_fc2>.bias : vm, vl
 """
+# mcore-bridge 1.6.5 keeps the hub's own module in its `visual` (model/mm_gpts/qwen3_vl.py)
+SWIFT_QWEN3 = re.sub(r"model\.visual\.(\S+)( : .*)", r"visual.visual.\1\2 = model.visual.\1\2", QWEN3 + DEEPSTACK)

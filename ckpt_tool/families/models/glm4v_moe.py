@@ -1,5 +1,6 @@
 """GLM-4.5V and 4.6V: GLM-4.5 inside, without layers of multi-token prediction. Megatron: Megatron-Bridge 0.6.2,
-models/glm_vl/glm_45v_bridge.py, whose tower is the hub's own module."""
+models/glm_vl/glm_45v_bridge.py, whose tower is the hub's own module; `megatron-swift`: mcore-bridge 1.6.5,
+mm_gpts/glm.py, which keeps it one level down."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
@@ -29,6 +30,7 @@ FAMILY = Family(
         "megatron": megatron.inside(
             megatron.SPARSE + megatron.QKV_BIAS + megatron.QK_NORMS + megatron.EXPERT_BIAS + megatron.SHARED_EXPERTS
         ) + "visual.** = model.visual.**\n",
+        "megatron-swift": Variant("megatron", over="visual.visual.** = model.visual.**\n"),
         "hf-fused": Variant("hf", over=hub.inside(FUSED_EXPERTS)),
     },
     tiny={"text_config": {"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,

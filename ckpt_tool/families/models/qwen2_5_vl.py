@@ -1,5 +1,6 @@
 """Qwen2.5-VL: Qwen2 inside, under the plain names of Qwen2; the tower is `visual.`. `hf-5` is what transformers 5 has in
-memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen25_vl_bridge.py, whose tower is the hub's own module.
+memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen25_vl_bridge.py, whose tower is the hub's own module;
+`megatron-swift`: mcore-bridge 1.6.5, mm_gpts/qwen.py, which keeps it one level down.
 """
 
 from ckpt_tool.families import hub, megatron
@@ -23,6 +24,7 @@ FAMILY = Family(
     hub=hub.DENSE + hub.QKV_BIAS + "visual.**\n",
     dialects={
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS, root="model.") + "visual.**\n",
+        "megatron-swift": Variant("megatron", over="visual.visual.** = visual.**\n"),
         "hf-5": Variant("hf", root="model.language_model.", over="model.visual.** = visual.**\n"),
     },
     tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 1, 1]}},

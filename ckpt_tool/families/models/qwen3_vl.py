@@ -1,10 +1,10 @@
 """Qwen3-VL, dense: Qwen3 inside, and a tower with a deep stack. The released names are those in memory too.
 
-Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen3_vl_bridge.py.
+Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen3_vl_bridge.py. `megatron-swift`: mcore-bridge 1.6.5, which keeps the hub's tower.
 """
 
 from ckpt_tool.families import hub, megatron, vision
-from ckpt_tool.families.base import DECODER, Family
+from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
@@ -26,6 +26,7 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS)
                     + vision.MEGATRON_QWEN3 + vision.MEGATRON_DEEPSTACK,
+        "megatron-swift": Variant("megatron", over=vision.SWIFT_QWEN3),
     },
     tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [2, 1, 1]}},
           "vision_config": {"depth": 2, "hidden_size": 12, "intermediate_size": 8, "num_heads": 2, "patch_size": 2,

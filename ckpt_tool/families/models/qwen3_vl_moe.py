@@ -2,7 +2,7 @@
 has in memory and saves: (outputs, inputs). Shapes tell: one of the two tensors fits one way alone, whatever the sizes.
 `hf-split`: experts one by one.
 
-Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen3_vl_bridge.py.
+Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen3_vl_bridge.py. `megatron-swift`: mcore-bridge 1.6.5, which keeps the hub's tower.
 """
 
 from ckpt_tool.families import hub, megatron, vision
@@ -38,6 +38,7 @@ FAMILY = Family(
             language_model.decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m
                 = model.language_model.layers.{i}.mlp.experts.down_proj : e m h
         """,
+        "megatron-swift": Variant("megatron", over=vision.SWIFT_QWEN3),
         "hf-5": Variant("hf", over="""
             model.language_model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) m) h = : e h ((1 + 1) m)
             model.language_model.layers.{i}.mlp.experts.down_proj : e h m = : e m h
