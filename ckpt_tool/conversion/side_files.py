@@ -153,6 +153,8 @@ def _settled(
     embedding = next(
         (tensor for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2), None
     )
+    if (inside := _language_part(config)) is not None:
+        return _settled_inside(config, *inside, model, torch_dtype(wanted))
     if "text_config" in config:  # of several models: which of them the tensors are is not known
         return config, ()
     config, notes = (config, ()) if as_it_was else _biased(config, model)
@@ -164,6 +166,35 @@ def _settled(
         tied=_tied(config, model, chosen, writing, as_it_was=as_it_was),
     )
     return out, (*notes, *more)
+
+
+def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
+    """(the keys that lead to the language model's part, the hub's name of its embedding) of a model that sees or hears,
+    None for other models and for those of no family of ours."""
+    from ckpt_tool.families.base import HUB
+    from ckpt_tool.families.models import family_of
+
+    try:
+        family = family_of(config.get("model_type"))
+    except KeyError:
+        return None
+    names = [name for name in family.table(HUB).left if name.endswith(EMBEDDINGS) and "%d" not in name]
+    return (tuple(family.language.split(".")), names[0]) if names and family.part(config) is not None else None
+
+
+def _settled_inside(
+    config: Mapping[str, Any], path: tuple[str, ...], embedding: str, model: Mapping[str, Any], dtype: str | None
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config of a model that sees or hears, and in it that of its language model, as the tensors are: their dtype and
+    the rows of the vocabulary, where it states them."""
+    says = "quantization_config" not in config and any(isinstance(config.get(key), str) for key in ("dtype", "torch_dtype"))
+    out, notes = corrected(config, rows=None, dtype=dtype if says else None, tied=None)
+    if not path:
+        rows = model[embedding].shape[0] if embedding in model and "vocab_size" in config else None
+        out, more = corrected(out, rows=rows, dtype=None, tied=None)
+        return out, (*notes, *more)
+    part, more = _settled_inside(out[path[0]], path[1:], embedding, model, dtype)
+    return {**out, path[0]: part}, (*notes, *more)
 
 
 def corrected(
