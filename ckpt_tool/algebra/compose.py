@@ -27,8 +27,9 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     """Pieces from the sources of `first` to the destinations of `second`, through the tensors that they share.
 
     What `first` drops and what `second` makes from nothing stays so; what `first` makes from nothing reaches the
-    destination as padding. The same elements may be taken to several places. Raises UnmappedTensor (E0304) for a shared tensor that only one of them knows,
-    InconsistentCheckpoint (E0358) where they don't hold the same elements of it: nothing is lost in silence.
+    destination as padding. The same elements may be taken to several places. Raises UnmappedTensor (E0304) for a shared
+    tensor that only one of them knows, InconsistentCheckpoint (E0358) where they don't hold the same elements of it:
+    nothing is lost in silence.
     """
     first, second = list(first), list(second)
     makers, takers = _by_tensor(first, "dst"), _by_tensor(second, "src")

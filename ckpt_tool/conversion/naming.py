@@ -255,8 +255,9 @@ def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str
     if writing.vocab_size is not None:
         if "vocab_size" in changed:
             changed["vocab_size"] = writing.vocab_size
-        if isinstance(text := changed.get("text_config"), Mapping):
-            changed["text_config"] = {**text, "vocab_size": writing.vocab_size}
+        for key in ("text_config", "thinker_config"):
+            if isinstance(inner := changed.get(key), Mapping):
+                changed[key] = _as_asked(inner, replace(writing, tied_head=None))
     return changed
 
 

@@ -187,7 +187,9 @@ def _settled_inside(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config of a model that sees or hears, and in it that of its language model, as the tensors are: their dtype and
     the rows of the vocabulary, where it states them."""
-    says = "quantization_config" not in config and any(isinstance(config.get(key), str) for key in ("dtype", "torch_dtype"))
+    says = "quantization_config" not in config and any(
+        isinstance(config.get(key), str) for key in ("dtype", "torch_dtype")
+    )
     out, notes = corrected(config, rows=None, dtype=dtype if says else None, tied=None)
     if not path:
         rows = model[embedding].shape[0] if embedding in model and "vocab_size" in config else None

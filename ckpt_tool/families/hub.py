@@ -135,7 +135,10 @@ BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
 WINDOWED = "layer_types[i] == 'sliding_attention'"
 OWN = "(not num_kv_shared_layers? or i < num_hidden_layers - num_kv_shared_layers)"
 WIDE = "use_double_wide_mlp? and not " + OWN
-GEMMA4 = TIED + SANDWICH + f"""
+GEMMA4 = (
+    TIED
+    + SANDWICH
+    + f"""
     model.layers.{{i}}.self_attn.<q_proj|o_proj|q_norm>.weight : (g r d) h, h (g r d), d if {WINDOWED}
     model.layers.{{i}}.self_attn.<k_proj|v_proj|k_norm>.weight : (g d) h, (g d) h, d if {WINDOWED} and {OWN}
     model.layers.{{i}}.self_attn.<q_proj|o_proj|q_norm>.weight : (gg gr gd) h, h (gg gr gd), gd if not {WINDOWED}
@@ -150,6 +153,7 @@ GEMMA4 = TIED + SANDWICH + f"""
     model.layers.{{i}}.router.<scale|per_expert_scale|proj.weight> : h, e, e h
     model.layers.{{i}}.experts.<gate_up_proj|down_proj> : e ((1 + 1) m) h, e h m
 """
+)
 GEMMA4_AXES = {
     "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size", "ff": "2 * f",
     "g": "num_key_value_heads", "r": "num_attention_heads // g", "d": "head_dim",

@@ -178,24 +178,39 @@ def centred_norms(opened: Opened) -> bool | None:
 
 
 def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
-    """config.json with what Megatron's arguments say otherwise."""
-    from ckpt_tool.families.config.translation import differing, from_megatron, kind_of, megatron_args
+    """config.json with what Megatron's arguments say otherwise, of the language model where it is a part."""
+    from ckpt_tool.families.config.translation import differing, from_megatron, kind_of, language_model, megatron_args
     from ckpt_tool.families.models import family_of
 
-    kind = kind_of(config)
+    kind = kind_of(config) or language_model(config)[0]
     if kind is None:
         return ModelConfig(config, file=True)
-    mine = megatron_args(config, kind).config
+    mine = megatron_args(config).config
     if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
         mine.pop("mtp_num_layers", None)
     wrong = list(differing(args, mine))
     if not wrong:
         return ModelConfig(config, file=True)
-    family = family_of(kind).name
-    here, there = from_megatron(args, family).config, from_megatron(mine, family).config
+    family = family_of(kind)
+    here, there = (
+        family.part(found) or found
+        for found in (from_megatron(args, family.name).config, from_megatron(mine, family.name).config)
+    )
     changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
     note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
-    return ModelConfig(_with(config, changed), (note,), file=True)
+    try:
+        whole = family_of(config.get("model_type"))
+        path = whole.language.split(".") if whole.part(config) is not None else []
+    except KeyError:
+        path = []
+    return ModelConfig(_changed(config, path, changed), (note,), file=True)
+
+
+def _changed(config: Mapping[str, Any], path: list[str], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with other values, in the part that the keys of `path` lead to."""
+    if not path:
+        return _with(config, changed)
+    return {**config, path[0]: _changed(config[path[0]], path[1:], changed)}
 
 
 def _with(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

@@ -181,6 +181,38 @@ def test_config_follows_what_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "keep" / "config.json").read_bytes() == (tmp_path / "hub" / "config.json").read_bytes()
 
 
+SEES = {
+    "model_type": "qwen3_vl",
+    "dtype": "float32",
+    "text_config": {
+        **{key: value for key, value in CONFIG.items() if key != "architectures"},
+        "model_type": "qwen3_vl_text",
+    },
+    "vision_config": {"depth": 0},
+}
+
+
+def seeing(folder: Path) -> None:
+    """The same model inside one that sees, whose tower is one tensor."""
+    arrays = model(folder, SEES)
+    at = {name: name.replace("model.", "model.language_model.") for name in arrays}
+    more = {"model.visual.pos_embed.weight": np.ones((3, 4), np.float32)}
+    save_file({at[name]: array for name, array in arrays.items()} | more, folder / "model.safetensors")
+
+
+def test_the_config_of_a_language_model_inside_follows_too(tmp_path: Path) -> None:
+    seeing(tmp_path / "hub")
+    notes = run(tmp_path / "hub", tmp_path / "out", dtypes={"": "BF16"}, vocab_size=7)
+    want = {**SEES, "dtype": "bfloat16", "text_config": {**SEES["text_config"], "dtype": "bfloat16", "vocab_size": 7}}
+    assert config_in(tmp_path / "out") == want and "vocab_size becomes 7" in notes
+    run(tmp_path / "hub", tmp_path / "there", to="megatron-dist")
+    older = {**SEES, "text_config": {**SEES["text_config"], "num_key_value_heads": 4}}
+    (tmp_path / "there" / "config.json").write_text(json.dumps(older))
+    notes = run(tmp_path / "there", tmp_path / "back")
+    assert "older than Megatron's arguments" in notes and "vocab_size" not in config_in(tmp_path / "back")
+    assert config_in(tmp_path / "back")["text_config"]["num_key_value_heads"] == 2
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_config_that_contradicts_itself_is_refused_whole(passed: bool, tmp_path: Path) -> None:
     wrong = {**CONFIG, "num_attention_heads": 5, "hidden_size": -8}

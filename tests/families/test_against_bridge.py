@@ -42,8 +42,6 @@ AWAITED: dict[str, str] = {
     "swift_qwen3_5": "no family yet",
     "swift_qwen3_5_moe": "no family yet",
     "swift_qwen3_next": "no family yet",
-    "swift_qwen3_vl": "no dialect of mcore-bridge yet",
-    "swift_qwen3_vl_moe_released": "no dialect of mcore-bridge yet",
 }
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
 UNCUT: dict[str, str] = {}
