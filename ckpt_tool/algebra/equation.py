@@ -17,8 +17,8 @@ name by name. Two parts that meet have the same axes, each once; an axis may sta
 name, which is how stacked tensors are written: `W : e h f = experts.{e}.w : f h`. Where `<a|b>` has one pattern, it is
 everyone's. A condition on an index (`if i >= first_k_dense_replace`) chooses among the tensors, any other one keeps or
 leaves the rule. An axis is a count, or the indices that `{axis}` takes (`range(3, 61)`); in a pattern it is as long as
-they are many. A term that stands twice in one tensor (`qkv : ... = <q|k|k>_proj : ...`) has its elements in both places;
-read, it is what the first holds.
+they are many. A term that stands twice in one tensor (`qkv : ... = <q|k|k>_proj : ...`) has its elements in both
+places; read, it is what the first holds.
 
     >>> rule = equation("fc1 : ((1 + 1) f) h = <gate|up> : f h")
     >>> rule.shapes({"f": 4, "h": 2})

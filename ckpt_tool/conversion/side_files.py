@@ -175,7 +175,7 @@ def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | N
     from ckpt_tool.families.models import family_of
 
     try:
-        family = family_of(config.get("model_type"))
+        family = family_of(str(config.get("model_type")))
     except KeyError:
         return None
     names = [name for name in family.table(HUB).left if name.endswith(EMBEDDINGS) and "%d" not in name]
@@ -185,8 +185,8 @@ def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | N
 def _settled_inside(
     config: Mapping[str, Any], path: tuple[str, ...], embedding: str, model: Mapping[str, Any], dtype: str | None
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config of a model that sees or hears, and in it that of its language model, as the tensors are: their dtype and
-    the rows of the vocabulary, where it states them."""
+    """The config of a model that sees or hears, and in it that of its language model, as the tensors are: their dtype
+    and the rows of the vocabulary, where it states them."""
     says = "quantization_config" not in config and any(
         isinstance(config.get(key), str) for key in ("dtype", "torch_dtype")
     )

@@ -199,7 +199,7 @@ def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
     note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
     try:
-        whole = family_of(config.get("model_type"))
+        whole = family_of(str(config.get("model_type")))
         path = whole.language.split(".") if whole.part(config) is not None else []
     except KeyError:
         path = []
