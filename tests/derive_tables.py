@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # this tree, not what is installed
 
 from ckpt_tool import api  # noqa: E402
 from ckpt_tool.families.base import Family  # noqa: E402
+from ckpt_tool.families.config.translation import language_model  # noqa: E402
 from ckpt_tool.families.experts import expert_layouts  # noqa: E402
 from ckpt_tool.families.models import FAMILIES  # noqa: E402
 from ckpt_tool.formats.entry import entries, load  # noqa: E402
@@ -80,7 +81,8 @@ def families(group: int) -> list[str]:
     for family in FAMILIES:
         kinds, layouts = ([f"`{each}`" for each in words] for words in (family.model_types, expert_layouts(family)))
         megatron: bool | str = "megatron" in family.dialects
-        if megatron and not any(each.forms for each in family.classes):
+        known = {**family.tiny, "model_type": family.model_types[0]}
+        if megatron and not any(each.forms for each in family.classes) and language_model(known)[0] is None:
             megatron = "(✓)"
         others = (system in family.dialects for system in ("paddle", "meta"))
         cells = (", ".join(kinds), ", ".join(layouts) or False, megatron, *others)
