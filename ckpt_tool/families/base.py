@@ -46,6 +46,33 @@ DECODER: Mapping[str, str] = {
     "r": "num_attention_heads // g",
     "d": "head_dim? or h // num_attention_heads",
 }
+# The axes of DeepSeek's decoder, with latent attention, experts and layers of multi-token prediction
+LATENT: Mapping[str, str] = {
+    "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)",
+    "v": "vocab_size",
+    "h": "hidden_size",
+    "f": "intermediate_size",
+    "a": "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+    "q": "q_lora_rank",
+    "l": "kv_lora_rank",
+    "b": "kv_lora_rank + qk_rope_head_dim",
+    "c": "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
+    "u": "num_attention_heads * v_head_dim",
+    "w": "2 * h",
+    "e": "n_routed_experts",
+    "m": "moe_intermediate_size",
+    "s": "m * n_shared_experts",
+}
+# Those of Qwen's gated delta net, and of its one layer of multi-token prediction
+DELTA_NET: Mapping[str, str] = {
+    "n": "linear_num_key_heads",
+    "k": "linear_key_head_dim",
+    "p": "linear_num_value_heads // n",
+    "u": "linear_value_head_dim",
+    "c": "linear_conv_kernel_dim",
+    "t": "1",
+    "w": "2 * h",
+}
 # ERNIE's own code (PaddlePaddle/ERNIE of 2025, ernie/modeling.py, `Ernie4_5_Attention.forward`) takes qkv_proj apart as
 # [Q | K | V]
 # where heads share keys, as its tools/paddle2torch does, and head by head where each has its own.
@@ -75,6 +102,13 @@ FUSED_EXPERTS = """
     model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) m) h
         = model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : m h
     model.layers.{i}.mlp.experts.down_proj : e h m = model.layers.{i}.mlp.experts.{e}.down_proj.weight : h m
+"""
+FUSED_MIXTRAL_EXPERTS = """
+    model.layers.{i}.mlp.gate.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
+    model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) f) h
+        = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+    model.layers.{i}.mlp.experts.down_proj : e h f
+        = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
 """
 
 

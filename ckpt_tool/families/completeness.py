@@ -100,7 +100,7 @@ def _decoders(table: Table) -> set[str]:
         for form, spots in table.left.items()
         if "%d." in form and any(spot.axes[0] == "i" for spot in spots)
     }
-    return {front for front in fronts if f".{front}".endswith((".layers.", ".h.")) and not front.startswith("mtp")}
+    return {front for front in fronts if f".{front}".endswith((".layers.", ".h.")) and "mtp" not in front.split(".")}
 
 
 def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, config: Config) -> Iterator[str]:

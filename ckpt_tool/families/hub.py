@@ -23,6 +23,15 @@ def inside(text: str, root: str = "model.language_model.", head: str = "lm_head"
     return re.sub(r"(?<![\w.])(model\.|lm_head\b)", lambda found: names[found[1]], text)
 
 
+def ahead(text: str) -> str:
+    """The rules of a decoder's layers as those of Qwen's layer of multi-token prediction.
+
+    >>> ahead("model.layers.{i}.input_layernorm.weight : h")
+    'mtp.layers.{t}.input_layernorm.weight : h'
+    """
+    return text.replace("model.layers.{i}.", "mtp.layers.{t}.")
+
+
 EMBEDDING = """
     [model.embed_tokens|lm_head].weight : v h
     lm_head.weight ~ model.embed_tokens.weight if tie_word_embeddings?
@@ -116,8 +125,33 @@ EXPERT_BIAS = """
 EXPERTS = """
     model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
 """
+MIXTRAL_EXPERTS = """
+    model.layers.{i}.block_sparse_moe.gate.weight : e h
+    model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+    model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+"""
 SHARED_EXPERTS = """
     model.layers.{i}.mlp.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s
+"""
+SHARED_EXPERT = """
+    model.layers.{i}.mlp.shared_expert.<gate|up|down>_proj.weight : s h, s h, h s
+    model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
+"""
+# Qwen's gated attention: each query head has a gate of its width beside it
+GATED_ATTENTION = """
+    model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r (1 + 1) d) h, (g d) h, (g d) h
+    model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r (1 + 1) d), (g d), (g d)
+    model.layers.{i}.self_attn.o_proj.<weight|bias> : h (g r d), h
+"""
+# Qwen's gated delta net, but for its input projections: n key heads of k, p value heads of u each, a kernel of c
+DELTA_NET = """
+    model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) 1 c
+    model.layers.{i}.linear_attn.<A_log|dt_bias> : (n p)
+    model.layers.{i}.linear_attn.norm.weight : u
+    model.layers.{i}.linear_attn.out_proj.weight : h (n p u)
+"""
+DELTA_NET_APART = """
+    model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
 """
 # what a layer of multi-token prediction has beside a decoder layer's
 AHEAD = """
@@ -125,11 +159,19 @@ AHEAD = """
     model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
     model.layers.{i}.eh_proj.weight : h w
 """
+# the same of Qwen's one layer (t = 1), which has a root of its own (`ahead`)
+QWEN_AHEAD = """
+    mtp.fc.weight : (t h) w
+    mtp.<pre_fc_norm_embedding|pre_fc_norm_hidden|norm>.weight : (t h)
+"""
 
 DENSE = MODEL + NORMS + ATTENTION + MLP
 SPARSE = DENSE + ROUTER + EXPERTS
 GEMMA = TIED + SANDWICH + ATTENTION + MLP + QKV_BIAS + PROJ_BIAS
 BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
+DEEPSEEK = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
+QWEN_ATTENTION = NORMS + GATED_ATTENTION + QK_NORMS
+QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
 # Gemma 4: heads of windowed layers and of whole ones differ; whole layers may take their keys for values, the last layers
 # the keys and values of others; per-layer embeddings, or experts beside the MLP
 WINDOWED = "layer_types[i] == 'sliding_attention'"

@@ -39,8 +39,17 @@ def inside(text: str, root: str = "model.language_model.", head: str = "lm_head"
     >>> inside("decoder.final_layernorm.weight : h = model.norm.weight : h")
     'language_model.decoder.final_layernorm.weight : h = model.language_model.norm.weight : h'
     """
-    names = r"(?<![\w.])(decoder|embedding|mtp|output_layer)\."
-    return re.sub(names, rf"{here}\1.", hub.inside(text, root, head))
+    names = r"(?m)^(\s*)(decoder|embedding|mtp|output_layer)\."
+    return re.sub(names, rf"\1{here}\2.", hub.inside(text, root, head))
+
+
+def ahead(text: str) -> str:
+    """The rules of a decoder's layers as those of Qwen's layer of multi-token prediction (`hub.ahead`).
+
+    >>> ahead("decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h")
+    'mtp.layers.{t}.transformer_layer.input_layernorm.weight : h = mtp.layers.{t}.input_layernorm.weight : h'
+    """
+    return hub.ahead(text).replace("decoder.layers.{i}.", "mtp.layers.{t}.transformer_layer.")
 
 
 EMBEDDING = """
@@ -83,6 +92,45 @@ QK_NORMS = """
     decoder.layers.{i}.self_attention.q_layernorm.weight : d = model.layers.{i}.self_attn.q_norm.weight : d
     decoder.layers.{i}.self_attention.k_layernorm.weight : d = model.layers.{i}.self_attn.k_norm.weight : d
 """
+# Gated attention (`attention_output_gate`): a group's query heads, their gates, its key, its value
+GATED_ATTENTION = """
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + r + 1 + 1) d) h
+        = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r (1 + 1) d) h, (g d) h, (g d) h
+    decoder.layers.{i}.self_attention.linear_qkv.bias : (g (r + r + 1 + 1) d)
+        = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r (1 + 1) d), (g d), (g d)
+    decoder.layers.{i}.self_attention.linear_proj.<weight|bias> : h (g r d), h
+        = model.layers.{i}.self_attn.o_proj.<weight|bias> : h (g r d), h
+"""
+# Gated delta net: all heads of a section end to end; the last norm is zero-centred here alone. Projections of Qwen3.5
+DELTA_NET = """
+    decoder.layers.{i}.self_attention.conv1d.weight : (n k + n k + n p u) 1 c
+        = model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) 1 c
+    decoder.layers.{i}.self_attention.<A_log|dt_bias> : (n p) = model.layers.{i}.linear_attn.<A_log|dt_bias> : (n p)
+    decoder.layers.{i}.self_attention.out_norm.weight : u = model.layers.{i}.linear_attn.norm.weight : u * add(-1)
+    decoder.layers.{i}.self_attention.out_proj.weight : h (n p u) = model.layers.{i}.linear_attn.out_proj.weight : h (n p u)
+"""
+DELTA_NET_APART = """
+    decoder.layers.{i}.self_attention.in_proj.weight : (n k + n k + n p u + n p u + n p + n p) h
+        = model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
+"""
+# The same in mcore-bridge (ms-swift) 1.6.5, `bridge/gpt_bridge.py` (`_set_qkv`, `_set_linear_attn_state`): query and gate
+# head by head, a delta net key head by key head, its norm as the hub has it. A torch_dist keeps such a projection whole,
+# where core's has a key for each section: our format marks the name. Bare state dicts don't tell
+SWIFT = """
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r (1 + 1) + 1 + 1) d) h
+        = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r (1 + 1) d) h, (g d) h, (g d) h
+    decoder.layers.{i}.self_attention.linear_qkv.bias : (g (r (1 + 1) + 1 + 1) d)
+        = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r (1 + 1) d), (g d), (g d)
+"""
+SWIFT_DELTA_NET = """
+    decoder.layers.{i}.self_attention.conv1d.[weight_by_head|weight] : (n (k + k + p u)) 1 c
+        = model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) 1 c
+    decoder.layers.{i}.self_attention.out_norm.weight : u = model.layers.{i}.linear_attn.norm.weight : u
+"""
+SWIFT_APART = """
+    decoder.layers.{i}.self_attention.in_proj.[weight_by_head|weight] : (n (k + k + p u + p u + p + p)) h
+        = model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
+"""
 # Multi-latent attention; without `q_lora_rank` the query has one projection
 MLA = """
     decoder.layers.{i}.self_attention.linear_q_proj.weight : a h = model.layers.{i}.self_attn.q_proj.weight : a h
@@ -123,11 +171,25 @@ EXPERTS = """
     decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m
         = model.layers.{i}.mlp.experts.{e}.down_proj.weight : h m
 """
+MIXTRAL_EXPERTS = """
+    decoder.layers.{i}.mlp.router.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) f) h
+        = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h f
+        = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
+"""
 SHARED_EXPERTS = """
     decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
         = model.layers.{i}.mlp.shared_experts.<gate|up>_proj.weight : s h
     decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
         = model.layers.{i}.mlp.shared_experts.down_proj.weight : h s
+"""
+SHARED_EXPERT = """
+    decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
+        = model.layers.{i}.mlp.shared_expert.<gate|up>_proj.weight : s h
+    decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
+        = model.layers.{i}.mlp.shared_expert.down_proj.weight : h s
+    decoder.layers.{i}.mlp.shared_experts.gate_weight : 1 h = model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
 """
 SHARED_EXPERTS_BIASES = """
     decoder.layers.{i}.mlp.shared_experts.linear_fc1.bias : ((1 + 1) s)
@@ -144,6 +206,12 @@ AHEAD = """
     _ : v h = model.layers.{i}.embed_tokens.weight : v h
     _ : v h = model.layers.{i}.shared_head.head.weight : v h
 """
+# The same of Qwen's one layer (t = 1): `hub.QWEN_AHEAD`
+QWEN_AHEAD = """
+    mtp.layers.{t}.eh_proj.weight : h w = mtp.fc.weight : (t h) w
+    mtp.layers.{t}.<enorm|hnorm|final_layernorm>.weight : h
+        = mtp.<pre_fc_norm_embedding|pre_fc_norm_hidden|norm>.weight : (t h)
+"""
 # Gemma 2 and 3 in the layer of Megatron-Bridge: a norm before and one after each of the two modules
 SANDWICH = """
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
@@ -158,6 +226,8 @@ SPARSE = DENSE + ROUTER + EXPERTS
 GLM = SPARSE + QKV_BIAS + QK_NORMS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
 GEMMA = TIED + SANDWICH + ATTENTION + QKV_BIAS + PROJ_BIAS + MLP
 BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
+QWEN_ATTENTION = NORMS + GATED_ATTENTION + QK_NORMS
+QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
 LATENT = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
 # Gemma 4 in Megatron-Bridge's two layers, the dense one and the one with experts. Keys that are values too stand twice; a
 # layer that takes those of another has zeros there

@@ -61,6 +61,10 @@ class ModelClass:
 
 
 DECODER_FORMS = ("sizes", "heads", "rope", "tied", "silu", "dropout")
+LATENT_FORMS = (  # of DeepSeek V3 and those like it
+    *("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "groups", "shared_experts"),
+    "ahead",
+)
 # In Megatron's arguments: a decoder with RMSNorm, gated MLP and rotary positions; a router by sigmoids; Gemma's
 GATED: Mapping[str, Any] = {
     "normalization": "RMSNorm",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ckpt_tool.algebra.element_map import ElementMap
+from ckpt_tool.algebra.element_map import ElementMap, inverse, joined
 from ckpt_tool.algebra.equation import Alias, Equation, rules
 from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Pattern, pattern
@@ -198,8 +198,10 @@ class Table:
         for rule in self.rules:
             norms = [term.name is not None and term.name.form.endswith("norm.weight") for term in rule.left]
             if any(norms):
-                left = tuple(replace(term, maps=(ElementMap("add", -by),)) for term in rule.left)
-                rule = replace(rule, left=left, text=f"{rule.text} (shifted)")
+                maps = joined(rule.left[0].maps, inverse(rule.right[0].maps), (ElementMap("add", -by),))
+                left = tuple(replace(term, maps=maps) for term in rule.left)
+                right = tuple(replace(term, maps=()) for term in rule.right)
+                rule = replace(rule, left=left, right=right, text=f"{rule.text} (shifted)")
             made.append(rule)
         return replace(self, rules=tuple(made))
 

@@ -47,8 +47,6 @@ def tiny_config(family: str, **change: Any) -> dict[str, Any]:
     own = {key: size for key, size in EXPERT_SIZES.items() if key in tiny}
     own |= {"num_experts_per_tok": 2, "moe_k": 2} if family in EXPERTS else {}
     own |= {key: tiny[key] for key in ("num_hidden_layers",) if key in tiny}  # of a pattern that the config spells out
-    if "qk_rope_head_dim" in tiny:
-        own["head_dim"] = tiny["qk_rope_head_dim"]  # as transformers reads it
     return config_of(family, **{**EVEN, **own, **QUIET, **change})
 
 

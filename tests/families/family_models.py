@@ -54,6 +54,7 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
     given = {**SIZES, **part, **change}
     if "latent" in first.forms:  # every head has its own keys
         given["num_key_value_heads"] = given["num_attention_heads"]
+        given["head_dim"] = given["qk_rope_head_dim"]  # as transformers reads it
     elif "head_dim" not in read:
         given["hidden_size"] = given["num_attention_heads"] * given["head_dim"]
     for key in [key for key in given if key.endswith("layer_types")]:  # layers take turns, however many there are

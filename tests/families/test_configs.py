@@ -7,6 +7,7 @@ spelled out.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,10 +177,17 @@ def test_there_and_back(kind: str, change: dict[str, Any]) -> None:
     assert have == want
 
 
+def real_config(kind: str, **change: Any) -> Any:
+    """What transformers holds of a config that states nothing else."""
+    like = CLASSES[kind].like
+    made = getattr(transformers, like).config_class if like else partial(transformers.AutoConfig.for_model, kind)
+    return made(**change)
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_defaults_are_those_of_transformers(kind: str) -> None:
     facts = CLASSES[kind]
-    loaded = transformers.AutoConfig.for_model(kind).to_dict()
+    loaded = real_config(kind).to_dict()
     if facts.part:  # what the whole says of the head
         whole = transformers.AutoConfig.for_model(family_of(kind).classes[0].model_type)
         loaded["tie_word_embeddings"] = getattr(whole, "tie_word_embeddings", False)
@@ -196,9 +204,10 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
             assert loaded[own] in (value, None)
         elif own == "moe_layer_end_index":
             assert loaded[own] == loaded["num_hidden_layers"] - 1
+        elif own == "first_k_dense_replace" and own not in loaded:  # in another shape
+            assert loaded["mlp_layer_types"].index("sparse") == value
         else:
             assert loaded[own] == value, own
-    assert type(transformers.AutoConfig.for_model(kind)).__name__
     assert hasattr(transformers, facts.architecture)
 
 
@@ -292,7 +301,7 @@ def test_no_class_of_transformers_contradicts_itself(kind: str) -> None:
     width = (
         {"head_dim": 128} if kind in ("glm4_moe", "glm4v_moe_text", "qwen3_omni_moe_text") else {}
     )  # 4096 over 96 heads is the class's default, and no model's
-    assert list(contradictions(transformers.AutoConfig.for_model(kind, **width).to_dict())) == []
+    assert list(contradictions(real_config(kind, **width).to_dict())) == []
     both = {
         "model_type": "ernie4_5_moe",
         "moe_num_experts": [4, 4],
@@ -424,3 +433,14 @@ def test_a_rope_for_each_kind_of_layers() -> None:
         for kind, said in found.rope_parameters.items()
     }
     assert rope == ropes
+
+
+def test_layers_of_experts_are_read_in_the_shape_of_transformers_5() -> None:
+    """`mlp_layer_types` for `first_k_dense_replace`; the way back says what released configs say."""
+    kinds = ["dense", "dense", "sparse", "sparse"]
+    config = config_of("glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1})
+    del config["first_k_dense_replace"]
+    assert megatron_args(config).config["moe_layer_freq"] == [0, 1, 1, 1]  # the class's default
+    args = megatron_args({**config, "mlp_layer_types": kinds}).config
+    assert args["moe_layer_freq"] == [0, 0, 1, 1]
+    assert from_megatron(args, "glm4_moe_lite").config["first_k_dense_replace"] == 2

@@ -47,6 +47,12 @@ def test_names_and_shapes_tell_the_dialect(name: str, dialect: str) -> None:
         assert error.value.code == "E1233"
         assert f"--family {name}:paddle-grouped or --family {name}:paddle-contiguous" in (error.value.hint or "")
         assert find(None, shapes, family=f"{name}:{dialect}") == (by_name(name), dialect)
+    elif "megatron-swift" in by_name(name).dialects and dialect == "megatron" and name.startswith("qwen3"):
+        with pytest.raises(UsageError, match="lay the elements out differently") as error:
+            find(config_of(name), shapes)  # the same names and shapes
+        assert error.value.code == "E1233" and f"{name}:megatron-swift" in (error.value.hint or "")
+        assert find(config_of(name), shapes, family=f"{name}:{dialect}").dialect == dialect
+        assert find(config_of(name), shapes, stated="megatron").dialect == "megatron"
     else:
         assert find(config_of(name), shapes) == (by_name(name), dialect)
         if dialect.startswith("paddle"):

@@ -76,8 +76,9 @@ def _sparse_layers_back(args: Arguments, out: Values) -> None:
 
 
 def _first_dense_to(model: Model, out: Values) -> None:
-    first = model.count("first_k_dense_replace") or 0
-    _sparse(out, [int(i >= first) for i in _layers(model)])
+    first, kinds, layers = model.count("first_k_dense_replace") or 0, model.get("mlp_layer_types"), _layers(model)
+    listed = isinstance(kinds, list) and len(kinds) == len(layers)  # as transformers 5 saves them
+    _sparse(out, [int(kind == "sparse") for kind in kinds] if listed else [int(i >= first) for i in layers])
 
 
 def _first_dense_back(args: Arguments, out: Values) -> None:

@@ -107,7 +107,7 @@ _ROPE_NUMBERS = frozenset(
         "attention_factor",
     }
 )
-_LISTS = ("layer_types", "mlp_only_layers", "no_rope_layers")
+_LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
 _DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMENTS}
 
 

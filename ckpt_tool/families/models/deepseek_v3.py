@@ -1,25 +1,31 @@
-"""DeepSeek V2 and V3 with MTP layers. Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused."""
+"""DeepSeek V2 and V3 with MTP layers; Kimi K2, whose code beside its files is DeepSeek's.
+
+Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused. Megatron-Bridge 0.6.2, models/deepseek and kimi.
+"""
 
 from ckpt_tool.families import hub, megatron
-from ckpt_tool.families.base import FUSED_EXPERTS, NLP_HEAD, Family, Variant
-from ckpt_tool.families.model_class import DEFAULTS, GATED, SIGMOID, ModelClass
+from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, NLP_HEAD, Family, Variant
+from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 
-_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_RANKS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_V3 = {**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True}
+_DEFAULTS = {**DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8,
+             "topk_group": 4, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+             "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, **_RANKS, "norm_topk_prob": True}  # fmt: skip
 
 FAMILY = Family(
     name="deepseek_v3",
     classes=(
         ModelClass(
-            "deepseek_v3", "DeepseekV3ForCausalLM",
-            ("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "groups", "shared_experts",
-             "ahead"),
-            keys={"num_experts": "n_routed_experts"},
-            megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True},
+            "deepseek_v3", "DeepseekV3ForCausalLM", LATENT_FORMS, keys={"num_experts": "n_routed_experts"}, megatron=_V3,
             paddle={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
             unsayable={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
-            defaults={**DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8,
-                      "topk_group": 4, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-                      "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, **_LATENT, "norm_topk_prob": True},
+            defaults=_DEFAULTS,
+        ),
+        ModelClass(
+            "kimi_k2", "DeepseekV3ForCausalLM", LATENT_FORMS, keys={"num_experts": "n_routed_experts"}, megatron=_V3,
+            unsayable={"attention_bias": False, "norm_topk_prob": True},
+            defaults=_DEFAULTS, also=("KimiK2ForCausalLM",), like="DeepseekV3ForCausalLM",
         ),
         ModelClass(
             "deepseek_v2", "DeepseekV2ForCausalLM",
@@ -30,20 +36,12 @@ FAMILY = Family(
             unsayable={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
             defaults={**DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "num_experts": 64,
                       "n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0,
-                      "topk_method": "greedy", "norm_topk_prob": False, **_LATENT},
+                      "topk_method": "greedy", "norm_topk_prob": False, **_RANKS},
         ),
     ),
-    axes={
-        "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "v": "vocab_size", "h": "hidden_size",
-        "f": "intermediate_size", "a": "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
-        "q": "q_lora_rank", "l": "kv_lora_rank", "b": "kv_lora_rank + qk_rope_head_dim",
-        "c": "num_attention_heads * (qk_nope_head_dim + v_head_dim)", "u": "num_attention_heads * v_head_dim",
-        "w": "2 * h", "e": "n_routed_experts", "m": "moe_intermediate_size", "s": "m * n_shared_experts",
-    },
-    hub=hub.MODEL + hub.NORMS + hub.MLP + hub.INV_FREQ + hub.ROUTER + hub.EXPERTS + hub.EXPERT_BIAS + hub.SHARED_EXPERTS + hub.MLA + """
-        model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
-        model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
-        model.layers.{i}.eh_proj.<weight|bias> : h w, h
+    axes=LATENT,
+    hub=hub.DEEPSEEK + hub.INV_FREQ + """
+        model.layers.{i}.eh_proj.bias : h
     """,
     dialects={
         "megatron": Variant(of=megatron.LATENT, ahead=True),

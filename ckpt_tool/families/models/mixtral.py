@@ -1,7 +1,7 @@
 """Mixtral. Paddle: PaddleNLP 3.0.0b4, transformers/mixtral/modeling.py; PaddleFormers has none."""
 
 from ckpt_tool.families import hub, megatron, meta
-from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
+from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
@@ -19,27 +19,11 @@ FAMILY = Family(
     axes={
         **DECODER, "e": "num_local_experts", "c": "d // 2",
     },
-    hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.INV_FREQ + """
-        model.layers.{i}.block_sparse_moe.gate.weight : e h
-        model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
-        model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
-    """,
+    hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.INV_FREQ + hub.MIXTRAL_EXPERTS,
     dialects={
-        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + """
-            decoder.layers.{i}.mlp.router.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
-            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) f) h
-                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
-            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h f
-                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
-        """,
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.MIXTRAL_EXPERTS,
         "meta": meta.MODEL + meta.EXPERTS,
-        "hf-fused": Variant("hf", over="""
-            model.layers.{i}.mlp.gate.weight : e h = model.layers.{i}.block_sparse_moe.gate.weight : e h
-            model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) f) h
-                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : f h
-            model.layers.{i}.mlp.experts.down_proj : e h f
-                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h f
-        """),
+        "hf-fused": Variant("hf", over=FUSED_MIXTRAL_EXPERTS),
         "paddle": Variant(of="""
             [model.embed_tokens|lm_head].weight : v h
             model.norm.weight : h

@@ -21,18 +21,9 @@ FAMILY = Family(
         **DECODER, "e": "num_experts? or n_routed_experts",
         "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
     },
-    hub=hub.SPARSE + hub.QKV_BIAS + """
-        model.layers.{i}.mlp.shared_expert.<gate|up|down>_proj.weight : s h, s h, h s
-        model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
-    """,
+    hub=hub.SPARSE + hub.QKV_BIAS + hub.SHARED_EXPERT,
     dialects={
-        "megatron": megatron.SPARSE + megatron.QKV_BIAS + """
-            decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
-                = model.layers.{i}.mlp.shared_expert.<gate|up>_proj.weight : s h
-            decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
-                = model.layers.{i}.mlp.shared_expert.down_proj.weight : h s
-            decoder.layers.{i}.mlp.shared_experts.gate_weight : 1 h = model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
-        """,
+        "megatron": megatron.SPARSE + megatron.QKV_BIAS + megatron.SHARED_EXPERT,
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h

@@ -1,0 +1,32 @@
+"""DeepSeek V3.2 and GLM-5: DeepSeek V3 with an indexer that chooses the keys which a query sees (DSA).
+
+A layer may use another's choice and have no indexer (GLM-5.2). transformers 5.23, models/deepseek_v32 and glm_moe_dsa,
+which leave MTP's layer unread; Megatron-Bridge 0.6.2, models/glm_moe_dsa/glm5_bridge.py, for both.
+"""
+
+from ckpt_tool.families import hub, megatron
+from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
+from ckpt_tool.families.model_class import ModelClass
+
+FAMILY = Family(
+    name="deepseek_v32",
+    classes=(ModelClass("deepseek_v32", "DeepseekV32ForCausalLM"), ModelClass("glm_moe_dsa", "GlmMoeDsaForCausalLM")),
+    axes={**LATENT, "x": "index_n_heads", "y": "index_head_dim"},
+    hub=hub.DEEPSEEK + """
+        model.layers.{i}.self_attn.indexer.<wq_b|wk|weights_proj>.weight : (x y) q, y h, x h
+        model.layers.{i}.self_attn.indexer.k_norm.<weight|bias> : y
+    """,
+    dialects={
+        "megatron": Variant(ahead=True, of=megatron.LATENT + """
+            decoder.layers.{i}.self_attention.core_attention.indexer.<linear_wq_b|linear_wk|linear_weights_proj>.weight : (x y) q, y h, x h
+                = model.layers.{i}.self_attn.indexer.<wq_b|wk|weights_proj>.weight : (x y) q, y h, x h
+            decoder.layers.{i}.self_attention.core_attention.indexer.k_norm.<weight|bias> : y
+                = model.layers.{i}.self_attn.indexer.k_norm.<weight|bias> : y
+        """),
+        "hf-fused": Variant("hf", over=FUSED_EXPERTS),
+    },
+    tiny={"n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+          "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+          "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "index_n_heads": 3, "index_head_dim": 8,
+          "index_topk": 4},
+)  # fmt: skip

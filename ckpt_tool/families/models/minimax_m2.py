@@ -1,0 +1,28 @@
+"""MiniMax-M2 to M2.7: Mixtral's names, norms over all heads at once, an expert bias. The layers of MTP are not published.
+
+transformers 5.23, models/minimax_m2 and conversion_mapping.py; Megatron-Bridge 0.6.2, models/minimax_m2/minimax_m2_bridge.py.
+"""
+
+from ckpt_tool.families import hub, megatron
+from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, Family, Variant
+from ckpt_tool.families.model_class import ModelClass
+
+FAMILY = Family(
+    name="minimax_m2",
+    classes=(ModelClass("minimax_m2", "MiniMaxM2ForCausalLM"),),
+    axes={**DECODER, "e": "num_local_experts? or num_experts"},
+    hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.WIDE_QK_NORMS + hub.MIXTRAL_EXPERTS + """
+        model.layers.{i}.block_sparse_moe.e_score_correction_bias : e
+    """,
+    dialects={
+        "megatron": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.MIXTRAL_EXPERTS + """
+            decoder.layers.{i}.self_attention.q_layernorm.weight : (g r d) = model.layers.{i}.self_attn.q_norm.weight : (g r d)
+            decoder.layers.{i}.self_attention.k_layernorm.weight : (g d) = model.layers.{i}.self_attn.k_norm.weight : (g d)
+            decoder.layers.{i}.mlp.router.expert_bias : e = model.layers.{i}.block_sparse_moe.e_score_correction_bias : e
+        """,
+        "hf-fused": Variant("hf", over=FUSED_MIXTRAL_EXPERTS + """
+            model.layers.{i}.mlp.e_score_correction_bias : e = model.layers.{i}.block_sparse_moe.e_score_correction_bias : e
+        """),
+    },
+    tiny={"num_local_experts": 3, "num_experts_per_tok": 2},
+)  # fmt: skip
