@@ -12,11 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 
-from family_models import EXPERTS, config_of, hub_shapes
+from family_models import EXPERTS, REMOTE, config_of, hub_shapes
 
 from ckpt_tool.families.registry import by_name
 
-__all__ = ["EXPERTS", "hub_shapes", "logits", "tiny_config", "tiny_model", "tokens"]
+__all__ = ["EXPERTS", "REMOTE", "hub_shapes", "logits", "tiny_config", "tiny_model", "tokens"]
 EVEN = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,

@@ -102,6 +102,14 @@ def kimi() -> None:
     transformers.AutoConfig.register("kimi_k2", named)
 
 
+def bailing() -> None:
+    """The model's code lies with its files; the bridge has a copy of it."""
+    import transformers
+    from megatron.bridge.models.bailing.bailing_moe2_bridge import BailingMoeV2ForCausalLM
+
+    transformers.BailingMoeV2ForCausalLM = BailingMoeV2ForCausalLM
+
+
 def glm4v() -> None:
     """The bridge reads what earlier transformers had in the config."""
     from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeTextConfig
@@ -265,6 +273,12 @@ CASES = [
         "hy_v3", "hy_v3", "HYV3ForCausalLM",
         {**SIZES, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1},
         more=hunyuan, stated=MTP,
+    ),
+    Case(
+        "bailing_moe_v2", "bailing_moe_v2", "BailingMoeV2ForCausalLM",
+        {**SIZES, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+         "pad_token_id": 0, "num_nextn_predict_layers": 1},
+        before=bailing,
     ),
     Case(
         "mimo_v2_flash", "mimo_v2_flash", "MiMoV2FlashForCausalLM",

@@ -54,6 +54,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 def saved_shapes(case: Case, config: dict[str, Any], folder: Path) -> Shapes:
     """Saves the real class's model, gives names and shapes of its files."""
+    import transformers  # as it is now: the bridge makes the module anew
+
     own = transformers.AutoConfig.for_model(case.model_type, **config)
     own.architectures = [case.architecture]
     model = getattr(transformers, case.architecture)(own)
@@ -81,6 +83,8 @@ def counted(shapes: Shapes) -> dict[str, np.ndarray]:
 
 def hub_model(case: Case, folder: Path) -> Shapes:
     """The model's folder as it lies on a hub; the shapes in the order of their numbers."""
+    if case.before:
+        case.before()
     shapes = saved_shapes(case, dict(case.config), folder)
     if case.more:
         with tempfile.TemporaryDirectory() as other:

@@ -30,6 +30,7 @@ EXPERTS = [
     family.name for family in FAMILIES if any("experts" in key for key in family.part(family.tiny) or family.tiny)
 ]
 AHEAD = [family.name for family in FAMILIES if "ahead" in family.classes[0].forms]  # layers of multi-token prediction
+REMOTE = ("BailingMoeV2ForCausalLM",)  # classes of `remote_models.py`
 SIZES = {
     "num_hidden_layers": 2,
     "vocab_size": 22,
@@ -97,11 +98,17 @@ def class_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def real_class(config: Mapping[str, Any]) -> Any:
-    """The model of this config, as transformers makes it."""
+    """The model of this config, as transformers makes it, or the code that lies with the model's files."""
     import transformers
 
     known = next(each for each in family_of(config["model_type"]).classes if each.model_type == config["model_type"])
-    built = getattr(transformers, known.like or known.architecture)
+    name = known.like or known.architecture
+    if name in REMOTE:
+        import remote_models
+
+        built = getattr(remote_models, name)
+    else:
+        built = getattr(transformers, name)
     return built(built.config_class(**class_arguments(config)))
 
 

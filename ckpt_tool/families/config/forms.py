@@ -176,6 +176,12 @@ def _rope_to(model: Model, out: Values) -> None:
         model.lost("rope_scaling: gpt_builders.py of Megatron-LM 0.16.1 does not pass a linear factor on")
     elif rope["type"] == "yarn":
         out["position_embedding_type"] = "yarn"
+        rope.pop("max_position_embeddings", None)  # said beside the rope too
+        if (beta := rope.pop("llama_4_scaling_beta", None)) is not None:
+            model.lost(
+                f"rope_scaling: llama_4_scaling_beta {beta}, by which queries grow with their position, is in no argument "
+                "of Megatron; Megatron-Bridge's layer of Ministral 3 has it"
+            )
         out |= {f"yarn_{_yarn_name(key)}": value for key, value in rope.items() if key not in ("theta", "part", "type")}
         model.lost(
             "rope_scaling: Megatron-LM 0.16.1 has no arguments for yarn outside MLA; Megatron-Bridge's are written"

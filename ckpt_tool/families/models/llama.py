@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and Mistral. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
+"""Llama 1 to 3, Mistral and the text of Ministral 3. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
 from ckpt_tool.families import hub, megatron, meta
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
@@ -16,6 +16,14 @@ FAMILY = Family(
             "mistral", "MistralForCausalLM", (*DECODER_FORMS, "window"),
             megatron=GATED,
             defaults={**DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        ModelClass(
+            "ministral3", "Ministral3ForCausalLM", (*DECODER_FORMS, "window"),
+            megatron=GATED,
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "max_position_embeddings": 262144, "head_dim": 128,
+                      "num_key_value_heads": 8, "sliding_window": None,
+                      "rope_scaling": {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                       "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}},
         ),
     ),
     axes={**DECODER, "c": "d // 2"},

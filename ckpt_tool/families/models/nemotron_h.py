@@ -79,6 +79,6 @@ FAMILY = Family(
         """,
     },
     tiny={"hybrid_override_pattern": "ME*-ME*-", "num_hidden_layers": 8, "n_routed_experts": 4,
-          "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 9, "mamba_num_heads": 4,
+          "moe_intermediate_size": 5, "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 12, "mamba_num_heads": 4,
           "mamba_head_dim": 3, "n_groups": 2, "ssm_state_size": 5, "num_experts_per_tok": 2},
 )  # fmt: skip
