@@ -410,7 +410,7 @@ class _Memo:
     """The opcodes of texts, names and sizes: in full when first met, fetched afterwards."""
 
     def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
+        self._fetched: dict[object, bytes] = {}
         self._sizes: dict[_Sizes, bytes] = {}
 
     def tensor(self, entry: TensorEntry) -> bytes:
@@ -434,18 +434,13 @@ class _Memo:
         out += self.text("relative_path") + self.text(at.file[len(folder) :])
         return out + self.text("offset") + _integer(at.at) + self.text("length") + _integer(at.length) + _BUILD
 
-    def _known(self, key: object) -> bytes | None:
-        number = self._numbers.get(key)
-        if number is None:
-            return None
-        return b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
-
     def _once(self, key: object, code: bytes) -> bytes:
-        self._numbers[key] = len(self._numbers)
+        number = len(self._fetched)
+        self._fetched[key] = b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
         return code + b"\x94"
 
     def text(self, text: str) -> bytes:
-        known = self._known(text)
+        known = self._fetched.get(text)
         if known is not None:
             return known
         raw = text.encode("utf-8", "surrogatepass")
@@ -453,7 +448,7 @@ class _Memo:
         return self._once(text, head + raw)
 
     def name(self, module: str, name: str) -> bytes:
-        known = self._known((module, name))
+        known = self._fetched.get((module, name))
         if known is not None:
             return known
         return self._once((module, name), self.text(module) + self.text(name) + b"\x93")
@@ -462,7 +457,7 @@ class _Memo:
         """A torch.Size: a call, kept as bytes once its name stands in the memo."""
         code = self._sizes.get(size)
         if code is None:
-            known = self._known(("torch", "Size"))
+            known = self._fetched.get(("torch", "Size"))
             body = b"".join(map(_integer, size))
             numbers = body + (b")", b"\x85", b"\x86", b"\x87")[len(size)] if len(size) < 4 else b"(" + body + b"t"
             code = (known or self.name("torch", "Size")) + numbers + b"\x85R"
