@@ -172,6 +172,7 @@ BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
 DEEPSEEK = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
 QWEN_ATTENTION = NORMS + GATED_ATTENTION + QK_NORMS
 QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
+QWEN35 = MODEL + QWEN_ATTENTION + DELTA_NET + DELTA_NET_APART + QWEN_AHEAD + ahead(QWEN_ATTENTION)
 # Gemma 4: heads of windowed layers and of whole ones differ; whole layers may take their keys for values, the last layers
 # the keys and values of others; per-layer embeddings, or experts beside the MLP
 WINDOWED = "layer_types[i] == 'sliding_attention'"

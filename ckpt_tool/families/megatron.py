@@ -228,6 +228,8 @@ GEMMA = TIED + SANDWICH + ATTENTION + QKV_BIAS + PROJ_BIAS + MLP
 BIASES = QKV_BIAS + PROJ_BIAS + MLP_BIASES
 QWEN_ATTENTION = NORMS + GATED_ATTENTION + QK_NORMS
 QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
+QWEN35 = MODEL + QWEN_ATTENTION + DELTA_NET + DELTA_NET_APART + QWEN_AHEAD + ahead(QWEN_ATTENTION)
+SWIFT35 = SWIFT + ahead(SWIFT) + SWIFT_DELTA_NET + SWIFT_APART
 LATENT = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
 # Gemma 4 in Megatron-Bridge's two layers, the dense one and the one with experts. Keys that are values too stand twice; a
 # layer that takes those of another has zeros there

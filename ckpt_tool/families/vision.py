@@ -73,4 +73,5 @@ MEGATRON_DEEPSTACK = """
         = model.visual.deepstack_merger_list.{vj}.<linear_fc1|linear_fc2>.bias : vm, vl
 """
 # mcore-bridge 1.6.5 keeps the hub's own module in its `visual` (model/mm_gpts/qwen3_vl.py)
-SWIFT_QWEN3 = re.sub(r"model\.visual\.(\S+)( : .*)", r"visual.visual.\1\2 = model.visual.\1\2", QWEN3 + DEEPSTACK)
+_KEPT = r"model\.visual\.(\S+)( : .*)", r"visual.visual.\1\2 = model.visual.\1\2"
+SWIFT_QWEN3, SWIFT_DEEPSTACK = re.sub(*_KEPT, QWEN3), re.sub(*_KEPT, DEEPSTACK)

@@ -30,11 +30,6 @@ AWAITED: dict[str, str] = {
     "gemma4": "no family yet",
     "gemma4_k_eq_v": "no family yet",
     "gemma4_moe": "no family yet",
-    "qwen3_5": "no family yet",
-    "qwen3_5_moe": "no family yet",
-    "qwen3_5_text": "no family yet",
-    "swift_qwen3_5": "no family yet",
-    "swift_qwen3_5_moe": "no family yet",
 }
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
 UNCUT: dict[str, str] = {}

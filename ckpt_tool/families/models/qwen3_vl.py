@@ -26,7 +26,7 @@ FAMILY = Family(
     dialects={
         "megatron": megatron.inside(megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS)
                     + vision.MEGATRON_QWEN3 + vision.MEGATRON_DEEPSTACK,
-        "megatron-swift": Variant("megatron", over=vision.SWIFT_QWEN3),
+        "megatron-swift": Variant("megatron", over=vision.SWIFT_QWEN3 + vision.SWIFT_DEEPSTACK),
     },
     tiny={"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [2, 1, 1]}},
           "vision_config": {"depth": 2, "hidden_size": 12, "intermediate_size": 8, "num_heads": 2, "patch_size": 2,

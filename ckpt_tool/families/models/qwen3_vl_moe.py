@@ -38,7 +38,7 @@ FAMILY = Family(
             language_model.decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m
                 = model.language_model.layers.{i}.mlp.experts.down_proj : e m h
         """,
-        "megatron-swift": Variant("megatron", over=vision.SWIFT_QWEN3),
+        "megatron-swift": Variant("megatron", over=vision.SWIFT_QWEN3 + vision.SWIFT_DEEPSTACK),
         "hf-5": Variant("hf", over="""
             model.language_model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) m) h = : e h ((1 + 1) m)
             model.language_model.layers.{i}.mlp.experts.down_proj : e h m = : e m h

@@ -1,0 +1,19 @@
+"""Qwen3.5, dense, the language model alone, as transformers saves its text class. Released files are those of `qwen3_5`.
+
+transformers 5.23, models/qwen3_5; Megatron-Bridge 0.6.2, models/qwen/qwen35_bridge.py.
+"""
+
+from ckpt_tool.families import hub, megatron
+from ckpt_tool.families.base import DECODER, DELTA_NET, Family
+from ckpt_tool.families.model_class import ModelClass
+
+FAMILY = Family(
+    name="qwen3_5_text",
+    classes=(ModelClass("qwen3_5_text", "Qwen3_5ForCausalLM"),),
+    axes={**DECODER, **DELTA_NET},
+    hub=hub.QWEN35 + hub.MLP + hub.ahead(hub.MLP),
+    centred=True,
+    dialects={"megatron": megatron.QWEN35 + megatron.MLP + megatron.ahead(megatron.MLP)},
+    tiny={"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 6},
+)  # fmt: skip
