@@ -148,6 +148,9 @@ def without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "image_size": 8, "patch_size": 2,
+          "vision_use_head": False}  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]}}
 NEMOTRON_H = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
@@ -360,6 +363,34 @@ CASES = [
         versions=BEFORE,
     ),
     Case(
+        "deepseek_v2", "deepseek_v2", "DeepseekV2ForCausalLM",
+        {**without(SIZES, "head_dim"), **LATENT, **GLM_EXPERTS}, provider=NO_OVERLAP,
+    ),
+    Case("gemma", "gemma", "GemmaForCausalLM", {**SIZES, "tie_word_embeddings": True}),
+    Case("mistral", "mistral", "MistralForCausalLM", SIZES),
+    Case(
+        "gemma3_vl", "gemma3", "Gemma3ForConditionalGeneration",
+        {"text_config": {**SIZES, "sliding_window": 4, "tie_word_embeddings": True}, "vision_config": SIGLIP,
+         "mm_tokens_per_image": 4, "tie_word_embeddings": True},
+    ),
+    Case(
+        "ernie4_5_vl_moe", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration",
+        {"text_config": {**SIZES, **MROPE, "tie_word_embeddings": True, "moe_num_experts": 4, "moe_k": 2,
+                         "moe_intermediate_size": [8, 6], "moe_num_shared_experts": 2,
+                         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+         "vision_config": {"depth": 2, "hidden_size": 8, "num_heads": 2, "patch_size": 2, "intermediate_size": 6},
+         "tie_word_embeddings": True},
+    ),
+    Case("swift_glm4", "glm4", "Glm4ForCausalLM", {**SIZES, "pad_token_id": 0}, swift=True, versions=SWIFT),
+    Case(
+        "ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {**SIZES, "tie_word_embeddings": True}, swift=True,
+        versions=SWIFT,
+    ),
+    Case(
+        "qwen2_moe", "qwen2_moe", "Qwen2MoeForCausalLM",
+        {**without(SIZES, "head_dim"), **SPARSE, "shared_expert_intermediate_size": 14}, swift=True, versions=SWIFT,
+    ),
+    Case(
         "dots1", "dots1", "Dots1ForCausalLM", {**SIZES, **GLM_EXPERTS}, swift=True, versions=SWIFT,
     ),
     Case(
@@ -394,6 +425,43 @@ CASES = [
                            "projector_output_dim": 10},
          "tie_word_embeddings": False},
         swift=True, versions=SWIFT,
+    ),
+    Case(
+        "gemma4_vl", "gemma4", "Gemma4ForConditionalGeneration",
+        {"text_config": {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+         "vision_config": {"hidden_size": 12, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2,
+                           "num_key_value_heads": 2, "head_dim": 6, "patch_size": 2, "position_embedding_size": 9},
+         "tie_word_embeddings": True},
+        versions=BEFORE,
+    ),
+    Case(
+        "gemma4_vl_moe", "gemma4", "Gemma4ForConditionalGeneration",
+        {"text_config": {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+                         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+         "vision_config": {"hidden_size": 12, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2,
+                           "num_key_value_heads": 2, "head_dim": 6, "patch_size": 2, "position_embedding_size": 9},
+         "tie_word_embeddings": True},
+        versions=BEFORE,
+    ),
+    Case(
+        "qwen3_omni_moe", "qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration",
+        {"thinker_config": {
+            "text_config": {**SIZES, **SPARSE, **MROPE},
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
+            "audio_config": {"d_model": 12, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 10,
+                             "num_mel_bins": 8, "downsample_hidden_size": 8, "output_dim": 12,
+                             "max_source_positions": 20}},
+         "enable_audio_output": False},
+    ),
+    Case(
+        "qwen2_5_omni", "qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration",
+        {"thinker_config": {
+            "text_config": {**without(SIZES, "head_dim"), "hidden_size": 24, **MROPE},
+            "vision_config": {**without(QWEN_VISION, "num_position_embeddings"), "out_hidden_size": 24,
+                              "window_size": 8, "fullatt_block_indexes": [1]},
+            "audio_config": {"d_model": 12, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 10,
+                             "num_mel_bins": 8, "output_dim": 24, "max_source_positions": 20}},
+         "enable_audio_output": False},
     ),
 ]  # fmt: skip
 # Where mcore-bridge lays the same models otherwise: the dialect `megatron-swift`

@@ -31,6 +31,14 @@ AWAITED: dict[str, str] = {
     "gemma4_k_eq_v": "no family yet",
     "gemma4_moe": "no family yet",
 }
+# Families that are there without such a dialect
+AWAITED |= {
+    "ernie4_5_vl_moe": "no rules of experts of text and of images",
+    "gemma3_vl": "language and tower have other names than Gemma 3's alone",
+    "gemma4_vl": "no family yet",
+    "gemma4_vl_moe": "no family yet",
+    "swift_glm4": "no dialect of mcore-bridge yet",
+}
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
 UNCUT: dict[str, str] = {}
 
@@ -69,7 +77,10 @@ def arrays_of(tensors: dict[str, Any], *, by_head: bool = False) -> Arrays:
 
 
 def target(case: str) -> str:
-    """Our name of what the bridge makes: ms-swift lays some models otherwise."""
+    """Our name of what the bridge makes: ms-swift lays some models otherwise, and a family of models that don't see may
+    know those that do."""
+    if case == "gemma3_vl":
+        return "megatron-vl"
     return "megatron-swift" if case.startswith("swift_") else "megatron"
 
 
