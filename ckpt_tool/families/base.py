@@ -158,6 +158,7 @@ class Family:
 
     hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first
         used.
+    own: axes that a tensor's own shape settles, layer by layer (tables of n-grams, each of its own height).
     kinds: words that conditions have for layers of a kind (`if windowed`): {word: expression of the layer's index and of
         the config}.
     centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
@@ -174,6 +175,7 @@ class Family:
     axes: Mapping[str, str]
     hub: str
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
     centred: bool = False
     language: str = ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_tool.algebra.compose import compose
@@ -21,6 +22,7 @@ from ckpt_tool.algebra.equation import Equation
 from ckpt_tool.algebra.expression import Extent
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece, Side
+from ckpt_tool.algebra.term import Term
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.errors import InconsistentCheckpoint
@@ -45,13 +47,15 @@ class Fault(NamedTuple):
 class Found(NamedTuple):
     """A rule of which one side is there.
 
-    axes, rows: the indices in the names of that side, and the numbers seen. example: a name that asks for it.
+    axes, rows: the indices in the names of that side, and the numbers seen. example: a name that asks for it. own: the
+    sizes of axes that these rows alone have (`Family.own`).
     """
 
     rule: Equation
     axes: tuple[str, ...]
     rows: set[tuple[int, ...]]
     example: str
+    own: Mapping[str, int] = MappingProxyType({})
 
     @property
     def patterns(self) -> set[str]:
@@ -62,7 +66,7 @@ class Found(NamedTuple):
     def needed(self) -> list[str]:
         """Axes whose size must be known."""
         patterns = self.patterns
-        return [axis for axis in self.rule.axes if axis in patterns or axis not in self.axes]
+        return [axis for axis in self.rule.axes if (axis in patterns or axis not in self.axes) and axis not in self.own]
 
     def each(self, sizes: Mapping[str, Extent]) -> Iterator[dict[str, Extent]]:
         """The rule's sizes for rows that make a grid, as few grids as the numbers seen allow: layers with the same
@@ -79,9 +83,27 @@ class Found(NamedTuple):
         for rest, firsts in grids.items():
             others = (tuple(sorted(set(numbers))) for numbers in zip(*rest, strict=True))
             named = (self.axes[k] for k in free)
-            yield {**sizes, **dict(zip(named, (tuple(sorted(firsts)), *others), strict=True))}
+            yield {**sizes, **self.own, **dict(zip(named, (tuple(sorted(firsts)), *others), strict=True))}
         if not free:
-            yield dict(sizes)
+            yield {**sizes, **self.own}
+
+    def parted(
+        self, own: Sequence[str], terms: Sequence[Term], shapes: Mapping[str, Shape], sizes: Mapping[str, Extent]
+    ) -> Iterator[Found]:
+        """The same for rows that have axes of `own` of one size each, as the shapes of `terms` say."""
+        mine = self.patterns.intersection(own)
+        if not mine:
+            yield self
+            return
+        groups: dict[tuple[tuple[str, int], ...], set[tuple[int, ...]]] = defaultdict(set)
+        for row in self.rows:
+            at = dict(zip(self.axes, row, strict=True))
+            names = [(term, term.name.at([at[axis] for axis in term.name.axes], sizes)) for term in terms if term.name]
+            seen = [(term.pattern, shapes[name]) for term, name in names if name in shapes]
+            found = settled(seen, sizes)
+            groups[tuple((axis, n) for axis in sorted(mine) if isinstance(n := found.get(axis), int))].add(row)
+        for each, rows in groups.items():
+            yield self._replace(rows=rows, own=dict(each))
 
 
 class _Hub(NamedTuple):
@@ -91,6 +113,7 @@ class _Hub(NamedTuple):
     made: dict[str, list[str]]
     used: set[str]  # source tensors that a rule knows
     dropped: list[str]
+    shapes: dict[str, Shape]  # of every hub tensor that the rules speak of
 
 
 class _Target(NamedTuple):
@@ -116,14 +139,21 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     here, there = family.table(source), family.table(target)
     named, unknown = instances(here.left, shapes)
     sizes, reasons = sizes_of(family, here, named, shapes, config)
-    found = _found(here, named, {**config, **sizes})
+    found = [
+        part
+        for each in _found(here, named, {**config, **sizes})
+        for part in each.parted(family.own, each.rule.left, shapes, sizes)
+    ]
     _check_counts((here, there), sizes, shapes)
     check_known(_needed(found), sizes, reasons, family.name)
     faults: list[Fault] = []
     hub = _to_hub(found, sizes, config, shapes, faults)
     if any(fault.code == "E1370" for fault in faults):
         faults = [fault._replace(hint=fault.hint or _elsewhere(family, source, shapes, config)) for fault in faults]
-    wanted, tied = _chosen(family, there, hub, sizes, config, faults)
+    chosen, tied = _chosen(family, there, hub, sizes, config, faults)
+    wanted = [
+        (part, names) for each, names in chosen for part in each.parted(family.own, each.rule.right, hub.shapes, sizes)
+    ]
     check_known(_needed(found for found, _ in wanted), sizes, reasons, family.name)
     result = _from_hub(wanted, sizes, config, hub, here, faults)
     _refuse(faults)
@@ -185,7 +215,7 @@ def sizes_of(
             for term in table.rules[spot.rule].left:
                 if term.name and term.name.form == group.form:
                     seen.append((term.pattern, tuple(shapes[group.form % group.values[0]])))
-    return settled(seen, sizes), reasons
+    return {axis: size for axis, size in settled(seen, sizes).items() if axis not in family.own}, reasons
 
 
 class Unfitting(NamedTuple):
@@ -271,8 +301,8 @@ def _to_hub(
     shapes: Mapping[str, Shape],
     faults: list[Fault],
 ) -> _Hub:
-    hub = _Hub([], defaultdict(list), set(), [])
-    wanted: dict[str, Shape] = {}
+    hub = _Hub([], defaultdict(list), set(), [], {})
+    wanted = hub.shapes
     numel: dict[str, int] = defaultdict(int)
     kept: list[Piece] = []
     for each in found:

@@ -30,7 +30,8 @@ from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Name, Term
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a whole part between dots, as `%d` would print it
+# a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`)
+_NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_))(?:0|[1-9][0-9]{0,17})(?![^.])")
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")

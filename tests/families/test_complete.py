@@ -28,15 +28,17 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     names = names_in(family, dialect, config)
     assert missing(family, dialect, names, config) == [] and strange(family, dialect, names) == []
     assert missing(family, dialect, names, None) == []
-    (norm,) = (
+    norms = [
         name
         for name in names
         if re.fullmatch(r"([a-z0-9_]+\.)*?(norm|ln_f|norm_f|final_layernorm|final_norm|embedding_norm)\.weight", name)
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
         and any(each.startswith((f"{_module(name)}layers.0.", f"{_module(name)}h.0.")) for each in names)
-    )
-    assert missing(family, dialect, [name for name in names if name != norm], config) == [norm]
+    ]
+    if family.name != "qwen4_exp":  # hyper-connections end there in a mixer
+        (norm,) = norms
+        assert missing(family, dialect, [name for name in names if name != norm], config) == [norm]
     draw = random.Random(7)
     inside = [name for name in names if any(part.isdigit() for part in name.split("."))]
     table = family.table(dialect)

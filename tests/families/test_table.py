@@ -37,6 +37,8 @@ def test_a_rule_for_each_word() -> None:
 
 def test_forms() -> None:
     assert form_of("model.layers.12.experts.0.w1.weight") == ("model.layers.%d.experts.%d.w1.weight", (12, 0))
+    assert form_of("a.1.b.shard_0.weight") == ("a.%d.b.shard_%d.weight", (1, 0))
+    assert form_of("a.shard_00.w") == ("a.shard_00.w", ()) and form_of("norm_2.weight") == ("norm_2.weight", ())
     assert form_of("a.007.b") == ("a.007.b", ()) and form_of("a%.1") == ("a%%.%d", (1,))
     named, unknown = instances(table_of("l.{i}.w : h").left, ["l.3.w", "x", "l.11.w", "l.01.w"])
     assert [(group.form, group.values) for group in named] == [("l.%d.w", [(3,), (11,)])] and unknown == ["x", "l.01.w"]
