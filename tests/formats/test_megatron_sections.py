@@ -33,6 +33,7 @@ from ckpt_tool.storage.source import Tree
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DIST, RANKS = FIXTURES / "megatron-dist", FIXTURES / "megatron" / "hybrid_tp2pp2"
 STEP = "iter_0000002"
+MIXER = {"in_proj.weight": (42, 4), "out_proj.weight": (4, 12), "A_log": (6,), "conv1d_weight": (24, 1, 4)}
 
 
 def write(source, target, to, *, keep=(), split=(), spec=None, **degrees):
@@ -122,6 +123,18 @@ def test_rows_of_a_rank_by_hand(tmp_path):
                 parts = np.split(array, np.cumsum(sections)[:-1])
                 want = np.concatenate([np.split(part, 2)[rank] for part in parts])
                 assert model[name][1:] == (want.shape, want.tobytes()), (rank, name)
+
+
+def test_extra_states_are_those_of_transformer_engines_norms(tmp_path):
+    """As Megatron-Bridge's falcon_h1 has them: the layer's norm stands apart, Mamba's own is no module of TE's."""
+    front = "decoder.layers.0."
+    shapes = {f"{front}mamba_mixer.{leaf}": shape for leaf, shape in MIXER.items()}
+    shapes |= {f"{front}norm.weight": (4,), f"{front}mamba_mixer.norm.weight": (12,), "decoder.final_norm.weight": (4,)}
+    write(file_of(tmp_path / "a.safetensors", whole(**shapes)), tmp_path / "out", "megatron-dist", spec="te")
+    made = listing(tmp_path / "out" / "release").objects
+    assert {f"{front}norm._extra_state/shard_0_1", "decoder.final_norm._extra_state/shard_0_1"} <= set(made)
+    assert f"{front}mamba_mixer.norm._extra_state/shard_0_1" not in made
+    assert f"{front}norm.weight" in boxes(tmp_path / "out" / "release")
 
 
 # -- what is not known -------------------------------------------------------------------------------------------------
