@@ -94,6 +94,18 @@ def turned_experts(shapes: Shapes, _: Again) -> Shapes:
     return {name: (e[0], e[2], e[1]) if ".experts." in name else e for name, e in shapes.items()}
 
 
+def packed_experts(shapes: Shapes, again: Again) -> Shapes:
+    """Experts in two tensors, as the released Qwen3.5 has them, MTP's too."""
+    made = qwen_mtp("model.language_model.", 3)(shapes, again)
+    experts = [name for name in made if ".experts.0.down_proj" in name]
+    packed = {name: shape for name, shape in made.items() if ".experts." not in name}
+    for name in experts:
+        front, (h, m) = name.partition("0.down_proj")[0], made[name]
+        count = sum(each.startswith(front) and each.endswith("down_proj.weight") for each in made)
+        packed |= {f"{front}gate_up_proj": (count, 2 * m, h), f"{front}down_proj": (count, h, m)}
+    return packed
+
+
 def kimi() -> None:
     """Its config class lies with its files; it is DeepSeek's."""
     import transformers
@@ -243,6 +255,13 @@ CASES = [
                          "shared_expert_intermediate_size": 14},
          "vision_config": QWEN_VISION, "tie_word_embeddings": False},
         more=qwen_mtp("model.language_model.", 3), stated={"text_config": {"mtp_num_hidden_layers": 1}},
+    ),
+    Case(
+        "qwen3_5_moe_released", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration",
+        {"text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
+                         "shared_expert_intermediate_size": 14},
+         "vision_config": QWEN_VISION, "tie_word_embeddings": False},
+        more=packed_experts, stated={"text_config": {"mtp_num_hidden_layers": 1}},
     ),
     Case(
         "minimax_m2", "minimax_m2", "MiniMaxM2ForCausalLM",

@@ -4,18 +4,18 @@ Run by hand, in an environment of its own (Python 3.12; `--no-deps` because the 
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0 einops omegaconf==2.3.1 hydra-core==1.3.4 peft
     pip install --no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 antlr4-python3-runtime==4.9.3
+    pip install --no-deps mcore-bridge==1.6.5                               # for the cases that are ms-swift's
     python tests/families/bridge_golden.py fixtures/bridge                  # every case
     python tests/families/bridge_golden.py fixtures/bridge qwen3_next ...   # some
-
-    pip install --no-deps mcore-bridge==1.6.5                               # for the cases that are ms-swift's
 
 Cases whose `versions` name another transformers (Gemma 4: 5.12.1) want that one installed instead.
 
 For each case: transformers saves a tiny model; its files' tensors, and those of multi-token prediction, which
 transformers does not build, are filled with even numbers that all differ: 2, 4, 6, ... in the order of the names;
 `AutoBridge.load_hf_weights` loads them into a Megatron model (`bridge_on_cpu.py` says how without a GPU) in which every
-element was NaN. CASE.config.json is the config that transformers saved. CASE.json:
+element was NaN. CASE.config.json is the config that transformers saved, with what released ones say beside. CASE.json:
 
+    versions    of what made it
     hub         {name: shape} in the order in which the numbers were given
     megatron    {name in the state dict of megatron-core: [shape, runs]}; runs: [first value, length, step], ... in
                 row-major order. An odd value is an even one of the hub less one: the bridge computes there; zeros

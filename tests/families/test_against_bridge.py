@@ -31,7 +31,7 @@ AWAITED: dict[str, str] = {
     "gemma4_k_eq_v": "no family yet",
     "gemma4_moe": "no family yet",
 }
-# Families that are there without such a dialect
+# Models that see and layouts of ms-swift's, likewise
 AWAITED |= {
     "ernie4_5_vl_moe": "no rules of experts of text and of images",
     "gemma3_vl": "language and tower have other names than Gemma 3's alone",
