@@ -76,7 +76,7 @@ def as_released(source: Path, family: str, folder: Path) -> Path:
     """What transformers saved, in the layout of the released files, which our own rules make where it is another."""
     if by_name(family).saved == "hf":
         return source
-    hop(source, folder, "safetensors")
+    hop(source, folder, "safetensors", dialect="hf")
     return folder
 
 

@@ -292,6 +292,13 @@ FORMS: Mapping[str, Form] = {
     "tied": Form(_tied_to, _tied_back),
     "silu": Form(_silu_to, _silu_back),
     "biases": Form(_biases_to, _biases_back),
+    "indexer": same(
+        ("index_n_heads", "dsa_indexer_n_heads"),
+        ("index_head_dim", "dsa_indexer_head_dim"),
+        ("index_topk", "dsa_indexer_topk"),
+        ("index_topk_freq", "dsa_indexer_topk_freq"),
+        ("index_skip_topk_offset", "dsa_indexer_skip_topk_offset"),
+    ),
     "dropout": same(("attention_dropout", "attention_dropout")),
     "qkv_bias": same(("qkv_bias", "add_qkv_bias")),
     "use_bias": same(("use_bias", "add_bias_linear")),

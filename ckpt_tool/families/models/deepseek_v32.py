@@ -6,11 +6,39 @@ which leave MTP's layer unread; Megatron-Bridge 0.6.2, models/glm_moe_dsa/glm5_b
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
+
+_DSA = {
+    **GATED,
+    **SIGMOID,
+    "qk_layernorm": True,
+    "moe_router_pre_softmax": True,
+    "experimental_attention_variant": "dsa",
+}
 
 FAMILY = Family(
     name="deepseek_v32",
-    classes=(ModelClass("deepseek_v32", "DeepseekV32ForCausalLM"), ModelClass("glm_moe_dsa", "GlmMoeDsaForCausalLM")),
+    classes=(
+        ModelClass(
+            "deepseek_v32", "DeepseekV32ForCausalLM", (*LATENT_FORMS, "indexer"), keys={"num_experts": "n_routed_experts"},
+            megatron=_DSA, unsayable={"attention_bias": False, "norm_topk_prob": True},
+            defaults={**DEFAULTS, "max_position_embeddings": 163840, "first_k_dense_replace": 3, "n_group": 8,
+                      "topk_group": 4, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+                      "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+                      "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                      "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+        ),
+        ModelClass(  # whose indexer turns pairs, where DeepSeek's turns halves
+            "glm_moe_dsa", "GlmMoeDsaForCausalLM", (*LATENT_FORMS, "indexer"), keys={"num_experts": "n_routed_experts"},
+            megatron={**_DSA, "dsa_indexer_rope_interleaved": True},
+            unsayable={"attention_bias": False, "norm_topk_prob": True},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 202752, "first_k_dense_replace": 3,
+                      "n_group": 1, "topk_group": 1, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+                      "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+                      "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+                      "v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
+        ),
+    ),
     axes={**LATENT, "x": "index_n_heads", "y": "index_head_dim"},
     hub=hub.DEEPSEEK + """
         model.layers.{i}.self_attn.indexer.<wq_b|wk|weights_proj>.weight : (x y) q, y h, x h
