@@ -14,6 +14,7 @@ What it does not do: run anything, or write (`conversion.side_files`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,7 +68,16 @@ def without_degrees(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
 
 
 def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
-    """The config that `raw` holds. shown: the file in messages. Raises UsageError E0239."""
+    """The config that `raw` holds. shown: the file in messages. Raises UsageError E0239.
+
+    Python's words for floats that JSON has not, which Mamba's published configs hold (`"time_step_limit": [0.0,
+    Infinity]`), are read as what transformers 5 writes for them.
+
+    >>> parsed(b'{"time_step_limit": [0.0, Infinity]}', "config.json")
+    {'time_step_limit': [0.0, {'__float__': 'Infinity'}]}
+    """
+    if _NO_NUMBER.search(raw):
+        raw = _TOKEN.sub(lambda found: found[1] or b'{"__float__": "%s"}' % found[2], raw)
     try:
         value = parse(raw, path=shown)
     except CorruptFile as e:
@@ -81,6 +91,10 @@ def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise UsageError("the config is no JSON object", code="E0239", path=shown)
     return value
+
+
+_NO_NUMBER = re.compile(rb"\b(?:Infinity|NaN)\b")
+_TOKEN = re.compile(rb'("(?:[^"\\]|\\.)*+")|(-?Infinity|NaN)', re.DOTALL)
 
 
 # -- in the hub's words, whatever states it ----------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def test_what_megatron_cannot_say_is_told() -> None:
     assert "best 4" in notes("deepseek_v3", **{**LATENT, "topk_group": 1})
     assert "gelu" in notes("llama", hidden_act="gelu")
     assert "low ranks" in notes("deepseek_v3", **LATENT, rms_norm_eps=1e-5)
-    assert "none of ours" in notes("nobody")
+    assert "has no translation" in notes("nobody")
 
 
 def test_arguments_of_no_class_name_none() -> None:

@@ -95,7 +95,11 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
         kind, config = language_model(config)
     if kind is None:
         return Translated(
-            {}, (f"no Megatron arguments are written for model_type {config.get('model_type')!r}: it is none of ours",)
+            {},
+            (
+                f"no Megatron arguments are written: a config of model_type {config.get('model_type')!r} has no "
+                "translation to them",
+            ),
         )
     facts = CLASSES[kind]
     model, out = Model(sound(config, facts), facts), dict(facts.megatron)
