@@ -28,8 +28,7 @@ Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpoint
 
 States: model, master (fp32), exp_avg, exp_avg_sq, step (a tensor a parameter, where torch's Adam wrote one).
 RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does not do: names of the pre-core classes
-(`language_model.encoder...`), buckets of before February 2024, Mamba's projections over tensor ranks, layer-wise
-optimizers.
+(`language_model.encoder...`), buckets of before February 2024, layer-wise optimizers.
 """
 
 from __future__ import annotations
