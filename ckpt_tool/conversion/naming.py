@@ -162,7 +162,9 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
         shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
         lines.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
     out = out.noted(*lines)
-    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head) if home == HUB else out
+    if home != HUB:
+        return out
+    return as_the_hub_has_it(out, found.dialect, config, writing.tied_head, found.family.table(HUB))
 
 
 def refuse_experts(writing: Writing, why: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.families.table import Table, form_of
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 
@@ -105,12 +106,14 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
         )
 
 
-def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | None, policy: str | None) -> Chosen:
+def as_the_hub_has_it(
+    chosen: Chosen, dialect: str, config: Mapping[str, Any] | None, policy: str | None, hub: Table
+) -> Chosen:
     """`chosen`, in the hub's names, with the copies that the hub's files have. Megatron has one of each where MTP
     layers hold more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy, or has states
-    of its own, stays."""
+    of its own, stays. hub: the family's names there."""
     if dialect.startswith("megatron"):
-        return with_copies_of_mtp(chosen)
+        return with_copies_of_mtp(chosen, hub)
     pair = _pair(chosen.model)
     if policy is not None or pair is None or (config or {}).get(TIED) is not True or not dialect.startswith("paddle"):
         return chosen
@@ -121,13 +124,17 @@ def as_the_hub_has_it(chosen: Chosen, dialect: str, config: Mapping[str, Any] | 
     return _without(chosen, head, f"equal to {embedding}, with which it is tied")
 
 
-def with_copies_of_mtp(chosen: Chosen) -> Chosen:
-    """`chosen`, in the hub's names, with the embedding and the output layer that its MTP layers hold once more: as
-    DeepSeek and GLM publish their weights. Megatron, where they come from, has one of each for all layers."""
+def with_copies_of_mtp(chosen: Chosen, hub: Table) -> Chosen:
+    """`chosen`, in the hub's names, with the embedding and the output layer that its MTP layers hold once more, if they
+    do: DeepSeek and GLM publish their weights so, Hy3 and Ling do not. Megatron, where they come from, has one of each
+    for all layers."""
     model = chosen.model
     fronts = [name.removesuffix(".enorm.weight") for name in model if name.endswith(".enorm.weight")]
     wanted = [
-        (front + end, of) for front in fronts for end, of in _OF_MTP.items() if of in model and front + end not in model
+        (front + end, of)
+        for front in fronts
+        for end, of in _OF_MTP.items()
+        if of in model and front + end not in model and form_of(front + end)[0] in hub.left
     ]
     if not wanted:
         return chosen

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import EXPERTS, REMOTE, hub_shapes, logits, tiny_model
+from tiny_models import EXPERTS, REMOTE, hub_shapes, logits, tiny_config, tiny_model
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
@@ -262,3 +262,19 @@ def test_the_spec_says_how_norms_and_experts_are_spelled(saved: Saved, tmp_path:
     with pytest.raises(UsageError) as caught:
         hop(source, tmp_path / "hf", "sharded", spec="te")
     assert caught.value.code == "E0261"
+
+
+def test_layers_ahead_without_copies_get_none(tmp_path: Path) -> None:
+    """Ling's, as their authors' code saves them, hold no second embedding and no second output layer."""
+    config = {**tiny_config("bailing_moe_v2"), "num_nextn_predict_layers": 1}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = hub_shapes("bailing_moe_v2", config)
+    assert any(name.endswith(".enorm.weight") for name in shapes)
+    have = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(have, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    hop(tmp_path / "hub", tmp_path / "there", "megatron-dist", degrees={"tp": 2, "pp": 2, "ep": 2})
+    notes = hop(tmp_path / "there", tmp_path / "back", "safetensors")["notes"]
+    assert not any("hold copies" in note for note in notes)
+    assert_same(tmp_path / "back", tmp_path / "hub")
