@@ -31,7 +31,11 @@ from ckpt_tool.options.writing import Writing
 
 pytest.importorskip("transformers", minversion="5")
 NAMES = [
-    family.name for family in FAMILIES if "megatron" in family.dialects and family.classes[0].architecture not in REMOTE
+    family.name
+    for family in FAMILIES
+    if "megatron" in family.dialects
+    and family.classes[0].architecture not in REMOTE
+    and not family.classes[0].like  # whose config.json is another class's
 ]
 ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", None),
