@@ -200,12 +200,12 @@ class Family:
         """
         part = self.part(config)
         if part is None:
-            return config
+            return {**config, **_of_layers(config)} if "per_layer_config" in config else config
         defaults = next(
             (each.defaults for each in self.classes if each.model_type == part.get("model_type", each.model_type)), {}
         )
         tied = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
-        return {**defaults, **config, **part, **tied}
+        return {**defaults, **config, **part, **_of_layers(part), **tied}
 
     def part(self, config: Config) -> Config | None:
         """The language model's part of a config.json, None where it is all of it."""
@@ -217,6 +217,19 @@ class Family:
     def table(self, dialect: str) -> Table:
         """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""
         return _table(self, dialect)
+
+
+def _of_layers(config: Config) -> dict[str, Any]:
+    """What transformers 5 says of single layers in `per_layer_config`, where it says the same of all that it names.
+
+    >>> _of_layers({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 8}}})
+    {'per_layer_head_dim': 8}
+    """
+    stated = config.get("per_layer_config")
+    rows = [row for row in stated.values() if isinstance(row, Mapping)] if isinstance(stated, Mapping) else []
+    keys = dict.fromkeys(key for row in rows for key in row)
+    every = {key: [row.get(key) for row in rows] for key in keys}
+    return {f"per_layer_{key}": values[0] for key, values in every.items() if values.count(values[0]) == len(values)}
 
 
 @lru_cache(maxsize=256)

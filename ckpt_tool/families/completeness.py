@@ -100,7 +100,8 @@ def _decoders(table: Table) -> set[str]:
         for form, spots in table.left.items()
         if "%d." in form and any(spot.axes[0] == "i" for spot in spots)
     }
-    return {front for front in fronts if f".{front}".endswith((".layers.", ".h.")) and "mtp" not in front.split(".")}
+    ends = (".layers.", ".h.", ".blocks.")
+    return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
 
 
 def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, config: Config) -> Iterator[str]:
@@ -120,17 +121,18 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
     for kinds in modules.values():
         for kind, numbers in kinds.items():
             fuller = sorted(
-                (
-                    other - kind
-                    for other, rows in kinds.items()
-                    if kind < other and len(rows) >= len(numbers) and (count is None or min(rows) < count)
-                ),
-                key=lambda lost: (len(lost), sorted(lost)),
+                (sorted(other - kind), len(rows))
+                for other, rows in kinds.items()
+                if kind < other and (count is None or min(rows) < count)
             )
-            for number in sorted(numbers) if fuller else ():
-                expected = ({form for form in lost if _expected(table, form, number, config)} for lost in fuller)
-                lost = next(filter(None, expected), set())
-                yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in sorted(lost))
+            left = set(numbers)
+            for lost, as_many in sorted(fuller, key=lambda row: len(row[0])):
+                wanted = {n: [form for form in lost if _expected(table, form, n, config)] for n in sorted(left)}
+                lacking = {number: gone for number, gone in wanted.items() if gone}
+                if 0 < len(lacking) <= as_many:
+                    for number, gone in lacking.items():
+                        yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in gone)
+                    left -= lacking.keys()
 
 
 def _expected(table: Table, form: str, number: int, config: Config) -> bool:
@@ -144,8 +146,8 @@ def _expected(table: Table, form: str, number: int, config: Config) -> bool:
             (row,) = spot.values([(number, *(0 for _ in range(form.count("%d") - 1)))], config)
             if condition.value(ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))):
                 return True
-        except UsageError:  # it reads what no config states
-            return True
+        except UsageError:  # it reads what no config states: nobody can tell
+            continue
     return spots is None  # a tower's names have no rules
 
 

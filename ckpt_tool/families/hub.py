@@ -175,32 +175,36 @@ QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
 QWEN35 = MODEL + QWEN_ATTENTION + DELTA_NET + DELTA_NET_APART + QWEN_AHEAD + ahead(QWEN_ATTENTION)
 # Gemma 4: heads of windowed layers and of whole ones differ; whole layers may take their keys for values, the last layers
 # the keys and values of others; per-layer embeddings, or experts beside the MLP
-WINDOWED = "layer_types[i] == 'sliding_attention'"
-OWN = "(not num_kv_shared_layers? or i < num_hidden_layers - num_kv_shared_layers)"
-WIDE = "use_double_wide_mlp? and not " + OWN
 GEMMA4 = (
     TIED
     + SANDWICH
-    + f"""
-    model.layers.{{i}}.self_attn.<q_proj|o_proj|q_norm>.weight : (g r d) h, h (g r d), d if {WINDOWED}
-    model.layers.{{i}}.self_attn.<k_proj|v_proj|k_norm>.weight : (g d) h, (g d) h, d if {WINDOWED} and {OWN}
-    model.layers.{{i}}.self_attn.<q_proj|o_proj|q_norm>.weight : (gg gr gd) h, h (gg gr gd), gd if not {WINDOWED}
-    model.layers.{{i}}.self_attn.<k_proj|k_norm>.weight : (gg gd) h, gd if not {WINDOWED} and {OWN}
-    model.layers.{{i}}.self_attn.v_proj.weight : (gg gd) h if not {WINDOWED} and {OWN} and not attention_k_eq_v?
-    model.layers.{{i}}.mlp.<gate|up|down>_proj.weight : f h, f h, h f if not ({WIDE})
-    model.layers.{{i}}.mlp.<gate|up|down>_proj.weight : ff h, ff h, h ff if {WIDE}
-    model.layers.{{i}}.layer_scalar : 1
-    model.layers.{{i}}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
+    + """
+    model.layers.{i}.self_attn.<q_proj|o_proj|q_norm>.weight : (g r d) h, h (g r d), d if windowed
+    model.layers.{i}.self_attn.<k_proj|v_proj|k_norm>.weight : (g d) h, (g d) h, d if windowed and own
+    model.layers.{i}.self_attn.<q_proj|o_proj|q_norm>.weight : (gg gr gd) h, h (gg gr gd), gd if not windowed
+    model.layers.{i}.self_attn.<k_proj|k_norm>.weight : (gg gd) h, gd if not windowed and own
+    model.layers.{i}.self_attn.v_proj.weight : (gg gd) h if not windowed and own and not shared
+    model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f if not wide
+    model.layers.{i}.mlp.<gate|up|down>_proj.weight : ff h, ff h, h ff if wide
+    model.layers.{i}.layer_scalar : 1
+    model.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
     model.<embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm>.weight : vp lp, lp h, p
-    model.layers.{{i}}.<post_feedforward_layernorm_1|post_feedforward_layernorm_2|pre_feedforward_layernorm_2>.weight : h
-    model.layers.{{i}}.router.<scale|per_expert_scale|proj.weight> : h, e, e h
-    model.layers.{{i}}.experts.<gate_up_proj|down_proj> : e ((1 + 1) m) h, e h m
+    model.layers.{i}.<post_feedforward_layernorm_1|post_feedforward_layernorm_2|pre_feedforward_layernorm_2>.weight : h
+    model.layers.{i}.router.<scale|per_expert_scale|proj.weight> : h, e, e h
+    model.layers.{i}.experts.<gate_up_proj|down_proj> : e ((1 + 1) m) h, e h m
 """
 )
+GEMMA4_KINDS = {
+    "windowed": "layer_types[i] == 'sliding_attention'",
+    "own": "not num_kv_shared_layers? or i < num_hidden_layers - num_kv_shared_layers",
+    "wide": "use_double_wide_mlp? and num_kv_shared_layers? and i >= num_hidden_layers - num_kv_shared_layers",
+    "shared": "attention_k_eq_v?",
+    "sparse": "enable_moe_block?",
+}  # fmt: skip
 GEMMA4_AXES = {
     "i": "num_hidden_layers", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size", "ff": "2 * f",
     "g": "num_key_value_heads", "r": "num_attention_heads // g", "d": "head_dim",
-    "gd": "global_head_dim? or per_layer_head_dim? or 512",
+    "gd": "global_head_dim? or per_layer_head_dim? or (per_layer_config? and head_dim) or 512",
     "gg": "(attention_k_eq_v? and (num_global_key_value_heads? or per_layer_num_key_value_heads?)) or g",
     "gr": "num_attention_heads // gg",
     "p": "hidden_size_per_layer_input", "lp": "num_hidden_layers * p", "vp": "vocab_size_per_layer_input? or v",

@@ -232,70 +232,68 @@ QWEN35 = MODEL + QWEN_ATTENTION + DELTA_NET + DELTA_NET_APART + QWEN_AHEAD + ahe
 SWIFT35 = SWIFT + ahead(SWIFT) + SWIFT_DELTA_NET + SWIFT_APART
 LATENT = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
 # Gemma 4 in Megatron-Bridge's two layers, the dense one and the one with experts. Keys that are values too stand twice; a
-# layer that takes those of another has zeros there
-_NO_V = f"not {hub.WINDOWED} and {hub.OWN} and attention_k_eq_v?"
-_DENSE, _MOE = "not enable_moe_block?", "enable_moe_block?"
+# layer that takes those of another has zeros there. Words of conditions: `hub.GEMMA4_KINDS`
 GEMMA4 = (
     EMBEDDING.replace("if not tie_word_embeddings?", "if tie_word_embeddings? == false")
-    + f"""
+    + """
     decoder.final_layernorm.weight : h = model.norm.weight : h
-    decoder.layers.{{i}}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
-        = model.layers.{{i}}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h if {hub.WINDOWED} and {hub.OWN}
-    decoder.layers.{{i}}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
-        = model.layers.{{i}}.self_attn.<q|k|v>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h
-        if not {hub.WINDOWED} and {hub.OWN} and not attention_k_eq_v?
-    decoder.layers.{{i}}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
-        = model.layers.{{i}}.self_attn.<q|k|k>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h if {_NO_V}
-    decoder.layers.{{i}}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
-        = model.layers.{{i}}.self_attn.q_proj.weight : (g r d) h; _ : (g d) h; _ : (g d) h if {hub.WINDOWED} and not {hub.OWN}
-    decoder.layers.{{i}}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
-        = model.layers.{{i}}.self_attn.q_proj.weight : (gg gr gd) h; _ : (gg gd) h; _ : (gg gd) h if not {hub.WINDOWED} and not {hub.OWN}
-    decoder.layers.{{i}}.self_attention.linear_proj.weight : h (g r d)
-        = model.layers.{{i}}.self_attn.o_proj.weight : h (g r d) if {hub.WINDOWED}
-    decoder.layers.{{i}}.self_attention.linear_proj.weight : h (gg gr gd)
-        = model.layers.{{i}}.self_attn.o_proj.weight : h (gg gr gd) if not {hub.WINDOWED}
-    decoder.layers.{{i}}.self_attention.q_layernorm.weight : d = model.layers.{{i}}.self_attn.q_norm.weight : d if {hub.WINDOWED}
-    decoder.layers.{{i}}.self_attention.q_layernorm.weight : gd
-        = model.layers.{{i}}.self_attn.q_norm.weight : gd if not {hub.WINDOWED}
-    decoder.layers.{{i}}.self_attention.k_layernorm.weight : d
-        = model.layers.{{i}}.self_attn.k_norm.weight : d if {hub.WINDOWED} and {hub.OWN}
-    decoder.layers.{{i}}.self_attention.k_layernorm.weight : gd
-        = model.layers.{{i}}.self_attn.k_norm.weight : gd if not {hub.WINDOWED} and {hub.OWN}
-    decoder.layers.{{i}}.input_layernorm.weight : h = model.layers.{{i}}.input_layernorm.weight : h
-    decoder.layers.{{i}}.layer_scalar : 1 = model.layers.{{i}}.layer_scalar : 1
-    decoder.layers.{{i}}.post_self_attn_layernorm.weight : h
-        = model.layers.{{i}}.post_attention_layernorm.weight : h if {_DENSE}
-    decoder.layers.{{i}}.pre_mlp_layernorm.weight : h = model.layers.{{i}}.pre_feedforward_layernorm.weight : h if {_DENSE}
-    decoder.layers.{{i}}.post_mlp_layernorm.weight : h = model.layers.{{i}}.post_feedforward_layernorm.weight : h if {_DENSE}
-    decoder.layers.{{i}}.mlp.linear_fc1.weight : ((1 + 1) f) h
-        = model.layers.{{i}}.mlp.<gate|up>_proj.weight : f h if {_DENSE} and not ({hub.WIDE})
-    decoder.layers.{{i}}.mlp.linear_fc2.weight : h f
-        = model.layers.{{i}}.mlp.down_proj.weight : h f if {_DENSE} and not ({hub.WIDE})
-    decoder.layers.{{i}}.mlp.linear_fc1.weight : ((1 + 1) ff) h
-        = model.layers.{{i}}.mlp.<gate|up>_proj.weight : ff h if {_DENSE} and {hub.WIDE}
-    decoder.layers.{{i}}.mlp.linear_fc2.weight : h ff
-        = model.layers.{{i}}.mlp.down_proj.weight : h ff if {_DENSE} and {hub.WIDE}
-    decoder.layers.{{i}}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
-        = model.layers.{{i}}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
+        = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h if windowed and own
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
+        = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h
+        if not windowed and own and not shared
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
+        = model.layers.{i}.self_attn.<q|k|k>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h if not windowed and own and shared
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
+        = model.layers.{i}.self_attn.q_proj.weight : (g r d) h; _ : (g d) h; _ : (g d) h if windowed and not own
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
+        = model.layers.{i}.self_attn.q_proj.weight : (gg gr gd) h; _ : (gg gd) h; _ : (gg gd) h if not windowed and not own
+    decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d)
+        = model.layers.{i}.self_attn.o_proj.weight : h (g r d) if windowed
+    decoder.layers.{i}.self_attention.linear_proj.weight : h (gg gr gd)
+        = model.layers.{i}.self_attn.o_proj.weight : h (gg gr gd) if not windowed
+    decoder.layers.{i}.self_attention.q_layernorm.weight : d = model.layers.{i}.self_attn.q_norm.weight : d if windowed
+    decoder.layers.{i}.self_attention.q_layernorm.weight : gd
+        = model.layers.{i}.self_attn.q_norm.weight : gd if not windowed
+    decoder.layers.{i}.self_attention.k_layernorm.weight : d
+        = model.layers.{i}.self_attn.k_norm.weight : d if windowed and own
+    decoder.layers.{i}.self_attention.k_layernorm.weight : gd
+        = model.layers.{i}.self_attn.k_norm.weight : gd if not windowed and own
+    decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
+    decoder.layers.{i}.layer_scalar : 1 = model.layers.{i}.layer_scalar : 1
+    decoder.layers.{i}.post_self_attn_layernorm.weight : h
+        = model.layers.{i}.post_attention_layernorm.weight : h if not sparse
+    decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm.weight : h if not sparse
+    decoder.layers.{i}.post_mlp_layernorm.weight : h = model.layers.{i}.post_feedforward_layernorm.weight : h if not sparse
+    decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h
+        = model.layers.{i}.mlp.<gate|up>_proj.weight : f h if not sparse and not wide
+    decoder.layers.{i}.mlp.linear_fc2.weight : h f
+        = model.layers.{i}.mlp.down_proj.weight : h f if not sparse and not wide
+    decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) ff) h
+        = model.layers.{i}.mlp.<gate|up>_proj.weight : ff h if not sparse and wide
+    decoder.layers.{i}.mlp.linear_fc2.weight : h ff
+        = model.layers.{i}.mlp.down_proj.weight : h ff if not sparse and wide
+    decoder.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
+        = model.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
     per_layer_<embedding|model_proj|proj_norm>.weight : vp lp, lp h, p
         = model.<embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm>.weight : vp lp, lp h, p
-    decoder.layers.{{i}}.self_attention.linear_proj.post_layernorm.weight : h
-        = model.layers.{{i}}.post_attention_layernorm.weight : h if {_MOE}
-    decoder.layers.{{i}}.pre_mlp_layernorm.weight : h = model.layers.{{i}}.pre_feedforward_layernorm_2.weight : h if {_MOE}
-    decoder.layers.{{i}}.pre_shared_expert_layernorm.weight : h
-        = model.layers.{{i}}.pre_feedforward_layernorm.weight : h if {_MOE}
-    decoder.layers.{{i}}.mlp.post_shared_expert_layernorm.weight : h
-        = model.layers.{{i}}.post_feedforward_layernorm_1.weight : h
-    decoder.layers.{{i}}.mlp.post_moe_layernorm.weight : h = model.layers.{{i}}.post_feedforward_layernorm_2.weight : h
-    decoder.layers.{{i}}.post_ffn_layernorm.weight : h = model.layers.{{i}}.post_feedforward_layernorm.weight : h if {_MOE}
-    decoder.layers.{{i}}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) f) h
-        = model.layers.{{i}}.mlp.<gate|up>_proj.weight : f h if {_MOE}
-    decoder.layers.{{i}}.mlp.shared_experts.linear_fc2.weight : h f
-        = model.layers.{{i}}.mlp.down_proj.weight : h f if {_MOE}
-    decoder.layers.{{i}}.mlp.router.<scale|per_expert_scale|weight> : h, e, e h
-        = model.layers.{{i}}.router.<scale|per_expert_scale|proj.weight> : h, e, e h
-    decoder.layers.{{i}}.mlp.experts.local_experts.{{e}}.linear_fc1.weight : ((1 + 1) m) h
-        = model.layers.{{i}}.experts.gate_up_proj : e ((1 + 1) m) h
-    decoder.layers.{{i}}.mlp.experts.local_experts.{{e}}.linear_fc2.weight : h m = model.layers.{{i}}.experts.down_proj : e h m
+    decoder.layers.{i}.self_attention.linear_proj.post_layernorm.weight : h
+        = model.layers.{i}.post_attention_layernorm.weight : h if sparse
+    decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm_2.weight : h if sparse
+    decoder.layers.{i}.pre_shared_expert_layernorm.weight : h
+        = model.layers.{i}.pre_feedforward_layernorm.weight : h if sparse
+    decoder.layers.{i}.mlp.post_shared_expert_layernorm.weight : h
+        = model.layers.{i}.post_feedforward_layernorm_1.weight : h
+    decoder.layers.{i}.mlp.post_moe_layernorm.weight : h = model.layers.{i}.post_feedforward_layernorm_2.weight : h
+    decoder.layers.{i}.post_ffn_layernorm.weight : h = model.layers.{i}.post_feedforward_layernorm.weight : h if sparse
+    decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) f) h
+        = model.layers.{i}.mlp.<gate|up>_proj.weight : f h if sparse
+    decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h f
+        = model.layers.{i}.mlp.down_proj.weight : h f if sparse
+    decoder.layers.{i}.mlp.router.<scale|per_expert_scale|weight> : h, e, e h
+        = model.layers.{i}.router.<scale|per_expert_scale|proj.weight> : h, e, e h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
+        = model.layers.{i}.experts.gate_up_proj : e ((1 + 1) m) h
+    decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m = model.layers.{i}.experts.down_proj : e h m
 """
 )

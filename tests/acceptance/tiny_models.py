@@ -47,7 +47,8 @@ def tiny_config(family: str, **change: Any) -> dict[str, Any]:
     own = {key: size for key, size in EXPERT_SIZES.items() if key in tiny}
     own |= {"num_experts_per_tok": 2, "moe_k": 2} if family in EXPERTS else {}
     own |= {key: tiny[key] for key in ("num_hidden_layers",) if key in tiny}  # of a pattern that the config spells out
-    return config_of(family, **{**EVEN, **own, **QUIET, **change})
+    quiet = {key: value for key, value in QUIET.items() if key not in tiny}
+    return config_of(family, **{**EVEN, **own, **quiet, **change})
 
 
 def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = None, **change: Any) -> Any:

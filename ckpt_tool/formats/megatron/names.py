@@ -48,7 +48,7 @@ _ROOT = re.compile(ROOT)
 _TOWER = re.compile(
     r"(?:thinker\.|llava_model\.)?(?:(vision_model|vision_projection)|vision_tower|visual|multi_modal_projector|"
     r"audio_model|audio_tower|audio_projection|sound_model|sound_projection|embed_vision|embed_audio|mm_projector|"
-    r"patch_merge_mlp|resampler_model|image_insert_embedding|talker|code2wav|token2wav)\."
+    r"patch_merge_mlp|resampler_model|image_insert_embedding|lightning_indexers|talker|code2wav|token2wav)\."
 )
 STACK = r"(?:[a-z_]+\.){0,2}(?:decoder|encoder)\.(?:layers|deepstack_merger_list)"  # of modules that may share a key
 _LAYER = re.compile(rf"({ROOT}(?:decoder|encoder)\.layers\.)(\d{{1,9}})(\..+)", re.DOTALL)

@@ -1,0 +1,30 @@
+"""Gemma 4 without towers: patches and sounds are projected at once. `hf-5` is what transformers 5 has in memory. Neither
+Megatron-Bridge 0.6.2 nor Megatron-Core has it."""
+
+from ckpt_tool.families import hub
+from ckpt_tool.families.base import Family, Variant
+from ckpt_tool.families.model_class import ModelClass
+
+FAMILY = Family(
+    name="gemma4_unified",
+    classes=(ModelClass("gemma4_unified", "Gemma4UnifiedForConditionalGeneration"),),
+    axes=hub.GEMMA4_AXES,
+    kinds=hub.GEMMA4_KINDS,
+    language="text_config",
+    hub=hub.inside(hub.GEMMA4) + """
+        model.vision_embedder.**
+        model.embed_vision.embedding_projection.weight : h x
+        model.embed_audio.embedding_projection.weight : h y
+    """,
+    dialects={
+        "hf-5": Variant("hf", over="""
+            model.embed_vision.** = model.vision_embedder.**
+            model.embed_vision.multimodal_embedder.embedding_projection.weight : h x
+                = model.embed_vision.embedding_projection.weight : h x
+        """),
+    },
+    tiny={"text_config": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8,
+                          "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "attention_k_eq_v": True, "pad_token_id": None},
+          "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 12, "mm_posemb_size": 8, "output_proj_dims": 12},
+          "audio_config": {"audio_embed_dim": 10}},
+)  # fmt: skip

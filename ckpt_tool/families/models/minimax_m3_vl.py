@@ -1,0 +1,85 @@
+"""MiniMax-M3: dense layers first, then experts (Mixtral's names) and one shared; norms multiply by 1 + weight; an indexer in some
+layers. `hf-5` is what transformers 5 has in memory.
+
+Megatron: Megatron-Bridge 0.6.2, models/minimax_m3/minimax_m3_bridge.py: towers are the hub's own modules, indexers stand beside
+the language model, each on the stage of its layer (torch_dist does not care).
+"""
+
+from ckpt_tool.families import hub, megatron
+from ckpt_tool.families.base import DECODER, Family, Variant
+from ckpt_tool.families.model_class import ModelClass
+
+FAMILY = Family(
+    name="minimax_m3_vl",
+    classes=(ModelClass("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),),
+    axes={**DECODER, "f": "dense_intermediate_size", "m": "intermediate_size", "e": "num_local_experts", "s": "shared_intermediate_size"},
+    language="text_config",
+    centred=True,
+    kinds={
+        "sparse": "mlp_layer_types? and mlp_layer_types[i] == 'sparse' or moe_layer_freq? and moe_layer_freq[i] == 1",
+        "indexed": "layer_types? and layer_types[i] == 'minimax_m3_sparse'"
+                   " or sparse_attention_config.sparse_attention_freq? and sparse_attention_config.sparse_attention_freq[i] == 1",
+    },
+    hub=hub.inside(hub.MODEL + hub.NORMS + hub.ATTENTION + hub.QK_NORMS + """
+        model.layers.{i}.mlp.<gate|up|down>_proj.weight : f h, f h, h f if not sparse
+        model.layers.{i}.block_sparse_moe.<gate.weight|e_score_correction_bias> : e h, e if sparse
+        model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w2|w3>.weight : m h, h m, m h if sparse
+        model.layers.{i}.block_sparse_moe.shared_experts.<gate|up|down>_proj.weight : s h, s h, h s if sparse
+        model.layers.{i}.self_attn.<index_q_proj|index_k_proj|index_q_norm|index_k_norm>.weight : xq h, xk h, xk, xk if indexed
+    """, "language_model.model.", "language_model.lm_head") + """
+        vision_tower.**
+        multi_modal_projector.**
+        patch_merge_mlp.**
+    """,
+    dialects={
+        "megatron": megatron.inside(megatron.DENSE + megatron.QK_NORMS + """
+            decoder.layers.{i}.mlp.router.<weight|expert_bias> : e h, e
+                = model.layers.{i}.block_sparse_moe.<gate.weight|e_score_correction_bias> : e h, e
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
+                = model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : m h
+            decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m
+                = model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h m
+            decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h
+                = model.layers.{i}.block_sparse_moe.shared_experts.<gate|up>_proj.weight : s h
+            decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight : h s
+                = model.layers.{i}.block_sparse_moe.shared_experts.down_proj.weight : h s
+            lightning_indexers.{i}.<q_proj|k_proj|q_norm|k_norm>.weight : xq h, xk h, xk, xk
+                = model.layers.{i}.self_attn.<index_q_proj|index_k_proj|index_q_norm|index_k_norm>.weight : xq h, xk h, xk, xk
+        """, "language_model.model.", "language_model.lm_head") + """
+            vision_tower.**
+            multi_modal_projector.**
+            patch_merge_mlp.**
+        """,
+        "hf-5": Variant("hf", instead="language_model.model.", root="model.language_model.", over="""
+            lm_head.weight : v h = language_model.lm_head.weight : v h
+            model.language_model.layers.{i}.mlp.gate_up_proj.weight : ((1 + 1) f) h
+                = language_model.model.layers.{i}.mlp.<gate|up>_proj.weight : f h
+            model.language_model.layers.{i}.mlp.gate.<weight|e_score_correction_bias> : e h, e
+                = language_model.model.layers.{i}.block_sparse_moe.<gate.weight|e_score_correction_bias> : e h, e
+            model.language_model.layers.{i}.mlp.experts.gate_up_proj : e ((1 + 1) m) h
+                = language_model.model.layers.{i}.block_sparse_moe.experts.{e}.<w1|w3>.weight : m h
+            model.language_model.layers.{i}.mlp.experts.down_proj : e h m
+                = language_model.model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight : h m
+            model.language_model.layers.{i}.mlp.shared_experts.gate_up_proj.weight : ((1 + 1) s) h
+                = language_model.model.layers.{i}.block_sparse_moe.shared_experts.<gate|up>_proj.weight : s h
+            model.language_model.layers.{i}.mlp.shared_experts.down_proj.weight : h s
+                = language_model.model.layers.{i}.block_sparse_moe.shared_experts.down_proj.weight : h s
+            model.language_model.layers.{i}.self_attn.indexer.<q_proj|k_proj|q_norm|k_norm>.weight : xq h, xk h, xk, xk
+                = language_model.model.layers.{i}.self_attn.<index_q_proj|index_k_proj|index_q_norm|index_k_norm>.weight : xq h, xk h, xk, xk
+                if indexed
+            model.vision_tower.** = vision_tower.vision_model.**
+            model.vision_tower.layers.** = vision_tower.vision_model.encoder.layers.**
+            model.vision_tower.embeddings.proj.** = vision_tower.vision_model.embeddings.patch_embedding.**
+            model.multi_modal_projector.linear_1.** = multi_modal_projector.linear_1.**
+            model.multi_modal_projector.linear_2.** = multi_modal_projector.linear_2.**
+            model.multi_modal_projector.merge_linear_1.** = patch_merge_mlp.linear_1.**
+            model.multi_modal_projector.merge_linear_2.** = patch_merge_mlp.linear_2.**
+        """),
+    },
+    tiny={"text_config": {"num_local_experts": 3, "num_experts_per_tok": 2, "dense_intermediate_size": 14, "shared_intermediate_size": 6, "pad_token_id": None,
+                          "mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention", "minimax_m3_sparse"],
+                          "index_n_heads": 2, "index_head_dim": 4, "rotary_dim": 2},
+          "vision_config": {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 10, "image_size": 8,
+                            "patch_size": 2},
+          "projector_hidden_size": 20},
+)  # fmt: skip
