@@ -4,7 +4,8 @@
     expert_layouts(QWEN3_VL_MOE)  {"fused": "hf", "split": "hf-split"}     released fused
     expert_layouts(QWEN3)         {}                                       no experts
 
-It goes by the family's tables alone: experts one by one have their number `{e}` in the name, fused ones a dim `e`.
+It goes by the family's tables alone, of the decoder's layers `{i}`: experts one by one have their number `{e}` in the
+name, fused ones a dim `e`. Layers of multi-token prediction may have theirs otherwise (Qwen3.5).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ LAYOUTS: Mapping[str, str] = {"split": "hf-split", "fused": "hf-fused"}  # layou
 def expert_layouts(family: Family) -> dict[str, str]:
     """{layout: its dialect}, the released one first; {} for a family without experts."""
     terms = [term for rule in family.table(HUB).rules for term in rule.left]
-    split = any(term.name is not None and "e" in term.name.axes for term in terms)
-    fused = any("e" in term.pattern.axes and len(term.pattern.dims) > 2 for term in terms)
+    decoder = [(term.name.axes, term.pattern) for term in terms if term.name is not None and "i" in term.name.axes]
+    split = any("e" in numbers for numbers, _ in decoder)
+    fused = any("e" in pattern.axes and len(pattern.dims) > 2 for _, pattern in decoder)
     if not split and not fused:
         return {}
     released = "split" if split else "fused"
