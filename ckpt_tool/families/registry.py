@@ -21,7 +21,7 @@ from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families.base import Config, Family, Shape, Variant
 from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
 from ckpt_tool.families.rewrite import misfits
-from ckpt_tool.families.table import instances
+from ckpt_tool.families.table import form_of, instances
 
 _KEEP = "or keep the source's names with --dialect keep"
 _LIST = f"`ckpt help families` lists the {len(NAMES)} that there are"
@@ -108,14 +108,20 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
 
 def _named(config: Config, names: list[str]) -> Family | None:
     """The one family that knows the most of the names, None where the config names one that is not here or none knows
-    any."""
+    any. One that knows no name in a layer is not the one: `norm.weight` is DeepSeek V4's and a thousand others'."""
     if config.get("model_type") is not None or _architectures(config):
         return None
     known = {family: max(_known(family, names).values()) for family in FAMILIES}
     most = max(known.values())
-    fitting = [family.name for family, count in known.items() if count == most]
     if not any(most):
         return None
+    layers = [name for name in names if form_of(name)[1]]
+    best = [family for family, count in known.items() if count == most]
+    if not any(any(count) for family in best for count in _known(family, layers).values()):
+        best = [family for family, count in known.items() if any(count)]
+        if len(best) == 1:
+            return None
+    fitting = [family.name for family in best]
     if len(fitting) > 1:
         from ckpt_tool.families.nearest import nearest
 

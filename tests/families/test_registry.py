@@ -120,6 +120,15 @@ def test_names_that_many_have_are_told_as_such() -> None:
     assert error.value.code == "E1232" and "--config" in (error.value.hint or "")
 
 
+def test_a_name_outside_the_layers_is_no_family_s_alone() -> None:
+    """DeepSeek V4's have no root: what has a `norm.weight` and layers of its own need not be one."""
+    with pytest.raises(UsageError, match="several families") as error:
+        find(None, {"norm.weight": (4,), "blocks.0.w": (4, 4), "head.weight": (9, 4)})
+    assert error.value.code == "E1232"
+    with pytest.raises(InputError, match="no family knows a name like blocks.0.w"):
+        find(None, {"blocks.0.w": (4, 4), "head.weight": (9, 4)})
+
+
 def test_names_alone_do_not_tell_two_layouts() -> None:
     with pytest.raises(UsageError, match="the names fit several dialects of llama") as error:
         find(config_of("llama"), list(shapes_in("llama", "hf")))
