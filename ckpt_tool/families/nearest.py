@@ -5,9 +5,8 @@
 
 The family whose rules know the most kinds of the names, with shapes that fit; of those alike the one that knows more
 with other shapes, then the one that leaves fewer rules without a tensor, then the one whose model type is written most
-like the unknown one. A kind is a name but
-for its numbers. Cost: it parses every table, 1 ms each, so it is for errors. What it does not do: choose a family. Only
-people know whether a model with the same tensors computes the same.
+like the unknown one. A kind is a name but for its numbers. Cost: it parses every table, 1 ms each, so it is for errors.
+What it does not do: choose a family. Only people know whether a model with the same tensors computes the same.
 """
 
 from __future__ import annotations
