@@ -66,8 +66,9 @@ def capabilities() -> list[str]:
 
 
 def group_of(family: Family) -> int:
-    """Which of the tables of families has it: 0 dense, 1 with experts, 2 with recurrent layers, 3 with a tower."""
-    if family.language:
+    """Which of the tables of families has it: 0 dense, 1 with experts, 2 with recurrent layers, 3 with a tower, whose
+    first class is the whole."""
+    if family.language and not family.classes[0].forms:
         return 3
     if any(map(RECURRENT.search, family.table("hf").left)):
         return 2

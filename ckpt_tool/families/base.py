@@ -193,7 +193,8 @@ class Family:
 
     def facts(self, config: Config) -> Config:
         """What axes and conditions read of a config.json: the language model's part where it is one, on top of the whole
-        and of what transformers takes where it is silent. Whether the head is tied the whole says, where it does.
+        and of what transformers takes where it is silent, by the part's class, else by the first. Whether the head is tied
+        the whole says, where it does.
 
         >>> Family("x", (), {}, "", language="text_config").facts({"text_config": {"hidden_size": 8}})["hidden_size"]
         8
@@ -202,7 +203,8 @@ class Family:
         if part is None:
             return {**config, **_of_layers(config)} if "per_layer_config" in config else config
         defaults = next(
-            (each.defaults for each in self.classes if each.model_type == part.get("model_type", each.model_type)), {}
+            (each.defaults for each in self.classes if each.model_type == part.get("model_type", each.model_type)),
+            self.classes[0].defaults if self.classes else {},
         )
         tied = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
         return {**defaults, **config, **part, **_of_layers(part), **tied}

@@ -89,3 +89,16 @@ DEFAULTS: Mapping[str, Any] = {
     "initializer_range": 0.02,
 }
 EXPERT_DEFAULTS: Mapping[str, Any] = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1}
+GEMMA3_DEFAULTS: Mapping[str, Any] = {  # of the text alone, whose config the models that see have inside
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}

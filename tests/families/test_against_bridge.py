@@ -28,7 +28,6 @@ CASES = sorted(file.name.removesuffix(".config.json") for file in GOLDEN.glob("*
 # Cases whose family has no dialect `megatron` yet, each with why. When it has one, the entry must go.
 AWAITED: dict[str, str] = {
     "ernie4_5_vl_moe": "no rules of experts of text and of images",
-    "gemma3_vl": "language and tower have other names than Gemma 3's alone",
     "swift_glm4": "no dialect of mcore-bridge yet",
 }
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
@@ -69,10 +68,7 @@ def arrays_of(tensors: dict[str, Any], *, by_head: bool = False) -> Arrays:
 
 
 def target(case: str) -> str:
-    """Our name of what the bridge makes: ms-swift lays some models otherwise, and a family of models that don't see may
-    know those that do."""
-    if case == "gemma3_vl":
-        return "megatron-vl"
+    """Our name of what the bridge makes: ms-swift lays some models otherwise."""
     return "megatron-swift" if case.startswith("swift_") else "megatron"
 
 

@@ -277,7 +277,8 @@ def test_the_language_part_of_a_model_that_sees(dialect: str, root: str) -> None
     shapes = {name: tuple(t.shape) for name, t in state.items()}
     head = "language_model.lm_head.weight" if dialect == "hf-vl" else "lm_head.weight"
     told = {**SEES, "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
-    found = find(told, shapes)
+    assert find(told, shapes).family.name == "gemma3_vl"  # the whole
+    found = find(told, shapes, family="gemma3")
     assert (found.family.name, found.dialect) == ("gemma3", dialect)
     mapped = mapping(found.family, dialect, "hf", shapes, told)
     language = {name for name in shapes if name.startswith(root) or name == head}
@@ -290,3 +291,26 @@ def test_the_language_part_of_a_model_that_sees(dialect: str, root: str) -> None
     made = {each.name: each.shape for each in mapped.made if each.name != "lm_head.weight"}
     text = {key: value for key, value in SEES["text_config"].items() if key != "model_type"}
     assert made == saved("Gemma3ForCausalLM", "gemma3_text", text)
+
+
+def test_the_whole_of_a_model_that_sees() -> None:
+    """As released, where the tower's names have one level more than transformers 5 saves."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch = pytest.importorskip("torch")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model("gemma3", tie_word_embeddings=True, **SEES)
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    state = revert_weight_conversion(model, model.state_dict())
+    told = {**SEES, "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    saves = {name: tuple(tensor.shape) for name, tensor in state.items() if "lm_head" not in name}
+    shapes = {name.replace("vision_tower.", "vision_tower.vision_model."): shape for name, shape in saves.items()}
+    assert find(told, saves).dialect == "hf-saved" and find(told, shapes).dialect == "hf"
+    family = find(told, shapes).family
+    there = {each.name: each.shape for each in mapping(family, "hf", "megatron", shapes, told).made}
+    assert there["language_model.decoder.layers.33.self_attention.linear_qkv.weight"] == ((8 + 4 + 4) * 256, 2560)
+    assert there["multi_modal_projector.proj.weight"] == (2560, 768)
+    assert all(not name.startswith("vision_tower.vision_model.") for name in there)
+    assert {each.name: each.shape for each in mapping(family, "megatron", "hf", there, told).made} == shapes
+    assert {each.name: each.shape for each in mapping(family, "hf-saved", "hf", saves, told).made} == shapes
