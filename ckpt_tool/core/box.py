@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 
@@ -79,6 +80,11 @@ def whole(shape: Iterable[int]) -> Box:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides of `shape`, in elements; dims of extent 0 count as 1.  (2, 3, 4) -> (12, 4, 1)"""
+    return _strides(tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)

@@ -248,6 +248,7 @@ def _parsed(text: str) -> Table:
     return Table(equations, tuple(rule for rule in found if isinstance(rule, Alias)), tuple(towers))
 
 
+@lru_cache(maxsize=1 << 15)  # a conversion looks at each name of a model several times
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
     """`model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
     numbers = _NUMBER.findall(name)

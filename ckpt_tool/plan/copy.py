@@ -16,6 +16,7 @@ line is the same for every layout. Where a device wants plain source-to-destinat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -146,15 +147,8 @@ def source_region(chunk: Chunk, shape: Sequence[int], file: int, order: Sequence
         return box_region(line, box, size, file, chunk.array.offset, replica=chunk.replica)
     size = dtype.bits // 8
     start, strides = chunk.region()
-    return _make(
-        file,
-        chunk.array.offset + start * size,
-        shape,
-        chunk.box,
-        [stride * size for stride in strides],
-        replica=chunk.replica,
-        order=order,
-    )
+    at = chunk.array.offset + start * size
+    return box_region(shape, chunk.box, size, file, at, strides=strides, replica=chunk.replica, order=order)
 
 
 def box_region(
@@ -173,26 +167,27 @@ def box_region(
     `strides` (elements) of one that lies otherwise."""
     if strides is None:
         strides = contiguous_strides(stored if stored is not None else box.shape)
-    return _make(file, offset, shape, box, [stride * size for stride in strides], replica=replica, order=order)
+    form = _form(tuple(shape), box.offset, box.shape, tuple(strides), size, tuple(order))
+    return Region(file, offset, *form, replica)
 
 
-def _make(
-    file: int,
-    offset: int,
-    shape: Sequence[int],
-    box: Box,
-    strides: Sequence[int],
-    *,
-    replica: int,
-    order: Sequence[int],
-) -> Region:
-    start, extents = box.offset, box.shape
+@lru_cache(maxsize=4096)
+def _form(
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    extents: tuple[int, ...],
+    strides: tuple[int, ...],
+    size: int,
+    order: tuple[int, ...],
+) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(at, extents, strides, steps) of the region of a box that lies with `strides` (elements of `size` bytes). Layers
+    and experts repeat: thousands of regions have few forms."""
+    strides = tuple([stride * size for stride in strides])
     if order:
         shape, start, extents, strides = (in_order(values, order) for values in (shape, start, extents, strides))
     steps = contiguous_strides(shape)
     at = sum(o * s for o, s in zip(start, steps, strict=True))
-    merged = collapse(extents, strides, steps)
-    return Region(file, offset, at, *merged, replica)
+    return (at, *collapse(extents, strides, steps))
 
 
 def collapse(

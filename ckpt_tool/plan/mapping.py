@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.algebra.mapped import Made, Mapped
-from ckpt_tool.algebra.piece import PAD, Piece, compact, narrow
-from ckpt_tool.core.box import Box, contiguous_strides
+from ckpt_tool.algebra.piece import PAD, Piece, Side, compact, narrow
+from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.tensor import MASTER, MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
@@ -205,21 +206,26 @@ def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
 
 def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> Iterator[Chunk]:
     """What of `piece` lies in a stored chunk of its source, as chunks of the tensor of shape `made`."""
-    start, strides = chunk.region()
-    for part in piece.cut("src", shape, chunk.box):
-        for inner in part.along("src", shape):
-            moved = inner.into("src", shape, chunk.box, start, strides)
-            for box, offset, steps in _boxes(moved, made):
-                yield _chunk(chunk, box, offset, steps)
+    bare = Piece(piece.ext, Side("", *piece.src[1:]), Side("", *piece.dst[1:]))
+    for box, within, offset, strides in _boxes(bare, shape, chunk.box, *chunk.region(), made):
+        yield Chunk(box, chunk.array.view(offset, box.shape, strides), within, chunk.replica)
 
 
-def _chunk(chunk: Chunk, box: Box, offset: int, strides: Shape) -> Chunk:
-    """`box` of a new tensor, whose element 0 lies `offset` elements behind the array's start."""
-    there = chunk.array.view(offset, box.shape, strides)
-    return Chunk(box, there, Box((0,) * len(box.shape), box.shape), chunk.replica)
+@lru_cache(maxsize=4096)
+def _boxes(
+    piece: Piece, shape: Shape, box: Box, start: int, strides: Shape, made: Shape
+) -> tuple[tuple[Box, Box, int, Shape], ...]:
+    """(box of the tensor of shape `made`, the same at 0, where its element 0 lies behind the array's start, its strides
+    there) of what of `piece` lies in `box` of its source. Layers and experts repeat, so pieces come without names."""
+    return tuple(
+        (into, whole(into.shape), offset, steps)
+        for part in piece.cut("src", shape, box)
+        for inner in part.along("src", shape)
+        for into, offset, steps in _spread(inner.into("src", shape, box, start, strides), made)
+    )
 
 
-def _boxes(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
+def _spread(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
     """A piece as boxes of its destination of `shape`, each with the place of its element 0 in the source and the step
     along each dim there. Axes that leave gaps in a dim, or steps that differ, are listed index by index."""
     for part in piece.along("dst", shape):

@@ -95,12 +95,16 @@ def count_copies(moves: Sequence[Move]) -> int:
     if isinstance(moves, Moves):
         return moves.copies
     total = 0
+    known: dict[tuple[object, ...], int] = {}  # layers and experts repeat
     for move in moves:
         sources = [region for region in move.sources if region.replica == 0]
         if len(sources) == 1 or len(move.outputs) == 1:
             total += max(len(sources), len(move.outputs)) if sources and move.outputs else 0
             continue
-        total += _pairs_that_share(move, sources)
+        case = (move.line_shape, len(sources), *[(r.at, r.extents, r.steps) for r in (*sources, *move.outputs)])
+        if case not in known:
+            known[case] = _pairs_that_share(move, sources)
+        total += known[case]
     return total
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 
@@ -64,8 +66,11 @@ def first_clash(spans: Iterable[Span]) -> Span | None:
 
     Two spans that reach into each other are taken to meet unless both are combs of one pitch whose teeth don't.
     """
+    ordered = sorted(spans, key=itemgetter(0, 1))
+    if all(a.stop <= b.start for a, b in pairwise(ordered)) and not any(span.comb for span in ordered):
+        return None
     end, teeth = 0, _Teeth(0)
-    for span in sorted(spans, key=lambda span: span[:2]):
+    for span in ordered:
         if span.start >= end:
             teeth = _Teeth(span.comb.pitch if span.comb else 0)
         if not teeth.takes(span) and (span.start < end or span.comb is not None):

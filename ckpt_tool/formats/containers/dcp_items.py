@@ -362,14 +362,11 @@ def torch_dtype(tensor: WantedTensor) -> DType:
     return tensor.dtype
 
 
-def _data_file(folder: str, rank: int) -> str:
-    return f"{folder}__{rank}_0.distcp"
-
-
 @dataclass(slots=True)
 class _File:
     """A `.distcp` file in the making."""
 
+    path: str
     size: int = 0
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     arrays: list[TargetArray] = field(default_factory=list)
@@ -378,7 +375,8 @@ class _File:
     def append(self, size: int, literals: Iterable[tuple[int, bytes]]) -> int:
         """The byte where an item of `size` bytes begins that now lies at the end."""
         base = -(-self.size // ALIGNMENT) * ALIGNMENT
-        self.literals += [(base + at, data) for at, data in literals]
+        for at, data in literals:
+            self.literals.append((base + at, data))
         self.size = base + size
         return base
 
@@ -402,28 +400,36 @@ class ItemFiles:
             if plan is None:
                 ref = stored("0", one.shape, dtype)
                 plan = self._zips[dtype, one.shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
-            file = self._files.setdefault((folder, one.rank), _File())
+            file = self._file(folder, one.rank)
             base = file.append(plan.size, plan.literals)
-            if one.box.numel:
-                file.patches += [Patch(base + hole, "crc32", len(file.arrays)) for hole in plan.crcs[0]]
+            if 0 not in one.shape:
+                number = len(file.arrays)
+                for hole in plan.crcs[0]:
+                    file.patches.append(Patch(base + hole, "crc32", number))
                 file.arrays.append(TargetArray(one.tensor, one.box, base + plan.offsets[0]))
-            pieces.append(Piece(one.offset, one.shape, _data_file(folder, one.rank), base, plan.size))
+            pieces.append(Piece(one.offset, one.shape, file.path, base, plan.size))
         self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
 
     def object(self, fqn: str, path: Path, made: TargetFile, folder: str = "") -> None:
         """A torch file as an item of rank 0's file."""
-        file = self._files.setdefault((folder, 0), _File())
+        file = self._file(folder, 0)
         base, before = file.append(made.size, made.literals), len(file.arrays)
         file.arrays += [array._replace(offset=base + array.offset) for array in made.arrays]
         for patch in made.patches:
             span = patch.span and (base + patch.span[0], patch.span[1])
             of = patch.of if patch.of < 0 else before + patch.of
             file.patches.append(patch._replace(offset=base + patch.offset, of=of, span=span))
-        self.entries[fqn] = ObjectEntry(fqn, path, _data_file(folder, 0), base, made.size)
+        self.entries[fqn] = ObjectEntry(fqn, path, file.path, base, made.size)
 
     def finished(self) -> list[TargetFile]:
         """The files, by folder and rank."""
         return [
-            TargetFile(_data_file(*where), file.size, tuple(file.literals), tuple(file.arrays), tuple(file.patches))
-            for where, file in sorted(self._files.items())
+            TargetFile(file.path, file.size, tuple(file.literals), tuple(file.arrays), tuple(file.patches))
+            for _, file in sorted(self._files.items())
         ]
+
+    def _file(self, folder: str, rank: int) -> _File:
+        found = self._files.get((folder, rank))
+        if found is None:
+            found = self._files[folder, rank] = _File(f"{folder}__{rank}_0.distcp")
+        return found

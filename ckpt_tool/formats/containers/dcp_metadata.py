@@ -397,8 +397,7 @@ def pickled(entries: Iterable[TensorEntry | ObjectEntry], folder: str = "", *, n
         if isinstance(entry, ObjectEntry):
             out += memo.item(entry.fqn, None, None, entry, folder)
             continue
-        for number, piece in enumerate(entry.pieces):
-            out += memo.item(entry.fqn, number, piece.offset, piece, folder)
+        out += memo.items(entry, folder)
     out += b"u" + text("storage_meta") + name(_META, "StorageMeta") + _NEW + _EMPTY
     for field_ in ("checkpoint_id", "save_id", "load_id"):
         out += text(field_) + b"N"
@@ -419,19 +418,43 @@ class _Memo:
         out += self.name("torch", entry.dtype.torch or "") + self.name("torch.serialization", "_get_layout")
         out += self.text("torch.strided") + b"\x85R\x89" + self.name(_META, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
         out += self.text("size") + self.size(entry.shape) + self.text("chunks") + b"]("
-        for piece in entry.pieces:
-            out += self.name(_META, "ChunkStorageMetadata") + _NEW + _EMPTY
-            out += self.text("offsets") + self.size(piece.offset)
-            out += self.text("sizes") + self.size(piece.shape) + _BUILD
+        for piece in entry.pieces[:1]:
+            out += self._chunk() + self.size(piece.offset) + self.text("sizes") + self.size(piece.shape) + _BUILD
+        size, front, sizes = self.size, self._chunk(), self.text("sizes")  # in the memo by now
+        for piece in entry.pieces[1:]:
+            out += front + size(piece.offset) + sizes + size(piece.shape) + _BUILD
         return bytes(out + b"e" + _BUILD)
+
+    def _chunk(self) -> bytes:
+        return self.name(_META, "ChunkStorageMetadata") + _NEW + _EMPTY + self.text("offsets")
+
+    def items(self, entry: TensorEntry, folder: str) -> bytes:
+        """The rows of storage_data of a tensor's pieces."""
+        rows = [self.item(entry.fqn, 0, piece.offset, piece, folder) for piece in entry.pieces[:1]]
+        size, text, front = self.size, self.text, self._index(entry.fqn)  # in the memo by now
+        offset, info, length = text("offset"), self._info(), text("length")
+        files: dict[str, bytes] = {}
+        for number, piece in enumerate(entry.pieces[1:], 1):
+            path = files.get(piece.file)
+            if path is None:
+                path = text(piece.file[len(folder) :])
+                files[piece.file] = text(piece.file[len(folder) :])
+            rows += (front, _integer(number), offset, size(piece.offset), info, path)
+            rows += (offset, _integer(piece.at), length, _integer(piece.length), _BUILD)
+        return b"".join(rows)
+
+    def _index(self, fqn: str) -> bytes:
+        index = self.name(_META, "MetadataIndex") + _NEW + _EMPTY + self.text("fqn") + self.text(fqn)
+        return index + self.text("index")
+
+    def _info(self) -> bytes:
+        return _BUILD + self.name(_STORE, "_StorageInfo") + _NEW + _EMPTY + self.text("relative_path")
 
     def item(self, fqn: str, number: int | None, offset: _Sizes | None, at: Piece | ObjectEntry, folder: str) -> bytes:
         """A row of storage_data. number, offset: of a tensor's piece, None for an object."""
-        out = self.name(_META, "MetadataIndex") + _NEW + _EMPTY + self.text("fqn") + self.text(fqn)
-        out += self.text("index") + (b"N" if number is None else _integer(number))
-        out += self.text("offset") + (b"N" if offset is None else self.size(offset)) + _BUILD
-        out += self.name(_STORE, "_StorageInfo") + _NEW + _EMPTY
-        out += self.text("relative_path") + self.text(at.file[len(folder) :])
+        out = self._index(fqn) + (b"N" if number is None else _integer(number))
+        out += self.text("offset") + (b"N" if offset is None else self.size(offset))
+        out += self._info() + self.text(at.file[len(folder) :])
         return out + self.text("offset") + _integer(at.at) + self.text("length") + _integer(at.length) + _BUILD
 
     def _once(self, key: object, code: bytes) -> bytes:

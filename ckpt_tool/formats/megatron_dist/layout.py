@@ -21,8 +21,8 @@ Cost: about 10 us a box. What it does not do: bytes and files (`megatron_dist.ta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import Box, whole
@@ -50,6 +50,7 @@ from ckpt_tool.formats.megatron_dist.keys import (
     stored,
 )
 
+Shape = tuple[int, ...]
 EXPERTS, UNHELD, NO_RULE = "E0237", "E2001", "E0275"
 CHUNKS = 1 << 16  # of all stages
 _LAYER = re.compile(rf"({names.STACK})\.(\d{{1,9}})\.(.+)", re.DOTALL)
@@ -64,6 +65,15 @@ class _Spot(NamedTuple):
     stack: str
     layer: int | None
     expert: int | None
+
+
+class _Part(NamedTuple):
+    """What of a tensor is stored under one key ("": all, under the tensor's own). shape: the part's. boxes: (box of the
+    tensor, its offset in the part, rank that writes it, counted from the first that holds the tensor)."""
+
+    part: str
+    shape: tuple[int, ...]
+    boxes: list[tuple[Box, tuple[int, ...], int]]
 
 
 class DistLayout:
@@ -96,12 +106,21 @@ class DistLayout:
         shapes = {t.key.name: t.shape for _, t in self.tensors}
         job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
         self.job = job.of_shapes(shapes, 1)
-        self._check_rules(shapes)
-        self.notes += self.job.check((t.key.name, t.shape) for _, t in self.tensors)
+        alike: dict[tuple[str, str, Shape], str] = {}  # one of each kind: their rules are the same
+        for _, tensor in self.tensors:
+            spot = self.spots[tensor.key.name]
+            alike.setdefault((spot.stack, spot.template, tensor.shape), tensor.key.name)
+        kinds = [(name, shape) for (_, _, shape), name in alike.items()]
+        self._check_rules(kinds)
+        self.notes += self.job.check(kinds)
         wished = {stack for stack in self.counts if stacked_style(stack) in self.styles}
         self.stacked = {stack for stack in wished if self._uniform(stack)}
         self.as_source &= self.stacked == wished
         self.grids = self._grids()
+        # what tensors have in common, found once
+        self._keys: dict[tuple[str, str], DistKey] = {}
+        self._cuts: dict[tuple[str, str, bool, Shape], list[_Part]] = {}
+        self._stage_of: dict[str | tuple[str, int], int] = {}
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -138,10 +157,10 @@ class DistLayout:
             return from_counts([0] * (pp * vpp), pp, vpp, mtp=mtp)
         return chosen_stages(wish, self.args, pp, vpp, layers, mtp=mtp)
 
-    def _check_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_rules(self, kinds: Iterable[tuple[str, Shape]]) -> None:
         """Raise UsageError E0275 where the sections of a recurrent module, each stored under a key of its own, are not
         known."""
-        for name, shape in shapes.items():
+        for name, shape in kinds:
             rule = self.job.rule(name, len(shape))
             if rule.lacks:
                 raise UsageError(
@@ -183,29 +202,37 @@ class DistLayout:
 
     def _key(self, tensor: WantedTensor) -> tuple[DistKey, tuple[int, ...]]:
         """(key, position) of a tensor. Raises UsageError (E2001) for a name that would not be read back."""
-        name = tensor.key.name
+        name, state = tensor.key.name, tensor.key.state
         spot = self.spots[name]
         key, at = self._with_layer(spot), []
         layers, experts = spot.stack in self.stacked, False
         if layers and spot.layer is not None:
             at.append(spot.layer)
         if spot.expert is not None:
-            experts = self.grids[tensor.key.state, key]
+            experts = self.grids[state, key]
             if experts:
                 at.append(spot.expert)
             else:
                 key = key.replace(".experts.experts.", f".experts.experts.{spot.expert}.", 1)
-        key = stored(spelled(key, name, self.styles, self.names))
-        part = next(iter(self._sections(tensor)), ("",))[0]
-        made = parse(self.fqn(tensor.key.state, of_part(key, part) if part else key))
-        if made != DistKey(tensor.key.state, key, layers, experts, part) or name_of(made, tuple(at)) != name:
-            raise UsageError(
-                f"megatron-dist would read {name!r} back under another name",
-                code=UNHELD,
-                key=str(tensor.key),
-                hint="rename or remove it (--remove-keys), or choose another format",
-            )
+        made = self._keys.get((state, key))
+        if made is None:  # names of one key differ in its positions alone
+            part = next(iter(self._sections(tensor)), ("",))[0]
+            full = stored(spelled(key, name, self.styles, self.names))
+            made = parse(self.fqn(state, of_part(full, part) if part else full))
+            if made != DistKey(state, full, layers, experts, part):
+                self._refuse(tensor)
+            self._keys[state, key] = made
+        if name_of(made, tuple(at)) != name:
+            self._refuse(tensor)
         return made._replace(part=""), tuple(at)
+
+    def _refuse(self, tensor: WantedTensor) -> NoReturn:
+        raise UsageError(
+            f"megatron-dist would read {tensor.key.name!r} back under another name",
+            code=UNHELD,
+            key=str(tensor.key),
+            hint="rename or remove it (--remove-keys), or choose another format",
+        )
 
     def fqn(self, state: str, key: str) -> str:
         """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one."""
@@ -244,19 +271,28 @@ class DistLayout:
     ) -> Iterator[tuple[str, tuple[int, ...], list[Placed]]]:
         """(stored key, shape without leading dims, items); one for each part that is stored under a key of its own."""
         fqn, one = self.fqn(key.state, key.key), (1,) * len(at)
-        boxes = list(self._boxes(tensor))
-        parts = self._sections(tensor)
-        if not parts:
-            items = [Placed((*at, *box.offset), (*one, *box.shape), number, box, rank) for box, rank in boxes]
-            yield fqn, tensor.shape, items
-        for part, start, rows in parts:
-            own = Box((start, *(0,) * (len(tensor.shape) - 1)), (rows, *tensor.shape[1:]))
-            items = []
-            for box, rank in ((box & own, rank) for box, rank in boxes):
-                if box is not None:
-                    back = (*at, box.offset[0] - start, *box.offset[1:])
-                    items.append(Placed(back, (*one, *box.shape), number, box, rank))
-            yield of_part(fqn, part), own.shape, items
+        cut, first = self._cut(tensor), self._first_rank(tensor.key.name)
+        for part, shape, boxes in cut:
+            items = [Placed((*at, *back), (*one, *box.shape), number, box, first + rank) for box, back, rank in boxes]
+            yield of_part(fqn, part) if part else fqn, shape, items
+
+    def _cut(self, tensor: WantedTensor) -> list[_Part]:
+        """How a tensor is cut. Decided once for those of one shape in all layers, of all experts."""
+        spot, shape = self.spots[tensor.key.name], tensor.shape
+        case = (spot.stack, spot.template, spot.expert is None, shape)
+        found = self._cuts.get(case)
+        if found is None:
+            boxes = list(self._boxes(tensor))
+            found = [_Part("", shape, [(box, box.offset, rank) for box, rank in boxes])]
+            if parts := self._sections(tensor):
+                found = []
+            for part, start, rows in parts:
+                own = Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+                inside = [(box & own, rank) for box, rank in boxes]
+                back = [(box, (box.offset[0] - start, *box.offset[1:]), rank) for box, rank in inside if box]
+                found.append(_Part(part, own.shape, back))
+            self._cuts[case] = found
+        return found
 
     def _sections(self, tensor: WantedTensor) -> list[tuple[str, int, int]]:
         """(name, first row, rows) of the parts of a tensor that have keys of their own; [] for all others."""
@@ -272,20 +308,27 @@ class DistLayout:
         return [(word, sum(rows[:i]), rows[i]) for i, word in enumerate(words)]
 
     def _boxes(self, tensor: WantedTensor) -> Iterator[tuple[Box, int]]:
-        """The tensor's boxes, and the global rank that has the first replica of each: it writes it."""
-        name, shape = tensor.key.name, tensor.shape
-        rule, expert = self.job.rule(name, len(shape)), self.spots[name].expert
-        tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
-        stage, _ = next(self.job.homes(name))
-        first = tp * cp * dp * stage.pp + (0 if expert is None else etp * (expert // max(self.experts // ep, 1)))
+        """The tensor's boxes, and how far behind the first rank that holds it the one is that writes each: it has the
+        first replica."""
+        shape, rule = tensor.shape, self.job.rule(tensor.key.name, len(tensor.shape))
         degree = self.degrees[rule.axis]
         own = rule.sections(shape[rule.dim]) if rule.dim is not None and rule.dim < len(shape) else ()
         if not own or 0 in shape or any(n % degree for n in own):
-            yield whole(shape), first
+            yield whole(shape), 0
             return
         for rank in range(degree):
             for piece in pieces(rule, shape, rank, degree, apart=True):
-                yield piece.box, first + rank
+                yield piece.box, rank
+
+    def _first_rank(self, name: str) -> int:
+        """The first of the global ranks that hold the tensor."""
+        tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
+        spot = self.spots[name]
+        place = name if spot.layer is None else (spot.stack, spot.layer)
+        stage = self._stage_of.get(place)
+        if stage is None:
+            stage = self._stage_of[place] = next(self.job.homes(name))[0].pp
+        return tp * cp * dp * stage + (0 if spot.expert is None else etp * (spot.expert // max(self.experts // ep, 1)))
 
 
 def _count(numbers: Sequence[int], what: str) -> int:

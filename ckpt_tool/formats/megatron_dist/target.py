@@ -63,13 +63,17 @@ def dist_target(wanted: Wanted) -> Target:
     skeleton = _common(wanted, state.common, common)
     files = [common.file(folder + COMMON, skeleton)] if as_file else []
     objects = {} if as_file else {f"{COMMON_STATE}/shard_0_1": common.file("", [skeleton])}
+    nothing = TorchComposer().file("", [None])  # an object lies in a list of one
     for fqn, value in state.objects:
         if fqn in items.entries or fqn in objects:
             raise UsageError(
                 f"two things would be stored under {fqn!r}", code=UNHELD, key=fqn, hint="rename or remove one of them"
             )
-        composer = TorchComposer()  # an object lies in a list of one
-        objects[fqn] = composer.file("", [tensors_of_rng(value, composer)])
+        if value is None:  # most are: what a module without FP8 has to say
+            objects[fqn] = nothing
+        else:
+            composer = TorchComposer()
+            objects[fqn] = composer.file("", [tensors_of_rng(value, composer)])
     for fqn, made in objects.items():
         items.object(fqn, (fqn,), made, folder)
     backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
