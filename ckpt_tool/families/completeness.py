@@ -21,6 +21,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.families.base import Config, Family
 from ckpt_tool.families.config.translation import megatron_args
 from ckpt_tool.families.config.words import LAYERS
+from ckpt_tool.families.sizes import configured
 from ckpt_tool.families.table import Table, form_of, instances
 from ckpt_tool.quantised.weights import part_of
 
@@ -59,6 +60,7 @@ def strange(family: Family, dialect: str, names: Iterable[str]) -> list[str]:
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
     """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
     table, config = family.table(dialect), family.facts(config or {})
+    sized = {**config, **configured(family.axes, config)[0]}
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     named, unknown = instances(table.left, names)
@@ -81,7 +83,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     for front, found_layers in layers.items():
         if count and front in _decoders(table):
             lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]
-        lost += _thinner(found_layers, count, table, config)
+        lost += _thinner(found_layers, count, table, sized)
         lost += _no_experts(front, found_layers, config, count or 0) if front in _decoders(table) else []
     return lost + list(_lone_experts(experts))
 
@@ -143,8 +145,8 @@ def _expected(table: Table, form: str, number: int, config: Config) -> bool:
         if condition is None:
             return True
         try:
-            (row,) = spot.values([(number, *(0 for _ in range(form.count("%d") - 1)))], config)
-            if condition.value(ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))):
+            row = spot.reader(config)((number, *(0 for _ in range(form.count("%d") - 1))))
+            if row is not None and condition.value(ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))):
                 return True
         except UsageError:  # it reads what no config states: nobody can tell
             continue

@@ -2,6 +2,8 @@
 
     RESAMPLER, TOWER                hub and Paddle alike but for matrices, which Paddle has (inputs, outputs): *_TURNED
     TOWER_OUTSIDE                   the tower at the root, as baidu's -PT files have it
+    KEPT, KEPT_IN_MEMORY            the hub's own modules in Megatron-Bridge 0.6.2, models/ernie_vl/ernie45_vl_bridge.py, and those of
+                                    transformers 5 in memory: parts of the resampler's sequences have names there
 
 Axes: y the tower's hidden size, u its fused query, key and value, z its MLP, p a patch; sa a window of patches, sb the same
 again (a square), ta a window through time. `{k}` of the resampler counts the parts of a sequence: 0 and 2 are matrices, 1 an
@@ -10,6 +12,8 @@ PaddleFormers 1.2.0 `transformers/ernie4_5_moe_vl/model/modeling_moe_vl.py` `_ge
 """
 
 from __future__ import annotations
+
+import re
 
 _SEQUENCES = """
     model.resampler_model.[spatial|temporal]_linear.{k}.weight : sa if k == 3
@@ -61,6 +65,18 @@ TOWER_OUTSIDE = (
 """
     + _VECTORS
 )
+KEPT = """
+    resampler_model.[spatial|temporal]_linear.fc1.bias : sa = model.resampler_model.[spatial|temporal]_linear.{0}.bias : sa
+    resampler_model.[spatial|temporal]_linear.fc2.<weight|bias> : sa sb, sa
+        = model.resampler_model.[spatial|temporal]_linear.{2}.<weight|bias> : sa sb, sa
+    resampler_model.[spatial|temporal]_linear.ln.<weight|bias> : sa
+        = model.resampler_model.[spatial|temporal]_linear.{3}.<weight|bias> : sa
+    resampler_model.spatial_linear.fc1.weight : sa sb = model.resampler_model.spatial_linear.{0}.weight : sa sb
+    resampler_model.temporal_linear.fc1.weight : sa ta = model.resampler_model.temporal_linear.{0}.weight : sa ta
+    resampler_model.<mlp.weight|mlp.bias|after_norm.weight> : h sa, h, h
+        = model.resampler_model.<mlp.weight|mlp.bias|after_norm.weight> : h sa, h, h
+""" + re.sub(r"(?m)^(\s*)vision_model\.", r"\1vision_tower.", TOWER_OUTSIDE)
+KEPT_IN_MEMORY = re.sub(r"(?m)^(\s*)(vision_tower|resampler_model)\.", r"\1model.\2.", KEPT)
 # ERNIE's releases named -Paddle: [Q | K | V], [gate | up], the root `ernie.`
 FUSED = """
     ernie.layers.{i}.self_attn.qkv_proj.weight : h (g r d + g d + g d)

@@ -269,11 +269,28 @@ def _found(table: Table, named: Iterable[Instances], config: Config) -> list[Fou
     """The rules whose left side is there, at least in part, in the table's order."""
     found: dict[int, Found] = {}
     for group in named:
+        _check_numbers(group, config)
         for spot in group.spots:
             example = group.form % group.values[0]
             rule = found.setdefault(spot.rule, Found(table.rules[spot.rule], spot.axes, set(), example))
             rule.rows.update(_in_order(spot.values(group.values, config), spot.axes, rule.axes))
     return [found[number] for number in sorted(found)]
+
+
+def _check_numbers(group: Instances, config: Config) -> None:
+    """Raise InconsistentCheckpoint (E1374) for a name whose numbers are those of no rule."""
+    if not all(spot.shifted for spot in group.spots):
+        return
+    readers = [spot.reader(config) for spot in group.spots]
+    for numbers in group.values:
+        if all(read(numbers) is None for read in readers):
+            name = group.form % numbers
+            raise InconsistentCheckpoint(
+                f"{name}: the family has no tensor of that number",
+                code="E1374",
+                key=name,
+                hint="leave it behind with --remove-keys, or keep the source's names with --dialect keep",
+            )
 
 
 def _in_order(
@@ -389,9 +406,13 @@ def _chosen(
     counts = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
     rules: dict[int, tuple[Found, set[str]]] = {}
     for group in named:
-        for values in group.values:
-            name = group.form % values
-            for spot in group.spots:
+        readers = [(spot, spot.reader({**config, **sizes})) for spot in group.spots]
+        for numbers in group.values:
+            name = group.form % numbers
+            for spot, read in readers:
+                values = read(numbers)
+                if values is None:
+                    continue
                 rule = table.rules[spot.rule]
                 if rule.condition is None or rule.condition.value(
                     ChainMap(dict(zip(spot.axes, values, strict=True)), counts, dict(config))
@@ -467,8 +488,12 @@ def _named_in(table: Table, hub_name: str, config: Config) -> list[str]:
     the one in its place where both sides have as many."""
     form, numbers = form_of(hub_name)
     for spot in table.right.get(form, ()):
-        at = dict(zip(spot.axes, numbers, strict=True))
-        rule = table.rules[spot.rule]
+        values, rule = spot.reader(config)(numbers), table.rules[spot.rule]
+        if values is None:
+            continue
+        at = dict(zip(spot.axes, values, strict=True))
+        if rule.condition and rule.condition.names & at.keys() and not rule.condition.value(ChainMap(at, dict(config))):
+            continue
         here, there = ([term.name for term in side if term.name] for side in (rule.left, rule.right))
         if len(here) == len(there):
             here = [here[[name.form for name in there].index(form)]]

@@ -10,8 +10,9 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
     visual.** = model.visual.**                                     a tower: what is below and has no rule, as it is
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
-experts that are there. Layers that a dialect numbers anew (`Table.ahead`) have an index `{i - num_hidden_layers}`: the
-axis counts as the hub does; a number that a name always has is an index too, `{0}`. What it does not do: know sizes or configs (`families.base`).
+experts that are there. What a dialect numbers anew (`Table.ahead`) has an index `{i - num_hidden_layers}`: the axis counts
+as the hub does; a number that a name always has is an index too, `{0}`. What it does not do: know sizes or configs
+(`families.base`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from ckpt_tool.algebra.equation import Alias, Equation, rules
 from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Name, Term
-from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.errors import UsageError
 
 # a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`)
 _NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_))(?:0|[1-9][0-9]{0,17})(?![^.])")
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
+_SHIFTED = re.compile(r"(\w+) [+-] (\w+)")
 _TOWER = re.compile(r"\s*([\w.]+\.)\*\*\s*=\s*([\w.]+\.)\*\*\s*")
 
 
@@ -46,27 +48,29 @@ class Spot(NamedTuple):
     axes: tuple[str, ...]
     shifted: tuple[Expression, ...] = ()
 
-    def values(self, numbers: Iterable[tuple[int, ...]], config: Mapping[str, Any]) -> Iterable[tuple[int, ...]]:
-        """The axes' values from the numbers of names. config: the sizes of other axes too.
+    def reader(self, config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
+        """What reads the axes' values off the numbers of a name; it gives None where they are not this rule's: another
+        number than the only one that it knows, or one below the first. config: the sizes of other axes too.
 
-        Raises UsageError (E0223) for what the config lacks; InconsistentCheckpoint (E1374) for another number than the
-        only one that the rule knows.
+        Raises UsageError (E0223) for what the config lacks.
         """
         if not self.shifted:
-            return numbers
+            return lambda numbers: numbers
         zero = dict.fromkeys(self.axes, 0)
         by = [(int(index.value({**config, **zero})), bool(index.names & zero.keys())) for index in self.shifted]
-        found = []
-        for row in numbers:
-            for number, (only, axis) in zip(row, by, strict=True):
-                if not axis and number != only:
-                    raise InconsistentCheckpoint(
-                        f"a name has the number {number} where the family has {only} alone",
-                        code="E1374",
-                        hint="leave its tensors behind with --remove-keys, or keep the source's names with --dialect keep",
-                    )
-            found.append(tuple(n - shift for n, (shift, axis) in zip(row, by, strict=True) if axis))
-        return found
+
+        def values(numbers: tuple[int, ...]) -> tuple[int, ...] | None:
+            pairs = [(number - shift, axis) for number, (shift, axis) in zip(numbers, by, strict=True)]
+            mine = all(value >= 0 if axis else value == 0 for value, axis in pairs)
+            return tuple(value for value, axis in pairs if axis) if mine else None
+
+        return values
+
+    def values(self, numbers: Iterable[tuple[int, ...]], config: Mapping[str, Any]) -> Iterable[tuple[int, ...]]:
+        """The axes' values from the numbers of those names that are this rule's. Errors as `reader`."""
+        if not self.shifted:
+            return numbers
+        return [row for row in map(self.reader(config), numbers) if row is not None]
 
 
 class Tower(NamedTuple):
@@ -231,10 +235,10 @@ def _parsed(text: str) -> Table:
             alone = isinstance(rule, Equation) and rule.left == (term,)
             if term.name and (not (alone or _numbered(term.name)) or _NUMBER.search(term.name.text)):
                 raise UsageError(
-                    f"`{term.name.text}`: the indices of a family's names are plain axes, between dots",
+                    f"`{term.name.text}`: the indices of a family's names are axes or numbers, in braces, between dots",
                     code="E1234",
                     place=f"in the rule `{rule.text}`",
-                    hint="write `layers.{i}.w`, and conditions after `if`",
+                    hint="write `layers.{i}.w`, `experts.{e - x}.w` or `layers.{0}.w`, and conditions after `if`",
                 )
         for side in (rule.left, rule.right) if isinstance(rule, Equation) else ():
             if len({frozenset(term.name.axes) for term in side if term.name}) > 1:
@@ -291,8 +295,19 @@ def _stated(text: str) -> str:
 
 
 def _numbered(name: Name) -> bool:
-    """Is every index an axis or a number?"""
-    return all(index.text in name.axes or index.text.isdigit() for index in name.indices)
+    """Is every index an axis, an axis and a constant, or a number?"""
+    return all(index.text.isdigit() or _axis_of(index.text, name.axes) for index in name.indices)
+
+
+def _axis_of(index: str, axes: Iterable[str]) -> str | None:
+    """The axis that an index is, alone or with a constant beside it.
+
+    >>> _axis_of("e - x", ["i", "e"]), _axis_of("2 * e", ["e"])
+    ('e', None)
+    """
+    found = _SHIFTED.fullmatch(index)
+    axis = found[1] if found and found[2] not in axes else index
+    return axis if axis in axes else None
 
 
 def _each(line: str) -> list[str]:

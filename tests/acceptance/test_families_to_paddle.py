@@ -24,7 +24,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 
 pytest.importorskip("transformers", minversion="5")
-SEES = "ernie4_5_vl_moe"  # its config is two, see test_paddle_pretrained.py
+SEES = "ernie4_5_vl_moe"  # no rule says how ranks share its tower; whole: test_paddle_pretrained.py
 NAMES = [family.name for family in FAMILIES if "paddle" in family.dialects and family.name != SEES]
 ROUTES = [("paddle-unified", 1), ("paddle", 2), ("paddle-flex", 2)]
 

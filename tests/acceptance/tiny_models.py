@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 
-from family_models import EXPERTS, REMOTE, config_of, hub_shapes
+from family_models import EXPERTS, REMOTE, class_arguments, config_of, hub_shapes
 
 from ckpt_tool.families.registry import by_name
 
@@ -44,21 +44,21 @@ QUIET = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_positi
 def tiny_config(family: str, **change: Any) -> dict[str, Any]:
     """A config.json of the family."""
     tiny = by_name(family).part(by_name(family).tiny) or by_name(family).tiny
-    own = {key: size for key, size in EXPERT_SIZES.items() if key in tiny}
+    each = {key: tiny[key] for key in EXPERT_SIZES if key in tiny}
+    own = {key: [EXPERT_SIZES[key]] * len(n) if isinstance(n, list) else EXPERT_SIZES[key] for key, n in each.items()}
     own |= {"num_experts_per_tok": 2, "moe_k": 2} if family in EXPERTS else {}
     own |= {key: tiny[key] for key in ("num_hidden_layers",) if key in tiny}  # of a pattern that the config spells out
     quiet = {key: value for key, value in QUIET.items() if key not in tiny}
-    return config_of(family, **{**EVEN, **own, **quiet, **change})
+    config = config_of(family, **{**EVEN, **own, **quiet, **change})
+    if "mrope_section" in config.get("rope_parameters", {}):  # ERNIE's must fill a head of 8
+        config["rope_parameters"] = {**config["rope_parameters"], "mrope_section": [1, 1, 2]}
+    return config
 
 
 def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = None, **change: Any) -> Any:
     """The model, of a fixed seed; buffers are random too, and norms are near one, so that nothing is alike by chance.
 
     classes: another (model_type, architecture) of the family."""
-    if family == "ernie4_5_vl_moe":
-        raise ValueError(
-            "its config is two: this one would build the published size, 20 GB (test_paddle_pretrained.py)"
-        )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
@@ -66,8 +66,9 @@ def tiny_model(family: str, seed: int = 0, classes: tuple[str, str] | None = Non
     transformers.utils.logging.disable_progress_bar()
     config = tiny_config(family, **change)
     kind, architecture = classes or (config["model_type"], config["architectures"][0])
-    told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
-    model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(kind, **told)).eval()
+    model = getattr(transformers, architecture)(
+        transformers.AutoConfig.for_model(kind, **class_arguments(config))
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if "norm" in name and name.endswith("weight"):

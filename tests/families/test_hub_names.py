@@ -12,10 +12,6 @@ from ckpt_tool.families.registry import by_name, find
 from ckpt_tool.families.rewrite import mapping, sizes_of
 from ckpt_tool.families.table import instances
 
-UNKNOWN_IN_MEMORY = {
-    "ernie4_5_vl_moe": "its vision experts are numbered from the text experts on, and fused apart: no rule says that"
-}
-
 
 @pytest.mark.parametrize("family", NAMES)
 def test_the_hub_table_names_them_with_their_shapes(family: str) -> None:
@@ -57,8 +53,6 @@ def test_biases_are_known_where_a_config_asks_for_them(family: str) -> None:
 def test_the_names_in_memory_come_to_those_that_the_real_library_saves(family: str) -> None:
     """transformers 5 fuses experts and moves towers in memory, as a training job's state dict has them, and undoes it
     on saving: the second oracle of a family's dialects of the hub."""
-    if family in UNKNOWN_IN_MEMORY:
-        pytest.skip(UNKNOWN_IN_MEMORY[family])
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers", minversion="5")
     from transformers.core_model_loading import revert_weight_conversion

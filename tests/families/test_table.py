@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from ckpt_tool.algebra.piece import apply
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.families.base import Family
+from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.families.table import form_of, instances, table_of
 
 
@@ -73,17 +77,66 @@ def test_a_number_that_a_name_always_has() -> None:
     assert spot.axes == ("j",) and spot.values([(0, 2), (0, 5)], {}) == [(2,), (5,)]
     (last,) = table.left["m.%d.n"]
     assert last.values([(0,)], {"b": 3}) == [(2,)]
-    with pytest.raises(InconsistentCheckpoint, match="the number 1 where the family has 0 alone") as caught:
-        spot.values([(0, 2), (1, 2)], {})
-    assert caught.value.code == "E1374"
+    assert spot.values([(0, 2), (1, 2)], {}) == [(2,)]  # 1 is no number of the rule's
     assert table.rules[0].shapes({"h": 4, "j": range(1, 3)})[0] == {
         f"m.0.l.{j}.{word}": (4,) for j in (1, 2) for word in "vw"
     }
 
 
+def test_a_number_counted_on_from_a_size() -> None:
+    """Experts of two kinds under one count on one side, each from 0 on the other; neither side need be the one that
+    counts on."""
+    for text in (
+        "b.{e - x}.w : h = m.{e}.w : h if e >= x\na.{e}.w : h = m.{e}.w : h if e < x",
+        "b.{o}.w : h = m.{o + x}.w : h\na.{o}.w : h = m.{o}.w : h",
+    ):
+        table, sizes = table_of(text), {"x": 3}
+        axis = "e" if "{e}" in text else "o"
+        shift = 3 if axis == "e" else 0
+        (left,) = table.left["b.%d.w"]
+        assert left.axes == (axis,) and left.values([(0,), (2,)], sizes) == [(shift,), (2 + shift,)]
+        on, _ = table.right["m.%d.w"]
+        assert on.values([(2,), (3,), (5,)], sizes) == ([(2,), (3,), (5,)] if axis == "e" else [(0,), (2,)])
+
+
+def test_experts_of_two_kinds_come_from_one_count_and_back() -> None:
+    """As of ERNIE 4.5 VL, in names on both sides and along an axis on one."""
+    apart = "b.{e - x}.w : h = m.{e}.w : h if e >= x\na.{e}.w : h = m.{e}.w : h if e < x"
+    stacked = "b.w : o h = m.{o + x}.w : h\na.w : o h = m.{o}.w : h"
+    axes = {"x": "count", "e": "2 * x", "o": "x"}
+    family = Family("two", (), axes, "m.{e}.w : h", {"apart": apart, "stacked": stacked})
+    arrays = {f"m.{e}.w": np.arange(4) + 10 * e for e in range(6)}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    want = {
+        "apart": {f"{'ab'[e // 3]}.{e % 3}.w": array for e, array in enumerate(arrays.values())},
+        "stacked": {"a.w": np.stack(list(arrays.values())[:3]), "b.w": np.stack(list(arrays.values())[3:])},
+    }
+    for dialect, expected in want.items():
+        there = mapping(family, "hf", dialect, shapes, {"count": 3})
+        got = apply([p for each in there.made for p in each.pieces], arrays, {e.name: e.shape for e in there.made})
+        assert {name: array.tolist() for name, array in got.items()} == {n: a.tolist() for n, a in expected.items()}
+        made = {name: array.shape for name, array in got.items()}
+        back = mapping(family, dialect, "hf", made, {"count": 3})
+        found = apply([p for each in back.made for p in each.pieces], got, {e.name: e.shape for e in back.made})
+        assert {name: array.tolist() for name, array in found.items()} == {n: a.tolist() for n, a in arrays.items()}
+    with pytest.raises(InconsistentCheckpoint) as caught:  # a fourth of the first kind is the second's
+        mapping(family, "apart", "hf", {"a.3.w": (4,)}, {"count": 3})
+    assert caught.value.code == "E1370"
+
+
+def test_a_number_of_no_rule_is_an_error_that_names_the_tensor() -> None:
+    family = Family("few", (), {"h": "4"}, "m.{j}.w : h", {"kept": "k.{0}.{j}.w : h = m.{j}.w : h"})
+    with pytest.raises(InconsistentCheckpoint, match="k.1.2.w: the family has no tensor of that number") as caught:
+        mapping(family, "kept", "hf", {"k.0.2.w": (4,), "k.1.2.w": (4,)}, {})
+    assert caught.value.code == "E1374" and caught.value.key == "k.1.2.w"
+
+
 FAULTS = {
-    "an index by an expression": (lambda: table_of("l.{i + 1}.w : h ; k.{i}.w : h = j.{i}.<a|b> : h"), "plain axes"),
-    "a number between dots": (lambda: table_of("l.0.w : h"), "plain axes"),
+    "an index by an expression": (
+        lambda: table_of("l.{2 * i}.w : h ; k.{i}.w : h = j.{i}.<a|b> : h"),
+        "axes or numbers",
+    ),
+    "a number between dots": (lambda: table_of("l.0.w : h"), "axes or numbers"),
     "other indices on one side": (lambda: table_of("a.{i} : h ; b : i h = c.{i} : h ; d.{i} : h"), "other indices"),
     "replaced in part": (lambda: table_of("a.w : h").over(table_of("<a|b>.w : h")), "replaced in part: b.w"),
     "no pattern": (lambda: table_of("a.w = b.w"), "NAME : pattern"),

@@ -1,12 +1,13 @@
 """ERNIE 4.5 VL: text experts, then vision experts under one count, resampler and tower. The hub is what transformers 5
 saves.
 
-`hf-published`: baidu's -PT files, the tower at the root. Paddle: PaddleFormers 1.2.0, ernie4_5_moe_vl: nothing is
+`hf-published`: baidu's -PT files, the tower at the root. `hf-5`: what transformers 5 has in memory, experts of text and of images
+apart. Megatron: Megatron-Bridge 0.6.2, models/ernie_vl/ernie45_vl_bridge.py, where the experts of images are numbered anew. Paddle: PaddleFormers 1.2.0, ernie4_5_moe_vl: nothing is
 fused, routers are as in the hub. `paddle-ernie`: releases named -Paddle, as ERNIE's tools/paddle2torch/tran_4_5t_vl.py
 reads them.
 """
 
-from ckpt_tool.families import ernie_vision
+from ckpt_tool.families import ernie_vision, megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
@@ -17,7 +18,7 @@ FAMILY = Family(
         ModelClass("ernie4_5_moe_vl", "Ernie4_5_VL_MoeForConditionalGeneration"),
     ),
     axes={
-        **DECODER, "x": "text_config.moe_num_experts? or moe_num_experts[0]", "e": "2 * x",
+        **DECODER, "x": "text_config.moe_num_experts? or moe_num_experts[0]", "o": "x", "e": "2 * x",
         "m": "moe_intermediate_size[0]", "n": "moe_intermediate_size[1]",
         "b": "vision_config.depth", "k": "4", "y": "vision_config.hidden_size",
         "sa": "y * (vision_config.spatial_merge_size? or spatial_conv_size? or 2)"
@@ -38,6 +39,34 @@ FAMILY = Family(
         model.layers.{i}.mlp.<gate.weight|gate.weight_1|moe_statics.e_score_correction_bias> : h x, h x, 2 x
     """,
     dialects={
+        "megatron": megatron.inside(megatron.DENSE + megatron.SHARED_EXPERTS, "model.") + ernie_vision.KEPT + """
+            language_model.decoder.layers.{i}.mlp.<text|vision>_moe_layer.router.weight : x h
+                = model.layers.{i}.mlp.gate.<weight|weight_1> : h x
+            language_model.decoder.layers.{i}.mlp.<text|vision>_moe_layer.router.expert_bias : x
+                = model.layers.{i}.mlp.moe_statics.e_score_correction_bias : (1 + 1) x
+            language_model.decoder.layers.{i}.mlp.text_moe_layer.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
+                = model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : m h if e < x
+            language_model.decoder.layers.{i}.mlp.text_moe_layer.experts.local_experts.{e}.linear_fc2.weight : h m
+                = model.layers.{i}.mlp.experts.{e}.down_proj.weight : h m if e < x
+            language_model.decoder.layers.{i}.mlp.vision_moe_layer.experts.local_experts.{e - x}.linear_fc1.weight : ((1 + 1) n) h
+                = model.layers.{i}.mlp.experts.{e}.<gate|up>_proj.weight : n h if e >= x
+            language_model.decoder.layers.{i}.mlp.vision_moe_layer.experts.local_experts.{e - x}.linear_fc2.weight : h n
+                = model.layers.{i}.mlp.experts.{e}.down_proj.weight : h n if e >= x
+        """,
+        "hf-5": Variant("hf", instead="model.layers.", root="model.language_model.layers.", over=ernie_vision.KEPT_IN_MEMORY + """
+            model.language_model.<embed_tokens|norm>.weight : v h, h = model.<embed_tokens|norm>.weight : v h, h
+            model.language_model.layers.{i}.mlp.<text|vision>_moe.gate.weight : x h = model.layers.{i}.mlp.gate.<weight|weight_1> : h x
+            model.language_model.layers.{i}.mlp.<text|vision>_moe.gate.moe_statics.e_score_correction_bias : 1 x
+                = model.layers.{i}.mlp.moe_statics.e_score_correction_bias : (1 + 1) x
+            model.language_model.layers.{i}.mlp.vision_moe.experts.gate_up_proj : o ((1 + 1) n) h
+                = model.layers.{i}.mlp.experts.{o + x}.<gate|up>_proj.weight : n h
+            model.language_model.layers.{i}.mlp.vision_moe.experts.down_proj : o h n
+                = model.layers.{i}.mlp.experts.{o + x}.down_proj.weight : h n
+            model.language_model.layers.{i}.mlp.text_moe.experts.gate_up_proj : o ((1 + 1) m) h
+                = model.layers.{i}.mlp.experts.{o}.<gate|up>_proj.weight : m h
+            model.language_model.layers.{i}.mlp.text_moe.experts.down_proj : o h m
+                = model.layers.{i}.mlp.experts.{o}.down_proj.weight : h m
+        """),
         "hf-published": Variant("hf", over=ernie_vision.TOWER_OUTSIDE),
         "paddle": NLP_HEAD + ernie_vision.TOWER_TURNED + ernie_vision.RESAMPLER_TURNED + """
             model.embed_tokens.weight : v h

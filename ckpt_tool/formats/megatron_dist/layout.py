@@ -131,7 +131,8 @@ class DistLayout:
         differing = any(isinstance(n, list) or type(n) is int and n > 1 for n in several)
         differing |= bool(args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"))
         differing |= any(names.stem(name).startswith("decoder.final_norm.") for name in self.names)  # a hybrid model's
-        out = {stacked_style(stack) for stack in self.counts if names.is_tower(f"{stack}.")}
+        towers = [f"{stack}." for stack in self.counts if names.is_tower(f"{stack}.")]
+        out = {stacked_style(tower[:-1]) for tower in towers if not names.is_foreign(tower)}  # the hub's own never do
         out |= set() if differing else {STACKED_LAYERS}
         mla = any(".linear_kv_down_proj." in name for name in self.names)
         if self.facts.te:
