@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_tool.cli.plain import plain_job
-from ckpt_tool.core.progress import SILENT
+from ckpt_tool.core.progress import SILENT, listening
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def _run(job: Job) -> int:
             mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
     try:
-        document = job.run(progress)
+        with listening(progress):
+            document = job.run(progress)
     finally:
         progress.finish()  # whatever happens, the bar goes before anything else is printed
     sound = job.sound(document)

@@ -14,7 +14,9 @@ from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import SourceChanged, StorageError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.storage.destination import check_destination, check_space
-from ckpt_tool.storage.opening import open_tree
+from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
+
+NOTHING_THERE = "E0702"
 
 
 def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progress: Progress) -> dict[str, Any]:
@@ -23,6 +25,8 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
     Raises SourceChanged when the plan or a source it names is not what it was.
     """
     began = time.monotonic()
+    if scheme_of(plan_file) or short_url(plan_file):
+        raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
     if part is not None and not 1 <= part[0] <= part[1]:
         raise UsageError(f"--part {part[0]}/{part[1]}", code="E0267", hint="want I/N with 1 <= I <= N, such as 2/8")
@@ -31,6 +35,8 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
         try:
             trees[root] = open_tree(root)
         except StorageError as e:
+            if e.code != NOTHING_THERE:
+                raise
             raise SourceChanged(
                 f"the source {root} is gone: {e.message}",
                 code="E0602",

@@ -14,7 +14,8 @@ A command never prints. It calls these five, from any thread; `report.progress` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 MODES = ("auto", "tty", "plain", "json", "none")  # of `--progress`
@@ -64,3 +65,20 @@ class Silent:
 
 
 SILENT: Progress = Silent()
+_listener = SILENT
+
+
+@contextmanager
+def listening(progress: Progress) -> Iterator[None]:
+    """While it lasts, `aside` is a note of this progress. For the rim, around one command."""
+    global _listener
+    before, _listener = _listener, progress
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def aside(message: str) -> None:
+    """A note from where no progress is at hand: a store that makes everyone wait, far below any command."""
+    _listener.note(message)

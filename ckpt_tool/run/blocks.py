@@ -21,7 +21,9 @@ from ckpt_tool.errors import REPLICAS_DIFFER, CkptError, ReplicasDiffer, SourceC
 from ckpt_tool.plan.copy import Region, clip, hull, is_transposed
 from ckpt_tool.plan.plan import Move, SourceFile
 from ckpt_tool.run.checksum import Pieces
+from ckpt_tool.run.digest import LEAF
 from ckpt_tool.run.transposed import PANEL, Strips, Transposed
+from ckpt_tool.storage.ahead import NEAR
 from ckpt_tool.storage.inline_arrays import INLINE
 from ckpt_tool.storage.source import Tree, identity_of
 from ckpt_tool.storage.staging import Staging
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # at run time by those who need it: a move of plain runs does
 SCRATCH = 1 << 20  # bytes of the strided side
 GAP = 64 << 10  # bytes: runs closer than this are read in one pread
 LONG = 64 << 10  # bytes: rows of at least this length are runs of their own
+SEGMENT = 16 << 20  # bytes of a line: what a store is asked for comes file by file within it
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
@@ -42,6 +45,15 @@ def strided(
     import numpy as np
 
     return np.ndarray(tuple(extents), _TYPES[item], buffer, offset, tuple(strides))
+
+
+def _reads(part: Region, item: int) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of what is read for a part: all of it where its rows lie near each other."""
+    if not part.extents or part.strides[0] <= NEAR or part.extents[0] == 1:
+        yield part.offset, part.reach(item)
+    else:
+        for i in range(part.extents[0]):
+            yield from _reads(part.row(i), item)
 
 
 class Spans:
@@ -159,15 +171,14 @@ class Sources:
             hint="wait until nothing writes into the checkpoint, then plan again",
         )
 
-    def check(self, number: int) -> None:
-        """Raise SourceChanged unless the file is, by name, still the one that the plan saw."""
-        file = self.files[number]
-        try:
-            same = tuple(self.trees[file.root].identity_by_name(file.path)) == tuple(file.identity)
-        except OSError:
-            same = False
-        if not same:
-            raise self.changed(number)
+    def check(self) -> None:
+        """Raise SourceChanged unless each file is, by name, still the one that the plan saw."""
+        for root, tree in self.trees.items():
+            numbers = [number for number, file in enumerate(self.files) if file.root == root]
+            now = tree.identities_by_name(self.files[number].path for number in numbers)
+            for number, identity in zip(numbers, now, strict=True):
+                if identity is None or tuple(identity) != tuple(self.files[number].identity):
+                    raise self.changed(number)
 
 
 class StagedFiles:
@@ -234,6 +245,24 @@ class Reader:
                 self._read(part, block, start, move.item, count=count)
         for part in copies:
             self._compare(move, part, block, start, count=count)
+
+    def expect(self, items: Iterable[tuple[Move, int, int]]) -> None:
+        """Elements [start, stop) of these moves' lines will be filled next, in this order: files of stores are fetched
+        ahead. Of transposed sources the panels ask themselves."""
+        ranges: dict[int, tuple[Tree, list[tuple[str, int, int]]]] = {}
+        for move, start, stop in items:
+            far = [(region, tree) for region in move.sources if (tree := self._files.remote(region.file)) is not None]
+            if not far or any(map(is_transposed, move.sources)):
+                continue
+            stop = min(move.numel, -(-stop * move.item // LEAF) * LEAF // move.item)  # as the digest's last leaf
+            step = max(1, SEGMENT // move.item)
+            for at in range(start, stop, step):
+                for region, tree in far:
+                    _, wanted = ranges.setdefault(id(tree), (tree, []))
+                    for part in clip(region, at, min(at + step, stop)):
+                        wanted.extend((self._files.path(part.file), *run) for run in _reads(part, move.item))
+        for tree, wanted in ranges.values():
+            tree.expect(wanted)
 
     def turned(self, move: Move) -> Transposed | None:
         """The panels of a move with transposed sources, None for others. Good until another move is asked for."""

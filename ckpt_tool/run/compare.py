@@ -75,6 +75,8 @@ def compare(
         reader = beside.reader(16)
         worst = found[id(move)] = Worst(move.shape)
         buffer: Bytes = np.empty(STRIDED_BLOCK * max(1, twin.item // move.item + 1), np.uint8)
+        if right is not left:  # a tree's thread expects one thing at a time
+            reader.expect([(twin, 0, twin.numel)])
 
         def see(move: Move, at: int, data: Bytes) -> None:
             n = len(data) // move.item

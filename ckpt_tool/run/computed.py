@@ -130,6 +130,19 @@ class ComputedTree(Tree):
     def identity_by_name(self, path: str) -> Identity:
         return self._identity(path, lambda tree, file: _told(tree, file, tree.identity_by_name(file)))
 
+    def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
+        now: dict[tuple[str, str], str] = {}
+        files: dict[str, tuple[Tree, dict[str, None]]] = {}
+        names = list(paths)
+        for name in names:
+            for each in self._recipes[name].inputs:
+                _, wanted = files.setdefault(each.tree.shown, (each.tree, {}))
+                wanted.update(dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks))
+        for shown, (tree, wanted) in files.items():
+            for file, identity in zip(wanted, tree.identities_by_name(wanted), strict=True):
+                now[shown, file] = "" if identity is None else _told(tree, file, identity)
+        return [self._identity(name, lambda tree, file: now[tree.shown, file]) for name in names]
+
     def _identity(self, path: str, of: Callable[[Tree, str], str]) -> Identity:
         recipe = self._recipes[path]
         found = blake2b(recipe.text.encode(), digest_size=24)

@@ -162,7 +162,7 @@ class Executor:
             self.progress.start(total, self.plan.destination)
             self.progress.advance(done)
         self._work(staging, state)
-        self._check_sources()
+        self.sources.check()
         if self.part is not None:
             staging.record({"part": True})
             journals = staging.close_part()
@@ -222,7 +222,7 @@ class Executor:
             if self.progress:
                 self.progress.note(f"{len(state.queue)} units of other parts are not as they were written: moved again")
             self._work(staging, state)
-            self._check_sources()
+            self.sources.check()
 
     def _sift(self, staging: Staging, state: _State, journal: Sequence[Line]) -> int:
         """Take those units off the queue that are staged as the journal says. Returns their bytes."""
@@ -360,10 +360,6 @@ class Executor:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _check_sources(self) -> None:
-        for number in range(len(self.plan.sources)):
-            self.sources.check(number)
-
     def _finish(self, staging: Staging, state: _State) -> Result:
         moves = self.plan.moves
         digests = {move.key: _root(move.dtype.name, move, state.leaves.get(i, {})) for i, move in enumerate(moves)}
@@ -385,7 +381,7 @@ class Executor:
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
         if self.check is not None:
             self.check(staging.path, *((digests_out, digests) if self.hashing else ({}, {})))
-        self._check_sources()
+        self.sources.check()
         if self._fsync:
             sync_all(staging, self._names)
         staging.commit(single=self.plan.single)

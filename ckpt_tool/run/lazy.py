@@ -96,6 +96,7 @@ class LazyTensor:
         checked = Checked(source.files, source.records)
         reader = checked.reader(16)
         try:
+            reader.expect([(source.moves[0], 0, source.moves[0].numel)])
             reader.fill(source.moves[0], block.data, 0, source.moves[0].numel)
         finally:
             checked.done(reader)

@@ -176,6 +176,8 @@ def _read_one(
     lock: threading.Lock,
 ) -> None:
     see, step = visit(move), STRIDED_BLOCK // move.item
+    if move.numel > step:
+        reader.expect([(move, 0, move.numel)])
     for at in range(0, move.numel, step):
         end = min(at + step, move.numel)
         part = block[: (end - at) * move.item]

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
-from ckpt_tool.storage.opening import scheme_of
+from ckpt_tool.storage.opening import scheme_of, short_url
 
 
 def url_fault(path: str) -> tuple[str, str] | None:
     """(what is wrong with `path` as a place to write to, what to do instead), None for a path of this machine."""
     scheme = scheme_of(path)
+    if scheme is None and (url := short_url(path)) is not None:
+        return f"{path} is a URL that lost a slash", f"write {url}, as text and not as a Path; a folder is ./{path}"
     if scheme is None:
         return None
     if scheme in ("file", "local"):

@@ -1,8 +1,8 @@
 """Opening what the user typed: a path, or a URL of a store.
 
-`s3://`, `gs://`, `hf://`, `memory://` and every other scheme that fsspec knows open as a `RemoteTree`; fsspec and the
-store's own package are imported here and nowhere else, only when a URL was given, so no other command ever loads code
-that opens sockets. `file://` is a path.
+`s3://`, `gs://` and `az://` open as a `RemoteTree` over obstore, `hf://`, `memory://` and every other scheme that
+fsspec knows over fsspec. Both are imported only when a URL was given, so no other command ever loads code that opens
+sockets. `file://` is a path.
 
     open_tree("out/iter_5")            Tree
     open_tree("s3://bucket/iter_5")    RemoteTree
@@ -12,9 +12,15 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
 
+from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.source import Tree
 
+if TYPE_CHECKING:
+    from ckpt_tool.storage.store import Store
+
+_SHORT = re.compile(r"(s3a?|gcs|gs|az|azure|abfss?|hf|memory|https?):/(?!/)", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
 
 
@@ -28,6 +34,16 @@ def scheme_of(path: str) -> str | None:
     return found[1].lower() if found else None
 
 
+def short_url(path: str) -> str | None:
+    """The URL that `path` was before it lost a slash: pathlib makes `s3:/b/x` of `s3://b/x`. None for any other path.
+
+    >>> short_url("s3:/bucket/run"), short_url("s3://bucket/run"), short_url("./s3:/bucket")
+    ('s3://bucket/run', None, None)
+    """
+    found = _SHORT.match(path)
+    return f"{found[1]}://{path[found.end() :]}" if found else None
+
+
 def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> Tree:
     """The tree at `src`: a file, a folder or a URL.
 
@@ -36,10 +52,30 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
     """
     text = os.fspath(src)
     scheme = _SCHEME.match(text)
+    if scheme is None and (url := short_url(text)) is not None and not os.path.lexists(text):
+        raise UsageError(
+            f"{text} is a URL that lost a slash",
+            code="E2502",
+            path=text,
+            hint=f"write {url}, as text and not as a Path",
+        )
     if scheme is None:
         return Tree(text, follow_symlinks=follow_symlinks)
     if scheme[1].lower() in ("file", "local") and scheme[0].endswith("//"):
         return Tree(text[scheme.end() :], follow_symlinks=follow_symlinks)
     from ckpt_tool.storage.remote import RemoteTree
 
-    return RemoteTree(text)
+    return RemoteTree(text, open_store(text))
+
+
+def open_store(url: str) -> Store:
+    """The store of a URL and the place in it. Raises UsageError E0247, E2502, E2508."""
+    from ckpt_tool.storage.fsspec_store import FsspecStore
+    from ckpt_tool.storage.object_store import CLOUDS, ObjectStore
+
+    if scheme_of(url) in CLOUDS and "://" in url:
+        try:
+            return ObjectStore.at(url)
+        except ImportError:
+            pass  # not installed: fsspec's own packages serve these schemes too, more slowly
+    return FsspecStore.at(url)

@@ -1,70 +1,38 @@
-"""A tree behind a URL: the reading surface of `Tree` over any fsspec file system, by ranges.
+"""A tree behind a URL: the reading surface of `Tree` over a store, by ranges.
 
-The one idea: a store answers a range in tens of milliseconds whatever its length, so few and larger requests are made.
-A read that nothing is known of fetches at least 64 KiB; a read that goes on where the last one of its thread ended
-fetches twice as much as that one did, up to 2 MiB, and what was fetched beyond the request is kept for the next. No
-file is ever fetched whole unless someone reads all of it.
+The one idea: a store answers a range in tens of milliseconds whatever its length, so few and larger requests are made,
+many of them at once. Who knows what it will read says so (`expect`, see `storage.ahead`). Of the rest, a read that
+nothing is known of fetches at least 64 KiB; a read that goes on where the last one of its thread ended fetches twice as
+much as that one did, up to 2 MiB, and what was fetched beyond the request is kept for the next. No file is ever fetched
+whole unless someone reads all of it.
 
     read 8 bytes at 0         -> fetches [0, 64 KiB)
     read 9,000 bytes at 8     -> from memory
     read 256 KiB at 64 KiB    -> fetches [64 KiB, 320 KiB); the next 256 KiB fetch 512 KiB, then 1 MiB, then 2 MiB
 
-A store's file has no inode: its identity is made of its ETag (or checksum, or version), size and modification time.
-Memory: at most 16 pieces of 2 MiB a thread. What it does not do: write, retry (the stores' clients do), follow links.
+A store's file has no inode: its identity is made of its ETag (or checksum, or version), size and modification time, as
+they were when the tree was opened; every range is held against it. One listing serves a folder and the folders below.
+Memory: at most 16 pieces of 2 MiB a thread, and what is fetched ahead. What it does not do: write, follow links.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from ckpt_tool.core.inner_path import FOLDERS
-from ckpt_tool.errors import (
-    CkptError,
-    CorruptFile,
-    SourceChanged,
-    StorageError,
-    UnsafeInput,
-    UsageError,
-    near_misses,
-)
+from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
+from ckpt_tool.storage.ahead import PIECE, Ahead, Fetchers, Range
 from ckpt_tool.storage.inline_arrays import INLINE, base_of
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
+from ckpt_tool.storage.store import Changed, Entry, Store
 
 FIRST_FETCH = 64 << 10  # bytes
 LAST_FETCH = 2 << 20  # bytes
 PIECES = 16  # kept a thread
-_MARKS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "md5",
-    "content_md5",
-    "checksum",
-    "sha256",
-    "blob_id",
-    "version_id",
-    "generation",
-    "ino",
-)
-_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
-# Exceptions of the stores' clients that are no OSError; looked up only where the client is loaded.
-_FOREIGN = (
-    ("botocore.exceptions", ("BotoCoreError", "ClientError")),
-    ("aiohttp", ("ClientError",)),
-    ("gcsfs.retry", ("HttpError",)),
-    ("google.auth.exceptions", ("GoogleAuthError",)),
-    ("huggingface_hub.errors", ("HfHubHTTPError", "EntryNotFoundError", "RepositoryNotFoundError")),
-    ("requests.exceptions", ("RequestException",)),
-    ("httpx", ("HTTPError",)),
-    ("azure.core.exceptions", ("AzureError",)),
-)
 
 
 class RemoteTree(Tree):
@@ -72,8 +40,9 @@ class RemoteTree(Tree):
 
     local = False
 
-    def __init__(self, url: str) -> None:
-        """Raises UsageError E0247 (no package), E2502 (no such scheme), StorageError E0702 (nothing there), E0700."""
+    def __init__(self, url: str, store: Store, *, listed: dict[str, Entry] | None = None) -> None:
+        """listed: what lies below, where that is known. Raises StorageError E0702 (nothing there) and what the store
+        raises."""
         self.shown = url
         self.bytes_read = 0
         self.requests = 0
@@ -81,15 +50,20 @@ class RemoteTree(Tree):
         self._links, self._blobs = False, None
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._infos: dict[str, Mapping[str, Any]] = {}
-        self._fs, base = _file_system(url)
-        self._base = base.rstrip("/")
+        self._entries: dict[str, Entry] = {}
+        self._store, self._listed = store, listed
         self.single: str | None = None
-        info = self._ask_store(base, "opening")
-        if info["type"] == "file":
-            self._base, _, self.single = self._base.rpartition("/")
-            self._infos[self.single] = info
-        self.root = Path(self._base)
+        if listed is None:
+            try:
+                entry = store.single()
+            except FileNotFoundError as e:
+                raise StorageError(f"{url} does not exist", code="E0702", path=url, hint="check the URL") from e
+            if entry is not None:
+                self.single = url.rstrip("/").rpartition("/")[2]
+                self._entries[self.single] = entry
+                self._store = store.parent()
+        self.root = Path(url)
+        self._fetchers = Fetchers(self._fetch)
 
     # -- listing --------------------------------------------------------------------------------------------------
 
@@ -104,33 +78,34 @@ class RemoteTree(Tree):
         return self._listing
 
     def _find(self) -> dict[str, int]:
-        try:
-            entries = self._fs.find(self._base, maxdepth=FOLDERS + 1, withdirs=False, detail=True)
-        except _errors() as e:
-            self._fail(e, "", "listing")
+        entries = self._store.list() if self._listed is None else self._listed
         if len(entries) > FILE_LIMIT:
             raise CorruptFile(
                 f"more than {FILE_LIMIT} files", code="E0310", path=self.shown, hint="pass the checkpoint's folder"
             )
         found: dict[str, int] = {}
-        for name, info in entries.items():
-            path = name.removeprefix(self._base).lstrip("/")
-            if any(part in ("", ".", "..") for part in path.split("/")):
+        for path, entry in entries.items():
+            parts = path.split("/")
+            if any(part in ("", ".", "..") for part in parts):
                 safe_relative(path, named_in=self.shown)  # a store's key may be anything; ours name local files too
-            size = info.get("size")
-            regular = info["type"] == "file" and not info.get("islink") and isinstance(size, int)
-            found[path] = size if regular else -1
-            self._infos[path] = info
+            if len(parts) <= FOLDERS + 1:
+                found[path] = entry.size
+                self._entries[path] = entry
         return found
 
     def below(self, folder: str) -> Tree:
-        return RemoteTree(self.display(folder))
+        inside = {
+            path.removeprefix(f"{folder}/"): self._entries[path]
+            for path in self.listing()
+            if path.startswith(f"{folder}/")
+        }
+        return RemoteTree(self.display(folder), self._store.below(folder), listed=inside or None)
 
     # -- what a file is -------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
         """Never gives a descriptor. Raises Incomplete for a missing file, StorageError E0710 else."""
-        self._info(path)
+        self._entry(path)
         raise StorageError(
             "a file behind a URL has no descriptor",
             code="E0710",
@@ -144,50 +119,57 @@ class RemoteTree(Tree):
     def identity(self, path: str) -> Identity:
         """The identity at first sight."""
         path = base_of(path)
-        return _identity(self.shown, path, self._info(path))
+        return _identity(self.shown, path, self._entry(path))
 
     def identity_by_name(self, path: str) -> Identity:
         """The identity now, asked of the store again."""
         path = base_of(path)
-        self._fs.invalidate_cache()
-        return _identity(self.shown, path, self._ask_store(self._key(path), "looking at", path))
+        return _identity(self.shown, path, self._look(path))
+
+    def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
+        """The same of several files: of a folder's by one listing."""
+        names = [base_of(path) for path in paths]
+        if self.single is not None or len(names) < 2:
+            return super().identities_by_name(names)
+        now = self._store.list()
+        return [_identity(self.shown, name, now[name]) if name in now else None for name in names]
 
     def size(self, path: str) -> int:
-        return int(self._info(path)["size"])
+        return self._entry(path).size
 
-    def _key(self, path: str) -> str:
-        return f"{self._base}/{path}"
-
-    def _info(self, path: str) -> Mapping[str, Any]:
-        info = self._infos.get(path)
-        if info is None:
-            info = self._infos[path] = self._ask_store(self._key(path), "looking at", path)
-        if info["type"] != "file" or info.get("islink") or not isinstance(info.get("size"), int):
+    def _entry(self, path: str) -> Entry:
+        entry = self._entries.get(path)
+        if entry is None:
+            entry = self._entries[path] = self._look(path)
+        if entry.size < 0:
             raise UnsafeInput(
                 f"{path} is not a regular file of known size",
                 code="E0413",
                 path=self.display(path),
                 hint="copy the checkpoint to this machine first",
             )
-        return info
+        return entry
 
-    def _ask_store(self, key: str, doing: str, path: str | None = None) -> Mapping[str, Any]:
+    def _look(self, path: str) -> Entry:
+        if self._listing is not None and self.single is None and path not in self._entries:
+            raise missing_file(path, self.display(path))
         try:
-            info: Mapping[str, Any] = self._fs.info(key)
+            return self._store.look(path)
         except FileNotFoundError as e:
-            if path is not None:
-                raise missing_file(path, self.display(path)) from e
-            raise StorageError(
-                f"{self.shown} does not exist", code="E0702", path=self.shown, hint="check the URL"
-            ) from e
-        except _errors() as e:
-            self._fail(e, path or "", doing)
-        return info
+            raise missing_file(path, self.display(path)) from e
 
     # -- reading --------------------------------------------------------------------------------------------------
 
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """This thread will read these ranges next, in this order: (path, first byte, number of bytes)."""
+        self._mine().ahead.expect((base_of(path), at, nbytes) for path, at, nbytes in ranges)
+
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before."""
+        return bytes(self.view(path, offset, nbytes))
+
+    def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
+        """The same, without a copy where one request brought them all."""
         if path.endswith(INLINE):
             return self._read_view(base_of(path), offset, nbytes)
         size = self.size(path)
@@ -199,37 +181,47 @@ class RemoteTree(Tree):
                 offset=min(max(offset, 0), size),
                 hint="the file is cut short: compare its size with the source",
             )
-        pieces = self._pieces()
-        parts, at, end = [], offset, offset + nbytes
+        mine, parts = self._mine(), list[memoryview]()
+        at, end, whole = offset, offset + nbytes, bytearray(nbytes if nbytes > PIECE else 0)
         while at < end:
-            part = pieces.take(path, at, end)
-            if not part:
-                length = min(max(end - at, pieces.ahead(path, at)), max(LAST_FETCH, FIRST_FETCH), size - at)
-                pieces.keep(path, at, self._fetch(path, at, length))
+            part = mine.ahead.take(path, at, end) or mine.take(path, at, end)
+            if not part and whole:  # long, and not expected by anybody: many requests at once
+                mine.ahead.expect([(path, at, end - at)])
                 continue
-            parts.append(part)
+            if not part:
+                length = min(max(end - at, mine.next_fetch(path, at)), LAST_FETCH, size - at)
+                mine.keep(path, at, self._fetch(path, at, length))
+                continue
+            if whole:
+                whole[at - offset : at - offset + len(part)] = part
+            else:
+                parts.append(part)
             at += len(part)
+        if whole:
+            return memoryview(whole)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _pieces(self) -> _Pieces:
+    def _mine(self) -> _Pieces:
         pieces: _Pieces | None = getattr(self._local, "pieces", None)
         if pieces is None:
-            pieces = self._local.pieces = _Pieces()
+            pieces = self._local.pieces = _Pieces(Ahead(self._fetchers))
         return pieces
 
-    def _fetch(self, path: str, at: int, nbytes: int) -> bytes:
+    def _fetch(self, path: str, at: int, nbytes: int) -> memoryview:
         try:
-            data: bytes = self._fs.cat_file(self._key(path), start=at, end=at + nbytes)
-        except FileNotFoundError as e:
-            raise self._gone(path, at) from e
-        except _errors() as e:
-            self._fail(e, path, "reading", at)
+            data = self._store.get(path, at, at + nbytes, self._entry(path))
+        except (FileNotFoundError, Changed) as e:
+            raise SourceChanged(
+                "the file changed in the store while it was read",
+                code="E0603",
+                path=self.display(path),
+                offset=at,
+                hint="run again when nothing writes to it any more",
+            ) from e
         with self._lock:
             self.bytes_read += len(data)
             self.requests += 1
         if len(data) != nbytes:
-            if self.identity_by_name(path) != self.identity(path):
-                raise self._gone(path, at)
             raise StorageError(
                 f"the store gave {len(data)} bytes where {nbytes} were asked for",
                 code="E0703",
@@ -239,106 +231,42 @@ class RemoteTree(Tree):
             )
         return data
 
-    def _gone(self, path: str, at: int) -> SourceChanged:
-        return SourceChanged(
-            "the file changed in the store while it was read",
-            code="E0603",
-            path=self.display(path),
-            offset=at,
-            hint="run again when nothing writes to it any more",
-        )
-
     def close(self) -> None:
         """Forget what this thread has kept."""
-        self._local.pieces = _Pieces()
-
-    def _fail(self, error: BaseException, path: str, doing: str, offset: int | None = None) -> NoReturn:
-        """An error of the store's client as ours."""
-        reason = f"{type(error).__name__}: {str(error) or 'no reason given'}"[:300]
-        denied = isinstance(error, PermissionError) or "redential" in reason or "403" in reason
-        raise StorageError(
-            f"{doing} failed: {reason}",
-            code="E0700",
-            path=self.display(path),
-            offset=offset,
-            hint="log in to the store as its own tool does (aws configure, gcloud auth login, hf auth login)"
-            if denied
-            else "check the URL and the network, then try again",
-        ) from error
+        self._local.pieces = None
 
 
 class _Pieces:
     """One thread's fetched pieces, the least recently used dropped first, and where each file's last fetch ended."""
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+    def __init__(self, ahead: Ahead) -> None:
+        self.ahead = ahead
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._last: dict[str, tuple[int, int]] = {}  # path -> (end of the last fetch, its length)
 
-    def take(self, path: str, at: int, end: int) -> bytes:
-        """What is kept of [at, end), from `at` on; b"" when nothing."""
+    def take(self, path: str, at: int, end: int) -> memoryview:
+        """What is kept of [at, end), from `at` on; empty when nothing."""
         for (name, start), data in self._kept.items():
             if name == path and start <= at < start + len(data):
                 self._kept.move_to_end((name, start))
                 return data[at - start : end - start]
-        return b""
+        return memoryview(b"")
 
-    def ahead(self, path: str, at: int) -> int:
+    def next_fetch(self, path: str, at: int) -> int:
         """How many bytes to fetch at least: more for a file that is read on from where its last fetch ended."""
         end, length = self._last.get(path, (-1, 0))
         return min(2 * length, LAST_FETCH) if at == end else FIRST_FETCH
 
-    def keep(self, path: str, at: int, data: bytes) -> None:
+    def keep(self, path: str, at: int, data: memoryview) -> None:
         self._last[path] = (at + len(data), len(data))
         self._kept[path, at] = data
         while len(self._kept) > PIECES:
             self._kept.popitem(last=False)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for `url`, and the path in it."""
-    install = "pip install 'ckpt-tool[remote]'"
-    try:
-        import fsspec
-    except ImportError as e:
-        raise UsageError(f"reading {url} needs the extra `remote`", code="E0247", hint=install) from e
-    try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
-    except ImportError as e:
-        raise UsageError(
-            f"this store needs a package that is not installed: {e}", code="E0247", path=url, hint=install
-        ) from e
-    except ValueError as e:
-        scheme = url.partition(":")[0]
-        raise UsageError(
-            f"the URL can't be opened: {e}",
-            code="E2502",
-            path=url,
-            hint=near_misses(scheme, fsspec.available_protocols()) or "the common schemes are s3://, gs:// and hf://",
-        ) from e
-    return found
-
-
-def _errors() -> tuple[type[BaseException], ...]:
-    """What a store's client may raise: OSErrors, and the classes of the clients that are loaded."""
-    found: list[type[BaseException]] = [OSError, ValueError, NotImplementedError]
-    for module, names in _FOREIGN:
-        loaded = sys.modules.get(module)
-        found += [kind for name in names if isinstance(kind := getattr(loaded, name, None), type)]
-    return tuple(kind for kind in found if not issubclass(kind, CkptError))
-
-
-def _identity(url: str, path: str, info: Mapping[str, Any]) -> Identity:
-    """(url, mark, size, time): the mark is the ETag or whatever else changes with the content."""
-    mark = next((f"{name}={info[name]}" for name in _MARKS if info.get(name)), "")
-    time = next((info[name] for name in _TIMES if info.get(name) is not None), "")
-    return Identity(_number(url), _number(f"{path}\0{mark}"), int(info["size"]), _number(_stamp(time)), 0)
-
-
-def _stamp(time: object) -> str:
-    """A time in one spelling: stores give datetimes, seconds or text, sometimes one in lists and another alone."""
-    if isinstance(time, datetime.datetime):
-        time = time.timestamp()
-    return f"{time:.6f}" if isinstance(time, int | float) else str(time)
+def _identity(url: str, path: str, entry: Entry) -> Identity:
+    """(url, mark, size, time) as numbers."""
+    return Identity(_number(url), _number(f"{path}\0{entry.mark}"), entry.size, _number(entry.time), 0)
 
 
 def _number(text: str) -> int:

@@ -335,6 +335,20 @@ class Tree:
         finally:
             os.close(fd)
 
+    def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
+        """The same of several files; None for one that can't be opened any more."""
+        found: list[Identity | None] = []
+        for path in paths:
+            try:
+                found.append(self.identity_by_name(path))
+            except OSError:
+                found.append(None)
+        return found
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """This thread will read these ranges next, in this order: (path, first byte, number of bytes). For trees behind
+        a URL, which fetch them ahead."""
+
     def size(self, path: str) -> int:
         """Size in bytes."""
         return os.fstat(self.fd(path)).st_size

@@ -80,6 +80,20 @@ def test_nor_from_python(verb: Callable[..., Any], place: Path) -> None:
     assert files(place) == sorted(["src", *(f"src/{name}" for name in files(MODEL))])
 
 
+def test_nor_one_that_lost_a_slash(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What pathlib makes of a URL would be a folder `s3:`, and was one."""
+    (place / "s3:" / "bucket").mkdir(parents=True)
+    before = files(place)
+    with pytest.raises(UsageError, match="is a URL") as info:
+        ckpt.convert("src", Path("s3://bucket/out"), to="dcp")
+    assert "write s3://bucket/out" in str(info.value.hint) and "./s3:/bucket/out" in str(info.value.hint)
+    assert run(["inspect", "gs:/bucket/run"]) == 2 and "write gs://bucket/run" in capsys.readouterr().err
+    assert run(["apply", "s3://bucket/plan"]) == 2 and "s3://bucket/plan" in capsys.readouterr().err
+    assert files(place) == before
+    assert run(["convert", "src", "./s3:/bucket/out", "--to", "dcp"]) == 0  # said in words
+    assert run(["inspect", "s3:/bucket/out"]) == 0  # which is there
+
+
 # -- files beside the output -------------------------------------------------------------------------------------------
 
 # every option whose file is made besides; a bad place must be refused by all of them in the same way

@@ -22,6 +22,7 @@ from ckpt_tool.errors import (
     UnsafeInput,
     UsageError,
 )
+from ckpt_tool.storage.fsspec_store import FsspecStore
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.remote import FIRST_FETCH, LAST_FETCH, PIECES, RemoteTree
 from ckpt_tool.storage.source import Tree
@@ -29,6 +30,10 @@ from ckpt_tool.storage.source import Tree
 fsspec = pytest.importorskip("fsspec")
 
 BIG = bytes(i * 7 % 251 for i in range(3 << 20))
+
+
+def far(url: str) -> RemoteTree:
+    return RemoteTree(url, FsspecStore.at(url))
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ def tree(request: pytest.FixtureRequest, store: Any, tmp_path: Path) -> Tree:
     for path in ("a.bin", "sub/big.bin", "iter_5/x"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(store.cat_file(f"/b/{path}"))
-    return RemoteTree(f"file://{tmp_path}")
+    return far(f"file://{tmp_path}")
 
 
 def test_a_remote_tree_reads_like_a_local_one(tree: Tree) -> None:
@@ -91,7 +96,7 @@ def test_a_range_outside_the_file_is_named_and_never_asked_for(tree: Tree, offse
 
 
 def test_small_reads_share_a_request_and_no_file_comes_whole(store: Any) -> None:
-    tree = RemoteTree("memory://b")
+    tree = far("memory://b")
     for at in range(0, 60_000, 1000):
         assert tree.read("sub/big.bin", at, 900) == BIG[at : at + 900]
     assert (tree.requests, tree.bytes_read) == (1, FIRST_FETCH)
@@ -100,7 +105,7 @@ def test_small_reads_share_a_request_and_no_file_comes_whole(store: Any) -> None
 
 
 def test_reading_on_asks_for_more_and_more_at_once(store: Any) -> None:
-    tree = RemoteTree("memory://b")
+    tree = far("memory://b")
     step = 10_000
     got = b"".join(tree.read("sub/big.bin", at, min(step, len(BIG) - at)) for at in range(0, len(BIG), step))
     assert got == BIG
@@ -112,18 +117,18 @@ def test_reading_on_asks_for_more_and_more_at_once(store: Any) -> None:
 
 def test_what_a_thread_keeps_is_bounded(store: Any) -> None:
     store.pipe({f"/b/many/{i}": bytes([i]) * 1000 for i in range(3 * PIECES)})
-    tree = RemoteTree("memory://b/many")
+    tree = far("memory://b/many")
     for _ in range(2):
         for i in range(3 * PIECES):
             assert tree.read(str(i), 500, 10) == bytes([i]) * 10
-    kept = tree._pieces()._kept
+    kept = tree._mine()._kept
     assert len(kept) == PIECES
     tree.close()
-    assert not tree._pieces()._kept
+    assert not tree._mine()._kept
 
 
 def test_threads_read_the_right_bytes(store: Any) -> None:
-    tree = RemoteTree("memory://b")
+    tree = far("memory://b")
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -158,18 +163,18 @@ def test_identity_is_kept_at_first_sight_and_asked_again_by_name(tree: Tree, sto
 def test_a_store_that_caches_its_listings_is_asked_afresh(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[object] = []
     monkeypatch.setattr(type(store), "invalidate_cache", lambda self, path=None: forgotten.append(path))
-    RemoteTree("memory://b").identity_by_name("a.bin")
+    far("memory://b").identity_by_name("a.bin")
     assert forgotten
 
 
 def test_identity_is_the_same_in_another_process_or_tree(store: Any) -> None:
-    one, two = RemoteTree("memory://b"), RemoteTree("memory://b")
+    one, two = far("memory://b"), far("memory://b")
     one.listing()  # from a listing here, from a question there
     assert one.identity("a.bin") == two.identity("a.bin")
 
 
 def test_a_file_that_changes_while_it_is_read_is_exit_6(store: Any) -> None:
-    tree = RemoteTree("memory://b")
+    tree = far("memory://b")
     tree.size("sub/big.bin")
     store.pipe("/b/sub/big.bin", BIG[:1000])
     with pytest.raises(SourceChanged) as info:
@@ -187,7 +192,7 @@ def test_a_store_that_fails_is_exit_7_with_the_place(store: Any, monkeypatch: py
     module = type(sys)("botocore.exceptions")
     module.ClientError = Forbidden  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "botocore.exceptions", module)
-    tree = RemoteTree("memory://b")
+    tree = far("memory://b")
 
     def refuse(*args: object, **kwargs: object) -> bytes:
         raise Forbidden("403 Forbidden: no credentials")
@@ -216,21 +221,21 @@ def test_nothing_there(store: Any) -> None:
 def test_keys_that_would_leave_a_local_folder_are_refused(store: Any) -> None:
     store.store["/b/../evil"] = store.store["/b/a.bin"]
     with pytest.raises(UnsafeInput) as info:
-        RemoteTree("memory://b").listing()
+        far("memory://b").listing()
     assert info.value.exit_code == 4
 
 
 def test_names_that_differ_only_in_case_are_an_error(store: Any) -> None:
     store.pipe("/b/A.bin", b"")
     with pytest.raises(InconsistentCheckpoint):
-        RemoteTree("memory://b").listing()
+        far("memory://b").listing()
 
 
 def test_links_of_a_file_system_behind_a_url_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "link").symlink_to("../secret")
-    tree = RemoteTree(f"file://{tmp_path}/d")
+    tree = far(f"file://{tmp_path}/d")
     assert tree.listing() == {"link": -1}
     with pytest.raises(UnsafeInput):
         tree.read("link", 0, 1)
@@ -252,7 +257,7 @@ def test_a_missing_package_is_exit_2_with_the_command(monkeypatch: pytest.Monkey
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] in ("fsspec", "s3fs"):
+        if name.split(".")[0] in ("obstore", "fsspec", "s3fs"):
             raise ImportError(f"No module named {name!r}")
         return real(name, *args, **kwargs)
 
@@ -264,6 +269,7 @@ def test_a_missing_package_is_exit_2_with_the_command(monkeypatch: pytest.Monkey
 
 
 def test_a_store_without_its_own_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UsageError) as info:
         open_tree("s3://bucket/key")
@@ -279,6 +285,7 @@ def test_an_unknown_scheme_has_near_misses() -> None:
 def test_nothing_of_fsspec_is_imported_for_a_path(tmp_path: Path) -> None:
     code = (
         "import sys; from ckpt_tool.storage.opening import open_tree; open_tree(sys.argv[1]).listing();"
-        "sys.exit(any(name.split('.')[0] in ('fsspec', 'asyncio', 'ssl', 'socket', 'numpy') for name in sys.modules))"
+        "sys.exit(any(name.split('.')[0] in ('fsspec', 'obstore', 'asyncio', 'ssl', 'socket', 'numpy')"
+        " for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, cwd=Path(__file__).parents[2])

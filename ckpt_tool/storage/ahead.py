@@ -1,0 +1,173 @@
+"""Bytes of a store that a thread will want, fetched before it asks for them, many requests at once.
+
+    ahead.expect([("model-1.safetensors", 8 << 20, 64 << 20), ...])     # in the order in which they will be read
+    ahead.take("model-1.safetensors", at, end)                          # waits for the piece that holds `at`
+
+Ranges of one file that lie near each other become one request, long ones requests of 4 MiB. Requests are begun in the
+order that was told, as long as what is under way or unread stays below `WINDOW` of all threads or `SHARE` of this one;
+one that is wanted out of turn is begun at once. What lies before a file's last read is forgotten, and so is everything
+when new ranges are expected. Memory: `WINDOW`, or `SHARE` a thread where that is more, and what the last reads hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+
+PIECE = 4 << 20  # bytes of one request, at most
+NEAR = 512 << 10  # bytes: ranges closer than this are one request
+WINDOW, SHARE = 32 << 20, 8 << 20  # bytes under way or unread, of all threads and of one
+CONNECTIONS = 16  # requests at once, of one tree
+IDLE = 10.0  # seconds
+
+Range = tuple[str, int, int]  # path, first byte, number of bytes
+
+
+class Piece:
+    """Bytes [start, stop) of a file: to come, coming, here, or failed."""
+
+    __slots__ = ("_data", "_error", "_here", "begun", "path", "start", "stop")
+
+    def __init__(self, path: str, start: int, stop: int) -> None:
+        self.path, self.start, self.stop = path, start, stop
+        self.begun = False
+        self._here = threading.Event()
+        self._data = memoryview(b"")
+        self._error: BaseException | None = None
+
+    def fill(self, fetch: Callable[[str, int, int], memoryview]) -> None:
+        try:
+            self._data = fetch(self.path, self.start, self.stop - self.start)
+        except BaseException as e:  # raised in the thread that reads it
+            self._error = e
+        self._here.set()
+
+    def data(self) -> memoryview:
+        while not self._here.wait(0.5):  # in turns, so that an interruption is heard
+            continue
+        if self._error is not None:
+            raise self._error
+        return self._data
+
+
+class Fetchers:
+    """The threads that fetch for all readers of a tree; they end when there was nothing to fetch for a while."""
+
+    def __init__(self, fetch: Callable[[str, int, int], memoryview]) -> None:
+        self._fetch, self._wanted, self._threads = fetch, SimpleQueue[Piece](), 0
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self.held = 0  # bytes begun and not forgotten, by all threads
+
+    def hold(self, nbytes: int) -> None:
+        with self._lock:
+            self.held += nbytes
+
+    def begin(self, piece: Piece) -> None:
+        piece.begun = True
+        if not self._idle.acquire(blocking=False):
+            with self._lock:
+                if self._threads < CONNECTIONS:
+                    self._threads += 1
+                    threading.Thread(target=self._work, name="ckpt-fetch", daemon=True).start()
+        self._wanted.put(piece)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                piece = self._wanted.get(timeout=IDLE)
+            except Empty:
+                with self._lock:
+                    if self._idle.acquire(blocking=False):
+                        self._threads -= 1
+                        return
+                continue  # a piece is on its way
+            piece.fill(self._fetch)
+            del piece  # not held while waiting for the next
+            self._idle.release()
+
+
+class Ahead:
+    """What one thread expects to read."""
+
+    def __init__(self, fetchers: Fetchers) -> None:
+        self._fetchers = fetchers
+        self._coming = deque[Piece]()  # not begun, in order
+        self._by_file: dict[str, list[Piece]] = {}
+        self._held = 0  # bytes begun and not forgotten, of those
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Forget what was expected, begin what is expected now."""
+        self._hold(-self._held)
+        self._coming, self._by_file = deque(pieces_of(ranges)), {}
+        for piece in self._coming:
+            self._by_file.setdefault(piece.path, []).append(piece)
+        for pieces in self._by_file.values():
+            pieces.sort(key=lambda piece: piece.start)
+        self._begin_more()
+
+    def take(self, path: str, at: int, end: int) -> memoryview:
+        """What was expected of [at, end), from `at` on; empty where nothing was."""
+        pieces = self._by_file.get(path)
+        if not pieces:
+            return memoryview(b"")
+        found = bisect_right(pieces, at, key=lambda piece: piece.start) - 1
+        if found < 0 or at >= pieces[found].stop:
+            return memoryview(b"")
+        piece = pieces[found]
+        self._forget(pieces, found)
+        if not piece.begun:
+            self._begin(piece)
+        data = piece.data()
+        if end >= piece.stop:
+            self._forget(pieces, 1)
+        self._begin_more()
+        return data[at - piece.start : end - piece.start]
+
+    def _forget(self, pieces: list[Piece], count: int) -> None:
+        for piece in pieces[:count]:
+            if piece.begun:
+                self._hold(piece.start - piece.stop)
+            piece.begun = True  # never, then
+        del pieces[:count]
+
+    def _begin(self, piece: Piece) -> None:
+        self._hold(piece.stop - piece.start)
+        self._fetchers.begin(piece)
+
+    def _hold(self, nbytes: int) -> None:
+        self._held += nbytes
+        self._fetchers.hold(nbytes)
+
+    def __del__(self) -> None:
+        self._fetchers.hold(-self._held)
+
+    def _begin_more(self) -> None:
+        while self._coming and (self._coming[0].begun or self._held < SHARE or self._fetchers.held < WINDOW):
+            piece = self._coming.popleft()
+            if not piece.begun:
+                self._begin(piece)
+
+
+def pieces_of(ranges: Iterable[Range]) -> list[Piece]:
+    """Requests for the ranges, in their order: neighbours in one, at most `PIECE` bytes each.
+
+    >>> [(p.start, p.stop) for p in pieces_of([("f", 0, 10), ("f", 100, 10), ("f", 5 << 20, 10)])]
+    [(0, 110), (5242880, 5242890)]
+    """
+    found: list[Piece] = []
+    for path, offset, nbytes in ranges:
+        last = found[-1] if found else None
+        if last is not None and last.path == path and last.start <= offset <= last.stop + NEAR:
+            offset, nbytes = last.stop, offset + nbytes - last.stop
+            more = min(nbytes, last.start + PIECE - last.stop)
+            if more > 0:
+                last.stop += more
+                offset, nbytes = offset + more, nbytes - more
+        while nbytes > 0:
+            found.append(Piece(path, offset, offset + min(nbytes, PIECE)))
+            offset, nbytes = offset + PIECE, nbytes - PIECE
+    return found

