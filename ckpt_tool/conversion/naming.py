@@ -17,15 +17,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.algebra.element_map import ElementMap
 from ckpt_tool.algebra.mapped import Made, Mapped
-from ckpt_tool.algebra.piece import PAD
+from ckpt_tool.algebra.piece import PAD, Side
 from ckpt_tool.conversion.groups import renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
 from ckpt_tool.conversion.vocabulary import without_padding
+from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, LogicalTensor, TensorKey
@@ -156,8 +158,13 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     by = f"the family {found.family.name}, {found.dialect} to {target}"
     out = _renamed(chosen, mapped, writing, by, hints)
     known = {name for names in out.names.values() for name in names}
-    kept = list(dict.fromkeys(row.tensor.key.name for row in out.stored if row.tensor.key.name not in known))
+    every = dict.fromkeys(row.tensor.key.name for row in out.stored)
+    apart = _apart(found.family, every) if any(each.startswith("megatron") for each in (found.dialect, target)) else {}
+    kept = [name for name in every if name not in known and not name.startswith(tuple(apart))]
     lines = [f"names and structure: {by}"]
+    lines += [
+        f"{n} tensors of {part[:-1]} have no place in Megatron: kept under their own names" for part, n in apart.items()
+    ]
     if kept:
         shown = ", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "")
         lines.append(f"{len(kept)} tensors are in no rule of {found.family.name} and kept as they are: {shown}")
@@ -165,6 +172,12 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     if home != HUB:
         return out
     return as_the_hub_has_it(out, found.dialect, config, writing.tied_head, found.family.table(HUB))
+
+
+def _apart(family: Family, names: Iterable[str]) -> dict[str, int]:
+    """{how names begin of a part that no module of Megatron holds: how many there are}."""
+    count = Counter(part for name in names for part in family.apart if name.startswith(part))
+    return {part: count[part] for part in family.apart if part in count}
 
 
 def refuse_experts(writing: Writing, why: str) -> None:
@@ -316,9 +329,7 @@ def _renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: S
     applied = apply_mapping(chosen.stored, mapped)
     casts = {TensorKey(made.name): made.dtype for made in mapped.made if made.dtype is not None}
     lines = [f"{by}: {name} has no source and is not written" for name in mapped.unfilled]
-    lines += [
-        f"{by}: {left} of {whole} elements of {name} are left out" for name, left, whole in _left_over(chosen, mapped)
-    ]
+    lines += [f"{by}: {line}" for line in _counted(_left_over(chosen, mapped), "left out")]
     return replace(
         chosen,
         stored=applied.stored,
@@ -337,6 +348,20 @@ def _followed(casts: Mapping[TensorKey, DType], names: Mapping[str, tuple[str, .
     return {
         TensorKey(new, key.state): dtype for key, dtype in casts.items() for new in names.get(key.name, (key.name,))
     }
+
+
+def _counted(rows: Iterable[tuple[str, int, int]], what: str) -> Iterator[str]:
+    """Lines about (tensor, so many of its elements, all), one for all layers that are alike.
+
+    >>> list(_counted([("layers.0.A_log", 2, 6), ("layers.1.A_log", 2, 6)], "zeros"))
+    ['2 of 6 elements of layers.0.A_log are zeros, and of 1 more like it']
+    """
+    alike: dict[tuple[str, int, int], list[str]] = {}
+    for name, part, whole in rows:
+        alike.setdefault((_NUMBER.sub("*", name), part, whole), []).append(name)
+    for (_, part, whole), names in alike.items():
+        more = f", and of {len(names) - 1} more like it" if len(names) > 1 else ""
+        yield f"{part} of {whole} elements of {names[0]} are {what}{more}"
 
 
 def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]:
@@ -361,7 +386,46 @@ def ready(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Ch
     Raises UsageError: E1280 where one source goes into tensors with another change each, E0264 with --plan and
     --ray."""
     chosen, mapped = _changed(chosen, mapped, writing, by)
+    chosen, mapped = _filled(chosen, mapped, writing, by)
     return _joined(chosen, mapped, writing), mapped
+
+
+def _filled(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:
+    """What is made of zeros in part: of rows of zeros behind those of a tensor that it is made of too."""
+    if not any(piece.src.name == PAD for made in mapped.made for piece in made.pieces):
+        return chosen, mapped
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    shapes, zeros, out = parameter_shapes(chosen.stored), dict[str, int](), list[Made]()
+    filled = list[tuple[str, int, int]]()
+    for made in mapped.made:
+        empty = [piece for piece in made.pieces if piece.src.name == PAD and piece.numel]
+        name = next((piece.src.name for piece in made.pieces if piece.src.name != PAD), None)
+        if empty and name is not None:
+            start, pieces = prod(shapes[name]), [piece for piece in made.pieces if piece.src.name != PAD]
+            for piece in empty:
+                pieces.append(piece._replace(src=Side(name, start, contiguous_strides(piece.ext))))
+                start += piece.numel
+            count = sum(piece.numel for piece in empty)
+            zeros[name] = max(count, zeros.get(name, 0))
+            filled.append((made.name, count, prod(made.shape)))
+            made = made._replace(pieces=tuple(pieces))
+        out.append(made)
+    if not filled:
+        return chosen, mapped
+    from ckpt_tool.run.recipes import Grown
+
+    recipes, dtypes = [], dict[TensorKey, DType]()
+    for row in chosen.stored:
+        key, shape = row.tensor.key, row.tensor.shape
+        if key.name in zeros and shape == shapes[key.name] and row.tensor.dtype.is_float:
+            rows = -(-zeros[key.name] // max(prod(shape[1:]), 1))
+            recipes.append(Grown(key, (shape[0] + rows, *shape[1:]), (chosen.input(row),), f"{rows} rows of zeros"))
+            dtypes[key] = chosen.casts.get(key, row.tensor.dtype)
+    lines = [f"{by}: {line}" for line in _counted(filled, "zeros")]
+    shown = f"{chosen.sources[0].path} (zeros behind)"
+    chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=lines)
+    return chosen, mapped._replace(made=tuple(out))
 
 
 def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple[Chosen, Mapped]:

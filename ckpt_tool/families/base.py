@@ -158,11 +158,13 @@ class Family:
 
     hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first
         used.
-    own: axes that a tensor's own shape settles, layer by layer (tables of n-grams, each of its own height).
+    own: axes that a tensor's own shape settles, layer by layer (tables of n-grams, each of its own height); `axes` say
+        how long they are where the tensor is yet to be made.
     kinds: words that conditions have for layers of a kind (`if windowed`): {word: expression of the layer's index and of
         the config}.
     centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
     --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
+    apart: how names begin of parts that no module of Megatron holds; there they keep their names, and the report says so.
     language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
         may be a part; axes and conditions read it as if it were all (`facts`).
     saved: the dialect in which transformers 5 saves, where the released files are of another, `hf`.
@@ -178,6 +180,7 @@ class Family:
     own: tuple[str, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
     centred: bool = False
+    apart: tuple[str, ...] = ()
     language: str = ""
     saved: str = HUB
     tiny: Mapping[str, Any] = field(default_factory=dict)

@@ -100,7 +100,7 @@ def _decoders(table: Table) -> set[str]:
     fronts = {
         form.partition("%d.")[0]
         for form, spots in table.left.items()
-        if "%d." in form and any(spot.axes[0] == "i" for spot in spots)
+        if "%d." in form and any(spot.axes[:1] == ("i",) for spot in spots)
     }
     ends = (".layers.", ".h.", ".blocks.")
     return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
@@ -138,15 +138,17 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
 
 
 def _expected(table: Table, form: str, number: int, config: Config) -> bool:
-    """May a layer of that number have a tensor of the form? False where the conditions of all its rules say no."""
+    """May a layer of that number have a tensor of the form? False where all its rules are of other layers, by their
+    numbers or their conditions."""
     spots = table.left.get(form)
     for spot in spots or ():
         condition = table.rules[spot.rule].condition
-        if condition is None:
+        if condition is None and not spot.shifted:
             return True
         try:
             row = spot.reader(config)((number, *(0 for _ in range(form.count("%d") - 1))))
-            if row is not None and condition.value(ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))):
+            at = None if row is None else ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))
+            if at is not None and (condition is None or condition.value(at)):
                 return True
         except UsageError:  # it reads what no config states: nobody can tell
             continue

@@ -88,10 +88,14 @@ class Found(NamedTuple):
             yield {**sizes, **self.own}
 
     def parted(
-        self, own: Sequence[str], terms: Sequence[Term], shapes: Mapping[str, Shape], sizes: Mapping[str, Extent]
+        self,
+        own: Mapping[str, Extent | None],
+        terms: Sequence[Term],
+        shapes: Mapping[str, Shape],
+        sizes: Mapping[str, Extent],
     ) -> Iterator[Found]:
-        """The same for rows that have axes of `own` of one size each, as the shapes of `terms` say."""
-        mine = self.patterns.intersection(own)
+        """The same for rows that have axes of `own` of one size each, as the shapes of `terms` say, else as `own` does."""
+        mine = self.patterns & own.keys()
         if not mine:
             yield self
             return
@@ -100,7 +104,7 @@ class Found(NamedTuple):
             at = dict(zip(self.axes, row, strict=True))
             names = [(term, term.name.at([at[axis] for axis in term.name.axes], sizes)) for term in terms if term.name]
             seen = [(term.pattern, shapes[name]) for term, name in names if name in shapes]
-            found = settled(seen, sizes)
+            found = {**own, **settled(seen, sizes)}
             groups[tuple((axis, n) for axis in sorted(mine) if isinstance(n := found.get(axis), int))].add(row)
         for each, rows in groups.items():
             yield self._replace(rows=rows, own=dict(each))
@@ -139,10 +143,11 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     here, there = family.table(source), family.table(target)
     named, unknown = instances(here.left, shapes)
     sizes, reasons = sizes_of(family, here, named, shapes, config)
+    own = dict.fromkeys(family.own) | {a: n for a, n in configured(family.axes, config)[0].items() if a in family.own}
     found = [
         part
         for each in _found(here, named, {**config, **sizes})
-        for part in each.parted(family.own, each.rule.left, shapes, sizes)
+        for part in each.parted(own, each.rule.left, shapes, sizes)
     ]
     _check_counts((here, there), sizes, shapes)
     check_known(_needed(found), sizes, reasons, family.name)
@@ -151,9 +156,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     if any(fault.code == "E1370" for fault in faults):
         faults = [fault._replace(hint=fault.hint or _elsewhere(family, source, shapes, config)) for fault in faults]
     chosen, tied = _chosen(family, there, hub, sizes, config, faults)
-    wanted = [
-        (part, names) for each, names in chosen for part in each.parted(family.own, each.rule.right, hub.shapes, sizes)
-    ]
+    wanted = [(part, names) for each, names in chosen for part in each.parted(own, each.rule.right, hub.shapes, sizes)]
     check_known(_needed(found for found, _ in wanted), sizes, reasons, family.name)
     result = _from_hub(wanted, sizes, config, hub, here, faults)
     _refuse(faults)
@@ -322,6 +325,7 @@ def _to_hub(
     wanted = hub.shapes
     numel: dict[str, int] = defaultdict(int)
     kept: list[Piece] = []
+    zeros: list[Piece] = []  # elements of the hub's that the source has no place for
     for each in found:
         faults += _beyond(each, sizes)
         for here in each.each(sizes):
@@ -331,6 +335,8 @@ def _to_hub(
             filled: set[Side] = set()
             for piece in each.rule.pieces(here, config):
                 name = piece.src.name
+                if name == PAD:
+                    zeros.append(piece)
                 if name not in shapes:
                     continue
                 hub.used.add(name)
@@ -345,6 +351,9 @@ def _to_hub(
                     hub.made[piece.dst.name].append(name)
                 kept.append(piece)
     faults += _nowhere(found, shapes, {**config, **sizes}, hub)
+    for piece in (piece for piece in zeros if piece.dst.name in hub.made):
+        numel[piece.dst.name] += piece.numel
+        kept.append(piece)
     for name, count in numel.items():
         if count != prod(wanted[name]):
             many = count > prod(wanted[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,6 +123,20 @@ def bailing() -> None:
     transformers.BailingMoeV2ForCausalLM = BailingMoeV2ForCausalLM
 
 
+def kimi_k3() -> None:
+    """Its code lies with its files; the bridge's is younger than 0.6.2: `bridge_golden.py` says where it is found."""
+    from importlib import import_module
+
+    import transformers
+    from remote_models import KimiK3Config, KimiK3ForConditionalGeneration
+
+    transformers.AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
+    transformers.KimiK3ForConditionalGeneration = KimiK3ForConditionalGeneration
+    package = import_module("megatron.bridge.models.kimi")
+    package.__path__.append(os.environ["KIMI_K3"])
+    import_module(f"{package.__name__}.kimi_k3_bridge")
+
+
 def glm4v() -> None:
     """The bridge reads what earlier transformers had in the config."""
     from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeTextConfig
@@ -152,6 +167,13 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_h
           "num_key_value_heads": 4}  # fmt: skip
 GLM_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
                "first_k_dense_replace": 1}  # fmt: skip
+KIMI_K3 = {"num_experts_per_token": 2, "num_shared_experts": 2, "hidden_act": "situ", "routed_expert_hidden_size": 8,
+           "latent_moe_use_norm": True, "first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True,
+           "mla_use_output_gate": True, "attn_res_block_size": 2, "rms_norm_eps": 1e-5, "use_grouped_topk": True,
+           "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
+           "linear_attn_config": {
+               "kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 6, "head_dim": 4,
+               "short_conv_kernel_size": 3, "use_full_rank_gate": True, "gate_lower_bound": -5.0}}  # fmt: skip
 NO_OVERLAP = {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None,
               "moe_shared_expert_overlap": False}  # fmt: skip
 
@@ -301,6 +323,14 @@ CASES = [
         {**SIZES, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
          "pad_token_id": 0, "num_nextn_predict_layers": 1},
         before=bailing,
+    ),
+    Case(
+        "kimi_k3", "kimi_k3", "KimiK3ForConditionalGeneration",
+        {"text_config": {**SIZES, **LATENT, **SPARSE, **KIMI_K3}, "vision_config": {
+            "vt_hidden_size": 8, "vt_intermediate_size": 10, "vt_num_hidden_layers": 2, "qkv_hidden_size": 12,
+            "patch_size": 2, "init_pos_emb_height": 4, "init_pos_emb_width": 4, "text_hidden_size": 12}},
+        before=kimi_k3, versions="megatron-bridge 0.6.2 with the modules of Kimi K3 of 067f987 (2026-08-22), "
+                                 "megatron-core 0.19.2, transformers 5.23.0",
     ),
     Case(
         "mimo_v2_flash", "mimo_v2_flash", "MiMoV2FlashForCausalLM",

@@ -8,7 +8,8 @@ Run by hand, in an environment of its own (Python 3.12; `--no-deps` because the 
     python tests/families/bridge_golden.py fixtures/bridge                  # every case
     python tests/families/bridge_golden.py fixtures/bridge qwen3_next ...   # some
 
-Cases whose `versions` name another transformers (Gemma 4: 5.12.1) want that one installed instead.
+Cases whose `versions` name another transformers (Gemma 4: 5.12.1) want that one installed instead; kimi_k3 wants
+KIMI_K3=FOLDER, that of `src/megatron/bridge/models/kimi/kimi_k3_*.py` of Megatron-Bridge 067f987.
 
 For each case: transformers saves a tiny model; its files' tensors, and those of multi-token prediction, which
 transformers does not build, are filled with even numbers that all differ: 2, 4, 6, ... in the order of the names;

@@ -202,11 +202,18 @@ _PYTORCH = {"Linear": Linear, "LayerNormLinear": LayerNormLinear, "GroupedLinear
 
 
 class RMSNormGated(torch.nn.Module):
-    """mamba_ssm's: one weight."""
+    """mamba_ssm's and fla's: one weight."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+
+class ShortConvolution(torch.nn.Conv1d):
+    """fla's: depthwise."""
+
+    def __init__(self, hidden_size: int, kernel_size: int, *, bias: bool = False, dtype: Any = None, **_: Any) -> None:
+        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, dtype=dtype)
 
 
 MADE: dict[str, dict[str, Any]] = {
@@ -215,6 +222,7 @@ MADE: dict[str, dict[str, Any]] = {
     "transformer_engine.common.recipe": {"DelayedScaling": DelayedScaling},
     "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": lambda *a, **k: (nullcontext(), None)},
     "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNormGated},
+    "fla.modules": {"FusedRMSNormGated": RMSNormGated, "ShortConvolution": ShortConvolution},
 }
 
 

@@ -30,7 +30,7 @@ EXPERTS = [
     family.name for family in FAMILIES if any("experts" in key for key in family.part(family.tiny) or family.tiny)
 ]
 AHEAD = [family.name for family in FAMILIES if "ahead" in family.classes[0].forms]  # layers of multi-token prediction
-REMOTE = ("BailingMoeV2ForCausalLM",)  # classes of `remote_models.py`
+REMOTE = ("BailingMoeV2ForCausalLM", "KimiK3ForConditionalGeneration")  # classes of `remote_models.py`
 SIZES = {
     "num_hidden_layers": 2,
     "vocab_size": 22,

@@ -19,6 +19,7 @@ FAMILY = Family(
         ),
     ),
     axes={**DECODER, "d": "h // num_attention_heads"},
+    apart=("talker.", "token2wav."),
     language="thinker_config.text_config",
     hub=hub.inside(hub.DENSE + hub.QKV_BIAS, "thinker.model.", "thinker.lm_head") + """
         thinker.visual.**

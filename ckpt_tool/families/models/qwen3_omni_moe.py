@@ -25,6 +25,7 @@ FAMILY = Family(
         "te": "talker_config.text_config.num_local_experts? or talker_config.text_config.num_experts",
         "tm": "talker_config.text_config.moe_intermediate_size",
     },
+    apart=("talker.", "code2wav."),
     language="thinker_config.text_config",
     hub=hub.inside(hub.SPARSE + hub.QK_NORMS, "thinker.model.", "thinker.lm_head") + """
         thinker.visual.**

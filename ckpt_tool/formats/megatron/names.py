@@ -70,9 +70,16 @@ NORM_ALIASES = (
 # Linear layers, each of which has an extra state.
 LINEARS = frozenset(
     "linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
-    "linear_kv_down_proj linear_kv_up_proj eh_proj in_proj out_proj".split()
+    "linear_kv_down_proj linear_kv_up_proj eh_proj in_proj out_proj fc1_latent_proj fc2_latent_proj "
+    "q_proj k_proj v_proj g_proj o_proj b_proj f_a_proj f_b_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj".split()
+)
+# Norms of Kimi K3's own modules, which have none with Transformer Engine either.
+PLAIN_NORMS = frozenset(
+    "self_attention_res_norm mlp_res_norm output_attn_res_norm routed_expert_norm o_norm q_a_layernorm "
+    "kv_a_layernorm".split()
 )
 INDEXER = "self_attention.core_attention.indexer"
+RESIDUAL = "mlp_res_norm"  # of a layer with attention residuals
 # Leaves that are buffers: in the model's state, in no optimizer.
 BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq"})
 

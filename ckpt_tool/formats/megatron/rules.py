@@ -14,6 +14,8 @@ rule follow the boxes of a rank, both ways:
     linear_qkv, linear_q_proj, _up_proj  rows: whole query groups, whole heads (or more ranks than groups share each
                                          group)
     linear_proj, linear_fc2              columns; their biases on every rank
+    the same under the hub's names       q_proj, q_b_proj, ...: rows; o_proj: columns; f_a_proj, q_a_proj, ...: a copy
+                                         each (Kimi K3)
     linear_fc1                           rows, of each half where gated
     MLA's down projections               a copy each with Transformer Engine; rows with the local spec
     MTP's eh_proj, embeddings of layers  rows
@@ -32,7 +34,7 @@ Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `cor
 `multi_token_prediction.py`, `dot_product_attention.py` (`softmax_offset`); 0.19.2 `ssm/mamba_mixer.py`,
 `ssm/gated_delta_net/`, `transformer/experimental_attention_variant/dsa.py`, `models/vision/`. megatron-bridge 0.6.2
 `models/minimax_m2/minimax_m2_provider.py`, `models/olmoe/` (norms over all heads), `models/gemma/modeling_gemma4.py`
-(embeddings of each layer), `models/*/modeling_*.py` (towers).
+(embeddings of each layer), `models/*/modeling_*.py` (towers); of August 2026 `models/kimi/kimi_k3_layers.py`.
 
 mcore-bridge 1.6.5 has rows of a gated delta net by key head, all that belongs to one together: such tensors bear
 another name (`BY_HEAD`), and ranks share their rows plainly. Nothing but torch_dist's keys tells them from core's.
@@ -84,13 +86,18 @@ class Piece(NamedTuple):
 
 _ROWS = frozenset(
     "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
-    "linear_kv_up_proj eh_proj per_layer_embedding per_layer_model_proj".split()
+    "linear_kv_up_proj eh_proj per_layer_embedding per_layer_model_proj "
+    "q_proj k_proj v_proj g_proj b_proj f_b_proj q_b_proj kv_b_proj q_conv1d k_conv1d v_conv1d".split()
 )
-_COLUMNS = frozenset({"linear_proj", "linear_fc2", "out_proj"})
+_COLUMNS = frozenset({"linear_proj", "linear_fc2", "out_proj", "o_proj"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
 _COPIES = frozenset(
     "router position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
-    "lm_head_bias out_norm fc1_latent_proj fc2_latent_proj per_layer_input_gate per_layer_projection".split()
+    "lm_head_bias out_norm fc1_latent_proj fc2_latent_proj per_layer_input_gate per_layer_projection "
+    "f_a_proj q_a_proj kv_a_proj_with_mqa self_attention_res_proj mlp_res_proj output_attn_res_proj".split()
+)
+_BY_HEAD = frozenset(
+    "linear_proj linear_q_proj linear_q_up_proj linear_kv_up_proj linear_q q_layernorm q_b_proj kv_b_proj".split()
 )
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
@@ -376,8 +383,7 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
             return Units(facts.groups, "query groups", name, shape[0])
         if module == "k_layernorm" and facts.groups and extent % facts.groups == 0:
             return Units(facts.groups, "query groups", name)
-        by_head = ("linear_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_q", "q_layernorm")
-        if module in by_head and facts.heads and extent % facts.heads == 0:
+        if module in _BY_HEAD and facts.heads and extent % facts.heads == 0:
             return Units(facts.heads, "attention heads", name)
     what = {"linear_fc1": "ffn rows", "linear_fc2": "ffn columns"}.get(module, "rows" if rule.dim == 0 else "columns")
     return Units(extent, what, name)

@@ -134,6 +134,8 @@ class DistLayout:
         towers = [f"{stack}." for stack in self.counts if names.is_tower(f"{stack}.")]
         out = {stacked_style(tower[:-1]) for tower in towers if not names.is_foreign(tower)}  # the hub's own never do
         out |= set() if differing else {STACKED_LAYERS}
+        if any(name.endswith(f".{names.RESIDUAL}.weight") for name in self.names):  # no norm is fused there
+            return out
         mla = any(".linear_kv_down_proj." in name for name in self.names)
         if self.facts.te:
             out |= {

@@ -573,5 +573,7 @@ def _modules(layout: DistLayout) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{base}._extra_state", shape
             if module == "linear_proj" and layout.facts.te:
                 yield f"{base.rpartition('.')[0]}.core_attention._extra_state", shape
+        elif module in names.PLAIN_NORMS:
+            continue
         elif layout.facts.te and "norm" in module and "mixer.norm" not in front and ".layer_norm_" not in key:
             yield f"{base}._extra_state", shape
