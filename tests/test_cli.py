@@ -41,7 +41,7 @@ from ckpt_tool.errors import (
 from ckpt_tool.merging.options import MergeOptions
 from ckpt_tool.options.reading import Inspection, Reading, Show
 from ckpt_tool.options.statement import LAYOUT, stated
-from ckpt_tool.options.verbs import Comparison, Verification
+from ckpt_tool.options.verbs import Comparison, Share, Verification
 from ckpt_tool.options.writing import Writing
 
 CATALOG: dict[str, Any] = {
@@ -248,7 +248,8 @@ def test_the_other_verbs_arrive(stub: dict[str, Stub]) -> None:
     assert run("verify", "a") == 0 and stub["verify"].args == ("a", Reading(), Verification("full"))
     assert run("verify", "a", "--verify", "quick") == 0 and stub["verify"].args[2].mode == "quick"
     assert run("apply", "p.json", "--part", "3/8", "--threads", "2") == 0
-    assert stub["apply"].args[:3] == ("p.json", (3, 8), Writing(threads=2))
+    assert stub["apply"].args[:3] == ("p.json", Share((3, 8)), Writing(threads=2))
+    assert run("apply", "p.json", "--part", "auto") == 0 and stub["apply"].args[1] == Share("auto")
     assert run("clean", "d") == 0 and stub["clean"].kwargs == {"remove": False}
     assert run("clean", "d", "--remove") == 0 and stub["clean"].kwargs == {"remove": True}
     assert run("doctor") == 0

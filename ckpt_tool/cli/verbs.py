@@ -333,7 +333,7 @@ def apply(show: Show, saved: str, wanted: Share, writing: Writing) -> Job:
     def run(progress: Progress) -> Document:
         from ckpt_tool.commands.apply import apply as command
 
-        return command(saved, wanted.part, writing, progress)
+        return command(saved, wanted, writing, progress)
 
     return _writer("apply", show, run, writing, ())
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ckpt_tool.conversion.carry_out import check_replaced, execute
 from ckpt_tool.conversion.on_device import movers_of, with_device
+from ckpt_tool.conversion.on_ray import execute_on_ray
+from ckpt_tool.conversion.part import part_of_environment
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.errors import SourceChanged, StorageError, UsageError
+from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
+from ckpt_tool.options.values import AUTO
+from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import check_destination, check_space
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
+from ckpt_tool.storage.staging import was_committed
 
 NOTHING_THERE = "E0702"
 
 
-def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progress: Progress) -> dict[str, Any]:
-    """Run the plan in `plan_file`. part: (i, n), 1-based, for one of n shares that may run on n machines.
+def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) -> dict[str, Any]:
+    """Run the plan in `plan_file`, or the share of it that `share` names.
 
     Raises SourceChanged when the plan or a source it names is not what it was.
     """
@@ -28,8 +37,11 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
     if scheme_of(plan_file) or short_url(plan_file):
         raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
-    if part is not None and not 1 <= part[0] <= part[1]:
-        raise UsageError(f"--part {part[0]}/{part[1]}", code="E0267", hint="want I/N with 1 <= I <= N, such as 2/8")
+    part = _part(share, writing, progress)
+    destination = Path(plan.destination)
+    plan_id = plan.identifier()
+    if part is not None and was_committed(destination, plan_id):
+        return _committed_already(plan, part, progress)
     trees = {}
     for root in dict.fromkeys(file.root for file in plan.sources):
         try:
@@ -43,7 +55,6 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
                 path=root,
                 hint="plan again with the source in place",
             ) from e
-    destination = Path(plan.destination)
     check_destination(
         destination,
         [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
@@ -52,14 +63,62 @@ def apply(plan_file: str, part: tuple[int, int] | None, writing: Writing, progre
     if writing.force:
         check_replaced(destination)
     check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
-    moving = movers_of(writing, plan)
-    document = with_device(plan.report, moving)
-    progress.plan(document)
-    with moving.movers if moving else nullcontext() as movers:
-        overflows = execute(plan, trees, writing, progress, part=part, movers=movers, plan_file=plan_file)
+    if writing.ray:
+        progress.plan(plan.report)
+        document = plan.report
+        overflows = execute_on_ray(plan, writing, progress, recorded={})
+        document["committed"] = True
+    else:
+        moving = movers_of(writing, plan)
+        document = with_device(plan.report, moving)
+        progress.plan(document)
+        try:
+            with moving.movers if moving else nullcontext() as movers:
+                result = execute(plan, trees, writing, progress, part=part, movers=movers, plan_file=plan_file)
+        except OutputExists as e:
+            if part is None or e.code != "E0501" or not was_committed(destination, plan_id):
+                raise
+            return _committed_already(plan, part, progress)  # while this one was starting
+        overflows = result.overflows
+        document["committed"] = result.committed
+        if not result.committed and part is not None:
+            document["parts"] = _states(result.parts, part)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
-    document["committed"] = overflows is not None
+    if overflows:
+        document["overflows"] = {str(key): count for key, count in overflows.items()}
     if part is not None:
         document["part"] = list(part)
     return document
+
+
+def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int] | None:
+    """(i, n), from 1; None for the whole plan."""
+    if share.part is None:
+        return None
+    if writing.ray:
+        raise UsageError(
+            "--ray makes shares of its own", code="E0266", hint="leave --part off: Ray hands the shares out"
+        )
+    if share.part != AUTO:
+        return share.part
+    found = part_of_environment(os.environ)
+    progress.note(f"part {found.part[0]} of {found.part[1]}, by {found.by}")
+    return found.part
+
+
+def _committed_already(plan: Plan, part: tuple[int, int], progress: Progress) -> dict[str, Any]:
+    document = plan.report
+    progress.plan(document)
+    document["notes"] = [*document["notes"], f"{plan.destination} is already committed, by another part of this plan"]
+    return {**document, "elapsed_s": 0.0, "digest_checked": False, "committed": True, "part": list(part)}
+
+
+def _states(statuses: Sequence[journal.PartStatus], part: tuple[int, int]) -> dict[str, list[int]]:
+    """The parts by what is known of them: `done`, `running`, `stopped` before their end, `missing`."""
+    known = {status.part[0]: status.state for status in statuses if status.part is not None}
+    known[part[0]] = "done"
+    states: dict[str, list[int]] = {}
+    for number in range(1, part[1] + 1):
+        states.setdefault(known.get(number, "missing"), []).append(number)
+    return states

@@ -33,6 +33,7 @@ from ckpt_tool.storage.destination import refuse_link
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
+    from ckpt_tool.run.executor import Result
     from ckpt_tool.run.walk import Movers
 
 
@@ -46,9 +47,8 @@ def execute(
     part: tuple[int, int] | None = None,
     movers: Movers | None = None,
     plan_file: str | None = None,
-) -> dict[TensorKey, int] | None:
-    """Run the plan, check what was staged, commit. Returns the overflows of lossy casts; None when other parts of the
-    plan are still to be run.
+) -> Result:
+    """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
 
     movers: who moves the units, the CPU if None. recorded: digests that the source states for its tensors; values that
     don't match are refused before the commit. plan_file: where the plan was read from; then an output that does not
@@ -87,8 +87,7 @@ def execute(
         check=check,
         movers=movers,
     )
-    result = executor.run()
-    return result.overflows if result.committed else None
+    return executor.run()
 
 
 def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKey, str]) -> None:

@@ -30,10 +30,10 @@ def share(
     plan = read_plan(document, "the plan sent by the driver")
     try:
         trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
-        overflows = execute(plan, trees, writing, Silent(), recorded=recorded, part=part)
+        result = execute(plan, trees, writing, Silent(), recorded=recorded, part=part)
     except CkptError as e:
         return False, {}, e
-    return overflows is not None, overflows or {}, None
+    return result.committed, result.overflows, None
 
 
 def execute_on_ray(

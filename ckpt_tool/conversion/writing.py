@@ -74,14 +74,14 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     if writing.ray:
         from ckpt_tool.conversion.on_ray import execute_on_ray
 
-        result: dict[TensorKey, int] | None = execute_on_ray(plan, writing, progress, recorded=digests)
+        overflows = execute_on_ray(plan, writing, progress, recorded=digests)
     else:
         with moving.movers if moving else nullcontext() as movers:
-            result = execute(plan, trees, writing, progress, recorded=digests, movers=movers)
+            overflows = execute(plan, trees, writing, progress, recorded=digests, movers=movers).overflows
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
-    if result:
-        document["overflows"] = {str(key): count for key, count in result.items()}
+    if overflows:
+        document["overflows"] = {str(key): count for key, count in overflows.items()}
     return document
 
 

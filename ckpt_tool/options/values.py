@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tool.errors import UsageError, near_misses
 
@@ -182,13 +182,20 @@ def numbers(value: float | str | Iterable[float | str]) -> tuple[float, ...]:
     )
 
 
-def share(value: str | tuple[int, int]) -> tuple[int, int]:
-    """A share `I/N`, counted from 1: `3/8` is the third of eight."""
+AUTO: Literal["auto"] = "auto"
+
+
+def share(value: str | tuple[int, int]) -> tuple[int, int] | Literal["auto"]:
+    """A share `I/N`, counted from 1: `3/8` is the third of eight; `auto`: the one that the launcher has for us."""
+    if value == AUTO:
+        return AUTO
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", value) if isinstance(value, str) else None
     first, of = (int(match[1]), int(match[2])) if match else tuple(value) if isinstance(value, tuple) else (0, 0)
     if not 1 <= first <= of:
         raise BadValue(
-            f"found {value!r}, want I/N with I from 1 to N", hint="the first of eight parts is 1/8, the last 8/8"
+            f"found {value!r}, want I/N with I from 1 to N, or auto",
+            hint="the first of eight parts is 1/8, the last 8/8; auto takes the one that Slurm, torchrun, Open MPI or "
+            "Kubernetes name",
         )
     return first, of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ckpt_tool.guide import LANGUAGES
 from ckpt_tool.options.statement import OPTIONS
@@ -41,9 +42,11 @@ class Verification:
 
 @dataclass(frozen=True)
 class Share:
-    """`ckpt apply`. part: (i, n) for share i of n, from 1; None for the whole plan."""
+    """`ckpt apply`. part: (i, n) for share i of n, from 1; `auto`: the launcher says which; None for the whole plan."""
 
-    part: tuple[int, int] | None = OPTIONS.option("Run share I of N, from 1/N to N/N.", share, "I/N")
+    part: tuple[int, int] | Literal["auto"] | None = OPTIONS.option(
+        "Run share I of N, from 1/N to N/N; auto: the one that the launcher's variables name.", share, "I/N|auto"
+    )
 
 
 @dataclass(frozen=True)

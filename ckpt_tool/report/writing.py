@@ -170,9 +170,25 @@ def _done(document: Document) -> Verdict:
     seconds, nbytes = float(document["elapsed_s"]), plan.get("bytes_written", 0)
     if document.get("committed") is False:
         part, of = document.get("part") or (1, 1)
-        return Verdict(None, f"part {part} of {of} is done; the output appears when the last part is")
+        others = (
+            f"{state}: {_numbers(numbers)}" for state, numbers in document.get("parts", {}).items() if state != "done"
+        )
+        left = f" ({'; '.join(others)})" if document.get("parts") else ""
+        return Verdict(None, f"part {part} of {of} is done; the output appears when the last part is{left}")
     where = f" to {target['path']}" if target.get("path") else ""
     files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
     speed = f" ({size(nbytes / seconds)}/s)" if seconds >= 0.1 and nbytes >= 10**6 else ""
     checked = "; digests checked" if document.get("digest_checked") else ""
     return Verdict(True, f"wrote {size(nbytes)}{files}{where} in {duration(seconds)}{speed}{checked}")
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as `1-3, 7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")

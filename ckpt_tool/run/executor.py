@@ -38,6 +38,7 @@ from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks
+from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
@@ -45,12 +46,13 @@ from ckpt_tool.storage.staging import Staging
 @dataclass(frozen=True, slots=True)
 class Result:
     """digests: of the values as read, over each move's line; digests_out: as written (the same object where nothing was
-    cast)."""
+    cast). parts: of a part that did not commit: how far each part is that has begun."""
 
     digests: dict[TensorKey, str]
     digests_out: dict[TensorKey, str]
     overflows: dict[TensorKey, int]
     committed: bool
+    parts: tuple[PartStatus, ...] = ()
 
 
 Check = Callable[[Path, dict[TensorKey, str], dict[TensorKey, str]], None]  # staged folder, digests out, digests in
@@ -157,8 +159,10 @@ class Executor:
         self._prepare(staging)
         state = _State(self._mine())
         done = self._take_up(staging, state)
+        mine = self._mine()
+        total = sum(unit.nbytes for _, unit in mine)
+        staging.begin(len(mine), total)
         if self.progress:
-            total = sum(unit.nbytes for _, unit in self._mine())
             self.progress.start(total, self.plan.destination)
             self.progress.advance(done)
         self._work(staging, state)
@@ -166,8 +170,8 @@ class Executor:
         if self.part is not None:
             staging.record({"part": True})
             journals = staging.close_part()
-            if not all(journal and journal[-1].get("part") for journal in journals):
-                return Result({}, {}, {}, committed=False)
+            if journals is None or not all(journal and journal[-1].get("part") for journal in journals):
+                return Result({}, {}, {}, committed=False, parts=tuple(staging.statuses()))
             self._take_over(staging, state, [line for journal in journals for line in journal])
         result = self._finish(staging, state)
         if self.progress:
@@ -349,7 +353,7 @@ class Executor:
                     [index, source.first, b64encode(source.leaves).decode(), out.first, b64encode(out.leaves).decode()]
                 )
                 hashes.append(walk.written())
-        line = {"unit": number, "hashes": hashes, "leaves": leaves, "overflows": overflows}
+        line = {"unit": number, "bytes": unit.nbytes, "hashes": hashes, "leaves": leaves, "overflows": overflows}
         with state.lock:
             self._gather_leaves([line], state)
         return line if self.hashing else None

@@ -9,11 +9,12 @@ seal is no secret: it finds damage, not forgers. A torn or edited line ends the 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.storage.open_below import open_own
@@ -31,6 +32,67 @@ def part_of(name: str) -> tuple[int, int] | None:
     """The part whose journal bears the name, None for a whole run's."""
     found = _PART.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
+
+
+class PartStatus(NamedTuple):
+    """How far a part (i, n) is, or a whole run (None). state: `done`, `running`, or `stopped`: it ended before it was
+    done. units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that
+    an earlier process had done. began, last: when the process began and last wrote a line, in seconds since 1970.
+    process: whose it is, `PID on HOST`."""
+
+    part: tuple[int, int] | None
+    state: str
+    units: int
+    of_units: int
+    nbytes: int
+    of_bytes: int
+    before: int
+    began: float
+    last: float
+    process: str
+
+
+def statuses(folder: int) -> list[PartStatus]:
+    """What the journals of an open staging folder say, by part."""
+    found = []
+    for name in sorted(names(folder), key=lambda name: part_of(name) or (0, 0)):
+        lines = read(folder, name)
+        runs = [number for number, line in enumerate(lines) if isinstance(line.get("run"), dict)]
+        run = lines[runs[-1]]["run"] if runs else {}
+        units = {line["unit"]: int(line.get("bytes", 0)) for line in lines if type(line.get("unit")) is int}
+        earlier = {line["unit"] for line in lines[: runs[-1]] if type(line.get("unit")) is int} if runs else set()
+        running, last = _held(folder, name)
+        state = "done" if lines and lines[-1].get("part") else "running" if running else "stopped"
+        found.append(
+            PartStatus(
+                part_of(name),
+                state,
+                len(units),
+                int(run.get("units", 0)),
+                sum(units.values()),
+                int(run.get("bytes", 0)),
+                sum(units[unit] for unit in earlier),
+                float(run.get("began", 0)),
+                last,
+                f"{run.get('pid')} on {run.get('host')}" if run else "",
+            )
+        )
+    return found
+
+
+def _held(folder: int, name: str) -> tuple[bool, float]:
+    """(does a process hold the journal, when it was last written)."""
+    try:
+        fd = open_own(folder, name, os.O_RDONLY)
+    except OSError:
+        return False, 0.0
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False, os.fstat(fd).st_mtime
+    except BlockingIOError:
+        return True, os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
 
 
 def names(folder: int) -> list[str]:

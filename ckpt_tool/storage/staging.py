@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_tool.core.inner_path import JOURNAL
+from ckpt_tool.core.progress import aside
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import refuse_link, staging_path
@@ -41,6 +42,8 @@ from ckpt_tool.storage.open_below import (
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _REPLACED = "user.ckpt.replaced"
+_PLAN = "user.ckpt.plan"  # on an output that was written in parts: the plan's id, for a part that is run once more
+_SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
 _NFS = ".nfs"  # how NFS calls a file that was removed and is still open
 
 
@@ -166,6 +169,7 @@ class Staging:
         The lock is on the folder itself, so that it holds while the journal is removed and the folder renamed.
         """
         kind = fcntl.LOCK_EX if self.part is None else fcntl.LOCK_SH
+        waited = 0
         while True:
             fresh = True
             try:
@@ -189,7 +193,10 @@ class Staging:
                     locked = self._locked(journal.name_of(self.part))
                     self._release()
                     raise locked from e
-                self._release()  # another part looks whether it is the last one, or commits: soon over
+                self._release()  # another part looks whether it is the last one, or commits
+                if waited == _SOON:
+                    aside(f"another part is about to commit {self.destination}: waiting for it")
+                waited += 1
                 time.sleep(0.02)
                 continue
             held = os.fstat(self._folder_fd)
@@ -253,13 +260,28 @@ class Staging:
             except OSError as e:
                 raise wrap_os_error(e, self.path, "writing the journal") from e
 
-    def close_part(self) -> list[list[journal.Line]]:
-        """Part of a plan: wait until no other part is at work, so that one of them may commit. The journals of all
-        parts, in order; an empty list for a part that has not begun. Raises as `check_parts`."""
-        fcntl.flock(self._folder_fd, fcntl.LOCK_EX)
+    def begin(self, units: int, nbytes: int) -> None:
+        """Say in the journal what this process is going to do, for those who look on."""
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        self.record({"run": {**process, "began": time.time(), "units": units, "bytes": nbytes}})
+
+    def close_part(self) -> list[list[journal.Line]] | None:
+        """Part of a plan whose share is done: hold the folder alone, so that this part may commit. The journals of all
+        parts, in order, an empty list for one that has not begun; None where another part is at work or has committed
+        meanwhile. Nobody is waited for: the last part to come here finds the folder free. Raises as `check_parts`."""
+        fcntl.flock(self._folder_fd, fcntl.LOCK_UN)  # before asking for more: two that both held on would both give up
+        if not self._alone():
+            return None
+        held = os.fstat(self._folder_fd)
+        if _inode(self.path) != (held.st_dev, held.st_ino):
+            return None
         self.check_parts()
         _, count = self.part or (1, 1)
         return [journal.read(self._folder_fd, journal.name_of((i + 1, count))) for i in range(count)]
+
+    def statuses(self) -> list[journal.PartStatus]:
+        """How far every part is that has begun."""
+        return journal.statuses(self._folder_fd)
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -329,6 +351,8 @@ class Staging:
             sync_folders(self._folder_fd)
         except OSError as e:
             raise wrap_os_error(e, self.path, "closing the staging folder") from e
+        if self.part is not None:
+            _mark(self.path if single is None else self.path / single, _PLAN, self.plan_id)
         if single is None:
             os.chmod(self._folder_fd, 0o777 & ~_umask())
             self._rename(self.path, self.destination)
@@ -394,18 +418,31 @@ def _mark_replaced(old: Path) -> None:
     """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the
     staging name, and the next run must know that it may go. Where the file system has no such marks, that run will
     ask."""
-    try:
-        os.setxattr(old, _REPLACED, b"1", follow_symlinks=False)
-    except OSError:
-        return
+    _mark(old, _REPLACED, "1")
 
 
 def was_replaced(path: Path) -> bool:
     """Was this output marked, by a run that was killed in the act, as one that its new self replaces?"""
+    return _marked(path, _REPLACED) == "1"
+
+
+def was_committed(destination: Path, plan_id: str) -> bool:
+    """Is what lies there the output of this plan, written in parts? False where the file system keeps no marks."""
+    return _marked(destination, _PLAN) == plan_id
+
+
+def _mark(path: Path, name: str, value: str) -> None:
     try:
-        return os.getxattr(path, _REPLACED, follow_symlinks=False) == b"1"
+        os.setxattr(path, name, value.encode(), follow_symlinks=False)
     except OSError:
-        return False
+        return
+
+
+def _marked(path: Path, name: str) -> str:
+    try:
+        return os.getxattr(path, name, follow_symlinks=False).decode("ascii", "replace")
+    except OSError:
+        return ""
 
 
 def _remove(folder: Path) -> None:

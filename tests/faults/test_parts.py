@@ -7,6 +7,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import safetensors.numpy
 
 from ckpt_tool.cli import run
+from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.errors import OutputExists, SourceChanged
 from ckpt_tool.plan import schedule
 from ckpt_tool.run import executor
@@ -228,3 +231,43 @@ def test_a_resumed_run_clears_what_lies_where_nobody_writes(ground: Ground, capf
         path.write_bytes(data)
     assert run(["apply", str(ground.plans["a"]), "-q"]) == 0
     assert ground.bytes() == ground.good
+
+
+def test_a_part_that_is_done_waits_for_nobody(ground: Ground, capfd: Any) -> None:
+    """The second of three is frozen: it holds its locks and does nothing."""
+    plan = load_plan(str(ground.plans["a"])).identifier()
+    with Staging(ground.out, plan, [], part=(2, 3)):
+        assert run(["apply", str(ground.plans["a"]), "--part", "1/3", "--json"]) == 0
+        document = json.loads(capfd.readouterr().out)
+        assert document["committed"] is False
+        assert document["parts"] == {"done": [1], "running": [2], "missing": [3]}
+        assert run(["apply", str(ground.plans["a"]), "--part", "3/3"]) == 0
+        assert "part 3 of 3 is done; the output appears when the last part is (running: 2)" in capfd.readouterr().out
+    assert not ground.out.exists()
+    assert ground.part("2/3", capfd) == (0, "")
+    assert ground.bytes() == ground.good
+
+
+def test_a_part_after_the_commit_is_done(ground: Ground, capfd: Any) -> None:
+    assert ground.part("1/2", capfd) == ground.part("2/2", capfd) == (0, "")
+    for share in ("1/2", "2/2", "1/7"):
+        assert run(["apply", str(ground.plans["a"]), "--part", share, "--json"]) == 0
+        document = json.loads(capfd.readouterr().out)
+        assert document["committed"] is True and "already committed" in document["notes"][-1]
+    assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
+    assert ground.part("1/2", capfd, "b") == (5, "E0501"), "another plan's output"
+    shutil.rmtree(ground.out)
+    assert run(["apply", str(ground.plans["a"]), "-q"]) == 0
+    capfd.readouterr()
+    assert ground.part("1/2", capfd) == (5, "E0501"), "nothing says that a whole run's output is the plan's"
+
+
+def test_parts_that_end_at_once_are_committed_once(ground: Ground) -> None:
+    """All parts begin at once and end as they may: whoever is last commits, nobody hangs."""
+    command = [sys.executable, "-m", "ckpt_tool", "apply", str(ground.plans["a"]), "--json", "-q", "--no-fsync"]
+    for _ in range(3):
+        shares = [subprocess.Popen([*command, "--part", f"{i}/3"], stdout=subprocess.PIPE) for i in (1, 2, 3)]
+        found = [json.loads(share.communicate(timeout=60)[0])["committed"] for share in shares]
+        assert any(found) and [share.returncode for share in shares] == [0, 0, 0]
+        assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
+        shutil.rmtree(ground.out)

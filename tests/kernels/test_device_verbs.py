@@ -316,12 +316,13 @@ def test_a_staged_byte_that_changed_is_written_again(tmp_path: Path, monkeypatch
 def test_shares_of_a_plan(tmp_path: Path) -> None:
     from ckpt_tool.commands.apply import apply
     from ckpt_tool.core.progress import SILENT
+    from ckpt_tool.options.verbs import Share
     from ckpt_tool.options.writing import Writing
 
     source = model(tmp_path / "in", rows=400)
     ckpt.convert(source, tmp_path / "out", to="sharded", tp=2, plan=str(tmp_path / "plan.json"))
     for share, device in (((1, 2), "cuda"), ((2, 2), "cpu")):
-        document = apply(str(tmp_path / "plan.json"), share, Writing(device=device), SILENT)
+        document = apply(str(tmp_path / "plan.json"), Share(share), Writing(device=device), SILENT)
     assert document["committed"]
     ckpt.convert(source, tmp_path / "whole", to="sharded", tp=2)
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")

@@ -28,7 +28,7 @@ def test_a_part_waits_while_another_looks_whether_it_is_the_last(tmp_path: Path)
         timer.start()
         with Staging(out, "plan", ["f"], part=(2, 2)) as second:
             assert time.monotonic() - began > 0.15
-            assert len(second.close_part()) == 2
+            assert len(second.close_part() or ()) == 2
         timer.join()
 
 
@@ -55,4 +55,5 @@ def test_a_part_that_begins_while_another_looks(tmp_path: Path, monkeypatch: pyt
     staged.mkdir(0o700)
     monkeypatch.setattr(os, "fwalk", begin_late)
     with Staging(out, "plan", ["f"], part=(2, 2)) as second:
-        assert second.close_part()[0] == []
+        journals = second.close_part()
+        assert journals is not None and journals[0] == []
