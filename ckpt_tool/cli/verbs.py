@@ -20,7 +20,7 @@ from ckpt_tool.options.statement import KEYS, LAYOUT, PLAN, TO, TRAVEL, Option, 
 if TYPE_CHECKING:
     from ckpt_tool.merging.options import MergeOptions
     from ckpt_tool.options.reading import Inspection, Reading, Show
-    from ckpt_tool.options.verbs import Cleaning, Comparison, Kernels, Page, Share, Validating, Verification
+    from ckpt_tool.options.verbs import Cleaning, Comparison, Kernels, Looking, Page, Share, Validating, Verification
     from ckpt_tool.options.writing import Writing
     from ckpt_tool.report.page import Page as Shown
 
@@ -336,6 +336,39 @@ def apply(show: Show, saved: str, wanted: Share, writing: Writing) -> Job:
         return command(saved, wanted, writing, progress)
 
     return _writer("apply", show, run, writing, ())
+
+
+def _looking() -> tuple[type, ...]:
+    from ckpt_tool.options.verbs import Looking
+
+    return (Looking,)
+
+
+@verb(
+    "how far a run is that writes, part by part",
+    Argument("PLAN|DST", "A plan that was saved, or the output that is being written."),
+    takes=_looking,
+    examples=("ckpt status out", "ckpt status plan.json --watch"),
+)
+def status(show: Show, target: str, wanted: Looking) -> Job:
+    """How far a run is, here or on other machines: each part, done, running or dead. Exit 1 when one is dead or none
+    is at work."""
+
+    def run(progress: Progress) -> Document:
+        from ckpt_tool.commands.status import status as command
+
+        return command(target, progress, watch=wanted.watch)
+
+    def page(document: Document, uncut: bool) -> Shown:
+        from ckpt_tool.report.status import status as page_of
+
+        return page_of(document)
+
+    def sound(document: Document) -> bool:
+        parts = document["parts"]
+        return not parts or bool(document["running"]) and all(part["state"] != "dead" for part in parts)
+
+    return Job("status", show, run, page, sound=sound)
 
 
 def _validating() -> tuple[type, ...]:

@@ -115,7 +115,7 @@ def _committed_already(plan: Plan, part: tuple[int, int], progress: Progress) ->
 
 
 def _states(statuses: Sequence[journal.PartStatus], part: tuple[int, int]) -> dict[str, list[int]]:
-    """The parts by what is known of them: `done`, `running`, `stopped` before their end, `missing`."""
+    """The parts by what is known of them: `done`, `running`, `dead` before their end, `missing`."""
     known = {status.part[0]: status.state for status in statuses if status.part is not None}
     known[part[0]] = "done"
     states: dict[str, list[int]] = {}

@@ -50,6 +50,13 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Looking:
+    """`ckpt status`."""
+
+    watch: bool = OPTIONS.flag("Look again until it is written, or nobody writes any more.")
+
+
+@dataclass(frozen=True)
 class Page:
     """`ckpt help`."""
 

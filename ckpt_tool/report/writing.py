@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tool.report.inspection import mesh_text, note_text
 from ckpt_tool.report.page import Block, Cell, Column, Facts, Lines, Page, Styled, Table, Verdict
-from ckpt_tool.report.text import count, duration, more, plural, shape, size
+from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, size
 
 Document = Mapping[str, Any]
 LISTED = 12  # fallbacks, removed tensors and dropped names that are listed without -v
@@ -171,7 +171,7 @@ def _done(document: Document) -> Verdict:
     if document.get("committed") is False:
         part, of = document.get("part") or (1, 1)
         others = (
-            f"{state}: {_numbers(numbers)}" for state, numbers in document.get("parts", {}).items() if state != "done"
+            f"{state}: {ranges(numbers)}" for state, numbers in document.get("parts", {}).items() if state != "done"
         )
         left = f" ({'; '.join(others)})" if document.get("parts") else ""
         return Verdict(None, f"part {part} of {of} is done; the output appears when the last part is{left}")
@@ -180,15 +180,3 @@ def _done(document: Document) -> Verdict:
     speed = f" ({size(nbytes / seconds)}/s)" if seconds >= 0.1 and nbytes >= 10**6 else ""
     checked = "; digests checked" if document.get("digest_checked") else ""
     return Verdict(True, f"wrote {size(nbytes)}{files}{where} in {duration(seconds)}{speed}{checked}")
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as `1-3, 7`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
-    return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")

@@ -35,10 +35,10 @@ def part_of(name: str) -> tuple[int, int] | None:
 
 
 class PartStatus(NamedTuple):
-    """How far a part (i, n) is, or a whole run (None). state: `done`, `running`, or `stopped`: it ended before it was
-    done. units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that
-    an earlier process had done. began, last: when the process began and last wrote a line, in seconds since 1970.
-    process: whose it is, `PID on HOST`."""
+    """How far a part (i, n) is, or a whole run (None). state: `done`, `running`, `dead` (it ended too early).
+    units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that an
+    earlier process had done. began, last: when the process began and last wrote a line, in seconds since 1970. process:
+    whose it is, `PID on HOST`."""
 
     part: tuple[int, int] | None
     state: str
@@ -62,7 +62,7 @@ def statuses(folder: int) -> list[PartStatus]:
         units = {line["unit"]: int(line.get("bytes", 0)) for line in lines if type(line.get("unit")) is int}
         earlier = {line["unit"] for line in lines[: runs[-1]] if type(line.get("unit")) is int} if runs else set()
         running, last = _held(folder, name)
-        state = "done" if lines and lines[-1].get("part") else "running" if running else "stopped"
+        state = "done" if lines and lines[-1].get("part") else "running" if running else "dead"
         found.append(
             PartStatus(
                 part_of(name),

@@ -1,0 +1,120 @@
+"""`ckpt status`: how far a run is, by the journals in the hidden folder in which its output grows.
+
+Nothing is asked of the processes that write, which may be on other machines: each keeps a journal of its own, locked
+while it lives, with a line for every unit of work that is done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.conversion.plan_file import load_plan
+from ckpt_tool.core.progress import Progress
+from ckpt_tool.errors import CkptError, StorageError, wrap_os_error
+from ckpt_tool.storage.destination import local_path, staging_path
+from ckpt_tool.storage.journal import PartStatus, statuses
+
+_EVERY = 1.0  # seconds between two looks
+_WRITTEN, _GROWING = "written", "growing"
+
+
+def status(target: str, progress: Progress, *, watch: bool = False) -> dict[str, Any]:
+    """target: the output, or the plan of which it comes. watch: look again until it is written, or nobody writes.
+
+    Raises StorageError E0702 where neither the output nor anything of it is there, and SourceChanged E0610 for a file
+    that is no plan.
+    """
+    destination, whole = _destination(target)
+    document = _looked_at(destination, whole)
+    if watch:
+        shown = document["bytes"]
+        progress.start(document["of_bytes"], str(destination))
+        progress.advance(shown)
+        while document["state"] == _GROWING and document["running"]:
+            time.sleep(_EVERY)
+            document = _looked_at(destination, whole)
+            progress.advance(max(0, document["bytes"] - shown))
+            shown = max(shown, document["bytes"])
+        progress.finish()
+    if document["state"] not in (_WRITTEN, _GROWING):
+        raise StorageError(
+            f"{destination} is not there, and no run has begun to write it",
+            code="E0702",
+            path=destination,
+            hint="name the output of a run, or the plan that --plan saved",
+        )
+    return document
+
+
+def _destination(target: str) -> tuple[Path, int]:
+    """(the output, bytes of the whole plan, 0 where no plan says)."""
+    path = local_path(target)
+    if staging_path(path).is_dir() or not path.is_file():
+        return path, 0
+    try:
+        plan = load_plan(target)
+    except CkptError:
+        return path, 0  # an output of one file
+    return Path(plan.destination), sum(move.nbytes for move in plan.moves)
+
+
+def _looked_at(destination: Path, whole: int) -> dict[str, Any]:
+    parts = _parts(destination)
+    of = max((part.part[1] for part in parts if part.part), default=1)
+    begun = {part.part[0] for part in parts if part.part}
+    missing = [number for number in range(1, of + 1) if number not in begun] if begun else []
+    done, total = sum(part.nbytes for part in parts), sum(part.of_bytes for part in parts)
+    if missing and begun and not whole:
+        total = total * of // len(begun)  # parts are of about one size
+    speed = sum(_speed(part) for part in parts if part.state == "running")
+    state = _GROWING if parts else _WRITTEN if os.path.lexists(destination) else "absent"
+    left = max(0, (whole or total) - done)
+    return {
+        "schema_version": 1,
+        "path": str(destination),
+        "state": state,
+        "bytes": done,
+        "of_bytes": whole or total,
+        "bytes_per_s": round(speed),
+        "seconds_left": round(left / speed) if speed and parts else None,
+        "running": sum(part.state == "running" for part in parts),
+        "missing": missing,
+        "parts": [_shown(part) for part in parts],
+    }
+
+
+def _parts(destination: Path) -> list[PartStatus]:
+    try:
+        folder = os.open(staging_path(destination), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise wrap_os_error(e, staging_path(destination), "looking at the staging folder") from e
+    try:
+        return statuses(folder)
+    finally:
+        os.close(folder)
+
+
+def _speed(part: PartStatus) -> float:
+    """Bytes a second since the process began."""
+    return max(0, part.nbytes - part.before) / max(part.last - part.began, 1.0) if part.began else 0.0
+
+
+def _shown(part: PartStatus) -> dict[str, Any]:
+    speed = _speed(part) if part.state == "running" else 0.0
+    return {
+        "part": list(part.part) if part.part else None,
+        "state": part.state,
+        "units": part.units,
+        "of_units": part.of_units,
+        "bytes": part.nbytes,
+        "of_bytes": part.of_bytes,
+        "bytes_per_s": round(speed),
+        "seconds_left": round(max(0, part.of_bytes - part.nbytes) / speed) if speed else None,
+        "process": part.process,
+        "last_line": round(part.last, 3),
+    }
