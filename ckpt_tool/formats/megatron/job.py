@@ -31,6 +31,7 @@ from ckpt_tool.core.tensor import Chunk, StoredArray
 from ckpt_tool.errors import InconsistentCheckpoint, UnmappedTensor, UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts
+from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.rules import (
     ETP,
     TP,
@@ -49,7 +50,6 @@ from ckpt_tool.formats.megatron.rules import (
 from ckpt_tool.formats.megatron.stages import Stage, Stages, nearest
 
 UNMAPPED, CONTRADICTION = "E2003", "E0305"
-TIED_HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.")  # on the head's stage
 Shape = tuple[int, ...]
 

@@ -42,6 +42,7 @@ from typing import NamedTuple
 from ckpt_tool.core.bounds import bounded, numeral
 
 CONTAINERS = SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
+TIED_HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 ROOT = r"(?:(?:thinker\.|llava_model\.)?language_model\.)?"  # of the language model's names
 _ROOT = re.compile(ROOT)

@@ -1,15 +1,10 @@
-"""Which parameter stands where in Megatron's optimizer: flat buffers, numbered parameters, groups. Reader and writer
-ask here.
+"""Which parameter stands where in the flat buffers of Megatron's optimizer. Reader and writer ask here.
 
 The one idea: the optimizer's files hold no names. Three orders give them back, all made from the model's own
-(registration) order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart)
-and the number of a parameter (group by group, inside a group in the model's order).
+(registration) order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart:
+`megatron.groups`) and the number of a parameter (group by group, inside a group in the model's order).
 
     a stage with  w (2-d), w.bias, norm (1-d), v (2-d):   group 0 (decay): w, v -> 0, 1    group 1: w.bias, norm -> 2, 3
-
-Groups: 1-d tensors have no weight decay (`wd_mult` 0); q and k norms do with `apply_wd_to_qk_layernorm`; embeddings and
-the output layer stand apart with `decoupled_lr`; experts' (`is_expert_parallel`) are an optimizer of their own where
-experts are parallel, and then the optimizer's state is a list [dense, experts].
 
 A buffer is filled backwards: its parameters are walked in REVERSE order of registration; each starts at a multiple of
 64 elements; buckets close when they are full, or around an embedding that two pipeline stages share; the end of a
@@ -23,9 +18,8 @@ There is one buffer for each (dtype of the parameter, dtype of its gradient), fo
 `dp_reshardable` holds each bucket on its own, without it too; data rank r of n owns elements [r*N/n, (r+1)*N/n) of each
 padded bucket of N elements.
 
-Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/__init__.py` (`_get_param_groups`,
-`get_standard_config_overrides`), `core/optimizer/optimizer.py` (`Float16OptimizerWithFloat16Params`,
-`ChainedOptimizer`), `core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`: coalesced),
+Sources (NVIDIA/Megatron-LM core 0.16.1): `core/optimizer/optimizer.py` (`Float16OptimizerWithFloat16Params`),
+`core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`: coalesced),
 `core/distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer.__init__`),
 `core/distributed/distributed_data_parallel.py` (sizes of buckets, order of buffers),
 `core/models/common/language_module/language_module.py` (`shared_embedding`).
@@ -35,14 +29,13 @@ Cost: linear. What it does not do: read or write files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.formats.megatron.args import Facts
-from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Job, RankArray
-from ckpt_tool.formats.megatron.names import stem
+from ckpt_tool.formats.megatron.job import Job, RankArray
+from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD, stem
 
 ALIGNMENT = 64  # elements at which a parameter starts
 BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
@@ -193,69 +186,3 @@ def lay_buffers(arrays: Sequence[RankArray], job: Job, pp: int, bucketing: Bucke
         dtype = members[0].dtype
         out.append(Buffer(chunk, dtype, grads if job.facts.grad_fp32 else dtype, tuple(members), flat))
     return out
-
-
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
-class GroupKey(NamedTuple):
-    """What parts parameters into groups of one optimizer."""
-
-    decay: bool
-    decoupled: bool
-
-
-def key_of_param(local: str, shape: Sequence[int], facts: Facts) -> GroupKey:
-    """The key of a parameter by its name, the rank's or the logical one."""
-    words = local.split(".")
-    qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
-    decay = len(shape) != 1 and words[-1] != "bias" or bool(qk)
-    return GroupKey(decay, facts.decoupled_lr is not None and stem(local) in (EMBEDDING, TIED_HEAD))
-
-
-def key_of_group(group: Mapping[str, Any], facts: Facts) -> GroupKey:
-    """A stored group's key, from its hyperparameters."""
-    decoupled = bool(group.get("is_decoupled_lr"))
-    if facts.decoupled_lr is not None and group.get("max_lr") == facts.decoupled_lr:
-        decoupled = True
-    multiple = group.get("wd_mult", 1.0 if group.get("weight_decay", 1.0) else 0.0)
-    return GroupKey(multiple != 0.0, decoupled and facts.decoupled_lr is not None)
-
-
-def members_of(
-    groups: Sequence[Mapping[str, Any]], arrays: Sequence[RankArray], facts: Facts
-) -> list[list[RankArray]] | None:
-    """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none,
-    or two groups have one key)."""
-    keys = [key_of_group(group, facts) for group in groups]
-    if len(set(keys)) != len(keys):
-        return None
-    out: list[list[RankArray]] = [[] for _ in groups]
-    for array in arrays:
-        key = key_of_param(array.local, array.shape, facts)
-        if key not in keys:
-            return None
-        out[keys.index(key)].append(array)
-    return out
-
-
-def is_expert_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and bool(group.get("is_expert_parallel"))
-
-
-def chained(optimizer: Any) -> list[Any]:
-    """The optimizers of a stored state: a list's elements, a dict of numbers' values, or the one that there is."""
-    if isinstance(optimizer, list):
-        return list(optimizer)
-    if isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer):
-        return [optimizer[key] for key in sorted(optimizer)]
-    return [optimizer]
-
-
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The `param_groups` of one stored optimizer, wrapped or not; [] when it has none."""
-    if not isinstance(optimizer, dict):
-        return []
-    inner = optimizer.get("optimizer", optimizer)
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []

@@ -43,18 +43,10 @@ from ckpt_tool.formats.megatron.folders import (
     rank_folders,
     refuse_renamed,
 )
+from ckpt_tool.formats.megatron.groups import chained, groups_of, is_expert_group, members_of
 from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.job import CONTRADICTION, Job, Rank, RankArray
-from ckpt_tool.formats.megatron.optimizer import (
-    Bucketing,
-    Buffer,
-    bucketing_of,
-    chained,
-    groups_of,
-    is_expert_group,
-    lay_buffers,
-    members_of,
-)
+from ckpt_tool.formats.megatron.optimizer import Bucketing, Buffer, bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.rules import gated
 from ckpt_tool.formats.megatron.stages import Stages, from_counts
 from ckpt_tool.formats.state_dict.tree import dotted, join

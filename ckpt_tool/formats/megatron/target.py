@@ -39,18 +39,10 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import NAMESPACE, updated
 from ckpt_tool.formats.megatron.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
-from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Rank, RankArray, Ranks
-from ckpt_tool.formats.megatron.optimizer import (
-    GroupKey,
-    bucketing_of,
-    chained,
-    groups_of,
-    is_expert_group,
-    key_of_group,
-    key_of_param,
-    lay_buffers,
-    members_of,
-)
+from ckpt_tool.formats.megatron.groups import GroupKey, chained, groups_for, groups_of, key_of_param, members_of
+from ckpt_tool.formats.megatron.job import Rank, RankArray, Ranks
+from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
+from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.rules import is_vocabulary
 from ckpt_tool.formats.megatron.wanted import Decided, decide
 from ckpt_tool.formats.state_dict.tree import join
@@ -167,20 +159,10 @@ class _States:
     def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
         stored = [group for one in chained(self.decided.wanted.extras.get("optimizer")) for group in groups_of(one)]
         stored = [group for group in stored if "wd_mult" in group]
-        out = []
-        for experts in self.chains:
-            wanted = self._keys(experts)
-            own = [group for group in stored if is_expert_group(group) is bool(experts)]
-            twins = own + [group for group in stored if group not in own]
-            made: dict[GroupKey, dict[str, Any]] = {}
-            for group in own:
-                key = key_of_group(group, self.decided.job.facts)
-                if key in wanted:
-                    made.setdefault(key, dict(group))
-            for key in sorted(wanted, key=lambda key: (not key.decay, key.decoupled)):
-                made.setdefault(key, self._made(key, twins, experts=bool(experts)))
-            out.append(tuple(made.values()))
-        return tuple(out)
+        facts = self.decided.job.facts
+        return tuple(
+            tuple(groups_for(stored, self._keys(experts), facts, experts=bool(experts))) for experts in self.chains
+        )
 
     def _keys(self, experts: bool | None) -> set[GroupKey]:
         keys = set()
@@ -189,18 +171,6 @@ class _States:
             if experts is None or (".experts." in name) == experts:
                 keys.add(key_of_param(name, tensor.shape, self.decided.job.facts))
         return keys
-
-    def _made(self, key: GroupKey, twins: Sequence[Mapping[str, Any]], *, experts: bool) -> dict[str, Any]:
-        """A group that the source does not have, from the one nearest to it."""
-        facts = self.decided.job.facts
-        same = next((dict(twin) for twin in twins if key_of_group(twin, facts) == key), None)
-        group = same or dict(twins[0]) if twins else {"lr_mult": 1.0, "is_decoupled_lr": key.decoupled}
-        group["is_expert_parallel"] = experts
-        if same is None:
-            group["wd_mult"] = 1.0 if key.decay else 0.0
-            if not key.decay and "weight_decay" in group:
-                group["weight_decay"] = 0.0
-        return group
 
     # -- a rank's ------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import Facts, arguments, facts_of, with_spec
 from ckpt_tool.formats.megatron.folders import fit
 from ckpt_tool.formats.megatron.hints import MegatronHints
-from ckpt_tool.formats.megatron.job import EMBEDDING, TIED_HEAD, Job
+from ckpt_tool.formats.megatron.job import Job
+from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
 from ckpt_tool.formats.megatron.rules import BY_HEAD, gated, is_vocabulary
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 

@@ -103,9 +103,9 @@ class DistLayout:
         self.distributed = self.facts.distributed is not False
         check_experts(self.degrees["ep"], self.experts, EXPERTS)
         gated = bool(self.facts.gated or HALVES in self.styles)
-        shapes = {t.key.name: t.shape for _, t in self.tensors}
+        self.shapes = {t.key.name: t.shape for _, t in self.tensors}
         job = Job(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
-        self.job = job.of_shapes(shapes, 1)
+        self.job = job.of_shapes(self.shapes, 1)
         alike: dict[tuple[str, str, Shape], str] = {}  # one of each kind: their rules are the same
         for _, tensor in self.tensors:
             spot = self.spots[tensor.key.name]

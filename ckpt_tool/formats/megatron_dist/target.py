@@ -2,7 +2,7 @@
 files, the common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` takes it.
 
 The one idea: everything of Megatron's is decided by `megatron_dist.layout` (keys, boxes, ranks) and
-`megatron_dist.state` (objects, common state); what is left is a DCP (`containers.dcp_items`).
+`megatron_dist.stored_state` (objects, common state); what is left is a DCP (`containers.dcp_items`).
 
     iter_0000002/__0_0.distcp   [zip of embedding rows 0-63][zip of linear_qkv (1, 32, 32)] ... [objects]
     iter_0000002/.metadata      keys, boxes, where each item lies; planner_data None, as Megatron's planner leaves it
@@ -39,7 +39,8 @@ from ckpt_tool.formats.megatron.hints import DistHints
 from ckpt_tool.formats.megatron.target import tensors_of_rng
 from ckpt_tool.formats.megatron_dist.folder import COMMON, CONFIG, INTEGRITY, POINTER
 from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
-from ckpt_tool.formats.megatron_dist.state import COMMON_STATE, stored_state
+from ckpt_tool.formats.megatron_dist.state import COMMON_STATE
+from ckpt_tool.formats.megatron_dist.stored_state import stored_state
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.formats.torch.content import Part, TorchComposer
 

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 def _may_be(tree: Tree) -> bool:
-    ends = (".metadata", ".lock", ".distcp", ".safetensors")
-    return tree.single is None and any(path.endswith(ends) for path in tree.listing())
+    """Its files are called by number: `0.metadata`, `1_0.distcp`."""
+    names = (path.rpartition("/")[2] for path in tree.listing()) if tree.single is None else ()
+    return any(
+        name[:1].isdigit() and name.endswith((".metadata", ".lock", ".distcp", ".safetensors")) for name in names
+    )
 
 
 ENTRY = Entry(

@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 
 
 def _may_be(tree: Tree) -> bool:
-    names = tree.names()
-    if tree.single is not None or not any(name.endswith(".safetensors") for name in names):
+    """By the names of its files; or a file's content speaks for it, where none beside it is of another format."""
+    if tree.single is not None:
         return True
-    return any("pytorch_model" in name or "_rank_" in name or name.endswith(".bin.index.json") for name in names)
+    names = tree.names()
+    if any("pytorch_model" in name or "_rank_" in name or name.endswith(".bin.index.json") for name in names):
+        return True
+    others = any(name.endswith((".safetensors", ".distcp", ".metadata")) for name in names)
+    return not others and any(tree.listing()[name] >= 16 for name in names)  # bytes, of the shortest pickle or zip
 
 
 ENTRY = Entry(
