@@ -14,7 +14,6 @@ first.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -200,6 +199,8 @@ def read_layout(file: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
 
 def parse_layout(raw: bytes, path: str) -> tuple[dict[str, int], tuple[Rule, ...]]:
     """(degrees, rules) of a layout file's bytes. path: the file, for messages. Raises UsageError E0252."""
+    import tomllib  # few jobs have a layout file
+
     try:
         if len(raw) > LIMIT:
             raise ValueError(f"more than {LIMIT >> 10} KiB")

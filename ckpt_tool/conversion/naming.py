@@ -13,7 +13,6 @@ beside k_proj as it was, for a fused QKV). Both become computed tensors first, a
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 HUB = "hf"
 NO_FAMILY = "E1372"  # of `families.registry.find`
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert: fc1 and fc2 are two names
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
@@ -114,6 +112,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     from ckpt_tool.families.base import SHIFTED
     from ckpt_tool.families.registry import find
     from ckpt_tool.families.rewrite import mapping
+    from ckpt_tool.families.table import one_of_each
     from ckpt_tool.plan.mapping import parameter_shapes
 
     requested = writing.dialect is not None or reading.family is not None or writing.experts is not None
@@ -123,7 +122,7 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     shapes = parameter_shapes(chosen.stored)
     stated = None if source == "hf" else source
     try:
-        found = find(config, _one_of_each(shapes), stated=stated, family=reading.family)
+        found = find(config, {name: shapes[name] for name in one_of_each(shapes)}, stated=stated, family=reading.family)
         if target not in found.family.known_dialects:
             found.family.table(target)
     except (UsageError, InputError) as e:
@@ -218,12 +217,13 @@ def _refuse_odd_models(
     """Raise InputError for what another system would not load: E1485 names in the layers that the family does not know,
     Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns."""
     from ckpt_tool.families.completeness import missing, strange
+    from ckpt_tool.families.table import one_of_each
 
     family, dialect = found
     odd = strange(family, dialect, shapes)
     if odd:
         known = set(odd)
-        near = near_misses(odd[0], [name for name in _one_of_each(shapes) if name not in known])
+        near = near_misses(odd[0], [name for name in one_of_each(shapes) if name not in known])
         raise InputError(
             f"{len(odd)} tensors in the layers are in no rule of {family.name}, {dialect}: {odd[0]}",
             code="E1485",
@@ -274,14 +274,6 @@ def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str
             if isinstance(inner := changed.get(key), Mapping):
                 changed[key] = _as_asked(inner, replace(writing, tied_head=None))
     return changed
-
-
-def _one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """One layer and expert of each kind: enough to tell whose names they are, whatever their number."""
-    seen: dict[str, str] = {}
-    for name in shapes:
-        seen.setdefault(_NUMBER.sub("#", name), name)
-    return {name: shapes[name] for name in seen.values()}
 
 
 def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.errors import OutputExists, SourceChanged, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import check_seal, read_plan, sealed
-from ckpt_tool.storage.safetensors_file import gc_paused
 
 LIMIT = 4 << 30  # bytes
 
@@ -65,7 +65,7 @@ def load_plan(plan_file: str) -> Plan:
     """The plan in a file, checked whole. Raises SourceChanged: E0610 for what is no plan, E1601 for one that was
     edited; UnsafeInput E1600 for output paths that lead elsewhere."""
     path = Path(plan_file)
-    with gc_paused():  # a plan is many small values that all live
+    with gc_paused():
         document = _parsed(path)
         check_seal(document, plan_file)
         plan = read_plan(document, plan_file)

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.families.table import Table, form_of
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
+
+if TYPE_CHECKING:
+    from ckpt_tool.families.table import Table
 
 TIED = "tie_word_embeddings"  # the key of Hugging Face's and Paddle's configs
 _ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
@@ -134,7 +136,7 @@ def with_copies_of_mtp(chosen: Chosen, hub: Table) -> Chosen:
         (front + end, of)
         for front in fronts
         for end, of in _OF_MTP.items()
-        if of in model and front + end not in model and form_of(front + end)[0] in hub.left
+        if of in model and front + end not in model and hub.knows(front + end)
     ]
     if not wanted:
         return chosen

@@ -16,8 +16,8 @@ from ckpt_tool.conversion.carry_out import check_replaced, execute
 from ckpt_tool.conversion.fitting import refuse_idle
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.passes import FITTING, passed
-from ckpt_tool.conversion.plan_file import save_plan
 from ckpt_tool.conversion.planning import make_plan
+from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.sources.chosen import Chosen, Conversion
@@ -29,7 +29,6 @@ from ckpt_tool.storage.destination import (
     staging_path,
     sweep_leavings,
 )
-from ckpt_tool.storage.safetensors_file import gc_paused
 
 
 def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     for opened in chosen.sources:
         opened.refuse_unsafe()
     chosen = passed(chosen, job, FITTING)
-    with gc_paused():  # a plan is many small values that all live
+    with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)
     locals_ = [
         Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
@@ -63,6 +62,8 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     document = with_device(plan.report, moving)
     progress.plan(document)
     if writing.plan_file:
+        from ckpt_tool.conversion.plan_file import save_plan
+
         save_plan(plan, writing.plan_file)
         document["plan_file"] = writing.plan_file
         return document

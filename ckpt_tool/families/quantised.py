@@ -17,7 +17,7 @@ from ckpt_tool.algebra.mapped import Made
 from ckpt_tool.algebra.piece import Piece, Side
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.families.base import Shape
-from ckpt_tool.families.table import Table, form_of
+from ckpt_tool.families.table import Table
 from ckpt_tool.quantised.weights import part_of
 
 
@@ -30,7 +30,7 @@ def followers(
     places: dict[str, list[Made]] | None = None
     for name in unknown:
         stem = part_of(name)
-        if stem is None or form_of(stem)[0] not in here.left:
+        if stem is None or not here.knows(stem):
             continue
         if places is None:
             places = {}

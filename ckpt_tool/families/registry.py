@@ -111,14 +111,13 @@ def _named(config: Config, names: list[str]) -> Family | None:
     any. One that knows no name in a layer is not the one: `norm.weight` is DeepSeek V4's and a thousand others'."""
     if config.get("model_type") is not None or _architectures(config):
         return None
-    known = {family: max(_known(family, names).values()) for family in FAMILIES}
-    most = max(known.values())
+    known = {family: _known(family, names).values() for family in FAMILIES}
+    most = max(each.much for dialects in known.values() for each in dialects)
     if not any(most):
         return None
-    layers = [name for name in names if form_of(name)[1]]
-    best = [family for family, count in known.items() if count == most]
-    if not any(any(count) for family in best for count in _known(family, layers).values()):
-        best = [family for family, count in known.items() if any(count)]
+    best = [family for family, dialects in known.items() if any(each.much == most for each in dialects)]
+    if not any(each.layered for family in best for each in known[family]):
+        best = [family for family, dialects in known.items() if any(any(each.much) for each in dialects)]
         if len(best) == 1:
             return None
     fitting = [family.name for family in best]
@@ -138,14 +137,25 @@ def _named(config: Config, names: list[str]) -> Family | None:
     return load(fitting[0])
 
 
-def _known(family: Family, names: list[str]) -> dict[str, tuple[int, int]]:
-    """{dialect: (how many of the names its rules know, how much of the others its towers' names tell)}."""
+class _Known(NamedTuple):
+    """What a dialect knows of names. much: how many its rules know, how much of the others its towers' names tell.
+    layered: is one of those in a layer?"""
+
+    much: tuple[int, int]
+    layered: bool
+
+
+def _known(family: Family, names: list[str]) -> dict[str, _Known]:
+    """Dialect -> what it knows of the names."""
     found = {}
     for dialect in family.known_dialects:
         table = family.table(dialect)
-        unknown = instances(table.left, names)[1]
-        towers = [table.tower_of(name) for name in unknown] if table.towers else []
-        found[dialect] = len(names) - len(unknown), sum(len(tower.left) for tower in towers if tower)
+        named, unknown = instances(table.left, names)
+        towers = {name: tower for name in unknown if (tower := table.tower_of(name))} if table.towers else {}
+        found[dialect] = _Known(
+            (len(names) - len(unknown), sum(len(tower.left) for tower in towers.values())),
+            any(group.values[0] for group in named) or any(form_of(name)[1] for name in towers),
+        )
     return found
 
 
@@ -153,7 +163,7 @@ def _dialect(
     family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, stated: str | None
 ) -> str:
     whole, config = config, family.facts(config)
-    known = _known(family, names)
+    known = {dialect: each.much for dialect, each in _known(family, names).items()}
     if stated is not None:
         known = {dialect: n for dialect, n in known.items() if dialect == stated or dialect.startswith(f"{stated}-")}
         if not known:

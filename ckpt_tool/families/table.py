@@ -106,6 +106,10 @@ class Table:
         """The same of hub names."""
         return _spots(rule.right for rule in self.rules)
 
+    def knows(self, name: str) -> bool:
+        """Is there a rule of a name of the dialect?"""
+        return form_of(name)[0] in self.left
+
     def in_tower(self, name: str) -> str | None:
         """What the hub calls a tensor that no rule knows, None where it is in no tower.
 
@@ -259,6 +263,14 @@ def form_of(name: str) -> tuple[str, tuple[int, ...]]:
     if not numbers:
         return name, ()
     return _NUMBER.sub("%d", name.replace("%", "%%") if "%" in name else name), tuple(map(int, numbers))
+
+
+def one_of_each(names: Iterable[str]) -> list[str]:
+    """One name of each form: enough to tell whose names they are, whatever the number of layers and experts."""
+    seen: dict[str, str] = {}
+    for name in names:
+        seen.setdefault(form_of(name)[0], name)
+    return list(seen.values())
 
 
 def instances(index: Mapping[str, tuple[Spot, ...]], names: Iterable[str]) -> tuple[list[Instances], list[str]]:

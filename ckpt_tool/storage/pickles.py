@@ -22,10 +22,10 @@ unpickler), follow storages, keep NumPy's scalar types.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.extras import Opaque
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput
 from ckpt_tool.storage.pickle_globals import UNSUPPORTED_TENSORS
@@ -221,18 +221,14 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None) -
 # -- execution --------------------------------------------------------------------------------------------------------
 
 
+@gc_paused()
 def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) -> Pickled:
-    collects = gc.isenabled()
-    gc.disable()  # a million new containers would be scanned again and again; nothing here makes garbage in cycles
     try:
         value = machine.run()
         stream = machine.origin + machine.pos - machine.start
         _check_shape(value, machine.count + 1, stream, texts=machine.longest > LONG_TEXT)
     except Misuse as e:
         raise _fault(e, machine, path, member) from e
-    finally:
-        if collects:
-            gc.enable()
     uses = machine.verdicts()
     end = machine.origin + machine.pos
     if not multi and end != machine.end:

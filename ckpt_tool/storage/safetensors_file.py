@@ -18,15 +18,14 @@ Cost: one open, two preads (the second finds its pages read ahead) and 0.5 us a 
 
 from __future__ import annotations
 
-import gc
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
 
+from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.dtype import SAFETENSORS_NAMES, DType
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CorruptFile, UnsafeInput, UsageError
@@ -122,18 +121,6 @@ class Header:
             kinds=list(compress(self.kinds, chosen)),
             begin=array("Q", compress(self.begin, chosen)),
         )
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Parsing makes a million small objects that hold no cycles; the collector would walk them again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, faults_of
+from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.faults import for_each, together
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, InputError, InternalError, UnknownFormat
@@ -41,7 +42,6 @@ from ckpt_tool.formats.hf.index import Index, read_index, write_index
 from ckpt_tool.storage.safetensors_file import (
     Header,
     build_header,
-    gc_paused,
     looks_like_header,
     read_header,
 )
