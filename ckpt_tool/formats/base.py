@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
-    from ckpt_tool.core.target import Target, Wanted
+    from ckpt_tool.core.target import LayoutWish, Target, Wanted
     from ckpt_tool.errors import CkptError
 
 

@@ -17,7 +17,7 @@ from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InputError, UnsafeInput, UsageError
 from ckpt_tool.formats.paddle.pickle_file import Named, PaddleComposer, Saved, chunks_of, read_paddle
 from ckpt_tool.formats.state_dict.tree import SLOT
-from ckpt_tool.formats.torch.content import Part
+from ckpt_tool.formats.torch.composer import Part
 from ckpt_tool.storage import inline_arrays
 from ckpt_tool.storage.source import Tree
 

@@ -1,13 +1,12 @@
-"""The items of `.distcp` files, what `.metadata` points at: read, and laid out.
+"""The items of `.distcp` files, what `.metadata` points at, read. `containers.dcp_item_files` lays them out.
 
 Each item is one complete `torch.save` zip at [offset, offset + length) of its file: a tensor item holds one bare
 tensor, an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file
 and every item's offset is 0; its entry is found by the item's name. The file's first bytes decide, never its name.
 
 The one idea: thousands of items differ in nothing but their values, so their pickles repeat, and so do the zips around
-them. Reading, a pickle is read once and known by its bytes afterwards, a zip by comparison with the first of its kind
-(`Twin`); the storage itself is never read. Writing, a zip is laid out once for each dtype and shape and moved to where
-it belongs.
+them. A pickle is read once and known by its bytes afterwards, a zip by comparison with the first of its kind (`Twin`);
+the storage itself is never read.
 
     item at 1577 of __0_0.distcp, 2217 bytes  <->  StoredArray("__0_0.distcp", 1577 + 704, F32, (17, 10), crc=(...))
 
@@ -17,41 +16,30 @@ directory) and torch's serialization id with its own. A comparison accepts nothi
     head  [local headers, data.pkl ... data/0's header]    equal
     end   [crc][version][id 40 digits][crc][directory: ... crc ... crc ...][end records]    equal outside the brackets
 
-Written items begin at multiples of 64 bytes, so that storages are aligned in the file too (torch's do not; offsets are
-read from the metadata).
-
 Source: torch 2.13 `distributed/checkpoint/filesystem.py` (`_write_item`, `_write_files_from_queue`), `hf_utils`
-constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin; a few us a box to
-write.
+constants of `DCP_SHARDING_INFO`. Cost: one pread of about 1.3 KB and 60 us an item, 10 us for a twin.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import for_each
-from ckpt_tool.core.target import Patch, TargetArray, TargetFile, WantedTensor
-from ckpt_tool.core.tensor import Path, StoredArray
-from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, UsageError
+from ckpt_tool.core.tensor import StoredArray
+from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint
 from ckpt_tool.formats.containers.dcp_metadata import ObjectEntry, Piece, TensorEntry
 from ckpt_tool.storage import pickles, strict_json
 from ckpt_tool.storage.pickle_values import Pickled, TensorRef
-from ckpt_tool.storage.pickle_writer import dumps, stored
 from ckpt_tool.storage.safetensors_file import Header, looks_like_header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torchzip import TorchZip, ZipRecord
-from ckpt_tool.storage.zip_plan import ZipPlan, plan_zip
 
 MISMATCH = "E0394"
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")  # rank, number of the rank's file
 SHARDING_INFO = "DCP_SHARDING_INFO"
-ROOT = "archive"  # the top folder in an item's zip, as torch.save to a buffer names it
-ALIGNMENT = 64  # bytes between written items
 _ID = ".data/serialization_id"
 _DESCRIPTOR, _CENTRAL = b"PK\x07\x08", b"PK\x01\x02"
 _CENTRAL_SIZE, _CRC_IN_CENTRAL = 46, 16  # bytes (APPNOTE 4.3.12)
@@ -334,102 +322,3 @@ def _header_end(opened: TorchZip, before: int) -> int:
     window = opened.tree.read(opened.path, before, _DESCRIPTOR_SIZE + _LOCAL_SIZE + len(name))
     fits = window[_DESCRIPTOR_SIZE:].startswith(b"PK\x03\x04") and window.endswith(name)
     return before + len(window) if fits else -1
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-class Placed(NamedTuple):
-    """`box` of wanted tensor number `tensor` is stored at `offset` of the stored tensor, in `shape` (both have leading
-    dims where several tensors are one stored tensor), by rank number `rank`."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    tensor: int
-    box: Box
-    rank: int
-
-
-def torch_dtype(tensor: WantedTensor) -> DType:
-    """The tensor's dtype. Raises UsageError E0242 for one that torch lacks."""
-    if tensor.dtype.torch is None:
-        raise UsageError(
-            f"torch has no {tensor.dtype.name}",
-            code="E0242",
-            key=str(tensor.key),
-            hint="cast it with --dtype, or write safetensors",
-        )
-    return tensor.dtype
-
-
-@dataclass(slots=True)
-class _File:
-    """A `.distcp` file in the making."""
-
-    path: str
-    size: int = 0
-    literals: list[tuple[int, bytes]] = field(default_factory=list)
-    arrays: list[TargetArray] = field(default_factory=list)
-    patches: list[Patch] = field(default_factory=list)
-
-    def append(self, size: int, literals: Iterable[tuple[int, bytes]]) -> int:
-        """The byte where an item of `size` bytes begins that now lies at the end."""
-        base = -(-self.size // ALIGNMENT) * ALIGNMENT
-        for at, data in literals:
-            self.literals.append((base + at, data))
-        self.size = base + size
-        return base
-
-
-class ItemFiles:
-    """The `.distcp` files of a save in the making. entries: what lies in them, for the metadata; by key."""
-
-    def __init__(self, tensors: Sequence[WantedTensor]) -> None:
-        self.tensors = tensors
-        self.entries: dict[str, TensorEntry | ObjectEntry] = {}
-        self._files: dict[tuple[str, int], _File] = {}
-        self._zips: dict[tuple[DType, tuple[int, ...]], ZipPlan] = {}
-
-    def tensor(self, fqn: str, path: Path, shape: tuple[int, ...], boxes: Iterable[Placed], folder: str = "") -> None:
-        """A stored tensor of `shape` and its boxes, at least one: an item a box, in its rank's file. Raises UsageError
-        E0242."""
-        placed, pieces = list(boxes), []
-        dtype = torch_dtype(self.tensors[placed[0].tensor])
-        for one in placed:
-            plan = self._zips.get((dtype, one.shape))
-            if plan is None:
-                ref = stored("0", one.shape, dtype)
-                plan = self._zips[dtype, one.shape] = plan_zip(ROOT, dumps(ref), [("0", ref.storage.nbytes)])
-            file = self._file(folder, one.rank)
-            base = file.append(plan.size, plan.literals)
-            if 0 not in one.shape:
-                number = len(file.arrays)
-                for hole in plan.crcs[0]:
-                    file.patches.append(Patch(base + hole, "crc32", number))
-                file.arrays.append(TargetArray(one.tensor, one.box, base + plan.offsets[0]))
-            pieces.append(Piece(one.offset, one.shape, file.path, base, plan.size))
-        self.entries[fqn] = TensorEntry(fqn, path, dtype, shape, pieces)
-
-    def object(self, fqn: str, path: Path, made: TargetFile, folder: str = "") -> None:
-        """A torch file as an item of rank 0's file."""
-        file = self._file(folder, 0)
-        base, before = file.append(made.size, made.literals), len(file.arrays)
-        file.arrays += [array._replace(offset=base + array.offset) for array in made.arrays]
-        for patch in made.patches:
-            span = patch.span and (base + patch.span[0], patch.span[1])
-            of = patch.of if patch.of < 0 else before + patch.of
-            file.patches.append(patch._replace(offset=base + patch.offset, of=of, span=span))
-        self.entries[fqn] = ObjectEntry(fqn, path, file.path, base, made.size)
-
-    def finished(self) -> list[TargetFile]:
-        """The files, by folder and rank."""
-        return [
-            TargetFile(file.path, file.size, tuple(file.literals), tuple(file.arrays), tuple(file.patches))
-            for _, file in sorted(self._files.items())
-        ]
-
-    def _file(self, folder: str, rank: int) -> _File:
-        found = self._files.get((folder, rank))
-        if found is None:
-            found = self._files[folder, rank] = _File(f"{folder}__{rank}_0.distcp")
-        return found

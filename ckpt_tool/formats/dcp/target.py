@@ -25,12 +25,12 @@ from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_items import ItemFiles, Placed, torch_dtype
+from ckpt_tool.formats.containers.dcp_item_files import ItemFiles, Placed, torch_dtype
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.dcp.folders import Folders, is_pair
 from ckpt_tool.formats.state_dict.nesting import nest
 from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.torch.content import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import Part, TorchComposer
 
 
 class _Slot(NamedTuple):

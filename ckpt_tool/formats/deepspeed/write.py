@@ -38,7 +38,7 @@ from ckpt_tool.formats.deepspeed.layout import Laid, is_random, settle
 from ckpt_tool.formats.deepspeed.names import counts, expert_name_of, first_rank, global_names, layer_and_local
 from ckpt_tool.formats.state_dict.nesting import ordered
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.formats.torch.content import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
 from ckpt_tool.storage.pickle_writer import TorchSize
 

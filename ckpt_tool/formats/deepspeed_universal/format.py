@@ -39,12 +39,16 @@ ranks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.deepspeed.files import sort_files
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
 
 ZERO = "zero/"
 

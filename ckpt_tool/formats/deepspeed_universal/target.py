@@ -36,7 +36,7 @@ from ckpt_tool.formats.deepspeed.names import expert_name_of
 from ckpt_tool.formats.deepspeed.write import STAGE, VERSION
 from ckpt_tool.formats.deepspeed_universal.record import CUTS, KEY, OWN_KEYS, STATES, TENSORS, Recorded
 from ckpt_tool.formats.state_dict.nesting import writable
-from ckpt_tool.formats.torch.content import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap, TensorRef
 from ckpt_tool.storage.pickle_writer import TorchSize
 

@@ -33,12 +33,16 @@ RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpt_tool.core.catalog import Catalog
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.megatron.folders import rank_folders
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
 
 
 class _Megatron:

@@ -46,7 +46,7 @@ from ckpt_tool.formats.megatron.optimizer import bucketing_of, lay_buffers
 from ckpt_tool.formats.megatron.rules import is_vocabulary
 from ckpt_tool.formats.megatron.wanted import Decided, decide
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.formats.torch.content import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import Part, TorchComposer
 from ckpt_tool.storage.pickle_values import OrderedMap
 from ckpt_tool.storage.pickle_writer import dumps
 

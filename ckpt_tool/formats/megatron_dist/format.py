@@ -41,6 +41,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
@@ -48,9 +49,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.faults import both
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Degrees, Globals, Hints
-from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.mesh import Mesh
-from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.core.tensor import (
     EXTRAS,
     MASTER,
@@ -83,6 +82,10 @@ from ckpt_tool.formats.megatron_dist.keys import HALF, DistKey, name_of, parse, 
 from ckpt_tool.formats.megatron_dist.state import Objects, check_step, read_objects
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
 
 FLAT = ".distributed.dp_group_idx_"
 POSITIONS = 1 << 18  # layers times experts of one key

@@ -29,7 +29,7 @@ from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_items import Placed
+from ckpt_tool.formats.containers.dcp_item_files import Placed
 from ckpt_tool.formats.megatron import names
 from ckpt_tool.formats.megatron.args import facts_of
 from ckpt_tool.formats.megatron.hints import DistHints

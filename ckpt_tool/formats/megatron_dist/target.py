@@ -32,7 +32,7 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Patch, Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EXTRAS, STEP
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.containers.dcp_items import ItemFiles
+from ckpt_tool.formats.containers.dcp_item_files import ItemFiles
 from ckpt_tool.formats.containers.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.formats.megatron.hints import DistHints
@@ -42,7 +42,7 @@ from ckpt_tool.formats.megatron_dist.layout import UNHELD, DistLayout
 from ckpt_tool.formats.megatron_dist.state import COMMON_STATE
 from ckpt_tool.formats.megatron_dist.stored_state import stored_state
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.formats.torch.content import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import Part, TorchComposer
 
 _STEP_PATH = ("state", "common_step")
 _HOLE = "0" * 64  # a SHA-256 in hex, before it is known

@@ -33,16 +33,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import Target, Wanted
 from ckpt_tool.errors import UnknownFormat
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.meta.files import PARAMS, MetaFiles, choose
 from ckpt_tool.formats.meta.params import MetaHints
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import Target, Wanted
 
 
 class _Meta:

@@ -18,7 +18,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.meta.files import PARAMS
 from ckpt_tool.formats.meta.params import MetaHints, Sizes, sizes_of
 from ckpt_tool.formats.meta.rules import ALL, EITHER, EMBEDDING, cut_of
-from ckpt_tool.formats.torch.content import Part, TorchComposer
+from ckpt_tool.formats.torch.composer import Part, TorchComposer
 
 DEGREE, UNSURE, INDIVISIBLE = "E1410", "E1411", "E1412"
 LLAMA3_THETA = 500_000.0  # of every Llama 3; Llama 1 and 2 have 10,000, Code Llama 1,000,000

@@ -22,7 +22,7 @@ from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey, simple_tenso
 from ckpt_tool.errors import CkptError, CorruptFile
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.formats.paddle.pickle_file import PaddleComposer, chunks_of, read_paddle
-from ckpt_tool.formats.torch.content import Part
+from ckpt_tool.formats.torch.composer import Part
 from ckpt_tool.storage.safetensors_file import build_header, read_header
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.strict_json import parse

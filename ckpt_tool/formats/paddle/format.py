@@ -39,16 +39,18 @@ pipeline classes (`paddlefleet`), grouped experts in one tensor, the C++ dump of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.target import LayoutWish, Target, Wanted
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions
 from ckpt_tool.formats.paddle.ranks import EXTENSIONS, rank_files
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:  # reading needs none of these
+    from ckpt_tool.core.layout import Layout
+    from ckpt_tool.core.target import LayoutWish, Target, Wanted
 
 
 class _Paddle:

@@ -41,7 +41,7 @@ from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CorruptFile, InputError, InternalError, UnsafeInput, UsageError
 from ckpt_tool.formats.paddle.dtypes import BY_CODE, CODES
 from ckpt_tool.formats.state_dict.tree import DEPTH_LIMIT, SLOT, dotted
-from ckpt_tool.formats.torch.content import Part
+from ckpt_tool.formats.torch.composer import Part
 from ckpt_tool.storage import pickles
 from ckpt_tool.storage.inline_arrays import INLINE, inline_arrays, refuse_large
 from ckpt_tool.storage.pickle_frames import Anew, Pair, plan_framed

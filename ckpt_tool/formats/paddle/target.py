@@ -63,7 +63,7 @@ from ckpt_tool.formats.paddle.pickle_file import ArrayRef, Named, PaddleComposer
 from ckpt_tool.formats.paddle.ranks import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, Param, StageMeta, file_name, meta_json
 from ckpt_tool.formats.paddle.ranks import NAME as META
 from ckpt_tool.formats.paddle.rules import HEADS, text_config
-from ckpt_tool.formats.torch.content import Part
+from ckpt_tool.formats.torch.composer import Part
 
 # -- the whole output --------------------------------------------------------------------------------------------------
 

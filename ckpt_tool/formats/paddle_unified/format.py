@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.hints import Hints
-from ckpt_tool.core.target import LayoutWish
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.formats.base import AS_IS, Evidence, Fitted, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.paddle_unified import files as files_of
@@ -51,7 +50,7 @@ from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.layout import Layout
-    from ckpt_tool.core.target import Target, Wanted
+    from ckpt_tool.core.target import LayoutWish, Target, Wanted
 
 
 class PaddleUnified:

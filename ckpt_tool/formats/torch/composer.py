@@ -1,0 +1,103 @@
+"""A new torch file, composed of pieces: the mirror of `torch.content`.
+
+    composer = TorchComposer()
+    flat = composer.tensor((1904,), F32, [Part(0, box, 0) for ...])   # a storage that several boxes fill, zeros between
+    file = composer.file("mp_rank_00/distrib_optim.pt", {0: {"param": flat}})
+
+Cost: as the pickle and the directory.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tool.core.box import Box
+from ckpt_tool.core.dtype import DType
+from ckpt_tool.core.target import Patch, TargetArray, TargetFile
+from ckpt_tool.errors import InternalError
+from ckpt_tool.storage.pickle_values import TensorRef
+from ckpt_tool.storage.pickle_writer import dumps, stored
+from ckpt_tool.storage.zip_plan import plan_zip
+
+ROOT = "archive"  # the zip's top folder: one name for all, so that a file's bytes do not depend on what it is called
+
+
+class Part(NamedTuple):
+    """`box` of wanted tensor number `tensor` lies at element `start` of a storage, row-major without gaps, or with
+    `strides` (elements) between neighbours: columns of a wider matrix."""
+
+    tensor: int
+    box: Box
+    start: int
+    strides: tuple[int, ...] | None = None
+
+
+class _Storage(NamedTuple):
+    dtype: DType
+    nbytes: int
+    parts: Sequence[Part]
+    data: bytes | None  # a value that is known already
+
+
+class TorchComposer:
+    """A new torch zip, storage by storage. Equal input gives equal bytes; `torch.load(weights_only=True)` reads it."""
+
+    def __init__(self) -> None:
+        self._storages: list[_Storage] = []
+
+    def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part]) -> TensorRef:
+        """A tensor with a storage of its own that `parts` fill; what they leave out is zero. Put it into the
+        skeleton."""
+        return self._add(shape, dtype, parts, None)
+
+    def value(self, shape: Sequence[int], dtype: DType, data: bytes) -> TensorRef:
+        """A tensor whose bytes (little-endian, row-major) are known already: a step counter, an RNG state."""
+        if len(data) != dtype.nbytes(prod(shape)):
+            raise InternalError(f"{len(data)} bytes for a {dtype.name} tensor of shape {tuple(shape)}")
+        return self._add(shape, dtype, (), data)
+
+    def _add(self, shape: Sequence[int], dtype: DType, parts: Sequence[Part], data: bytes | None) -> TensorRef:
+        ref = stored(str(len(self._storages)), shape, dtype)
+        self._storages.append(_Storage(dtype, dtype.nbytes(prod(shape)), parts, data))
+        return ref
+
+    def view(self, base: TensorRef, shape: Sequence[int], offset: int, strides: Sequence[int]) -> TensorRef:
+        """Another tensor over the storage of `base`. offset, strides: elements."""
+        return base._replace(shape=tuple(shape), offset=offset, stride=tuple(strides))
+
+    def file(self, path: str, skeleton: Any) -> TargetFile:
+        """The file: the pickle of `skeleton`, in which the tensors made here stand, and their storages."""
+        plan = plan_zip(ROOT, dumps(skeleton), [(str(i), one.nbytes) for i, one in enumerate(self._storages)])
+        arrays: list[TargetArray] = []
+        patches: list[Patch] = []
+        known: dict[int, bytes] = {}  # hole -> CRC
+        literals: list[tuple[int, bytes]] = []
+        for one, offset, holes in zip(self._storages, plan.offsets, plan.crcs, strict=True):
+            if not one.nbytes:
+                continue
+            if one.data is not None:
+                literals.append((offset, one.data))
+                known |= dict.fromkeys(holes, zlib.crc32(one.data).to_bytes(4, "little"))
+                continue
+            patches += [Patch(hole, "crc32", -1, (offset, one.nbytes)) for hole in holes]
+            arrays += [
+                TargetArray(part.tensor, part.box, offset + one.dtype.nbytes(part.start), strides=part.strides)
+                for part in one.parts
+                if part.box.numel
+            ]
+        filled = [(at, _filled(at, data, known)) for at, data in plan.literals]
+        return TargetFile(path, plan.size, tuple(sorted([*filled, *literals])), tuple(arrays), tuple(patches))
+
+
+def _filled(at: int, data: bytes, holes: dict[int, bytes]) -> bytes:
+    """The literal bytes at offset `at` with the CRCs of known storages in their holes."""
+    mine = {hole - at: crc for hole, crc in holes.items() if at <= hole < at + len(data)}
+    if not mine:
+        return data
+    changed = bytearray(data)
+    for hole, crc in mine.items():
+        changed[hole : hole + 4] = crc
+    return bytes(changed)
