@@ -288,12 +288,11 @@ def _turned(tensor: LogicalTensor) -> LogicalTensor:
         array, (box, within) = chunk.array, (chunk.box, chunk.within)
         if within.shape != box.shape:  # a flat slice
             start, strides = chunk.region()
-            array = replace(
-                array, offset=array.offset + start * (array.dtype.bits // 8), shape=box.shape, strides=strides
-            )
+            offset = array.offset + start * (array.dtype.bits // 8)
+            array = array._replace(offset=offset, shape=box.shape, strides=strides)
             within = Box((0, 0), box.shape)
         strides = array.strides or contiguous_strides(array.shape)
-        there = replace(array, shape=array.shape[::-1], strides=strides[::-1])
+        there = array._replace(shape=array.shape[::-1], strides=strides[::-1])
         chunks.append(
             Chunk(
                 Box(box.offset[::-1], box.shape[::-1]),
@@ -302,7 +301,7 @@ def _turned(tensor: LogicalTensor) -> LogicalTensor:
                 chunk.replica,
             )
         )
-    return replace(tensor, shape=tensor.shape[::-1], chunks=tuple(chunks))
+    return tensor._replace(shape=tensor.shape[::-1], chunks=tuple(chunks))
 
 
 def _cannot_be_folded(faults: Sequence[str], path: str, hint: str) -> UsageError:

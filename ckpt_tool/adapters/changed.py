@@ -57,7 +57,7 @@ def changed(
             if isinstance(change, Whole):
                 source = Input(change.tensor, adapter.opened.tree)
                 number = len(kept.sources) + [each is adapter for each in adapters].index(True)
-                replaced[key] = Stored(number, replace(change.tensor, key=key, path=tensor.path))
+                replaced[key] = Stored(number, change.tensor._replace(key=key, path=tensor.path))
             else:
                 rest.append((adapter, change))
         dtypes[key] = kept.casts.get(key, tensor.dtype)

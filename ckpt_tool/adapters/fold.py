@@ -85,7 +85,7 @@ def fold(
         for src, weight in zip(sources[1:], weights or (1.0,) * (len(sources) - 1), strict=True)
     ]
     job = Conversion.of(base, reading, writing)
-    everything = _model(base, replace(job, writing=replace(writing, remove_keys=(), keep_keys=())))
+    everything = _model(base, job._replace(writing=replace(writing, remove_keys=(), keep_keys=())))
     named, matched = _matched(everything, adapters, job)
     kept = named
     if writing.remove_keys or writing.keep_keys:
@@ -121,7 +121,7 @@ def _named(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
         return chosen
     untie = job.writing.tied_head if job.writing.tied_head == "untie" else None
     requested = replace(job.writing, dialect=dialect, aoa=None, tied_head=untie)
-    return passed(chosen, replace(job, writing=requested, fmt=registry.of_dialect(HUB)), NAMES)
+    return passed(chosen, job._replace(writing=requested, fmt=registry.of_dialect(HUB)), NAMES)
 
 
 def _matched(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -> tuple[Chosen, list[Matched]]:
@@ -250,7 +250,7 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
     fmt, reading, writing = job.fmt, job.reading, job.writing
     home = _home(everything, named, reading)
     if reading.family:
-        job = replace(job, reading=replace(reading, family=reading.family.partition(":")[0]))
+        job = job._replace(reading=replace(reading, family=reading.family.partition(":")[0]))
     requested = writing.dialect not in (None, "keep") or writing.aoa
     if (
         requested
@@ -259,11 +259,11 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
         and fmt.name != everything.sources[0].catalog.format
     ):
         if not requested and named.all_hints.dialect == FUSED:  # those in memory are no home of a format
-            job = replace(job, writing=replace(writing, dialect=fmt.holds.dialect))
+            job = job._replace(writing=replace(writing, dialect=fmt.holds.dialect))
         return passed(folded, job, NAMES)
     if home is None:  # its names were the adapters' already
         return folded
-    back = passed(folded, replace(job, writing=replace(writing, dialect=home)), NAMES)
+    back = passed(folded, job._replace(writing=replace(writing, dialect=home)), NAMES)
     return replace(back, hints=everything.hints, config=everything.config)
 
 

@@ -113,7 +113,7 @@ def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str
 def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
     """All tensors of all sources, in order; the key patterns see the union."""
     writing = job.writing
-    bare = replace(job, writing=replace(writing, remove_keys=(), keep_keys=()), inherits=False)
+    bare = job._replace(writing=replace(writing, remove_keys=(), keep_keys=()), inherits=False)
     parts = [selected(one, bare) for one in opened]
     found: dict[TensorKey, Stored] = {}
     conflicts = []

@@ -348,9 +348,11 @@ def _counted(rows: Iterable[tuple[str, int, int]], what: str) -> Iterator[str]:
     >>> list(_counted([("layers.0.A_log", 2, 6), ("layers.1.A_log", 2, 6)], "zeros"))
     ['2 of 6 elements of layers.0.A_log are zeros, and of 1 more like it']
     """
+    from ckpt_tool.families.table import form_of
+
     alike: dict[tuple[str, int, int], list[str]] = {}
     for name, part, whole in rows:
-        alike.setdefault((_NUMBER.sub("*", name), part, whole), []).append(name)
+        alike.setdefault((form_of(name)[0], part, whole), []).append(name)
     for (_, part, whole), names in alike.items():
         more = f", and of {len(names) - 1} more like it" if len(names) > 1 else ""
         yield f"{part} of {whole} elements of {names[0]} are {what}{more}"

@@ -70,7 +70,7 @@ def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) 
     plan = Plan(
         sources,
         records,
-        tuple(replace(file, arrays=()) for file in target.files),
+        tuple(file._replace(arrays=()) for file in target.files),
         arrays,
         moves,
         fmt.name,

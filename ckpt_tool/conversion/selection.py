@@ -94,7 +94,7 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     stored = []
     for name, row in {**model, **taken}.items():
         path = model[name].tensor.path if name in model else ()
-        stored.append(row._replace(tensor=replace(row.tensor, key=TensorKey(name, MODEL), path=path)))
+        stored.append(row._replace(tensor=row.tensor._replace(key=TensorKey(name, MODEL), path=path)))
     gone = (
         row.tensor
         for row in rows

@@ -102,7 +102,7 @@ def _unnested(target: Target) -> Target:
     """The target with the side files of verl's `huggingface/` at its top, where a model's loader looks."""
     have = {file.path for file in target.files}
     files = [
-        replace(file, path=top)
+        file._replace(path=top)
         if file.copy_of and (top := file.path.removeprefix(NESTED)) not in have and file.path.startswith(NESTED)
         else file
         for file in target.files

@@ -156,7 +156,7 @@ def _with_copies(chosen: Chosen, copies: Iterable[tuple[Stored, str]], line: str
     casts = dict(chosen.casts)
     for row, name in copies:
         key = TensorKey(name, row.tensor.key.state)
-        rows[key] = row._replace(tensor=replace(row.tensor, key=key, path=()))
+        rows[key] = row._replace(tensor=row.tensor._replace(key=key, path=()))
         if row.tensor.key in casts:
             casts[key] = casts[row.tensor.key]
     return replace(

@@ -7,13 +7,12 @@ Box(offset=(1, 4), shape=(1, 2))
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Half-open n-d box, in elements. `Box((0, 4), (2, 3))` holds rows 0..1, columns 4..6."""
 
     offset: tuple[int, ...]

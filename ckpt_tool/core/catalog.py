@@ -33,8 +33,7 @@ class Row(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """A line for the report: something that the reader saw and the user should know. Never an error."""
 
     code: str

@@ -11,13 +11,12 @@ Source of the names and widths: safetensors 0.8 `tensor.rs`; of the torch names:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tool.errors import InputError
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits.
 
     `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.fallback import Choice, choose
@@ -26,8 +27,7 @@ def block(n: int, degree: int, index: int, *, granule: int = 1) -> tuple[int, in
     return start * granule, (min(start + size, units) - start) * granule
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """How the mesh cuts one logical parameter.
 
     shard: (tensor dim, mesh dims major first), each mesh dim at most once. at: (mesh dim, coordinate) where it lives
@@ -94,8 +94,7 @@ def place(
     return Placement(tuple(shard), tuple(at), tuple(choices), tuple(padded), tuple(uneven), tuple(granules))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What one rank holds of a tensor. shape: the stored array's, larger than the box where it is padded.
 
     replica: 0 for the rank that writes the box where only one copy is kept.

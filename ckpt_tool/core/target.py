@@ -78,8 +78,7 @@ class Patch(NamedTuple):
     span: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TargetFile:
+class TargetFile(NamedTuple):
     """One output file. `literals`: (offset in bytes, bytes), disjoint from the arrays; what neither covers is zero.
 
     copy_of: the file is a byte-for-byte copy of this file of the source (then it has no literals or arrays).
@@ -138,8 +137,7 @@ class Target:
         return replace(self, notes=(*self.notes, *lines)) if lines else self
 
 
-@dataclass(frozen=True, slots=True)
-class WantedTensor:
+class WantedTensor(NamedTuple):
     """A tensor of the output: `dtype` is the output's. path: where the source's nested dict held it, () if nowhere."""
 
     key: TensorKey

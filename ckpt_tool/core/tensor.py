@@ -11,7 +11,6 @@ A flat ZeRO slice is a 1-d array whose `within` has as many elements as the n-d 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -37,8 +36,7 @@ class TensorKey(NamedTuple):
         return self.name if self.state == MODEL else f"{self.name} [{self.state}]"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(NamedTuple):
     """An array lying in a file: all that a reader says about bytes.
 
     path: relative to the checkpoint's root, with `/`.
@@ -75,8 +73,7 @@ class StoredArray:
         return StoredArray(self.path, offset, dtype or self.dtype, shape, strides, self.crc)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`within` of `array` holds `box` of the logical tensor. `replica` > 0: the same box lies elsewhere too.
 
     `box.shape == within.shape`, or `array` is 1-d and `within` has as many elements as `box` (row-major).
@@ -97,8 +94,7 @@ class Chunk:
         return start, tuple(step * s for s in contiguous_strides(self.box.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class LogicalTensor:
+class LogicalTensor(NamedTuple):
     """Above this line TP, PP, EP and DP do not exist.
 
     shape: the whole tensor's. chunks: tile it (replicas aside). path: where the source's nested dict held it, ()
@@ -136,13 +132,13 @@ def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
             continue
         box, within = Box(chunk.box.offset, (kept, *chunk.box.shape[1:])), chunk.within
         shape = box.shape if within.shape == chunk.box.shape else (box.numel,)  # a flat slice keeps its front
-        chunks.append(replace(chunk, box=box, within=Box(within.offset, shape)))
-    return replace(tensor, shape=(rows, *tensor.shape[1:]), chunks=tuple(chunks))
+        chunks.append(chunk._replace(box=box, within=Box(within.offset, shape)))
+    return tensor._replace(shape=(rows, *tensor.shape[1:]), chunks=tuple(chunks))
 
 
 def first_replica(tensor: LogicalTensor) -> LogicalTensor:
     """The tensor without the other copies of its boxes, which are then not compared."""
-    return replace(tensor, chunks=tuple(chunk for chunk in tensor.chunks if chunk.replica == 0))
+    return tensor._replace(chunks=tuple(chunk for chunk in tensor.chunks if chunk.replica == 0))
 
 
 def simple_tensor(key: TensorKey, array: StoredArray, path: Path = ()) -> LogicalTensor:

@@ -87,7 +87,7 @@ def _as_wanted(chosen: Chosen, donor: Model, to: Conversion) -> Chosen:
     renamed = donor.chosen.all_hints.dialect != donor.opened.catalog.hints.dialect
     if renamed and writing.dialect in (None, "keep") and not writing.aoa and to.fmt.holds.dialect in ("keep", home):
         writing = replace(writing, dialect=home if home != "keep" else None)
-    return passed(chosen, replace(to, writing=writing), NAMES)
+    return passed(chosen, to._replace(writing=writing), NAMES)
 
 
 # -- what becomes of each tensor ---------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _chosen(job: Job, models: Sequence[Model], writing: Writing, option: str, no
         part, row = group.rows[0]
         key = TensorKey(group.name)
         path = row.tensor.path if key == row.tensor.key else ()
-        rows.append(Stored(offsets[part.model] + row.source, replace(row.tensor, key=key, path=path)))
+        rows.append(Stored(offsets[part.model] + row.source, row.tensor._replace(key=key, path=path)))
         if kind is not None:
             dtypes[key] = kind
             if not moved(job, group):

@@ -15,7 +15,6 @@ other shape can't follow and is an error. Cost: some 20 us a piece and chunk. Wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -167,7 +166,7 @@ def _counter(key: TensorKey, tensors: Sequence[LogicalTensor]) -> LogicalTensor:
     if len(tensors) == 1 and first.key == key:
         return first
     same = [tensor for tensor in tensors if tensor.shape == first.shape]
-    chunks = [replace(chunk, replica=0) for tensor in same for chunk in tensor.chunks]
+    chunks = [chunk._replace(replica=0) for tensor in same for chunk in tensor.chunks]
     return LogicalTensor(key, first.shape, first.dtype, mark_replicas(chunks))
 
 
@@ -175,7 +174,7 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
     if len(pieces) == 1:
         (source,) = sources.values()
         if source.shape == made.shape and _is_whole(pieces[0], source):
-            return source if source.key == key else replace(source, key=key, path=())
+            return source if source.key == key else source._replace(key=key, path=())
     tensor = next(iter(sources.values()))
     if tensor.dtype.bits < 8:
         raise UsageError(

@@ -50,8 +50,7 @@ At = tuple[tuple[str, int], ...]  # (mesh dim, coordinate) where a tensor lives 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]  # (tensor dim, mesh dims that shall cut it, major first)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """A line of a layout file: tensors whose name matches `match` (and state `state`) are cut along `shard`: tensor dim
     -> mesh dims; `at`: the mesh coordinates where they live alone."""
 
@@ -218,7 +217,7 @@ class _Deciding:
         if name == lead:
             return lead_placed
         shard = tuple((dim, names) for dim, names in lead_placed.shard if dim < len(units.mine) and units.mine[dim] > 1)
-        return replace(lead_placed, shard=shard, choices=())
+        return lead_placed._replace(shard=shard, choices=())
 
     def _decided(self, shape: Shape, wish: Cuts, at: At) -> Placement:
         case = (shape, wish, at)

@@ -94,7 +94,7 @@ def _with_floats(
     for row in chosen.stored:  # what is made comes where its codes were
         key = row.tensor.key
         if row.source == 0 and key.state == MODEL and key.name in places:
-            kept.append(row._replace(tensor=replace(row.tensor, key=TensorKey(places[key.name]), path=())))
+            kept.append(row._replace(tensor=row.tensor._replace(key=TensorKey(places[key.name]), path=())))
         elif not (row.source == 0 and key.state == MODEL and key.name in gone):
             kept.append(row)
     dtype = _dtype(config)

@@ -213,8 +213,8 @@ def turned(made: LogicalTensor) -> LogicalTensor:
     """Floats of shape (..., rows, columns), one array, seen as (..., columns, rows)."""
     array, steps = made.chunks[0].array, contiguous_strides(made.shape)
     shape = (*made.shape[:-2], made.shape[-1], made.shape[-2])
-    array = replace(array, shape=shape, strides=(*steps[:-2], steps[-1], steps[-2]))
-    return replace(made, shape=shape, chunks=(Chunk(whole(shape), array, whole(shape)),))
+    array = array._replace(shape=shape, strides=(*steps[:-2], steps[-1], steps[-2]))
+    return made._replace(shape=shape, chunks=(Chunk(whole(shape), array, whole(shape)),))
 
 
 def _fault(name: str, what: str) -> InconsistentCheckpoint:

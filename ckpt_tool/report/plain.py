@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, Style, Table, Verdict, style_of, text_of
 from ckpt_tool.report.text import cells, shown
@@ -23,8 +22,7 @@ LEAST_WIDTH = 30
 LEAST_TEXT = 12  # columns that wrapped text keeps, whatever stands before it
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """What a stream can show. width: columns of the window, None for a pipe."""
 
     colour: bool = False
@@ -139,8 +137,7 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
         yield from lines
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
+class _Grid(NamedTuple):
     """A table's texts, ready to be laid out."""
 
     columns: tuple[Column, ...]

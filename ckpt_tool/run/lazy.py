@@ -91,7 +91,7 @@ class LazyTensor:
         wanted is not checked, for that would read the rest, nor one that lies transposed.
         """
         chunks = [part for chunk in self._tensor.chunks if (part := _part(chunk, self._box)) is not None]
-        source = readable([replace(self._tensor, shape=self._box.shape, chunks=tuple(chunks))], self._tree)
+        source = readable([self._tensor._replace(shape=self._box.shape, chunks=tuple(chunks))], self._tree)
         block: Bytes = np.empty(self._tensor.dtype.nbytes(prod(self._box.shape)), np.uint8)
         checked = Checked(source.files, source.records)
         reader = checked.reader(16)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DType
@@ -84,8 +84,7 @@ class Chosen:
         return replace(self, notes=(*self.notes, *lines)) if lines else self
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(NamedTuple):
     """What a conversion is to do: how its sources are read, what is written, in which format.
 
     inherits: degrees that the user does not name are those of the source.

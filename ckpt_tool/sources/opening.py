@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, Note
@@ -35,8 +36,7 @@ NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 _STEP = re.compile(r"(iter_|global_step_?|checkpoint-|step-|step_|epoch_)(\d+)(_universal)?$")
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(NamedTuple):
     """An open source. resolved: why another folder than the given one was taken, "" where it was not. outer: the given
     folder then, whose side files are beside its pointer file."""
 

@@ -215,8 +215,7 @@ class GlobalUse(NamedTuple):
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(NamedTuple):
     """One pickle, read. globals: each once, in order of first use. end: bytes from the start of the file to just
     behind STOP. opcodes: how many were executed. protocol: the PROTO opcode's, 0 without one. storages: each torch
     storage that a persistent id names, once."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from operator import sub
@@ -55,8 +54,7 @@ class Kind(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """The entries in header order. begins: bytes from the start of the data. filled: where the last entry ends.
 
     warnings: what was accepted but is not right, in words.

@@ -210,7 +210,7 @@ def _from_text(text: bytes, size: int, *, path: str, shown: str, lenient: bool) 
             body, skipped = _body(text, shown, lenient=lenient)
             columns = entries.strict(body, path=shown, offset=8 + skipped, lenient=lenient)
             if skipped:
-                columns = replace(columns, warnings=("white space before the header", *columns.warnings))
+                columns = columns._replace(warnings=("white space before the header", *columns.warnings))
     data_start = 8 + len(text)
     have = size - data_start
     if columns.filled != have:

@@ -15,7 +15,7 @@ Source: torch 2.13 `serialization.py` `_legacy_save`, `_legacy_load`. Cost: the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
@@ -50,8 +50,7 @@ def refuse_tar(path: str) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TorchStream:
+class TorchStream(NamedTuple):
     """An opened legacy stream. pickled: the object, every storage it names present. storages: key -> (absolute offset,
     nbytes), both in bytes."""
 

@@ -127,7 +127,7 @@ def without(catalog: Catalog, tensor: LogicalTensor, number: int) -> tuple[Catal
     gone = tensor.chunks[number].box
     kept = mark_replicas([chunk for chunk in tensor.chunks if (chunk.box & gone) is None])
     lost = {chunk.array.path for chunk in tensor.chunks} - {chunk.array.path for chunk in kept}
-    short = replace(tensor, chunks=kept)
+    short = tensor._replace(chunks=kept)
     return replace(catalog, tensors={**dict(catalog.tensors.items()), tensor.key: short}), lost
 
 

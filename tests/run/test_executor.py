@@ -118,7 +118,7 @@ class Case:
         self.plan = Plan(
             tuple(SourceFile(self.tree.shown, f"f{n}.bin", tuple(self.tree.identity(f"f{n}.bin"))) for n in range(3)),
             records,
-            tuple(replace(f, arrays=()) for f in files_out),
+            tuple(f._replace(arrays=()) for f in files_out),
             extents,
             moves,
             "raw",

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ckpt_tool.core.hints import Names
 from ckpt_tool.errors import Incomplete, UnknownFormat
@@ -42,8 +41,7 @@ _JOB = {"args", "checkpoint_version"}
 _MODULE = re.compile(r"model\d*\.module\.")
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(NamedTuple):
     """One DCP save. folder: "" for the root, else with a slash at its end. metadata: its metadata files, none if it was
     not finished. tmp: a metadata file that was not yet renamed."""
 

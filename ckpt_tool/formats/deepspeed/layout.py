@@ -135,7 +135,7 @@ class _Fitting:
             raise _unfit(what, "take the state model or master along, or --drop optimizer", min(lost))
         if made:
             self.report(MASTER, f"{len(made)} fp32 weights are their own master")
-        self.rows += [(i, replace(row, key=TensorKey(name, MASTER), path=())) for name, i, row in made]
+        self.rows += [(i, row._replace(key=TensorKey(name, MASTER), path=())) for name, i, row in made]
 
     def drop_module(self) -> None:
         """ZeRO 3 has no 16-bit weights of what it trains."""
@@ -168,7 +168,7 @@ class _Fitting:
                 raise _unfit(what, "write --zero 3, which keeps the fp32 weights alone", name)
             index, row = masters[shared.get(name, name) if name not in masters else name]
             self.casts[TensorKey(name)] = DTYPES[dtype]
-            made.append((index, replace(row, key=TensorKey(name), path=())))
+            made.append((index, row._replace(key=TensorKey(name), path=())))
         if made:
             reason = f"{len(made)} weights of the module are the fp32 master rounded to {dtype}, as DeepSpeed rounds it"
             self.report(MODEL, reason)

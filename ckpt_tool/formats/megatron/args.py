@@ -18,8 +18,7 @@ Cost: constant. What it does not do: judge whether the model can take a degree (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.formats.megatron.names import GROUPED, SEQUENTIAL, TE_GROUPED
@@ -38,8 +37,7 @@ _SIZES = (
 _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """Of the model and the job. None: the arguments do not say. dp: data ranks without context-parallel ones.
 
     gated: fc1 holds gate and up. te: norms are fused into Transformer Engine's linears. container: of experts.

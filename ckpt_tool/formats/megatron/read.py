@@ -21,7 +21,7 @@ read values, but for RNG states (some KiB a rank, for up to 64 ranks); layer-wis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.core.bounds import numeral
@@ -360,7 +360,7 @@ class _Reading:
         tensors = out.tensors()
         for leaf in places:
             key = TensorKey(dotted(leaf), EXTRAS)
-            tensors[key] = replace(tensors[key], path=leaf)
+            tensors[key] = tensors[key]._replace(path=leaf)
         catalog = Catalog(
             "megatron",
             tensors,

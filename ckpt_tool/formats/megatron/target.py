@@ -27,8 +27,7 @@ Specification: `formats.megatron.format`. Cost: some us a parameter, rank and st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DTYPES
@@ -66,8 +65,7 @@ def legacy_target(wanted: Wanted) -> Target:
     return _Writing(decide(wanted)).target()
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
+class _Form(NamedTuple):
     """flat: distrib_optim.pt? inner: the inner dict alone (fp32 models)? states: those of numbered arrays. cut: (state
     -> names) that lie under our key, cut like their parameter. whole: numbers of wanted tensors that lie there whole.
     groups: of each chained optimizer. none: there is no optimizer."""

@@ -19,8 +19,8 @@ named below. Cost: a pass over names. What it does not do: boxes and files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.hints import Degrees
@@ -39,8 +39,7 @@ from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, f
 VOCAB, NO_RULE = "E0276", "E0275"
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(NamedTuple):
     """Everything that was decided. args: the source's, {} without. job: how ranks share it. all_rows: of the source's
     vocabularies. extra_states: templates of the modules that have one, None where nothing says it. release,
     distributed: what the source was (None: nothing says it)."""
@@ -112,8 +111,7 @@ def _completed(facts: Facts, model: Mapping[str, int], experts: int) -> Facts:
     """The facts with what the tensors themselves show."""
     own = {names.stem(name) for name in model}
     tied = EMBEDDING in own and TIED_HEAD not in own and (facts.tied or not facts.stated)
-    return replace(
-        facts,
+    return facts._replace(
         layers=names.layers_count(model),
         mtp=names.mtp_count(model),
         experts=experts or None,

@@ -145,7 +145,7 @@ def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degre
         base = layers // (pp * vpp)
         stages = from_counts([*[base] * (pp * vpp - 1), layers - base * (pp * vpp - 1)], pp, vpp, mtp=mtp)
     experts = names.experts_count(model)
-    facts = replace(facts_of(args), mtp=mtp, tied=names.TIED_HEAD not in map(names.stem, model))
+    facts = facts_of(args)._replace(mtp=mtp, tied=names.TIED_HEAD not in map(names.stem, model))
     found = {name: {chunk.box for chunk in tensor.chunks} for name, tensor in model.items()}
     boxes = {name: sorted(own, key=lambda box: box.offset) for name, own in found.items()}
     job = Job(facts, degrees, stages, experts, bool(facts.gated), not facts.te, boxes=boxes)

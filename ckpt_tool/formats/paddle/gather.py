@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -242,7 +242,7 @@ class Gathering:
             for part in self._parts(key, local, pieces, group):
                 copy = copies.get(share, 0)
                 copies[share] = copy + 1
-                chunks += [replace(chunk, replica=copy) for chunk in part] if copy else part
+                chunks += [chunk._replace(replica=copy) for chunk in part] if copy else part
         return LogicalTensor(key, shape, first.dtype, tuple(chunks))
 
     def _scalar(self, key: TensorKey, groups: Iterable[list[Held]], local: tuple[int, ...] | None) -> bool:
@@ -275,7 +275,7 @@ class Gathering:
                     key=str(key),
                     hint="the file was edited or damaged: fetch it again",
                 )
-            chunks += [replace(c, replica=copy) for c in chunks_of(one.saved, whole(shape), dtype=one.dtype)]
+            chunks += [c._replace(replica=copy) for c in chunks_of(one.saved, whole(shape), dtype=one.dtype)]
         return LogicalTensor(key, shape, held[0].dtype, tuple(chunks))
 
     def _cut(self, name: str, local: tuple[int, ...]) -> Cut:
@@ -351,7 +351,7 @@ class Gathering:
         chunks: list[Chunk] = []
         for held in group:
             for array in held.saved.parts:
-                chunks += (chunk for _, chunk in line.chunks(replace(array, dtype=held.dtype), at))
+                chunks += (chunk for _, chunk in line.chunks(array._replace(dtype=held.dtype), at))
                 at += array.numel
         return chunks
 

@@ -29,7 +29,6 @@ written. What it does not do: names and states (`paddle.names`); `use_binary_for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -399,7 +398,7 @@ def _joined(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> list[
             raise _malformed(
                 f"the parts of a sliced tensor do not make up its shape {list(shape)}", shown, str(key)[:200]
             )
-        arrays = tuple(replace(a, shape=(a.numel,), strides=None) for part in parts for a in part.parts)
+        arrays = tuple(a._replace(shape=(a.numel,), strides=None) for part in parts for a in part.parts)
         first[paths[0]] = Saved((str(key),), parts[0].name, shape, parts[0].dtype, arrays)
         gone |= set(paths)
     return [first.get(saved.path, saved) for saved in leaves if saved.path in first or saved.path not in gone]
@@ -422,17 +421,17 @@ def chunks_of(saved: Saved, box: Box, within: Box | None = None, dtype: DType | 
         raise InternalError(f"{saved.path}: {saved.dtype.name} bits can't be {kind.name}")
     if not box.numel:
         return ()
-    parts = [replace(part, dtype=kind) for part in saved.parts]
+    parts = [part._replace(dtype=kind) for part in saved.parts]
     if len(parts) == 1 and (within.shape == box.shape or len(saved.shape) == 1):
         return (Chunk(box, parts[0], within),)
     if len(parts) == 1 and within.shape == saved.shape and parts[0].strides is None:
-        flat = replace(parts[0], shape=(within.numel,))
+        flat = parts[0]._replace(shape=(within.numel,))
         return (Chunk(box, flat, whole(flat.shape)),)
     if within.shape != box.shape:
         raise InternalError(f"a part of {saved.path} in another shape")
     line, start = FlatLine.of_block(box, saved.shape, ((box, within),)), 0
     chunks: list[Chunk] = []
     for part in parts:
-        chunks += (chunk for _, chunk in line.chunks(replace(part, shape=(part.numel,), strides=None), start))
+        chunks += (chunk for _, chunk in line.chunks(part._replace(shape=(part.numel,), strides=None), start))
         start += part.numel
     return tuple(chunks)

@@ -399,7 +399,7 @@ def with_head(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
         return rows
     index, row = found[0]
     dropped.append(made_of("the tied head is written beside the embedding, as Paddle's files have it"))
-    return [*rows, (index, replace(row, key=TensorKey(HEAD, MODEL), path=()))]
+    return [*rows, (index, row._replace(key=TensorKey(HEAD, MODEL), path=()))]
 
 
 def _without_copies(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
@@ -437,10 +437,10 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
             out.append((index, row))
         if apart and len(own) == 1:
             other = last if row.key.name == first else first
-            out.append((index, replace(row, key=TensorKey(other, row.key.state), path=())))
+            out.append((index, row._replace(key=TensorKey(other, row.key.state), path=())))
             dropped.append(made_of(f"of the tied {first} it stands on the first and on the last stage", row.key.state))
         elif own and not apart and row.key.name == last and len(own) == 1:
-            out.append((index, replace(row, key=TensorKey(first, row.key.state), path=())))
+            out.append((index, row._replace(key=TensorKey(first, row.key.state), path=())))
             dropped.append(made_of(f"of {last} it stands under {first}, to which it is tied", row.key.state))
         elif own and not apart and row.key.name == last:
             reason = f"{last} is tied to {first}: Paddle keeps it once"
@@ -456,7 +456,7 @@ def with_weights(rows: Rows, wish: LayoutWish, casts: dict[TensorKey, DType], dr
     for index, row in rows:
         if row.key.state == MASTER and row.key.name not in have:
             key = TensorKey(row.key.name, MODEL)
-            made.append((index, replace(row, key=key, path=())))
+            made.append((index, row._replace(key=key, path=())))
             casts[key] = DTYPES["BF16"]
     if not made:
         return rows

@@ -183,7 +183,7 @@ def chunks_of_entry(entry: Entry, files: DataFiles, parts: tuple[int, ...]) -> t
     if not out and not prod(entry.shape) and entry.shards:
         box = whole(entry.shape)
         saved = _stored(entry, entry.shards[0], files)
-        out = [Chunk(box, replace(saved.parts[0], dtype=entry.dtype, shape=entry.shape), box)]
+        out = [Chunk(box, saved.parts[0]._replace(dtype=entry.dtype, shape=entry.shape), box)]
     return mark_replicas(out)
 
 
@@ -253,13 +253,13 @@ def place(saved: Saved, shard: Shard, dtype: DType, pairs: Boxes) -> Iterator[Ch
     if shard.span is None and len(saved.parts) == 1:
         array = saved.parts[0]
         if array.shape != shard.shape:
-            array = replace(array, shape=shard.shape, strides=None)
-        yield from (Chunk(box, replace(array, dtype=dtype), inner, shard.replica) for box, inner in pairs if box.numel)
+            array = array._replace(shape=shard.shape, strides=None)
+        yield from (Chunk(box, array._replace(dtype=dtype), inner, shard.replica) for box, inner in pairs if box.numel)
         return
     line = FlatLine.of_block(shard, shard.shape, pairs)
     for part in saved.parts:
-        array = replace(part, dtype=dtype, shape=(part.numel,), strides=None)
-        yield from (replace(chunk, replica=shard.replica) for _, chunk in line.chunks(array, start))
+        array = part._replace(dtype=dtype, shape=(part.numel,), strides=None)
+        yield from (chunk._replace(replica=shard.replica) for _, chunk in line.chunks(array, start))
         start += part.numel
 
 
@@ -482,7 +482,7 @@ def _cut(saved: Saved, shard: Shard) -> Saved:
     if shard.span is None or len(saved.parts) != 1:
         return saved
     shape = (shard.span[1] - shard.span[0],)
-    return saved._replace(shape=shape, parts=(replace(saved.parts[0], shape=shape),))
+    return saved._replace(shape=shape, parts=(saved.parts[0]._replace(shape=shape),))
 
 
 def _home(saved: Saved, name: str, listings: Mapping[str, Listing], known: Mapping[str, list[str]]) -> _Home | None:

@@ -225,7 +225,7 @@ def _tied(rows: Rows, laid: Laid, dropped: list[dict[str, Any]]) -> Rows:
             keys = [TensorKey(name, row.key.state) for name in under]
             fresh = [key for key in keys if key not in have]
             have.update(fresh)
-            made += [(index, replace(row, key=key, path=())) for key in fresh]
+            made += [(index, row._replace(key=key, path=())) for key in fresh]
     for state in dict.fromkeys(row.key.state for _, row in made):
         where = f"its {state} stands under {' and '.join(under)}, where Paddle asks for it"
         dropped.append(made_of(f"{' and '.join(pair)} are tied: {where}", state))

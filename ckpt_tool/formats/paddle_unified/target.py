@@ -18,7 +18,6 @@ file is dequantised by itself. Indexes: indent 4, total_size exact, `master_weig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -308,7 +307,7 @@ def _rounded(
     dtype = dtype_of(config)
     if masters_alone and not have or dtype not in ("BF16", "F16"):
         return [], {}
-    made = [(i, replace(tensor, key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
+    made = [(i, tensor._replace(key=TensorKey(tensor.key.name, MODEL), path=())) for i, tensor in alone]
     return made, {tensor.key: DTYPES[dtype] for _, tensor in made}
 
 
@@ -326,5 +325,5 @@ def _twins(rows: Rows) -> Rows:
         name, state = tensor.key
         key = TensorKey(pair.get(name, name), state)
         if name in pair and key not in have and state not in (MODEL, EMA, EXTRAS):
-            found.append((i, replace(tensor, key=key, path=())))
+            found.append((i, tensor._replace(key=key, path=())))
     return found

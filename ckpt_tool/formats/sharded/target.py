@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -179,7 +178,7 @@ class _Cuts:
 
     def __init__(self, layout: Layout) -> None:
         objects = {id(placement): placement for placement in layout.placements}
-        bare = {number: replace(placement, choices=()) for number, placement in objects.items()}
+        bare = {number: placement._replace(choices=()) for number, placement in objects.items()}
         self.distinct = tuple(sorted(set(bare.values()), key=repr))
         numbers = {placement: number for number, placement in enumerate(self.distinct)}
         self._numbers = {number: numbers[placement] for number, placement in bare.items()}
