@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.adapters.adapter import Settings
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import near_misses
-from ckpt_tool.formats.state_dict.paths import clean
+from ckpt_tool.formats.state_dict.words import clean
 
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)

@@ -20,27 +20,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tool.formats.state_dict.words import SAME_SHAPE
+
 STATE_LIMIT = 400_000  # cells
 # torch.nn's own normalisation buffers (torch/nn/modules/batchnorm.py): never parameters, though shaped like them.
 _BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)$")
-# Moments that have their parameter's shape in torch.optim, apex and bitsandbytes' fp32 states.
-SAME_SHAPE = (
-    "exp_avg",
-    "exp_avg_sq",
-    "momentum_buffer",
-    "max_exp_avg_sq",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-    "exp_inf",
-    "sum",
-    "prev",
-    "step_size",
-    "ax",
-    "state1",
-    "master",
-    "master_param",
-)
 
 
 class Candidate(NamedTuple):

@@ -53,10 +53,10 @@ from ckpt_tool.formats.state_dict.words import (
     MODEL_ROOTS,
     OPTIMIZER_ROOTS,
     OPTIMIZER_STATES,
+    clean,
 )
 
 _WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well be a part of a model that lies bare
-_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _FLAT = re.compile(r"(?:^|(?<=\.))state\.")
 _RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)
 _COUNTERS = frozenset(("step", "global_step", "iteration", "iter", "epoch", "loss", "best_loss"))
@@ -77,11 +77,6 @@ class Named(NamedTuple):
     keys: list[TensorKey]
     notes: list[Note]
     roots: Roots
-
-
-def clean(name: str) -> str:
-    """The name without what wrappers put in: `layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`."""
-    return _WRAPPER.sub("", name) if "_" in name else name
 
 
 def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "") -> Named:
@@ -351,7 +346,7 @@ class _Naming:
                 )
             seen.add(given)
             out.append(given)
-            if any(isinstance(step, str) and _WRAPPER.search(step) for step in leaf.path):
+            if any(isinstance(step, str) and clean(step) != step for step in leaf.path):
                 wrapped.append(dotted(leaf.path))
         if wrapped:
             self.note("N-wrapper-names", f"wrapper parts were taken out of {len(wrapped)} names, such as {wrapped[0]}")

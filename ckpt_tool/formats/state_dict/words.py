@@ -1,9 +1,12 @@
-"""The words by which trainers' nested states call their parts: a model, an optimizer, EMA, masters, moments.
+"""The words by which trainers' nested states call their parts: a model, an optimizer, EMA, masters, moments; and what
+wrappers put into names.
 
 Sources: those of `formats.state_dict.paths`, which says what each means where it stands.
 """
 
 from __future__ import annotations
+
+import re
 
 MODEL_ROOTS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "params")
 OPTIMIZER_ROOTS = frozenset(
@@ -27,29 +30,38 @@ MASTER_ROOTS = frozenset(
 MASTER_STATES = frozenset(
     ("master", "master_param", "master_params", "master_weight", "master_weights", "fp32", "fp32_param", "main_param")
 )
-OPTIMIZER_STATES = frozenset(
-    (
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "sum",
-        "prev",
-        "step_size",
-        "exp_avg_sq_row",
-        "exp_avg_sq_col",
-        "row_var",
-        "col_var",
-        "variance",
-        "ax",
-        "state1",
-        "state2",
-        "master_param",
-        "master_weight",
-    )
+# Of their parameter's own shape, in torch.optim, apex and bitsandbytes' fp32 states: the first that is there tells it
+SAME_SHAPE = (
+    "exp_avg",
+    "exp_avg_sq",
+    "momentum_buffer",
+    "max_exp_avg_sq",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "sum",
+    "prev",
+    "step_size",
+    "ax",
+    "state1",
+    "master",
+    "master_param",
 )
+_OTHER_SHAPES = (
+    "step",
+    "exp_avg_sq_row",
+    "exp_avg_sq_col",
+    "row_var",
+    "col_var",
+    "variance",
+    "state2",
+    "master_weight",
+)
+OPTIMIZER_STATES = frozenset((*SAME_SHAPE, *_OTHER_SHAPES))
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def clean(name: str) -> str:
+    """The name without what wrappers put in: `layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`."""
+    return _WRAPPER.sub("", name) if "_" in name else name

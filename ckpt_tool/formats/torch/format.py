@@ -45,9 +45,10 @@ from ckpt_tool.formats.hf import files as hf_files
 from ckpt_tool.formats.hf.format import pack
 from ckpt_tool.formats.hf.index import read_index, write_index
 from ckpt_tool.formats.state_dict.nesting import nest
-from ckpt_tool.formats.state_dict.paths import Leaf, Named, clean, name_leaves
+from ckpt_tool.formats.state_dict.paths import Leaf, Named, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.words import clean
 from ckpt_tool.formats.torch import choice as torch_choice
 from ckpt_tool.formats.torch.choice import Chosen, RankFile
 from ckpt_tool.formats.torch.content import TorchContent, read_content
