@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -85,7 +84,7 @@ def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted,
     if (copied or _makes_one(chosen, fmt)) and (copied is None or config != before or copied.copy_of is None):
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         files = tuple(file for file in target.files if file is not copied)
-        target = replace(target, files=(*files, whole_file(NAME, data)))
+        target = target._replace(files=(*files, whole_file(NAME, data)))
         if before is None:
             target = target.noted(f"{NAME} is derived from {chosen.config_from}")
     return target
@@ -107,7 +106,7 @@ def _unnested(target: Target) -> Target:
         else file
         for file in target.files
     ]
-    return replace(target, files=tuple(files))
+    return target._replace(files=tuple(files))
 
 
 def _belonging(

@@ -8,7 +8,6 @@ decided once a parameter: its states are placed with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -151,8 +150,7 @@ def _blocks(
     return [(start, n, n) for start, n in parts]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A mesh and a placement for each wanted tensor, in the same order. source: which rule gave them, for the
     report."""
 

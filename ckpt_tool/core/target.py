@@ -14,7 +14,7 @@ gives `Later`s in their place, and `Places`, which answer for one tensor at a ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
@@ -116,8 +116,7 @@ class Places(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Every file of the output. `single`: the output is one file of this name, not a folder. by_size: files end where
     `Wanted.shard_size` says. places: given where the files' arrays are `Later`s: the same answers, tensor by tensor."""
 
@@ -134,7 +133,7 @@ class Target:
 
     def noted(self, *lines: str) -> Target:
         """Itself with more lines for the report."""
-        return replace(self, notes=(*self.notes, *lines)) if lines else self
+        return self._replace(notes=(*self.notes, *lines)) if lines else self
 
 
 class WantedTensor(NamedTuple):

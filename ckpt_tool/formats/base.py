@@ -7,8 +7,8 @@ docstring is the specification, with its source. Formats know no families, no pl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpt_tool.core.catalog import Catalog
@@ -52,8 +52,7 @@ class Evidence(NamedTuple):
     turn: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Holds:
+class Holds(NamedTuple):
     """What a format's files can express.
 
     all_states: every state, or the model alone. lacks: groups of states (`optimizer`, `master`, `ema`) that have no
@@ -79,13 +78,13 @@ class Holds:
     heeds: frozenset[str] = frozenset()
     dialect: str = "keep"
     own_layout: bool = False
-    dtypes: frozenset[str] = field(default_factory=frozenset)  # names it can't hold
-    lacks: frozenset[str] = field(default_factory=frozenset)
+    dtypes: frozenset[str] = frozenset()  # names it can't hold
+    lacks: frozenset[str] = frozenset()
     adapter: bool = False
     safetensors: bool = False
     pointers: tuple[str, ...] = ()
     config: str = "config.json"
-    with_args: Mapping[str, Any] = field(default_factory=dict)
+    with_args: Mapping[str, Any] = MappingProxyType({})
     lone_shards: bool = False
     all_experts: bool = False
 

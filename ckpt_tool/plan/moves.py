@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from hashlib import blake2b
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple, overload
@@ -219,6 +218,8 @@ class LaterMoves(Moves):
 
     @property
     def identity(self) -> str:
+        from hashlib import blake2b  # as in `Plan.identifier`, which alone asks for it
+
         digest = blake2b(f"{self._places.identity()} {self._first}".encode(), digest_size=16)
         for source, tensor in self._stored:
             digest.update(repr((source, tensor.dtype.name, tensor.chunks)).encode("utf-8", "surrogatepass"))

@@ -11,7 +11,6 @@ whole, before a byte moves.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +140,8 @@ class Plan:
 
     def identifier(self) -> str:
         """A hash of everything that decides the output's bytes: the same command on the same sources gives it again."""
+        import hashlib  # OpenSSL behind it takes longer to load than a plan without a run to make
+
         if isinstance(self.moves, Moves):
             rest = [self.sources, self.records, self.format, self.single, self.destination, self.options, self.report]
             document: Any = [PLAN_VERSION, self.moves.identity, *rest]

@@ -19,8 +19,8 @@ What it does not do: files, the order of optimizers (`megatron.optimizer`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import lcm, prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, contiguous_strides, whole
@@ -160,8 +160,7 @@ def turned(chunk: Chunk) -> Chunk:
     return Chunk(box, chunk.array.view(start, box.shape, strides[::-1]), whole(box.shape), chunk.replica)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """How parameters are parted and spelled. experts: of a layer. gated: fc1 holds gate and up. down_shared: MLA's down
     projections are cut. te: norms are fused into Transformer Engine's linears. container: of experts. mtp_inner: what
     an MTP layer calls its inner one. convolution: what stands in `conv1d_weight` of Mamba, `_` or `.`. rows: of stored
@@ -182,14 +181,14 @@ class Job:
     convolution: str = "_"
     rows: int | None = None
     kept: int | None = None
-    boxes: Mapping[str, Sequence[Box]] = field(default_factory=dict)
-    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    boxes: Mapping[str, Sequence[Box]] = MappingProxyType({})
+    sections: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     spanning: bool | None = False
 
     def of_shapes(self, shapes: Mapping[str, Shape], ranks: int) -> Job:
         """The job with what the shapes of one rank of `ranks` (1: of the whole model) show of sections and norms."""
         sections = sections_of(shapes, self.facts)
-        return replace(self, sections=sections, spanning=norms_span(shapes, self.facts, ranks))
+        return self._replace(sections=sections, spanning=norms_span(shapes, self.facts, ranks))
 
     def rule(self, name: str, rank: int) -> Rule:
         """The rule of a logical tensor of so many dims."""

@@ -19,7 +19,6 @@ named below. Cost: a pass over names. What it does not do: boxes and files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import bounded
@@ -98,7 +97,7 @@ def decide(wanted: Wanted) -> Decided:
         wanted,
         model,
         args,
-        replace(job, rows=rows, kept=kept),
+        job._replace(rows=rows, kept=kept),
         every,
         (*notes, *more),
         frozenset(alike.extra_states) or None if alike else None,

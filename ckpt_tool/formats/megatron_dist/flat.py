@@ -33,7 +33,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -151,7 +150,7 @@ def _readings(model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degre
     job = Job(facts, degrees, stages, experts, bool(facts.gated), not facts.te, boxes=boxes)
     for container in dict.fromkeys((facts.container, *names.CONTAINERS)) if experts else (names.SEQUENTIAL,):
         for te in (facts.te, not facts.te):
-            yield replace(job, container=container, te=te)
+            yield job._replace(container=container, te=te)
 
 
 class _Buffers:

@@ -18,7 +18,6 @@ left.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -192,6 +191,8 @@ def _faults(tree: Tree, folder: str, hashes: dict[str, str]) -> Iterator[CkptErr
 
 def sha256(tree: Tree, path: str) -> str:
     """The file's SHA-256 in lower-case hex. Reads it whole, 4 MiB at a time."""
+    import hashlib  # OpenSSL behind it takes longer to load than most checkpoints to inspect
+
     digest, size = hashlib.sha256(), tree.size(path)
     for offset in range(0, size, _BLOCK):
         digest.update(tree.read(path, offset, min(_BLOCK, size - offset)))
