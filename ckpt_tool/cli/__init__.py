@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_tool.cli.plain import plain_job
-from ckpt_tool.core.progress import SILENT, listening
+from ckpt_tool.core.progress import SILENT, Checking, listening
 from ckpt_tool.errors import CkptError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def _run(job: Job) -> int:
         progress = progress_of(
             mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
+    if show.report:  # of `apply` and of a merge's config only the plan says what is read
+        progress = Checking(progress, partial(_check_report, show.report, job))
     try:
         with listening(progress):
             document = job.run(progress)
@@ -176,11 +179,6 @@ def _save_report(job: Job, document: dict[str, Any], path: str) -> None:
     from ckpt_tool import __version__
     from ckpt_tool.report import html
 
-    try:
-        _check_report(path, job, document)  # of `apply` and of a merge's config only the run knows what is read
-    except CkptError as e:
-        e.hint = "the run itself is done; name the report elsewhere"
-        raise
     html.save(job.page(document, True), path, title=f"ckpt {job.verb}", facts=(("made by", f"ckpt {__version__}"),))
 
 

@@ -14,7 +14,7 @@ A command never prints. It calls these five, from any thread; `report.progress` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -82,3 +82,20 @@ def listening(progress: Progress) -> Iterator[None]:
 def aside(message: str) -> None:
     """A note from where no progress is at hand: a store that makes everyone wait, far below any command."""
     _listener.note(message)
+
+
+class Checking:
+    """A progress for which `check` looks at every plan before it is shown: what it raises ends the run there."""
+
+    def __init__(self, progress: Progress, check: Callable[[Mapping[str, Any]], None]) -> None:
+        self._progress, self._check = progress, check
+        self.start, self.advance, self.note, self.finish = (
+            progress.start,
+            progress.advance,
+            progress.note,
+            progress.finish,
+        )
+
+    def plan(self, document: Mapping[str, Any]) -> None:
+        self._check(document)
+        self._progress.plan(document)

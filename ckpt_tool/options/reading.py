@@ -23,7 +23,6 @@ class Reading:
         "Follow links that leave SRC; those inside it, and a Hugging Face cache's, always are."
     )
     lenient: bool = READING.flag("Warn where a strict reader refuses and no value depends on it.")
-    allow_compressed: bool = READING.flag("Read deflated zip members, within bounds.")
     require_checksums: bool = READING.flag("Refuse records that carry no checksum.")
     prefer: str | None = READING.option(
         "Which of two sets of files in one folder: a format or the name of an index.", text, "WHICH"

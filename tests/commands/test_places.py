@@ -154,8 +154,12 @@ def test_plan_and_report_are_two_files(place: Path) -> None:
     assert not (place / "p").exists()
 
 
-def test_what_only_the_run_knows_is_asked_before_the_report_is_saved(place: Path) -> None:
+@pytest.mark.parametrize("quiet", [[], ["-q"], ["--json"]])
+def test_what_only_the_plan_knows_is_asked_before_a_byte_moves(quiet: list[str], place: Path) -> None:
     """A saved plan names its sources, and a merge's config: their report lies in none of them either."""
     assert run(["convert", "src", "out", "--to", "dcp", "-q", "--plan", "p.json"]) == 0
-    assert run(["apply", "p.json", "--report", "src/r.html"]) == 5
-    assert not (place / "src" / "r.html").exists()
+    (place / "m.yaml").write_text("merge_method: linear\nmodels: [{model: src, parameters: {weight: 1}}]\n")
+    before = files(place)
+    assert run(["apply", "p.json", "--report", "src/r.html", *quiet]) == 5
+    assert run(["merge", "out", "--config", "m.yaml", "--report", "src/r.html", *quiet]) == 5
+    assert files(place) == before
