@@ -317,6 +317,16 @@ def test_groups_of_chained_optimizers_are_all_kept(tmp_path: Path) -> None:
     assert equal(tmp_path / "in.pt", tmp_path / "out") and catalog_of(tmp_path / "out").extras["optimizer"] == chain
 
 
+def test_parameters_that_no_group_lists_are_named(tmp_path: Path) -> None:
+    """They can only be listed in some group: the job that resumes goes by its own groups, one by one."""
+    weights = {"w": ramp((4, 2)), "e": ramp((3,))}
+    groups = [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2, "params": []}]
+    optim = {"state": {n: {"exp_avg": v} for n, v in weights.items()}, "param_groups": groups}
+    torch.save({"model": weights, "optim": optim}, tmp_path / "in.pt")
+    notes = to(tmp_path / "in.pt", tmp_path / "out")["notes"]
+    assert any("1 parameters stand in no param_groups of the source, such as e" in note for note in notes)
+
+
 def test_states_that_deepspeed_would_take_for_its_own_lie_beside(tmp_path: Path) -> None:
     source = FIXTURES / "torch" / "ema.pt"
     to(source, tmp_path / "out")

@@ -152,6 +152,11 @@ class _Writer:
             self.notes.append(
                 f"which of {len(out)} parameter groups a parameter belongs to is unknown: DeepSpeed goes by order"
             )
+        elif taken and rest:
+            self.notes.append(
+                f"{len(rest)} parameters stand in no param_groups of the source, such as {rest[0]}: they are listed in "
+                "the first group; a job gives each the options of its own group of that number"
+            )
         out = out or [_Group()]
         out[0].names += rest
         return out
