@@ -5,8 +5,6 @@ The oracle is the plain road, which lays out box by box; `test_sharded.py` holds
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,8 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[Wanted, Layout]:
     layout, _ = lay_out(tensors, Wishes(mesh, draw(st.integers(0, 3)), policy))
     if draw(st.booleans()):
         placements = [
-            dataclasses.replace(p, at=(("pp", len(t.key.name) % 2),))
-            for t, p in zip(tensors, layout.placements, strict=True)
+            p._replace(at=(("pp", len(t.key.name) % 2),)) for t, p in zip(tensors, layout.placements, strict=True)
         ]
         layout = Layout(Mesh.of(**mesh.to_json(), pp=2), tuple(placements), "by hand")
     sidefiles = (("config.json", 7),) if draw(st.booleans()) else ()
@@ -96,9 +93,9 @@ def test_the_identity_hangs_on_what_decides_the_heads() -> None:
         (Wanted((one,)), layout),
         (Wanted((one,)), other),
         (Wanted((one,), {"iteration": 1}), layout),
-        (Wanted((dataclasses.replace(one, dtype=DTYPES["BF16"]),)), layout),
-        (Wanted((dataclasses.replace(one, path=("x",)),)), layout),
-        (Wanted((dataclasses.replace(one, key=TensorKey("v")),)), layout),
+        (Wanted((one._replace(dtype=DTYPES["BF16"]),)), layout),
+        (Wanted((one._replace(path=("x",)),)), layout),
+        (Wanted((one._replace(key=TensorKey("v")),)), layout),
     ]
     found = [short.places.identity() for case in cases if (short := both(*case)[1]).places is not None]
     assert len(set(found)) == len(cases)

@@ -37,9 +37,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Stored], Wanted, Layout]:
             chunks = []
             for rank, each in enumerate(held(shape, Placement(cut), source)):
                 array = StoredArray(f"{state}.{rank}", 100 * number, dtype, each.box.shape, crc=(0, 99, rank))
-                chunks.append(
-                    Chunk(each.box, array, dataclasses.replace(each.box, offset=(0,) * len(shape)), each.replica)
-                )
+                chunks.append(Chunk(each.box, array, each.box._replace(offset=(0,) * len(shape)), each.replica))
             stored.append(Stored(0, LogicalTensor(key, shape, dtype, tuple(chunks))))
             wanted.append(WantedTensor(key, shape, DTYPES["F32"] if state == "model" else dtype))
     mesh = Mesh.of(tp=draw(st.sampled_from([1, 2, 4])), dp=draw(st.sampled_from([1, 3])))
@@ -86,9 +84,9 @@ def test_the_identifier_is_one_for_one_command_and_another_for_another(
     plan, again = (plan_of(*case, large=True)[0] for _ in range(2))
     assert plan.identifier() == again.identifier()
     tensor = stored[0].tensor
-    moved = dataclasses.replace(tensor.chunks[0].array, offset=12345)
-    chunks = (dataclasses.replace(tensor.chunks[0], array=moved), *tensor.chunks[1:])
-    other = [stored[0]._replace(tensor=dataclasses.replace(tensor, chunks=chunks)), *stored[1:]]
+    moved = tensor.chunks[0].array._replace(offset=12345)
+    chunks = (tensor.chunks[0]._replace(array=moved), *tensor.chunks[1:])
+    other = [stored[0]._replace(tensor=tensor._replace(chunks=chunks)), *stored[1:]]
     changed = [
         plan_of(other, wanted, layout, large=True)[0],
         plan_of(stored, dataclasses.replace(wanted, extras={"iteration": 1}), layout, large=True)[0],
