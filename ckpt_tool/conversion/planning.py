@@ -17,8 +17,9 @@ from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
+from ckpt_tool.plan.copy import is_transposed
 from ckpt_tool.plan.moves import LaterMoves, Stored, count_copies
-from ckpt_tool.plan.plan import Plan, SourceFile
+from ckpt_tool.plan.plan import Move, Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, more_than_computed
@@ -145,7 +146,7 @@ def _report(
         "plan": {
             "bytes_read": plan.bytes_read + more_than_computed(chosen),
             "bytes_written": plan.bytes_written,
-            "peak_memory": peak_memory(writing, chosen.stored),
+            "peak_memory": peak_memory(writing, turned=_turned(plan.moves, chosen.stored)),
             "files": len(plan.outputs),
             "copies": count_copies(plan.moves),
         },
@@ -159,16 +160,23 @@ def _report(
     }
 
 
-def peak_memory(writing: Writing, stored: Sequence[Stored] = ()) -> int:
-    """Bytes of buffers that the run will use at most: what each thread holds, times the threads. Sources that are
-    transposed are put in order in a panel a thread (`run.transposed`)."""
+def peak_memory(writing: Writing, *, turned: bool) -> int:
+    """Bytes of buffers that the run will use at most: what each thread holds, times the threads. turned: are elements
+    put in another order? That takes a panel a thread (`run.transposed`)."""
     import os
 
     per_thread = 4 << 20
     threads = max(1, min(writing.threads or min(os.cpu_count() or 1, 8), writing.memory // per_thread))
-    turned = any(chunk.array.strides for row in stored for chunk in row.tensor.chunks[:1])
     if turned:
         from ckpt_tool.run.transposed import PANEL
 
         per_thread += min(PANEL, max(0, writing.memory // threads - per_thread))
     return threads * per_thread
+
+
+def _turned(moves: Sequence[Move], stored: Sequence[Stored]) -> bool:
+    """Is a source or an output transposed against its line? Of those that are made when they are looked at, every
+    output is row-major."""
+    if isinstance(moves, LaterMoves):
+        return any(chunk.array.strides for row in stored for chunk in row.tensor.chunks[:1])
+    return any(map(is_transposed, (region for move in moves for region in (*move.sources[:1], *move.outputs[:1]))))

@@ -20,12 +20,14 @@ from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.run.transposed import PANEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 
 from family_models import config_of, counted, hub_shapes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "families"
+HUB_LAYOUT = FIXTURES.parent / "paddle-unified" / "llama_tied_hf"
 TIED = ("gemma3",)  # whose second copy is a matter of --tied-head
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "hf.safetensors").exists() and path.name not in TIED)
 
@@ -94,3 +96,12 @@ def test_ernie_s_own_releases_need_no_word(name: str, tmp_path: Path) -> None:
     done = convert(str(source), str(tmp_path / "out"), Reading(), Writing(to="safetensors", fsync=False), Silent())
     assert any(f"the family {name}, paddle-" in note for note in done["notes"])
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), hub)
+
+
+@pytest.mark.parametrize(("to", "panels"), [("paddle-unified", False), ("paddle", True)])
+def test_only_what_is_turned_takes_memory_for_it(to: str, panels: bool, tmp_path: Path) -> None:
+    """Read through swapped strides and written through them, elements keep their order."""
+    document = convert(
+        str(HUB_LAYOUT), str(tmp_path / "out"), Reading(), Writing(to=to, threads=1, dry_run=True), Silent()
+    )
+    assert document["plan"]["peak_memory"] == (4 << 20) + panels * PANEL
