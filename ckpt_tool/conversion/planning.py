@@ -175,8 +175,8 @@ def peak_memory(writing: Writing, *, turned: bool) -> int:
 
 
 def _turned(moves: Sequence[Move], stored: Sequence[Stored]) -> bool:
-    """Is a source or an output transposed against its line? Of those that are made when they are looked at, every
-    output is row-major."""
+    """Is a source or an output transposed against its line? The outputs of one tensor are all alike, and row-major
+    where moves are made when they are looked at."""
     if isinstance(moves, LaterMoves):
         return any(chunk.array.strides for row in stored for chunk in row.tensor.chunks[:1])
-    return any(map(is_transposed, (region for move in moves for region in (*move.sources[:1], *move.outputs[:1]))))
+    return any(map(is_transposed, (region for move in moves for region in (*move.sources, *move.outputs[:1]))))
