@@ -33,6 +33,7 @@ from ckpt_tool.families.table import Table, table_of
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 HUB = "hf"
+MEMORY = "hf-5"  # what transformers 5 has in memory, where names differ too
 BARE = "hf-bare"  # the hub's files of a model without a head (`Qwen3Model`): every name without its root
 _ROOT = re.compile(r"(?<![\w.])model\.")
 SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's

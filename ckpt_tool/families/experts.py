@@ -1,30 +1,62 @@
 """Experts: in which layouts the hub's files of a family may have them, and under which dialect each is.
 
     expert_layouts(QWEN3_MOE)     {"split": "hf", "fused": "hf-fused"}     released one by one, fused in memory
+    expert_layouts(PHIMOE)        {"split": "hf", "fused": "hf-5"}         the same, with other names in memory
     expert_layouts(QWEN3_VL_MOE)  {"fused": "hf", "split": "hf-split"}     released fused
     expert_layouts(QWEN3)         {}                                       no experts
 
-It goes by the family's tables alone, of the decoder's layers `{i}`: experts one by one have their number `{e}` in the
-name, fused ones a dim `e`. Layers of multi-token prediction may have theirs otherwise (Qwen3.5).
+It goes by the family's tables alone: experts one by one have their number in the name, fused ones a dim. The decoder's
+layers `{i}` say which layout is released; of several dialects with a layout the first counts that has no expert
+otherwise, in layers of multi-token prediction neither (Qwen3.6 has those fused too, Qwen3.5 one by one).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from ckpt_tool.families.base import HUB, Family
+from ckpt_tool.families.base import HUB, MEMORY, Family
+from ckpt_tool.families.table import Table
 
-LAYOUTS: Mapping[str, str] = {"split": "hf-split", "fused": "hf-fused"}  # layout -> its dialect where it is not `hf`
+SPLIT, FUSED = "split", "fused"
+LAYOUTS: Mapping[str, str] = {SPLIT: "hf-split", FUSED: "hf-fused"}  # layout -> its dialect where it has a name for it
+_NUMBERED = re.compile(r"experts\.\{(\w+)\}")
 
 
 def expert_layouts(family: Family) -> dict[str, str]:
     """{layout: its dialect}, the released one first; {} for a family without experts."""
-    terms = [term for rule in family.table(HUB).rules for term in rule.left]
-    decoder = [(term.name.axes, term.pattern) for term in terms if term.name is not None and "i" in term.name.axes]
-    split = any("e" in numbers for numbers, _ in decoder)
-    fused = any("e" in pattern.axes and len(pattern.dims) > 2 for _, pattern in decoder)
-    if not split and not fused:
+    released = next(iter(_layouts(family, HUB)[0]), None)
+    if released is None:
         return {}
-    released = "split" if split else "fused"
-    others = {layout: name for layout, name in LAYOUTS.items() if layout != released and name in family.dialects}
-    return {released: HUB, **others}
+    out = dict[str, str]()
+    for layout in sorted(LAYOUTS, key=lambda each: each != released):
+        known = [name for name in family.dialects if name.startswith("hf")]
+        preferred = [name for name in (HUB, LAYOUTS[layout], MEMORY) if name in (HUB, *known)]
+        kinds = {name: _layouts(family, name) for name in dict.fromkeys((*preferred, *known))}
+        fitting = [name for name, (decoder, _) in kinds.items() if decoder == {layout}]
+        pure = [name for name in fitting if kinds[name][1] == {layout}]
+        if fitting:
+            out[layout] = (*pure, *fitting)[0]
+    return out
+
+
+def _layouts(family: Family, dialect: str) -> tuple[set[str], set[str]]:
+    """Layouts in which the dialect has experts of the decoder's layers, and all experts: by the first rule of each of the
+    hub's tensors, the one that is written."""
+    table = family.table(dialect)
+    axes = _expert_axes(family.table(HUB)) | _expert_axes(table)
+    decoder, every = set[str](), set[str]()
+    for number in {spots[0].rule for spots in table.right.values()}:
+        for term in (term for term in table.rules[number].left if term.name is not None):
+            numbered = axes.intersection(term.axes)
+            if numbered or axes.intersection(term.pattern.axes) and len(term.pattern.dims) > 2:
+                layout = SPLIT if numbered else FUSED
+                every.add(layout)
+                decoder |= {layout} if "i" in term.axes else set()
+    return decoder, every
+
+
+def _expert_axes(table: Table) -> set[str]:
+    """The axes that count experts: `e`, and those whose numbers stand behind `experts` in a name."""
+    names = (term.name.text for rule in table.rules for term in (*rule.left, *rule.right) if term.name is not None)
+    return {"e", *(axis for name in names for axis in _NUMBERED.findall(name))}
