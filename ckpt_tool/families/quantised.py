@@ -47,6 +47,18 @@ def followers(
     return renamed, lost
 
 
+def is_halved(name: str, wanted: Shape, shapes: Mapping[str, Shape]) -> bool:
+    """Does a tensor hold two codes a byte, by its shape and by a scale beside it?
+
+    >>> is_halved("m.weight", (8, 64), {"m.weight": (8, 32), "m.weight_scale": (8, 4)})
+    True
+    """
+    shape = tuple(shapes[name])
+    scales = any(part_of(beside) == name for beside in (f"{name}_scale", f"{name}_scale_inv") if beside in shapes)
+    scales |= f"{name.removesuffix('.weight')}.scale" in shapes
+    return scales and shape[:-1] == wanted[:-1] and 2 * shape[-1] == wanted[-1]
+
+
 def _is_renamed(made: Made, shape: Shape | None) -> bool:
     """Is it its one source, every element in its place?"""
     if shape is None or tuple(shape) != made.shape or len(made.pieces) != 1:

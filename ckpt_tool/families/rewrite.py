@@ -27,11 +27,12 @@ from ckpt_tool.core.bounds import bounded
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
-from ckpt_tool.families.quantised import followers
+from ckpt_tool.families.quantised import followers, is_halved
 from ckpt_tool.families.sizes import check_known, configured, fits, settled, shape_of
 from ckpt_tool.families.table import Instances, Table, form_of, instances
 
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
+_HALVED = "codes of a quantised weight, two a byte, which no rule can lay out otherwise"
 _ALONE = "a part of a quantised weight whose layout changes, which scales can't follow"
 _ONE = "keep one of them, --remove-keys"
 _WAY = "dequantise on the way with --dequantize, or keep the source's names with --dialect keep"
@@ -372,7 +373,9 @@ def _shape_faults(
     found: Found, listed: Mapping[str, Shape], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]
 ) -> Iterator[Fault]:
     for name, shape in listed.items():
-        if name in shapes and tuple(shapes[name]) != shape:
+        if name in shapes and tuple(shapes[name]) != shape and is_halved(name, shape, shapes):
+            yield Fault("E1377", name, f"{_HALVED}, of shape {list(shapes[name])}", _WAY)
+        elif name in shapes and tuple(shapes[name]) != shape:
             axes = " ".join(f"{axis}={sizes[axis]}" for axis in found.needed if isinstance(sizes[axis], int))
             term = next(term for term in found.rule.left if term.name and term.name.form == form_of(name)[0])
             what = f"shape {list(shapes[name])}, `{term.pattern.text}` wants {list(shape)} ({axes})"

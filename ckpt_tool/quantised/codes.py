@@ -35,6 +35,7 @@ from ckpt_tool.run.computed import Read
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4_MODELOPT = (*FP4[:8], 0.0, *FP4[9:])  # it reads the negative zero as zero
 INT4 = tuple(range(-8, 8))
 
 
@@ -49,11 +50,15 @@ def of_bytes(dtype: DType) -> Floats:
     return every.view(numpy_type(dtype)).astype(np.float32)
 
 
-@cache
 def two_a_byte(values: tuple[float, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """For every byte the floats of its low and its high half, as one 64-bit word."""
-    half = np.array(values, np.float32)
-    every = np.arange(256)
+    return _pairs(np.array(values, np.float32).tobytes())
+
+
+@cache
+def _pairs(values: bytes) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """The same by the bits of the values: tuples that differ in the sign of a zero are equal."""
+    half, every = np.frombuffer(values, np.float32), np.arange(256)
     return np.ascontiguousarray(np.stack([half[every & 15], half[every >> 4]], axis=1)).view(np.uint64).reshape(256)
 
 

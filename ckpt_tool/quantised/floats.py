@@ -2,7 +2,7 @@
 
     w = code * scale                        FP8, INT8, MXFP4: transformers' `Fp8Dequantize`, DeepSeek's `weight_dequant`
     w = (code - zero_point) * scale         packed integers of compressed-tensors
-    w = code * (scale / global_scale)       NVFP4 of compressed-tensors; ModelOpt's `scale * scale_2`
+    w = code * (scale / global_scale)       NVFP4 of compressed-tensors; ModelOpt's `scale * scale_2`, without a -0
 
 `weights` says what is stored where. The product is rounded once more, to the dtype that is written. So are the peers'
 in fp32; compressed-tensors computes in the dtype of the scales, which comes to the same wherever that is bf16 or fp32:
@@ -43,6 +43,7 @@ from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.formats.paddle import quant
 from ckpt_tool.quantised.codes import (
     FP4,
+    FP4_MODELOPT,
     Floats,
     Grid,
     Numbers,
@@ -107,7 +108,8 @@ class Weight(Recipe):
             words = read(0, where.low * wide + low, (where.high - 1) * wide + high).view(np.uint8).reshape(rows, -1)
             return unpacked(words, self.bits, where.left * self.bits - 32 * low, count)
         low = first // 2
-        pairs = halves(FP4, read(0, low, -(-last // 2)).view(np.uint8))
+        modelopt = self.factor is not None and not self.factor[2]
+        pairs = halves(FP4_MODELOPT if modelopt else FP4, read(0, low, -(-last // 2)).view(np.uint8))
         return pairs[first - 2 * low : last - 2 * low].reshape(rows, count)
 
     def _zeros(self, read: Read, where: Rectangle, grid: Grid) -> tuple[Floats, Numbers]:

@@ -30,7 +30,7 @@ _FORMATS = (
     "mixed-precision",
     "dense",
 )
-_METHODS = ("fp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4")
+_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4")
 # endings of names that only one scheme has
 _BY_NAME = {
     ".qweight": "GPTQ or AWQ",
