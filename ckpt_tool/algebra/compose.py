@@ -1,4 +1,4 @@
-"""Compose: pieces A -> B and B -> C as pieces A -> C, without ever building B; and the proof that pieces tile.
+"""Compose: pieces A -> B and B -> C as pieces A -> C, without ever building B.
 
 Two pieces that share tensor B meet where the destination side of one and the source side of the other hold the same
 elements. Over a chain of strides that divide one another both are boxes of digits, and boxes meet digit by digit:
@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import prod
 
 from ckpt_tool.algebra.element_map import joined
 from ckpt_tool.algebra.piece import PAD, Piece, Side, SideName, aligned, compact, narrow
@@ -59,37 +58,6 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
             hint="do the sizes of the two dialects agree?",
         )
     return out + [piece for piece in second if piece.src.name == PAD]
-
-
-def check_tiling(pieces: Iterable[Piece], shapes: Mapping[str, Sequence[int]], side: SideName) -> None:
-    """Raise unless the pieces hold every element of every tensor of `shapes` once on that side. All faults at once.
-
-    UnmappedTensor (E0304): a piece of a tensor that `shapes` lacks, or a tensor without pieces;
-    InconsistentCheckpoint (E0358): a piece that leaves its tensor, a gap, an overlap.
-    """
-    held = _by_tensor(pieces, side)
-    filled = {name: shape for name, shape in shapes.items() if prod(shape) > 0}
-    unmapped = _alone("no rule for it", filled, held) + _alone("no such tensor", held, shapes)
-    faults = [
-        fault
-        for name, group in held.items()
-        if name in shapes
-        for fault in _faults_of(name, _Nearby(group, side).pieces, prod(shapes[name]), side)
-    ]
-    if unmapped:
-        raise UnmappedTensor(
-            f"{len(unmapped)} tensors without a partner, the first: {unmapped[0]}",
-            code="E0304",
-            faults=[*unmapped[1:], *faults],
-            hint="add a rule to the family, or drop them by name with --remove-keys",
-        )
-    if faults:
-        raise InconsistentCheckpoint(
-            f"the rules don't tile a tensor: {faults[0]}",
-            code="E0358",
-            faults=faults[1:],
-            hint="each element wants exactly one rule",
-        )
 
 
 class _Nearby:
@@ -139,32 +107,6 @@ def _alone(what: str, names: Iterable[str], known: Mapping[str, object]) -> list
     """A line for each of `names` that is not `known`; the nearest known names for the first few, as they cost time."""
     alone = [name for name in names if name not in known]
     return [f"{name}: {what}; {near_misses(name, known) if i < 3 else ''}".rstrip("; ") for i, name in enumerate(alone)]
-
-
-def _faults_of(name: str, group: Sequence[Piece], numel: int, side: SideName) -> Iterator[str]:
-    spans = [piece.span(side) for piece in group]
-    if spans[0][0] < 0 or max(stop for _, stop in spans) > numel:
-        yield f"{name}: elements {spans[0][0]} to {max(stop for _, stop in spans) - 1} of {numel}"
-        return
-    count = sum(piece.numel for piece in group)
-    if count != numel:
-        yield f"{name}: {count} of {numel} elements are moved"
-    for piece in group:
-        below = 1
-        for stride, n in sorted(zip((piece.src if side == "src" else piece.dst).strides, piece.ext, strict=True)):
-            if n > 1 and stride < below:
-                yield f"{name}: a piece steps over itself"
-                return
-            below += (n - 1) * stride
-    running: list[int] = []
-    for i, piece in enumerate(group):
-        running = [j for j in running if spans[j][1] > spans[i][0]]
-        for j in running:
-            a, b = (group[j], piece) if side == "dst" else (group[j].swap(), piece.swap())
-            if next(meet(a, b.swap()), None) is not None:
-                yield f"{name}: two pieces from element {spans[i][0]} on overlap"
-                return
-        running.append(i)
 
 
 Digits = list[tuple[int, int, int]]  # (first value, count, stride on the other side) of each digit

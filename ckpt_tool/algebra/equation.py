@@ -47,7 +47,7 @@ from ckpt_tool.algebra.expression import Expression, expression
 from ckpt_tool.algebra.pattern import Part, Sizes, indices_of, pattern, size_of
 from ckpt_tool.algebra.piece import PAD, Piece, Side, apply
 from ckpt_tool.algebra.term import Config, Name, Term, axes_of, name_of, terms
-from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -145,27 +145,6 @@ class Equation:
                 Piece(ext, Side(here, i, a_strides), Side(there, j, b_strides), maps) for here, i, there, j in places
             ]
         return out
-
-    def check_shapes(self, found: Mapping[str, Sequence[int]], sizes: Sizes, config: Config | None = None) -> None:
-        """Raise InconsistentCheckpoint (E0357) where a tensor of `found` has another shape than the rule says.
-
-        All faults at once. Tensors that only one of them knows are not asked about.
-        """
-        faults = []
-        for side in self.shapes(sizes, config):
-            for name, shape in side.items():
-                if name in found and tuple(found[name]) != shape:
-                    faults.append((name, f"shape {list(found[name])}, the rule wants {list(shape)}"))
-        if faults:
-            given = " ".join(f"{axis}={size_of(axis, sizes)}" for axis in self.axes)
-            raise InconsistentCheckpoint(
-                f"{faults[0][0]}: {faults[0][1]} ({given})",
-                code="E0357",
-                key=faults[0][0],
-                place=_place(self.text),
-                faults=[f"{name}: {fault}" for name, fault in faults[1:]],
-                hint="does the config belong to this checkpoint, and is it the right family?",
-            )
 
     def apply(
         self, arrays: Mapping[str, np.ndarray[Any, Any]], sizes: Sizes, config: Config | None = None

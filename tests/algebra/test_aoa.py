@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiling import check_tiling
 
-from ckpt_tool.algebra.compose import check_tiling
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.errors import UsageError

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiling import check_tiling
 
-from ckpt_tool.algebra.compose import check_tiling
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.families.aoa.program import Shards, compile_aoa, steps_for

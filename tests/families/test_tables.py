@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from family_models import AHEAD, config_of, counted, hub_shapes, in_a_tower, random_config
+from tiling import check_tiling
 
 import ckpt_tool.families.models
-from ckpt_tool.algebra.compose import check_tiling
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.families.base import Family
