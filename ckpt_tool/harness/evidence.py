@@ -354,6 +354,20 @@ def _document(
         checks.append({"check": "controls", "ok": ok, "text": f"{caught} of {len(controls) - 1} planted faults caught"})
     return {
         "ok": all(check["ok"] for check in checks),
+        **_what_was_run(case),
+        "checks": checks,
+        "states": states,
+        "curve": curve["rows"],
+        "worst": curve["worst"],
+        "noise": noise,
+        "controls": controls,
+        "layouts": {"from": placed(case.source, case.model), "to": placed(case.target, case.model)},
+        **rest,
+    }
+
+
+def _what_was_run(case: Case) -> Document:
+    return {
         "from": str(case.source),
         "to": str(case.target),
         "format": case.fmt,
@@ -363,14 +377,6 @@ def _document(
         "model": str(case.model),
         "before": case.before,
         "after": case.after,
-        "checks": checks,
-        "states": states,
-        "curve": curve["rows"],
-        "worst": curve["worst"],
-        "noise": noise,
-        "controls": controls,
-        "layouts": {"from": placed(case.source, case.model), "to": placed(case.target, case.model)},
-        **rest,
     }
 
 
@@ -406,15 +412,7 @@ def failed(case: Case, error: CkptError) -> Document:
     what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
     return {
         "ok": False,
-        "from": str(case.source),
-        "to": str(case.target),
-        "format": case.fmt,
-        "mode": "canonical" if case.canonical else "native",
-        "device": case.machine.device,
-        "seed": case.seed,
-        "model": str(case.model),
-        "before": case.before,
-        "after": case.after,
+        **_what_was_run(case),
         "checks": [what],
         "states": [],
         "curve": [],

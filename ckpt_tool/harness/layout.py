@@ -77,11 +77,6 @@ class Layout:
         return self.tp * self.dp * self.pp
 
     @property
-    def edp(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.dp // self.ep
-
-    @property
     def stages(self) -> int:
         """Virtual stages."""
         return self.pp * self.vpp

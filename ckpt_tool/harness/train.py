@@ -31,7 +31,6 @@ from ckpt_tool.harness.sharding import Held
 from ckpt_tool.harness.tape import GradientSums, Node, Ref, Tape
 from ckpt_tool.harness.weights import RankWeights
 
-_EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 

@@ -63,18 +63,23 @@ class Met:
             self._sound.add((path, crc))
 
 
+def past_the_end(shown: str, offset: int, nbytes: int, size: int) -> CorruptFile:
+    """The error (E0311) for bytes that a file of `size` bytes does not have."""
+    return CorruptFile(
+        f"want {nbytes} bytes at {offset}, but the file has {size}",
+        code="E0311",
+        path=shown,
+        offset=min(max(offset, 0), size),
+        hint="the file is cut short: compare its size with the source",
+    )
+
+
 def plain_array(tree: Tree, path: str, offset: int, dtype: DType, shape: tuple[int, ...]) -> StoredArray:
     """An array that lies row-major at `offset` (bytes) of a file without checksums. Raises CorruptFile (E0311) where
     the file does not hold all of it."""
     size, nbytes = tree.size(path), dtype.nbytes(prod(shape))
     if min(offset, *shape, 0) < 0 or offset + nbytes > size:
-        raise CorruptFile(
-            f"want {nbytes} bytes at {offset}, but the file has {size}",
-            code="E0311",
-            path=tree.display(path),
-            offset=min(max(offset, 0), size),
-            hint="the file is cut short: compare its size with the source",
-        )
+        raise past_the_end(tree.display(path), offset, nbytes, size)
     return StoredArray(path, offset, dtype, shape)
 
 

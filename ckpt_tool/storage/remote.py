@@ -27,6 +27,7 @@ from ckpt_tool.core.inner_path import FOLDERS
 from ckpt_tool.errors import CorruptFile, SourceChanged, StorageError, UnsafeInput
 from ckpt_tool.storage.ahead import PIECE, Ahead, Fetchers, Range
 from ckpt_tool.storage.inline_arrays import INLINE, base_of
+from ckpt_tool.storage.records import past_the_end
 from ckpt_tool.storage.source import FILE_LIMIT, Identity, Tree, missing_file, safe_relative
 from ckpt_tool.storage.store import Changed, Entry, Store
 
@@ -174,13 +175,7 @@ class RemoteTree(Tree):
             return self._read_view(base_of(path), offset, nbytes)
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
-            raise CorruptFile(
-                f"want {nbytes} bytes at {offset}, but the file has {size}",
-                code="E0311",
-                path=self.display(path),
-                offset=min(max(offset, 0), size),
-                hint="the file is cut short: compare its size with the source",
-            )
+            raise past_the_end(self.display(path), offset, nbytes, size)
         mine, parts = self._mine(), list[memoryview]()
         at, end, whole = offset, offset + nbytes, bytearray(nbytes if nbytes > PIECE else 0)
         while at < end:

@@ -34,7 +34,7 @@ from ckpt_tool.errors import (
 )
 from ckpt_tool.storage.inline_arrays import INLINE, base_of, view
 from ckpt_tool.storage.links import CIRCLE, LEAVES, NO_FILE, NOWHERE, Bounds, open_below
-from ckpt_tool.storage.records import Met
+from ckpt_tool.storage.records import Met, past_the_end
 
 FILE_LIMIT = 1_000_000  # entries of one tree
 
@@ -365,13 +365,7 @@ class Tree:
         fd = self.fd(path)
         size = os.fstat(fd).st_size
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
-            raise CorruptFile(
-                f"want {nbytes} bytes at {offset}, but the file has {size}",
-                code="E0311",
-                path=self.display(path),
-                offset=min(max(offset, 0), size),
-                hint="the file is cut short: compare its size with the source",
-            )
+            raise past_the_end(self.display(path), offset, nbytes, size)
         parts, at = [], offset
         while nbytes:
             try:

@@ -28,7 +28,15 @@ import torch
 
 from ckpt_tool.harness.pieces import RankState
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.megatron_model import Module, hyperparameters, joined, modules, namespace, share_of
+from ckpt_tool.harness.saving.megatron_model import (
+    Module,
+    hyperparameters,
+    joined,
+    modules,
+    namespace,
+    scheduler,
+    share_of,
+)
 from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
 
 _ALIGNMENT = 64  # elements
@@ -108,18 +116,10 @@ def _rank_file(whole: Whole, rank: RankState, params: Sequence[Local]) -> dict[s
         if param.name.endswith(_LINEAR):
             model[param.name.removesuffix("weight") + "_extra_state"] = None
         averages[param.chunk]["ema"][param.name] = _value(whole, rank, param, "ema")
-    schedule = whole.scalars["scheduler"]
     return {
         **models,
         "optimizer": _optimizer(whole, rank, params),
-        "opt_param_scheduler": {
-            "max_lr": schedule.get("peak", whole.scalars["lr"]),
-            "min_lr": schedule.get("floor", 0.0),
-            "lr_decay_style": "cosine",
-            "lr_warmup_steps": schedule.get("warmup", 0),
-            "lr_decay_steps": schedule.get("total", 0),
-            "num_steps": int(whole.scalars["consumed"]),
-        },
+        "opt_param_scheduler": scheduler(whole),
         "num_floating_point_operations_so_far": 0,
         HARNESS: dict(whole.scalars),
         "ckpt": {"states": averages},

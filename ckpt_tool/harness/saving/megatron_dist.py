@@ -22,7 +22,15 @@ from typing import Any
 import torch
 
 from ckpt_tool.harness.saving import torch_dcp
-from ckpt_tool.harness.saving.megatron_model import Module, hyperparameters, joined, modules, namespace, share_of
+from ckpt_tool.harness.saving.megatron_model import (
+    Module,
+    hyperparameters,
+    joined,
+    modules,
+    namespace,
+    scheduler,
+    share_of,
+)
 from ckpt_tool.harness.saving.torch_dcp import Part
 from ckpt_tool.harness.saving.whole import HARNESS, Whole, region
 
@@ -90,21 +98,13 @@ def _common(whole: Whole) -> dict[str, Any]:
     """The common state: what is the same on all ranks."""
     dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}}
     experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}}
-    schedule = whole.scalars["scheduler"]
     return {
         "args": namespace(whole),
         "checkpoint_version": 3.0,
         "iteration": int(whole.scalars["step"]),
         "num_floating_point_operations_so_far": 0,
         "optimizer": {0: dense, 1: experts} if whole.layout.ep > 1 else dense,
-        "opt_param_scheduler": {
-            "max_lr": schedule.get("peak", whole.scalars["lr"]),
-            "min_lr": schedule.get("floor", 0.0),
-            "lr_decay_style": "cosine",
-            "lr_warmup_steps": schedule.get("warmup", 0),
-            "lr_decay_steps": schedule.get("total", 0),
-            "num_steps": int(whole.scalars["consumed"]),
-        },
+        "opt_param_scheduler": scheduler(whole),
         "content_metadata": {
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,

@@ -211,6 +211,19 @@ def _pipeline(whole: Whole) -> str | None:
     return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L"])
 
 
+def scheduler(whole: Whole) -> dict[str, Any]:
+    """The learning rate's schedule in Megatron's words (`OptimizerParamScheduler.state_dict`)."""
+    stated = whole.scalars["scheduler"]
+    return {
+        "max_lr": stated.get("peak", whole.scalars["lr"]),
+        "min_lr": stated.get("floor", 0.0),
+        "lr_decay_style": "cosine",
+        "lr_warmup_steps": stated.get("warmup", 0),
+        "lr_decay_steps": stated.get("total", 0),
+        "num_steps": int(whole.scalars["consumed"]),
+    }
+
+
 def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool) -> dict[str, Any]:
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's."""
     settings = scalars["optimizer"]
