@@ -117,21 +117,22 @@ def _softmax_back(args: Arguments, out: Values) -> None:
 
 
 def _groups_to(model: Model, out: Values) -> None:
+    _in_groups(model, out, rated_by=2)
+
+
+def _in_groups(model: Model, out: Values, *, rated_by: int, used: bool = True) -> None:
+    """Routing that first chooses groups of experts, each rated by so many of its best. used: does the model do so?"""
     if not out.get("num_experts"):
         return
-    groups, best, top = (
-        model.count("n_group") or 1,
-        model.count("topk_group") or 1,
-        model.count("num_experts_per_tok") or 0,
-    )
+    groups, best, top = (model.count(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
     scale = model.get("routed_scaling_factor")
     out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
-    if groups > 1:
+    if groups > 1 and used:
         out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
-        if top // max(best, 1) != 2:
+        if top // best != rated_by:
             model.lost(
-                f"n_group: Megatron rates a group by its best {top // max(best, 1)} experts (moe_router_topk over"
-                " moe_router_group_topk), the model by its best 2"
+                f"n_group: Megatron rates a group by its best {top // best} experts (moe_router_topk over"
+                f" moe_router_group_topk), the model by its best {'one' if rated_by == 1 else rated_by}"
             )
 
 
@@ -144,18 +145,7 @@ def _groups_back(args: Arguments, out: Values) -> None:
 
 def _limited_to(model: Model, out: Values) -> None:
     """DeepSeek-V2's: a softmax over all, groups rated by their best expert, `topk_method` says whether at all."""
-    if not out.get("num_experts"):
-        return
-    groups, best, top = (model.count(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
-    scale = model.get("routed_scaling_factor")
-    out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
-    if model.get("topk_method") == "group_limited_greedy" and groups > 1:
-        out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
-        if top // best != 1:
-            model.lost(
-                f"n_group: Megatron rates a group by its best {top // best} experts (moe_router_topk over"
-                " moe_router_group_topk), the model by its best one"
-            )
+    _in_groups(model, out, rated_by=1, used=model.get("topk_method") == "group_limited_greedy")
 
 
 def _limited_back(args: Arguments, out: Values) -> None:
