@@ -23,7 +23,7 @@ from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage import journal
 from ckpt_tool.storage.destination import check_destination, check_space
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
-from ckpt_tool.storage.staging import was_committed
+from ckpt_tool.storage.staging import new_worker, was_committed
 
 NOTHING_THERE = "E0702"
 
@@ -40,7 +40,8 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     part = _part(share, writing, progress)
     destination = Path(plan.destination)
     plan_id = plan.identifier()
-    if part is not None and was_committed(destination, plan_id):
+    worker = new_worker() if share.claim else None
+    if (part or worker) and was_committed(destination, plan_id):
         return _committed_already(plan, part, progress)
     trees = {}
     for root in dict.fromkeys(file.root for file in plan.sources):
@@ -74,13 +75,15 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         progress.plan(document)
         try:
             with moving.movers if moving else nullcontext() as movers:
-                result = execute(plan, trees, writing, progress, part=part, movers=movers, plan_file=plan_file)
+                result = execute(
+                    plan, trees, writing, progress, part=part, worker=worker, movers=movers, plan_file=plan_file
+                )
         except OutputExists as e:
-            if part is None or e.code != "E0501" or not was_committed(destination, plan_id):
+            if not (part or worker) or e.code != "E0501" or not was_committed(destination, plan_id):
                 raise
             return _committed_already(plan, part, progress)  # while this one was starting
         overflows = result.overflows
-        document["committed"] = result.committed
+        document["committed"] = result.committed or worker is not None and was_committed(destination, plan_id)
         if not result.committed and part is not None:
             document["parts"] = _states(result.parts, part)
     document["elapsed_s"] = round(time.monotonic() - began, 3)
@@ -94,12 +97,14 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
 
 def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int] | None:
     """(i, n), from 1; None for the whole plan."""
+    ways = {"--part": share.part is not None, "--claim": share.claim, "--ray": writing.ray is not None}
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise UsageError(
+            f"{given[0]} and {given[1]} both say how the work is shared out", code="E0266", hint="give one of them"
+        )
     if share.part is None:
         return None
-    if writing.ray:
-        raise UsageError(
-            "--ray makes shares of its own", code="E0266", hint="leave --part off: Ray hands the shares out"
-        )
     if share.part != AUTO:
         return share.part
     found = part_of_environment(os.environ)
@@ -107,11 +112,10 @@ def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int]
     return found.part
 
 
-def _committed_already(plan: Plan, part: tuple[int, int], progress: Progress) -> dict[str, Any]:
-    document = plan.report
-    progress.plan(document)
-    document["notes"] = [*document["notes"], f"{plan.destination} is already committed, by another part of this plan"]
-    return {**document, "elapsed_s": 0.0, "digest_checked": False, "committed": True, "part": list(part)}
+def _committed_already(plan: Plan, part: tuple[int, int] | None, progress: Progress) -> dict[str, Any]:
+    progress.plan(plan.report)
+    told = {"elapsed_s": 0.0, "digest_checked": False, "committed": True, "already_committed": True}
+    return {**plan.report, **told, **({"part": list(part)} if part else {})}
 
 
 def _states(statuses: Sequence[journal.PartStatus], part: tuple[int, int]) -> dict[str, list[int]]:

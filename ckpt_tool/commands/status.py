@@ -108,6 +108,7 @@ def _shown(part: PartStatus) -> dict[str, Any]:
     speed = _speed(part) if part.state == "running" else 0.0
     return {
         "part": list(part.part) if part.part else None,
+        **({"worker": part.worker} if part.worker else {}),
         "state": part.state,
         "units": part.units,
         "of_units": part.of_units,

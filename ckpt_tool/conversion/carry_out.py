@@ -45,14 +45,16 @@ def execute(
     *,
     recorded: Mapping[TensorKey, str] | None = None,
     part: tuple[int, int] | None = None,
+    worker: str | None = None,
     movers: Movers | None = None,
     plan_file: str | None = None,
 ) -> Result:
     """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
 
-    movers: who moves the units, the CPU if None. recorded: digests that the source states for its tensors; values that
-    don't match are refused before the commit. plan_file: where the plan was read from; then an output that does not
-    read back as the plan says is the plan's fault (SourceChanged E1605), not ours.
+    worker: its name, where it is one of those that claim what they do. movers: who moves the units, the CPU if None.
+    recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
+    plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
+    (SourceChanged E1605), not ours.
     """
     from ckpt_tool.run.executor import Executor
 
@@ -83,6 +85,7 @@ def execute(
         fsync=writing.fsync,
         allow_lossy=writing.allow_lossy,
         part=part,
+        worker=worker,
         progress=progress,
         check=check,
         movers=movers,

@@ -42,10 +42,16 @@ class Verification:
 
 @dataclass(frozen=True)
 class Share:
-    """`ckpt apply`. part: (i, n) for share i of n, from 1; `auto`: the launcher says which; None for the whole plan."""
+    """`ckpt apply`. part: (i, n) for share i of n, from 1; `auto`: the launcher says which; None for the whole plan.
+
+    claim: be one of any number of workers that take what nobody has taken yet.
+    """
 
     part: tuple[int, int] | Literal["auto"] | None = OPTIONS.option(
         "Run share I of N, from 1/N to N/N; auto: the one that the launcher's variables name.", share, "I/N|auto"
+    )
+    claim: bool = OPTIONS.flag(
+        "Be one of any number of workers, on any machines: take what none has taken, and what one left that died."
     )
 
 

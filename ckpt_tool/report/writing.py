@@ -175,6 +175,8 @@ def _done(document: Document) -> Verdict:
         )
         left = f" ({'; '.join(others)})" if document.get("parts") else ""
         return Verdict(None, f"part {part} of {of} is done; the output appears when the last part is{left}")
+    if document.get("already_committed"):
+        return Verdict(True, f"{target['path']} is already committed, by others that ran this plan")
     where = f" to {target['path']}" if target.get("path") else ""
     files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
     speed = f" ({size(nbytes / seconds)}/s)" if seconds >= 0.1 and nbytes >= 10**6 else ""

@@ -16,9 +16,11 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,9 @@ from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Job, Mover, Movers, Walks
 from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
+
+_SHARES = 4096  # that workers claim, at most
+_PAUSE = 0.5  # seconds between two looks at others
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,12 @@ class Executor:
         fsync: bool = True,
         allow_lossy: bool = False,
         part: tuple[int, int] | None = None,
+        worker: str | None = None,
         progress: Progress | None = None,
         check: Check | None = None,
         movers: Movers | None = None,
     ) -> None:
-        self.plan, self.part, self.progress, self.check = plan, part, progress, check
+        self.plan, self.part, self.worker, self.progress, self.check = plan, part, worker, progress, check
         self.sources = Sources(plan.sources, trees)
         self.hashing, self._whole = verify != "off", verify == "full"
         self._fsync, self._lossy = fsync, allow_lossy
@@ -131,7 +137,7 @@ class Executor:
     def run(self) -> Result:
         """Carry the plan out and commit. With a part, only the last one to finish commits (`committed` says)."""
         plan = self.plan
-        if self.part is None or self.part[0] == 1:
+        if not self.worker and (self.part is None or self.part[0] == 1):
             replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
         staging = Staging(
             Path(plan.destination),
@@ -139,11 +145,11 @@ class Executor:
             self._names,
             resume=self._resume,
             force=self._force,
-            part=self.part,
+            part=self.part or self.worker,
         )
         with staging:
             try:
-                return self._run(staging)
+                return self._run_claims(staging) if self.worker else self._run(staging)
             except ReplicasDiffer as e:
                 staging.discard()
                 raise replicas.all_of_them(plan.moves, self.sources, e, threads=self.threads) from e
@@ -172,11 +178,49 @@ class Executor:
             journals = staging.close_part()
             if journals is None or not all(journal and journal[-1].get("part") for journal in journals):
                 return Result({}, {}, {}, committed=False, parts=tuple(staging.statuses()))
-            self._take_over(staging, state, [line for journal in journals for line in journal])
+            own = {number for number, _ in mine}
+            self._take_over(staging, state, [line for journal in journals for line in journal], own)
         result = self._finish(staging, state)
         if self.progress:
             self.progress.finish()
         return result
+
+    def _run_claims(self, staging: Staging) -> Result:
+        """As one of any number of workers: what is claimed is done, until all is; one of them commits."""
+        self._prepare(staging, heads=False)
+        shares, state, mine = _shared_out(self.units), _State([]), set[int]()
+        total = sum(unit.nbytes for unit in self.units)
+        staging.begin(len(self.units), total)
+        if self.progress:
+            self.progress.start(total, self.plan.destination)
+        waits, seen = _Waits(self.progress), set[int]()
+        with staging.claims(len(shares)) as claims:
+            while not staging.gone:
+                others = claims.done() - seen
+                seen |= others
+                self._advance(sum(unit.nbytes for number in others for _, unit in shares[number]))
+                taken = claims.take(self.threads)
+                if taken:
+                    state.queue[:] = [pair for share in taken for pair in shares[share.number]]
+                    mine |= {number for number, _ in state.queue}
+                    if any(share.over for share in taken) and self.hashing:
+                        self._advance(self._sift(staging, state, staging.lines()))
+                    self._work(staging, state)
+                    self.sources.check()
+                    for share in taken:
+                        claims.finish(share.number)
+                        seen.add(share.number)
+                elif claims.left():
+                    waits.a_while("waiting for what other workers have claimed")
+                elif claims.take_commit():
+                    self._take_over(staging, state, staging.lines(), mine)
+                    result = self._finish(staging, state)
+                    if self.progress:
+                        self.progress.finish()
+                    return result
+                else:
+                    waits.a_while("waiting for the worker that commits")
+        return Result({}, {}, {}, committed=False)
 
     def _mine(self) -> list[tuple[int, Unit]]:
         """This part's units, numbered: shares of whole units, balanced by bytes, the same on every machine."""
@@ -192,12 +236,13 @@ class Executor:
                 mine.append((number, unit))
         return sorted(mine)
 
-    def _prepare(self, staging: Staging) -> None:
-        """Make and preallocate every file and write the bytes that are known already. Safe to repeat."""
+    def _prepare(self, staging: Staging, *, heads: bool = True) -> None:
+        """Make and preallocate every file, and write the bytes that are known already. Safe to repeat, but for heads
+        that another has filled the holes of."""
         for file in self.plan.outputs:
             fd = staging.create(file.path, file.size)
             try:
-                for offset, data in file.literals:
+                for offset, data in file.literals if heads else ():
                     write_all(fd, data, offset, file.path)
             finally:
                 os.close(fd)
@@ -212,14 +257,14 @@ class Executor:
             return 0
         return self._sift(staging, state, staging.resumed)
 
-    def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line]) -> None:
-        """What the other parts staged, looked at again now that none of them is at work: heads are written again, units
-        that are not what their journals say are moved again. Unhashed runs (`verify="off"`) believe the journals."""
+    def _take_over(self, staging: Staging, state: _State, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
+        """What others staged, all but the units `mine`, looked at again now that none of them is at work: heads are
+        written again, units that are not what their journals say are moved again. Unhashed runs (`verify="off"`)
+        believe the journals."""
         self._prepare(staging)
         self._clear_gaps(staging)
         if not self.hashing:
             return
-        mine = {number for number, _ in self._mine()}
         state.queue[:] = [(number, unit) for number, unit in enumerate(self.units) if number not in mine]
         self._sift(staging, state, journal)
         if state.queue:
@@ -398,6 +443,25 @@ class Executor:
 
 def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:
     return root(dtype, move.line_shape, b"".join(leaves[first] for first in sorted(leaves)))
+
+
+class _Waits:
+    """Pauses between two looks at what others do, with a line for people at the first of each kind."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._said = progress, ""
+
+    def a_while(self, why: str) -> None:
+        if self._progress and why != self._said:
+            self._progress.note(why)
+            self._said = why
+        time.sleep(_PAUSE)
+
+
+def _shared_out(units: Sequence[Unit]) -> list[list[tuple[int, Unit]]]:
+    """The units, numbered, in at most `_SHARES` shares of neighbours: what workers claim."""
+    numbered, most = list(enumerate(units)), -(-len(units) // _SHARES) or 1
+    return [numbered[at : at + most] for at in range(0, len(numbered), most)]
 
 
 def _fd_room(threads: int) -> int:

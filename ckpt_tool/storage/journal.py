@@ -2,6 +2,7 @@
 
     .ckpt-journal              of a run that carries out a whole plan
     .ckpt-journal-2-of-8       of part 2 of 8
+    .ckpt-journal-by-vm-77-0a  of a worker that claims what it does (`storage.claims`, whose folder begins so too)
 
 One line is `seal JSON`; the first names the plan, and every line's seal is a hash of the plan and of its own words. The
 seal is no secret: it finds damage, not forgers. A torn or edited line ends the journal.
@@ -20,12 +21,21 @@ from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.storage.open_below import open_own
 
 Line = dict[str, Any]
+Writer = tuple[int, int] | str | None  # a part (i, n), a worker by its name, or a run that does all
+_WORKER = f"{JOURNAL}-by-"
 _PART = re.compile(re.escape(JOURNAL) + r"-([1-9]\d{0,8})-of-([1-9]\d{0,8})", re.ASCII)
 
 
-def name_of(part: tuple[int, int] | None) -> str:
-    """The journal's name: of a part (i, n), or of a whole run."""
-    return JOURNAL if part is None else f"{JOURNAL}-{part[0]}-of-{part[1]}"
+def name_of(writer: Writer) -> str:
+    """The name of the writer's journal."""
+    if isinstance(writer, str):
+        return _WORKER + writer
+    return JOURNAL if writer is None else f"{JOURNAL}-{writer[0]}-of-{writer[1]}"
+
+
+def worker_of(name: str) -> str | None:
+    """The worker whose journal bears the name, None for other files."""
+    return name.removeprefix(_WORKER) if name.startswith(_WORKER) else None
 
 
 def part_of(name: str) -> tuple[int, int] | None:
@@ -35,10 +45,11 @@ def part_of(name: str) -> tuple[int, int] | None:
 
 
 class PartStatus(NamedTuple):
-    """How far a part (i, n) is, or a whole run (None). state: `done`, `running`, `dead` (it ended too early).
+    """How far a part (i, n) is, a worker, or a whole run (None). state: `done`, `running`, `dead` (it ended too early).
     units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that an
     earlier process had done. began, last: when the process began and last wrote a line, in seconds since 1970. process:
-    whose it is, `PID on HOST`."""
+    whose it is, `PID on HOST`.
+    """
 
     part: tuple[int, int] | None
     state: str
@@ -50,18 +61,21 @@ class PartStatus(NamedTuple):
     began: float
     last: float
     process: str
+    worker: str | None
 
 
 def statuses(folder: int) -> list[PartStatus]:
     """What the journals of an open staging folder say, by part."""
     found = []
-    for name in sorted(names(folder), key=lambda name: part_of(name) or (0, 0)):
+    for name in sorted(names(folder), key=lambda name: (part_of(name) or (0, 0), name)):
         lines = read(folder, name)
+        if not lines:  # it has no first line yet
+            continue
         runs = [number for number, line in enumerate(lines) if isinstance(line.get("run"), dict)]
         run = lines[runs[-1]]["run"] if runs else {}
         units = {line["unit"]: int(line.get("bytes", 0)) for line in lines if type(line.get("unit")) is int}
         earlier = {line["unit"] for line in lines[: runs[-1]] if type(line.get("unit")) is int} if runs else set()
-        running, last = _held(folder, name)
+        running, last = held(folder, name)
         state = "done" if lines and lines[-1].get("part") else "running" if running else "dead"
         found.append(
             PartStatus(
@@ -75,13 +89,14 @@ def statuses(folder: int) -> list[PartStatus]:
                 float(run.get("began", 0)),
                 last,
                 f"{run.get('pid')} on {run.get('host')}" if run else "",
+                worker_of(name),
             )
         )
     return found
 
 
-def _held(folder: int, name: str) -> tuple[bool, float]:
-    """(does a process hold the journal, when it was last written)."""
+def held(folder: int, name: str) -> tuple[bool, float]:
+    """(does a process hold the journal, when it was last written or touched); (False, 0) for one that is not there."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
     except OSError:
@@ -97,7 +112,7 @@ def _held(folder: int, name: str) -> tuple[bool, float]:
 
 def names(folder: int) -> list[str]:
     """The journals in the open staging folder."""
-    return sorted(name for name in os.listdir(folder) if name.startswith(JOURNAL))
+    return sorted(name for name in os.listdir(folder) if name == JOURNAL or name.startswith(_WORKER) or part_of(name))
 
 
 def sealed(plan_id: str, line: Line) -> bytes:

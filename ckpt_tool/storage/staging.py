@@ -23,11 +23,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 
 from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.core.progress import aside
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import journal
+from ckpt_tool.storage.claims import Claims
+from ckpt_tool.storage.claims import remove as remove_claims
 from ckpt_tool.storage.destination import refuse_link, staging_path
 from ckpt_tool.storage.open_below import (
     Irregular,
@@ -47,6 +50,12 @@ _SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
 _NFS = ".nfs"  # how NFS calls a file that was removed and is still open
 
 
+def new_worker() -> str:
+    """A name that no other worker has, of characters that every file system takes."""
+    host = "".join(c if c.isalnum() and c.isascii() else "-" for c in socket.gethostname())[:64]
+    return f"{host}-{os.getpid()}-{token_hex(4)}"
+
+
 class Staging:
     """The hidden folder of one run, locked. Use as a context manager; without `commit` the folder stays for `--resume`
     unless `discard` was called.
@@ -55,7 +64,8 @@ class Staging:
         destination: the output's final path.
         plan_id: of the plan being carried out; another plan's leavings are removed first.
         files: names that the plan writes: the only ones that a folder without a journal may hold.
-        part: (i, n) for one share of a plan that several processes carry out, each with a journal of its own.
+        part: (i, n) for one share of a plan that several processes carry out, or the name of a worker that claims what
+            it does; each has a journal of its own.
     """
 
     def __init__(
@@ -66,7 +76,7 @@ class Staging:
         *,
         resume: bool = True,
         force: bool = False,
-        part: tuple[int, int] | None = None,
+        part: journal.Writer = None,
     ) -> None:
         self.destination = destination
         self.path = staging_path(destination)
@@ -108,17 +118,15 @@ class Staging:
         if self._force:
             refuse_link(self.destination)
         elif os.path.lexists(self.destination):  # an equal run committed while we came
-            raise OutputExists(
-                f"{self.destination} exists",
-                code="E0501",
-                path=self.destination,
-                hint="choose a new name, or --force to replace it in one step",
-            )
+            raise self._exists()
         self._replaces = _inode(self.destination)
         if self.part is not None:
             self.check_parts()
         name = journal.name_of(self.part)
         self._journal_fd = self._open_journal(name)
+        if isinstance(self.part, str) and self.gone:  # committed while this worker was coming: it leaves nothing there
+            _unlink(name, self._folder_fd)
+            raise self._exists()
         lines = journal.read(self._folder_fd, name)
         if lines and lines[0]["plan"] == self.plan_id and resume:
             self.went_on, self.resumed = True, lines[1:]
@@ -127,6 +135,14 @@ class Staging:
             wipe(self._folder_fd, keep=name)
         os.ftruncate(self._journal_fd, 0)
         self.record({"plan": self.plan_id, "pid": os.getpid(), "host": socket.gethostname()})
+
+    def _exists(self) -> OutputExists:
+        return OutputExists(
+            f"{self.destination} exists",
+            code="E0501",
+            path=self.destination,
+            hint="choose a new name, or --force to replace it in one step",
+        )
 
     def _open_journal(self, name: str) -> int:
         fd = -1
@@ -147,7 +163,8 @@ class Staging:
         number of parts (E1602). A journal without a whole first line says nothing yet."""
         for name in journal.names(self._folder_fd):
             lines, part = journal.read(self._folder_fd, name, first=True), journal.part_of(name)
-            what = f"part {part[0]}/{part[1]}" if part else "the whole output"
+            worker = journal.worker_of(name)
+            what = f"part {part[0]}/{part[1]}" if part else "a worker" if worker else "the whole output"
             if lines and lines[0]["plan"] != self.plan_id:
                 raise SourceChanged(
                     f"{what} was started with another plan",
@@ -155,12 +172,14 @@ class Staging:
                     path=self.path,
                     hint="run every part with the same plan file, or remove the leavings: ckpt clean",
                 )
-            if lines and part and self.part and part[1] != self.part[1]:
+            if lines and _mixed(worker or part, self.part):
+                mine = "a worker" if isinstance(self.part, str) else "part {}/{}".format(*self.part or (1, 1))
                 raise SourceChanged(
-                    f"{what} was started, and this is part {self.part[0]}/{self.part[1]}",
+                    f"{what} was started, and this is {mine}",
                     code="E1602",
                     path=self.path,
-                    hint="run every part of the plan with the same N of --part I/N, or remove the leavings: ckpt clean",
+                    hint="run every part of the plan with the same N of --part I/N, or all of it with --claim; or "
+                    "remove the leavings: ckpt clean",
                 )
 
     def _lock_folder(self) -> bool:
@@ -270,14 +289,26 @@ class Staging:
         parts, in order, an empty list for one that has not begun; None where another part is at work or has committed
         meanwhile. Nobody is waited for: the last part to come here finds the folder free. Raises as `check_parts`."""
         fcntl.flock(self._folder_fd, fcntl.LOCK_UN)  # before asking for more: two that both held on would both give up
-        if not self._alone():
-            return None
-        held = os.fstat(self._folder_fd)
-        if _inode(self.path) != (held.st_dev, held.st_ino):
+        if not self._alone() or self.gone:
             return None
         self.check_parts()
-        _, count = self.part or (1, 1)
+        count = self.part[1] if isinstance(self.part, tuple) else 1
         return [journal.read(self._folder_fd, journal.name_of((i + 1, count))) for i in range(count)]
+
+    def lines(self) -> list[journal.Line]:
+        """What all workers have written into their journals."""
+        names = [name for name in journal.names(self._folder_fd) if journal.worker_of(name)]
+        return [line for name in names for line in journal.read(self._folder_fd, name)]
+
+    def claims(self, count: int) -> Claims:
+        """What this worker and others of the plan claim: `count` shares."""
+        return Claims(self._folder_fd, self._journal_fd, journal.name_of(self.part), count)
+
+    @property
+    def gone(self) -> bool:
+        """Was the folder committed, or removed, by another?"""
+        info = os.fstat(self._folder_fd)
+        return _inode(self.path) != (info.st_dev, info.st_ino)
 
     def statuses(self) -> list[journal.PartStatus]:
         """How far every part is that has begun."""
@@ -346,8 +377,7 @@ class Staging:
         """
         self._check_whole()
         try:
-            for name in journal.names(self._folder_fd):
-                os.unlink(name, dir_fd=self._folder_fd)
+            self._clear()
             sync_folders(self._folder_fd)
         except OSError as e:
             raise wrap_os_error(e, self.path, "closing the staging folder") from e
@@ -358,6 +388,7 @@ class Staging:
             self._rename(self.path, self.destination)
         else:
             self._rename(self.path / single, self.destination)
+        self._clear()  # of a worker that came in this moment, and goes again
         try:
             _sync_parent(self.destination)
         except OSError as e:
@@ -372,10 +403,15 @@ class Staging:
             if self.path.exists():  # what --force replaced, or the emptied folder of a single file
                 _remove(self.path)
 
+    def _clear(self) -> None:
+        """Nothing but the output is left in the folder."""
+        remove_claims(self._folder_fd)
+        for name in journal.names(self._folder_fd):
+            _unlink(name, self._folder_fd)
+
     def _check_whole(self) -> None:
         """Refuse to commit what no run of this plan has written."""
-        held = os.fstat(self._folder_fd)
-        if _inode(self.path) != (held.st_dev, held.st_ino):
+        if self.gone:
             raise self._foreign("is not the folder that was written")
         found = {name for name in files_beneath(self._folder_fd) if not name.startswith((JOURNAL, _NFS))}
         if found - self._names:
@@ -412,6 +448,20 @@ class Staging:
 
     def __exit__(self, *_: object) -> None:
         self._release()
+
+
+def _mixed(one: journal.Writer, other: journal.Writer) -> bool:
+    """Do the two share the work out in different ways?"""
+    if isinstance(one, str) or isinstance(other, str):
+        return not (isinstance(one, str) and isinstance(other, str)) and None not in (one, other)
+    return one is not None and other is not None and one[1] != other[1]
+
+
+def _unlink(name: str, folder: int) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:  # another that commits the same was quicker
+        return
 
 
 def _mark_replaced(old: Path) -> None:
