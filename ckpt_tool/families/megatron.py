@@ -131,6 +131,12 @@ SWIFT_APART = """
     decoder.layers.{i}.self_attention.in_proj.[weight_by_head|weight] : (n (k + k + p u + p u + p + p)) h
         = model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
 """
+# GLM-4's norms after a module, there a part of it
+SWIFT_GLM4_NORMS = """
+    decoder.layers.{i}.self_attention.post_self_attn_layernorm.weight : h
+        = model.layers.{i}.post_self_attn_layernorm.weight : h
+    decoder.layers.{i}.mlp.post_mlp_layernorm.weight : h = model.layers.{i}.post_mlp_layernorm.weight : h
+"""
 # Multi-latent attention; without `q_lora_rank` the query has one projection
 MLA = """
     decoder.layers.{i}.self_attention.linear_q_proj.weight : a h = model.layers.{i}.self_attn.q_proj.weight : a h

@@ -26,9 +26,7 @@ Arrays = dict[str, np.ndarray]
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "bridge"
 CASES = sorted(file.name.removesuffix(".config.json") for file in GOLDEN.glob("*.config.json"))
 # Cases whose family has no dialect `megatron` yet, each with why. When it has one, the entry must go.
-AWAITED: dict[str, str] = {
-    "swift_glm4": "no dialect of mcore-bridge yet",
-}
+AWAITED: dict[str, str] = {}
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
 UNCUT: dict[str, str] = {}
 

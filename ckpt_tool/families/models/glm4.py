@@ -2,6 +2,7 @@
 
 gate_up_proj is [gate; up], as Megatron's fc1. Megatron: slime's layer (slime_plugins/models/glm4.py, its patch of Megatron-LM:
 --post-self-attn-layernorm --post-mlp-layernorm); plain Megatron-Core has no norm after a module. RoPE is interleaved in both.
+`megatron-swift`: mcore-bridge 1.6.5, gpts/glm4.py, where such a norm is its module's.
 """
 
 from ckpt_tool.families import hub, megatron
@@ -37,6 +38,8 @@ FAMILY = Family(
             decoder.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
                 = model.layers.{i}.<post_self_attn|post_mlp>_layernorm.weight : h
         """,
+        "megatron-swift": megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.FUSED_MLP
+                          + megatron.SWIFT_GLM4_NORMS,
     },
     tiny={"pad_token_id": None, "attention_bias": True},
 )  # fmt: skip

@@ -24,11 +24,8 @@ FAMILY = Family(
         model.visual.**
     """,
     dialects={
-        "megatron": megatron.inside(megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.FUSED_MLP + """
-            decoder.layers.{i}.self_attention.post_self_attn_layernorm.weight : h
-                = model.layers.{i}.post_self_attn_layernorm.weight : h
-            decoder.layers.{i}.mlp.post_mlp_layernorm.weight : h = model.layers.{i}.post_mlp_layernorm.weight : h
-        """) + "visual.visual.** = model.visual.**\n",
+        "megatron": megatron.inside(megatron.MODEL + megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.FUSED_MLP
+                                    + megatron.SWIFT_GLM4_NORMS) + "visual.visual.** = model.visual.**\n",
     },
     tiny={"text_config": {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
           "vision_config": {"depth": 2, "hidden_size": 12, "intermediate_size": 10, "num_heads": 3, "patch_size": 2,
