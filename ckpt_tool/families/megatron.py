@@ -102,13 +102,18 @@ GATED_ATTENTION = """
         = model.layers.{i}.self_attn.o_proj.<weight|bias> : h (g r d), h
 """
 # Gated delta net: all heads of a section end to end; the last norm is zero-centred here alone. Projections of Qwen3.5
-DELTA_NET = """
-    decoder.layers.{i}.self_attention.conv1d.weight : (n k + n k + n p u) 1 c
-        = model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) 1 c
+DELTA_NET_HEADS = """
     decoder.layers.{i}.self_attention.<A_log|dt_bias> : (n p) = model.layers.{i}.linear_attn.<A_log|dt_bias> : (n p)
-    decoder.layers.{i}.self_attention.out_norm.weight : u = model.layers.{i}.linear_attn.norm.weight : u * add(-1)
     decoder.layers.{i}.self_attention.out_proj.weight : h (n p u) = model.layers.{i}.linear_attn.out_proj.weight : h (n p u)
 """
+DELTA_NET = (
+    DELTA_NET_HEADS
+    + """
+    decoder.layers.{i}.self_attention.conv1d.weight : (n k + n k + n p u) 1 c
+        = model.layers.{i}.linear_attn.conv1d.weight : (n k + n k + n p u) 1 c
+    decoder.layers.{i}.self_attention.out_norm.weight : u = model.layers.{i}.linear_attn.norm.weight : u * add(-1)
+"""
+)
 DELTA_NET_APART = """
     decoder.layers.{i}.self_attention.in_proj.weight : (n k + n k + n p u + n p u + n p + n p) h
         = model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
@@ -130,6 +135,13 @@ SWIFT_DELTA_NET = """
 SWIFT_APART = """
     decoder.layers.{i}.self_attention.in_proj.[weight_by_head|weight] : (n (k + k + p u + p u + p + p)) h
         = model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
+"""
+# with `linear_decoupled_in_proj`
+SWIFT_DECOUPLED = """
+    decoder.layers.{i}.self_attention.in_proj_qkvz.weight : (n (k + k + p u + p u)) h
+        = model.layers.{i}.linear_attn.in_proj_<qkv|z>.weight : (n k + n k + n p u) h, (n p u) h
+    decoder.layers.{i}.self_attention.in_proj_ba.weight : (n (p + p)) h
+        = model.layers.{i}.linear_attn.in_proj_<b|a>.weight : (n p) h, (n p) h
 """
 # GLM-4's norms after a module, there a part of it
 SWIFT_GLM4_NORMS = """
@@ -237,9 +249,8 @@ QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
 QWEN35 = MODEL + QWEN_ATTENTION + DELTA_NET + DELTA_NET_APART + QWEN_AHEAD + ahead(QWEN_ATTENTION)
 SWIFT35 = SWIFT + ahead(SWIFT) + SWIFT_DELTA_NET + SWIFT_APART
 LATENT = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_EXPERTS + AHEAD
-# Gemma 4 in Megatron-Bridge's two layers, the dense one and the one with experts. Keys that are values too stand twice; a
-# layer that takes those of another has zeros there. Words of conditions: `hub.GEMMA4_KINDS`
-GEMMA4 = (
+# Gemma 4, what the layers of both bridges have. Words of conditions: `hub.GEMMA4_KINDS`
+_GEMMA4 = (
     EMBEDDING.replace("if not tie_word_embeddings?", "if tie_word_embeddings? == false")
     + """
     decoder.final_layernorm.weight : h = model.norm.weight : h
@@ -248,12 +259,6 @@ GEMMA4 = (
     decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
         = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h
         if not windowed and own and not shared
-    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
-        = model.layers.{i}.self_attn.<q|k|k>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h if not windowed and own and shared
-    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
-        = model.layers.{i}.self_attn.q_proj.weight : (g r d) h; _ : (g d) h; _ : (g d) h if windowed and not own
-    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
-        = model.layers.{i}.self_attn.q_proj.weight : (gg gr gd) h; _ : (gg gd) h; _ : (gg gd) h if not windowed and not own
     decoder.layers.{i}.self_attention.linear_proj.weight : h (g r d)
         = model.layers.{i}.self_attn.o_proj.weight : h (g r d) if windowed
     decoder.layers.{i}.self_attention.linear_proj.weight : h (gg gr gd)
@@ -267,6 +272,21 @@ GEMMA4 = (
         = model.layers.{i}.self_attn.k_norm.weight : gd if not windowed and own
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.layer_scalar : 1 = model.layers.{i}.layer_scalar : 1
+    decoder.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
+        = model.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
+"""
+)
+# In Megatron-Bridge's two layers, the dense one and the one with experts. Keys that are values too stand twice; a layer that
+# takes those of another has zeros there
+GEMMA4 = (
+    _GEMMA4
+    + """
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
+        = model.layers.{i}.self_attn.<q|k|k>_proj.weight : (gg gr gd) h, (gg gd) h, (gg gd) h if not windowed and own and shared
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h
+        = model.layers.{i}.self_attn.q_proj.weight : (g r d) h; _ : (g d) h; _ : (g d) h if windowed and not own
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1 + 1) gd) h
+        = model.layers.{i}.self_attn.q_proj.weight : (gg gr gd) h; _ : (gg gd) h; _ : (gg gd) h if not windowed and not own
     decoder.layers.{i}.post_self_attn_layernorm.weight : h
         = model.layers.{i}.post_attention_layernorm.weight : h if not sparse
     decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm.weight : h if not sparse
@@ -279,8 +299,6 @@ GEMMA4 = (
         = model.layers.{i}.mlp.<gate|up>_proj.weight : ff h if not sparse and wide
     decoder.layers.{i}.mlp.linear_fc2.weight : h ff
         = model.layers.{i}.mlp.down_proj.weight : h ff if not sparse and wide
-    decoder.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
-        = model.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
     per_layer_<embedding|model_proj|proj_norm>.weight : vp lp, lp h, p
         = model.<embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm>.weight : vp lp, lp h, p
     decoder.layers.{i}.self_attention.linear_proj.post_layernorm.weight : h
@@ -301,5 +319,36 @@ GEMMA4 = (
     decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
         = model.layers.{i}.experts.gate_up_proj : e ((1 + 1) m) h
     decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m = model.layers.{i}.experts.down_proj : e h m
+"""
+)
+# In mcore-bridge 1.6.5, mm_gpts/gemma4.py: what is not in the hub's layer is not there either, experts stand beside the MLP
+SWIFT_GEMMA4 = (
+    _GEMMA4
+    + """
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg (gr + 1) gd) h
+        = model.layers.{i}.self_attn.<q|k>_proj.weight : (gg gr gd) h, (gg gd) h if not windowed and own and shared
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (g r d) h
+        = model.layers.{i}.self_attn.q_proj.weight : (g r d) h if windowed and not own
+    decoder.layers.{i}.self_attention.linear_qkv.weight : (gg gr gd) h
+        = model.layers.{i}.self_attn.q_proj.weight : (gg gr gd) h if not windowed and not own
+    decoder.layers.{i}.pre_mlp_layernorm.weight : h = model.layers.{i}.pre_feedforward_layernorm.weight : h
+    decoder.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
+        = model.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
+    decoder.layers.{i}.<post_feedforward_layernorm_1|post_feedforward_layernorm_2>.weight : h
+        = model.layers.{i}.<post_feedforward_layernorm_1|post_feedforward_layernorm_2>.weight : h
+    decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) f) h
+        = model.layers.{i}.mlp.<gate|up>_proj.weight : f h if not wide
+    decoder.layers.{i}.mlp.linear_fc2.weight : h f = model.layers.{i}.mlp.down_proj.weight : h f if not wide
+    decoder.layers.{i}.mlp.linear_fc1.weight : ((1 + 1) ff) h = model.layers.{i}.mlp.<gate|up>_proj.weight : ff h if wide
+    decoder.layers.{i}.mlp.linear_fc2.weight : h ff = model.layers.{i}.mlp.down_proj.weight : h ff if wide
+    decoder.layers.{i}.experts_mlp.<scale|per_expert_scale|router.weight|pre_feedforward_layernorm_2.weight> : h, e, e h, h
+        = model.layers.{i}.<router.scale|router.per_expert_scale|router.proj.weight|pre_feedforward_layernorm_2.weight> : h, e, e h, h
+    decoder.layers.{i}.experts_mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h
+        = model.layers.{i}.experts.gate_up_proj : e ((1 + 1) m) h
+    decoder.layers.{i}.experts_mlp.experts.local_experts.{e}.linear_fc2.weight : h m
+        = model.layers.{i}.experts.down_proj : e h m
+    language_model.embed_tokens_per_layer.weight : vp lp = model.embed_tokens_per_layer.weight : vp lp
+    language_model.per_layer_<model_projection|projection_norm>.weight : lp h, p
+        = model.per_layer_<model_projection|projection_norm>.weight : lp h, p
 """
 )

@@ -97,7 +97,11 @@ def turned_experts(shapes: Shapes, _: Again) -> Shapes:
 
 def packed_experts(shapes: Shapes, again: Again) -> Shapes:
     """Experts in two tensors, as the released Qwen3.5 has them, MTP's too."""
-    made = qwen_mtp("model.language_model.", 3)(shapes, again)
+    return packed(qwen_mtp("model.language_model.", 3)(shapes, again))
+
+
+def packed(made: Shapes, _: Again | None = None) -> Shapes:
+    """Experts in two tensors a layer."""
     experts = [name for name in made if ".experts.0.down_proj" in name]
     packed = {name: shape for name, shape in made.items() if ".experts." not in name}
     for name in experts:
@@ -211,6 +215,7 @@ GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_g
 BEFORE = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.12.1"
 
 SWIFT = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.23.0"
+SWIFT_BEFORE = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.12.1"
 
 
 CASES = [
@@ -476,6 +481,15 @@ CASES = [
         swift=True, versions=SWIFT,
     ),
     Case(
+        "swift_gemma4_ple", "gemma4", "Gemma4ForConditionalGeneration",
+        {"text_config": {**GEMMA4, "num_global_key_value_heads": 4, "hidden_size_per_layer_input": 4,
+                         "vocab_size_per_layer_input": 26, "num_kv_shared_layers": 2},
+         "vision_config": {"hidden_size": 12, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2,
+                           "num_key_value_heads": 2, "head_dim": 6, "patch_size": 2, "position_embedding_size": 9},
+         "tie_word_embeddings": True},
+        posing={"hidden_size": 12}, swift=True, versions=SWIFT_BEFORE,
+    ),
+    Case(
         "gemma4_vl", "gemma4", "Gemma4ForConditionalGeneration",
         {"text_config": {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
          "vision_config": {"hidden_size": 12, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -491,6 +505,25 @@ CASES = [
                            "num_key_value_heads": 2, "head_dim": 6, "patch_size": 2, "position_embedding_size": 9},
          "tie_word_embeddings": True},
         versions=BEFORE,
+    ),
+    Case(
+        "qwen4_exp", "qwen4_exp", "Qwen4ExpForConditionalGeneration",
+        {"text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
+                         "shared_expert_intermediate_size": 14, "hc_count": 2, "hc_lowrank": 3, "ple_layer_ids": [1, 3],
+                         "ple_embed_dim": 8, "heads_per_ngram": 2, "ngram_vocab_size_base": 7, "split_ngram_parts": 2,
+                         "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+                         "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2, "eos_token_id": 1},
+         "vision_config": QWEN_VISION, "tie_word_embeddings": False},
+        more=packed, swift=True, versions=SWIFT,  # core 0.19.2 has no MTP for it: `e_proj`, `h_proj`
+    ),
+    Case(
+        "gemma4_unified", "gemma4_unified", "Gemma4UnifiedForConditionalGeneration",
+        {"text_config": {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+         "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 12, "mm_posemb_size": 8,
+                           "output_proj_dims": 12},
+         "audio_config": {"audio_embed_dim": 10}, "tie_word_embeddings": True},
+        posing={"hidden_size": 12, "text_config": {"enable_moe_block": False}},  # ms-swift says it of the whole
+        swift=True, versions=SWIFT_BEFORE,
     ),
     Case(
         "qwen3_omni_moe", "qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration",
@@ -514,13 +547,14 @@ CASES = [
     ),
 ]  # fmt: skip
 # Where mcore-bridge lays the same models otherwise: the dialect `megatron-swift`
-OTHERWISE = "qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe".split()
+OTHERWISE = "qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe gemma4_vl gemma4_vl_moe".split()
 CASES += [
     replace(
         case,
         name=f"swift_{case.name}",
         swift=True,
-        versions=SWIFT,
+        versions=SWIFT_BEFORE if case.versions == BEFORE else SWIFT,
+        posing={"hidden_size": 12} if case.model_type == "gemma4" else {},  # ms-swift says it of the whole
         provider={"mtp_num_layers": 1} if "mtp" in str(case.more) else {},
     )
     for case in CASES

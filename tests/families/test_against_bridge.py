@@ -16,7 +16,6 @@ import pytest
 
 from ckpt_tool.algebra.piece import apply
 from ckpt_tool.core.box import Box
-from ckpt_tool.errors import InputError
 from ckpt_tool.families.registry import find
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.formats.megatron import names, rules
@@ -25,8 +24,6 @@ from ckpt_tool.formats.megatron.args import Facts
 Arrays = dict[str, np.ndarray]
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "bridge"
 CASES = sorted(file.name.removesuffix(".config.json") for file in GOLDEN.glob("*.config.json"))
-# Cases whose family has no dialect `megatron` yet, each with why. When it has one, the entry must go.
-AWAITED: dict[str, str] = {}
 # Cases that our job model does not cut as the ranks of Megatron hold them, each with why. When it does, it must go.
 UNCUT: dict[str, str] = {}
 
@@ -64,6 +61,11 @@ def arrays_of(tensors: dict[str, Any], *, by_head: bool = False) -> Arrays:
     return found
 
 
+def by_head(document: dict[str, Any]) -> bool:
+    """Are gated delta nets those of mcore-bridge?"""
+    return document["versions"].startswith("mcore-bridge")
+
+
 def target(case: str) -> str:
     """Our name of what the bridge makes: ms-swift lays some models otherwise."""
     return "megatron-swift" if case.startswith("swift_") else "megatron"
@@ -94,25 +96,15 @@ def inside(box: Box) -> tuple[slice, ...]:
 
 
 def test_what_is_listed_is_there() -> None:
-    assert AWAITED.keys() <= set(CASES) and UNCUT.keys() <= set(CASES)
+    assert UNCUT.keys() <= set(CASES)
 
 
-@pytest.mark.parametrize("case", AWAITED)
-def test_what_is_awaited_has_no_dialect_yet(case: str) -> None:
-    try:
-        family = find(config_of(case), golden(case)["hub"]).family
-    except InputError as error:
-        assert error.code == "E1372"  # no family
-        return
-    assert target(case) not in family.dialects, "take it out of AWAITED"
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case not in AWAITED])
+@pytest.mark.parametrize("case", CASES)
 def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
     document, config = golden(case), config_of(case)
     hub = hub_of(document)
     family, dialect = find(config, shapes_of(hub))  # `hf`, or what transformers saves in another layout
-    want = arrays_of(document["megatron"], by_head=case.startswith("swift_"))
+    want = arrays_of(document["megatron"], by_head=by_head(document))
     got, dropped = made(family, dialect, target(case), hub, config)
     equal(got, want)
     assert dropped == set(document["unused"])
@@ -128,8 +120,8 @@ def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
     ],
 )
 def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
-    document, by_head = golden(case), case.startswith("swift_")
-    whole = arrays_of(document["megatron"], by_head=by_head)
+    document = golden(case)
+    whole = arrays_of(document["megatron"], by_head=by_head(document))
     shapes = shapes_of(whole)
     known = {
         "gated": rules.gated(shapes, Facts()),
@@ -137,7 +129,7 @@ def test_two_tensor_parallel_ranks_hold_what_megatron_s_hold(case: str) -> None:
         "sections": rules.sections_of(shapes, Facts()),
         "spanning": rules.norms_span(shapes, Facts(), 1),
     }
-    ranks = [arrays_of(rank, by_head=by_head) for rank in document["tp2"]]
+    ranks = [arrays_of(rank, by_head=by_head(document)) for rank in document["tp2"]]
     assert len(ranks) == 2
     for rank, held in enumerate(ranks):
         for name, array in whole.items():

@@ -191,6 +191,41 @@ def test_layers_ahead_of_step_and_glm() -> None:
     there_and_back("glm5_next", shapes | last | norms | {f"{root}.4.eh_proj.weight": (18, 36)}, config)
 
 
+def test_the_layer_ahead_of_qwen4() -> None:
+    """As mcore-bridge reads it from the released files: a layer as the last of the decoder's, a mixer of its own, and
+    two projections where others have one."""
+    config = config_of("qwen4_exp")
+    family, shapes, root = by_name("qwen4_exp"), hub_shapes("qwen4_exp", config), "model.language_model."
+    inner = {f"mtp.{n.removeprefix(root).replace('.7.', '.0.')}": s for n, s in shapes.items() if ".layers.7." in n}
+    mixer = {
+        f"mtp.{n.removeprefix(root)}": s for n, s in shapes.items() if n.startswith(f"{root}hyper_connection_mixer")
+    }
+    joined = {
+        "pre_fc_norm_embedding": (18,),
+        "pre_fc_norm_hidden": (36,),
+        "fc_embedding": (18,) * 2,
+        "fc_hidden": (18,) * 2,
+    }
+    shapes |= inner | mixer | {f"mtp.{name}.weight": shape for name, shape in joined.items()}
+    assert strange(family, "hf", shapes) == []
+    there = {each.name: each.shape for each in mapping(family, "hf", "megatron", shapes, config).made}
+    ahead = {n.removeprefix("language_model.mtp.layers.0."): s for n, s in there.items() if ".mtp." in n}
+    assert {name: shape for name, shape in ahead.items() if not name.startswith("transformer_layer.")} == {
+        "e_proj.weight": (18, 18),
+        "h_proj.weight": (18, 18),
+        "enorm.weight": (18,),
+        "hnorm.weight": (36,),
+        "hyper_connection_mixer.hc_norm.weight": (36,),
+        "hyper_connection_mixer.input_mix_weight_down.weight": (3, 36),
+        "hyper_connection_mixer.input_mix_weight_up.weight": (36, 3),
+    }
+    last = {
+        n.removeprefix("language_model.decoder.layers.7."): s for n, s in there.items() if ".decoder.layers.7." in n
+    }
+    assert {f"transformer_layer.{name}": shape for name, shape in last.items()}.items() <= ahead.items()
+    assert {each.name: each.shape for each in mapping(family, "megatron", "hf", there, config).made} == shapes
+
+
 def there_and_back(family: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
     known = by_name(family)
     assert strange(known, "hf", shapes) == []
@@ -211,4 +246,4 @@ def test_shards_of_unequal_height_are_no_part_of_one_table_in_memory() -> None:
     made = {each.name: each.shape for each in mapping(known, "hf", "hf", shapes, config).made}
     assert made == {name: shape for name, shape in shapes.items() if not in_a_tower("qwen4_exp", name)}
     with pytest.raises(InconsistentCheckpoint):
-        mapping(known, "hf", "hf-fused", shapes, config)
+        mapping(known, "hf", "hf-5", shapes, config)

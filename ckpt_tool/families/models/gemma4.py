@@ -1,5 +1,6 @@
 """Gemma 4, which sees and hears: gemma4_text inside. Released and in memory the same names. Megatron: Megatron-Bridge 0.6.2,
-models/gemma_vl/gemma4_vl_bridge.py, whose towers are the hub's own modules."""
+models/gemma_vl/gemma4_vl_bridge.py, whose towers are the hub's own modules. `megatron-swift`: mcore-bridge 1.6.5, mm_gpts/gemma4.py,
+which keeps them one level down."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import Family
@@ -23,6 +24,12 @@ FAMILY = Family(
             audio_tower.** = model.audio_tower.**
             embed_vision.** = model.embed_vision.**
             embed_audio.** = model.embed_audio.**
+        """,
+        "megatron-swift": megatron.inside(megatron.SWIFT_GEMMA4) + """
+            visual.vision_tower.** = model.vision_tower.**
+            visual.audio_tower.** = model.audio_tower.**
+            visual.embed_vision.** = model.embed_vision.**
+            visual.embed_audio.** = model.embed_audio.**
         """,
     },
     tiny={"text_config": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16,

@@ -1,7 +1,7 @@
-"""Gemma 4 without towers: patches and sounds are projected at once. `hf-5` is what transformers 5 has in memory. Neither
-Megatron-Bridge 0.6.2 nor Megatron-Core has it."""
+"""Gemma 4 without towers: patches and sounds are projected at once. `hf-5` is what transformers 5 has in memory. Megatron:
+mcore-bridge 1.6.5, mm_gpts/gemma4.py; Megatron-Bridge 0.6.2 has none."""
 
-from ckpt_tool.families import hub
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
@@ -17,6 +17,12 @@ FAMILY = Family(
         model.embed_audio.embedding_projection.weight : h y
     """,
     dialects={
+        "megatron": megatron.inside(megatron.SWIFT_GEMMA4) + """
+            visual.embed_vision.** = model.vision_embedder.**
+            visual.embed_vision.multimodal_embedder.embedding_projection.weight : h x
+                = model.embed_vision.embedding_projection.weight : h x
+            visual.embed_audio.embedding_projection.weight : h y = model.embed_audio.embedding_projection.weight : h y
+        """,
         "hf-5": Variant("hf", over="""
             model.embed_vision.** = model.vision_embedder.**
             model.embed_vision.multimodal_embedder.embedding_projection.weight : h x
@@ -24,7 +30,7 @@ FAMILY = Family(
         """),
     },
     tiny={"text_config": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8,
-                          "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "attention_k_eq_v": True, "pad_token_id": None},
+                          "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "attention_k_eq_v": True, "pad_token_id": 0},
           "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 12, "mm_posemb_size": 8, "output_proj_dims": 12},
           "audio_config": {"audio_embed_dim": 10}},
 )  # fmt: skip

@@ -229,6 +229,7 @@ class Job(NamedTuple):
         share, InconsistentCheckpoint E0305 for grouped experts that do not fit."""
         count, which, own = self.experts // self.degrees["ep"], 0, shape
         name = names.canonical(names.shift_layer(local, self.stages.of(rank.pp, chunk).first))
+        name = names.by_head(name) if names.BY_HEAD in self.sections else name
         members = [name]
         if grouped := names.grouped_of(name):
             front, which = grouped
@@ -357,5 +358,5 @@ class Ranks:
         """The rank's own name of a logical one."""
         if self.job.te:
             name = names.fused_norm(name, self.tensors)
-        name = names.mtp_inner(name, self.job.mtp_inner)
+        name = names.mtp_inner(name.removesuffix(names.BY_HEAD), self.job.mtp_inner)
         return names.shift_layer(names.convolution(name, self.job.convolution), -stage.first)

@@ -57,6 +57,8 @@ _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d{1,9})(\..+)", re.
 _TE_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12])\.(weight|bias)(\d{1,9})", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.weight([12])", re.DOTALL)
 _MTP = re.compile(rf"({ROOT}mtp\.layers\.)(\d{{1,9}})\.", re.DOTALL)
+BY_HEAD = "_by_head"  # at the end of a name: rows lie by key head, as mcore-bridge has them, not in core's sections
+_BY_HEAD = re.compile(r".*\.self_attention\.(?:in_proj|conv1d)\.(?:weight|bias)", re.DOTALL)
 _CONVOLUTION = re.compile(r"(.*\.(?:mixer|mamba_mixer)\.conv1d)([._])(weight|bias)", re.DOTALL)
 
 # What a fused linear (or a key of a distributed checkpoint) calls a norm -> the local spec's name, inside a layer.
@@ -153,6 +155,15 @@ def mtp_inner(name: str, inner: str) -> str:
     return name.replace(".transformer_layer.", f".{'mtp_model_layer' if stack else inner}.", 1)
 
 
+def by_head(name: str) -> str:
+    """The name marked as one whose rows lie by key head, where it is a gated delta net's projection or convolution.
+
+    >>> by_head("decoder.layers.0.self_attention.conv1d.weight"), by_head("decoder.layers.0.self_attention.dt_bias")
+    ('decoder.layers.0.self_attention.conv1d.weight_by_head', 'decoder.layers.0.self_attention.dt_bias')
+    """
+    return f"{name}{BY_HEAD}" if _BY_HEAD.fullmatch(name) and not is_tower(name) else name
+
+
 def convolution(name: str, separator: str) -> str:
     """The name with Mamba's convolution as a module (`conv1d.weight`) or as parameters of the mixer's own
     (`conv1d_weight`)."""
@@ -183,7 +194,8 @@ def norm_place(name: str, every: Container[str]) -> NormPlace | None:
         front, here, rest = name.rpartition(plain)
         if not here or "." in rest or front and not front.endswith("."):
             continue
-        there = f"{front}{fused.removesuffix('layer_norm_')}weight" in every
+        linear = f"{front}{fused.removesuffix('layer_norm_')}weight"
+        there = linear in every or f"{linear}{BY_HEAD}" in every
         if there:
             return NormPlace(front, fused, plain, rest, True)
         if plain != "norm." and found is None:

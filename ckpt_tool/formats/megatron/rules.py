@@ -37,7 +37,8 @@ Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `cor
 (embeddings of each layer), `models/*/modeling_*.py` (towers); of August 2026 `models/kimi/kimi_k3_layers.py`.
 
 mcore-bridge 1.6.5 has rows of a gated delta net by key head, all that belongs to one together: such tensors bear
-another name (`BY_HEAD`), and ranks share their rows plainly. Nothing but torch_dist's keys tells them from core's.
+another name (`BY_HEAD`), and ranks share their rows plainly. torch_dist's keys tell them from core's, and so do two
+projections where core has one (Qwen4-Exp); nothing else does.
 
 Cost: about a us a name. What it does not do: k norms over all heads where more ranks than groups share them.
 """
@@ -53,7 +54,7 @@ from typing import NamedTuple
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.megatron.args import Facts
-from ckpt_tool.formats.megatron.names import is_foreign, is_tower, stem
+from ckpt_tool.formats.megatron.names import BY_HEAD, is_foreign, is_tower, stem
 from ckpt_tool.formats.megatron.stages import nearest
 
 DEGREE = "E0273"
@@ -86,26 +87,30 @@ class Piece(NamedTuple):
 
 _ROWS = frozenset(
     "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
-    "linear_kv_up_proj eh_proj per_layer_embedding per_layer_model_proj "
+    "linear_kv_up_proj eh_proj e_proj h_proj per_layer_embedding per_layer_model_proj "
+    "embed_tokens_per_layer per_layer_model_projection ngram_embedding "
     "q_proj k_proj v_proj g_proj b_proj f_b_proj q_b_proj kv_b_proj q_conv1d k_conv1d v_conv1d".split()
 )
 _COLUMNS = frozenset({"linear_proj", "linear_fc2", "out_proj", "o_proj"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
 _COPIES = frozenset(
-    "router position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
+    "router experts_mlp position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
     "lm_head_bias out_norm fc1_latent_proj fc2_latent_proj per_layer_input_gate per_layer_projection "
     "f_a_proj q_a_proj kv_a_proj_with_mqa self_attention_res_proj mlp_res_proj output_attn_res_proj".split()
 )
 _BY_HEAD = frozenset(
     "linear_proj linear_q_proj linear_q_up_proj linear_kv_up_proj linear_q q_layernorm q_b_proj kv_b_proj".split()
 )
+_CUT_THERE = {"per_layer_input_gate": 0, "per_layer_projection": 1}  # by mcore-bridge alone
+_WHOLE = frozenset("indexer ple attn_hyper_connection mlp_hyper_connection hyper_connection_mixer".split())  # copies
+_OF_DELTA = ("in_proj", "in_proj_qkvz", "in_proj_ba", "conv1d", "out_norm", "out_proj", "A_log", "D", "dt_bias")
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
 _OWN = frozenset("gate_weight layer_norm_weight layer_norm_bias layer_scalar".split())  # a copy each
-_NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)")
+_NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)(?:_\d)?")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
 MAMBA, DELTA = "mamba", "gated delta net"
-BY_HEAD = "_by_head"  # at the end of a name: rows lie by key head, as mcore-bridge has them, not in core's sections
+_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # mcore-bridge's, by key head
 _WANTED = {  # what the arguments have to say where a module's other tensors are not there
     MAMBA: "mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim",
     DELTA: "linear_num_key_heads, linear_key_head_dim, linear_num_value_heads and linear_value_head_dim",
@@ -160,8 +165,10 @@ def rule_of(
     kind = _recurrent(words)
     if kind:
         return _of_recurrent(kind, words, rank, sections)
-    if "indexer" in words:
+    if not _WHOLE.isdisjoint(words) and module != "ngram_embedding":
         return Rule(None)
+    if module in _CUT_THERE and module in sections:
+        return Rule(_CUT_THERE[module])
     if module in ("q_layernorm", "k_layernorm") and spanning is not False:
         return Rule(0 if spanning else None, known=spanning is not None)
     if module in _COPIES or _NORM.fullmatch(module) or leaf in _OWN:
@@ -186,12 +193,16 @@ def _recurrent(words: Sequence[str]) -> str:
     if any(word in _MIXER for word in words):
         return MAMBA
     inside = words[words.index("self_attention") + 1 :] if "self_attention" in words else ()
-    return DELTA if inside and inside[0] in ("in_proj", "conv1d", "out_norm", "out_proj", *_HEADS) else ""
+    return DELTA if inside and inside[0] in _OF_DELTA else ""
+
+
+def _by_key_head(words: Sequence[str]) -> bool:
+    return words[-1].endswith(BY_HEAD) or words[-2] in _PROJECTIONS
 
 
 def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> Rule:
     leaf, module = words[-1], words[-2]
-    if leaf in _HEADS or module == "norm" or leaf.endswith(BY_HEAD):
+    if leaf in _HEADS or module == "norm" or _by_key_head(words):
         return Rule(0)
     if module == "out_norm" or leaf in ("layer_norm_weight", "layer_norm_bias"):
         return Rule(None)
@@ -248,7 +259,7 @@ def _in_tower(name: str, tower: str) -> bool:
 def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> dict[str, tuple[int, ...]]:
     """The proportions of what lies end to end in the projections and convolutions of recurrent modules, and in a
     tower's gated fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers
-    differ."""
+    differ. `BY_HEAD`, and what mcore-bridge alone cuts, where names show that the model is mcore-bridge's."""
     found: dict[str, set[tuple[int, ...]]] = {}
     for name in shapes:
         front, _, rest = name.rpartition("in_proj.weight")
@@ -264,6 +275,10 @@ def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> dict[str
             which = ((a, a, b, b, c), (a, b, b)) if kind == MAMBA else ((a, a, b, b, c, c), (a, a, b))
             for part, lengths in zip(("in_proj", "conv1d"), which, strict=True):
                 out[f"{kind}.{part}"] = tuple(n // gcd(*lengths) for n in lengths)
+    if any(name.endswith(f".self_attention.{_PROJECTIONS[0]}.weight") for name in shapes):
+        out[BY_HEAD] = (1,)
+    if any(stem(name).endswith("embed_tokens_per_layer.weight") for name in shapes):
+        out |= dict.fromkeys(_CUT_THERE, (1,))
     for root in ("vision_model", "vision_projection"):
         if _gated(shapes, root):
             out[f"{root}.linear_fc1"] = (1, 1)
@@ -374,7 +389,7 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
         if heads and extent % heads == 0:
             return Units(heads, "groups" if kind == MAMBA else "key heads", name)
         return Units(extent, f"rows that divide all {len(own)} sections", name)
-    if kind and words[-1].endswith(BY_HEAD) and facts.delta_heads and extent % facts.delta_heads == 0:
+    if kind and _by_key_head(words) and facts.delta_heads and extent % facts.delta_heads == 0:
         return Units(facts.delta_heads, "key heads", name)
     if kind and words[-1] in _HEADS:
         return Units(extent, "heads", name)

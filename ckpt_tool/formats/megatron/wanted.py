@@ -32,7 +32,7 @@ from ckpt_tool.formats.megatron.folders import fit
 from ckpt_tool.formats.megatron.hints import MegatronHints
 from ckpt_tool.formats.megatron.job import Job
 from ckpt_tool.formats.megatron.names import EMBEDDING, TIED_HEAD
-from ckpt_tool.formats.megatron.rules import BY_HEAD, gated, is_vocabulary
+from ckpt_tool.formats.megatron.rules import gated, is_vocabulary
 from ckpt_tool.formats.megatron.stages import NO_SPLIT, Stages, chosen_stages, from_counts
 
 VOCAB, NO_RULE = "E0276", "E0275"
@@ -148,8 +148,8 @@ def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int
 
 def _check(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Notes. Raises UsageError when tensor ranks can't share a parameter."""
-    by_head = [name for name in shapes if name.endswith(BY_HEAD)]
-    if by_head:
+    by_head = [name for name in shapes if name.endswith(names.BY_HEAD)]
+    if by_head and names.BY_HEAD not in job.sections:
         raise UsageError(
             f"{by_head[0]}: its rows lie by key head, as mcore-bridge has them, and files of ranks do not show that",
             code=NO_RULE,

@@ -37,21 +37,22 @@ from typing import NamedTuple
 
 from ckpt_tool.core.tensor import MASTER, MODEL
 from ckpt_tool.formats.megatron.names import (
+    BY_HEAD,
     NORM_ALIASES,
     STACK,
+    by_head,
     canonical,
     convolution,
     is_tower,
     mtp_inner,
     norm_place,
 )
-from ckpt_tool.formats.megatron.rules import BY_HEAD, section_names
+from ckpt_tool.formats.megatron.rules import section_names
 
 _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)", re.DOTALL)
 _STACKED = re.compile(rf"({STACK})\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
-_BY_HEAD = re.compile(r"(.*\.self_attention\.(?:in_proj|conv1d)\.(?:weight|bias))", re.DOTALL)
 _OBJECT = re.compile(r"(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")
 
@@ -133,8 +134,7 @@ def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
     if _EXPERTS in name:
         number = f"{rest.pop(0)}." if key.experts else ""
         name = name.replace(_EXPERTS, f".experts.local_experts.{number}", 1)
-    by_head = _BY_HEAD.fullmatch(name) if not key.part and not is_tower(name) else None
-    return f"{by_head[1]}{BY_HEAD}" if by_head else canonical(name)
+    return canonical(name) if key.part else by_head(canonical(name))
 
 
 def stored(name: str) -> str:
