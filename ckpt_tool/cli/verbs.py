@@ -86,7 +86,7 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {}
 F = Callable[..., Job]
 SRC = Argument("SRC", "A file, a folder or a URL.")
-DST = Argument("DST", "The output: a new file or folder.")
+DST = Argument("DST", "The output: a new file or folder, or a place in a store (s3://).")
 
 
 def verb(
@@ -497,7 +497,7 @@ def _cleaning() -> tuple[type, ...]:
 
 @verb(
     "what interrupted runs left behind",
-    Argument("FOLDER", "Where outputs were to appear."),
+    Argument("FOLDER", "Where outputs were to appear: a folder, or a place in a store."),
     takes=_cleaning,
     examples=("ckpt clean .", "ckpt clean . --remove"),
 )

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.conversion.carry_out import check_replaced, execute
+from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.on_ray import execute_on_ray
 from ckpt_tool.conversion.part import part_of_environment
@@ -21,7 +21,7 @@ from ckpt_tool.options.verbs import Share
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage import journal
-from ckpt_tool.storage.destination import check_destination, check_space
+from ckpt_tool.storage.destination import RemotePlace, check_apart, check_destination, check_space, place_of
 from ckpt_tool.storage.opening import open_tree, scheme_of, short_url
 from ckpt_tool.storage.staging import new_worker, was_committed
 
@@ -38,10 +38,11 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         raise UsageError("a plan is a file of this machine", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
     part = _part(share, writing, progress)
-    destination = Path(plan.destination)
-    plan_id = plan.identifier()
+    destination, plan_id = place_of(plan.destination), plan.identifier()
     worker = new_worker() if share.claim else None
-    if (part or worker) and was_committed(destination, plan_id):
+    if isinstance(destination, RemotePlace):
+        refuse_in_store(writing, part, claim=worker is not None)
+    elif (part or worker) and was_committed(destination, plan_id):
         return _committed_already(plan, part, progress)
     trees = {}
     for root in dict.fromkeys(file.root for file in plan.sources):
@@ -56,14 +57,17 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
                 path=root,
                 hint="plan again with the source in place",
             ) from e
-    check_destination(
-        destination,
-        [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
-        force=writing.force,
-    )
+    if isinstance(destination, RemotePlace):
+        check_apart(destination, [root for root, tree in trees.items() if not tree.local])
+    else:
+        check_destination(
+            destination,
+            [tree.root if tree.single is None else tree.root / tree.single for tree in trees.values() if tree.local],
+            force=writing.force,
+        )
+        check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
     if writing.force:
         check_replaced(destination)
-    check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
     if writing.ray:
         progress.plan(plan.report)
         document = plan.report
@@ -79,11 +83,13 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
                     plan, trees, writing, progress, part=part, worker=worker, movers=movers, plan_file=plan_file
                 )
         except OutputExists as e:
-            if not (part or worker) or e.code != "E0501" or not was_committed(destination, plan_id):
+            if not (part or worker) or e.code != "E0501" or not was_committed(Path(plan.destination), plan_id):
                 raise
             return _committed_already(plan, part, progress)  # while this one was starting
         overflows = result.overflows
-        document["committed"] = result.committed or worker is not None and was_committed(destination, plan_id)
+        document["committed"] = (
+            result.committed or worker is not None and was_committed(Path(plan.destination), plan_id)
+        )
         if not result.committed and part is not None:
             document["parts"] = _states(result.parts, part)
     document["elapsed_s"] = round(time.monotonic() - began, 3)

@@ -11,14 +11,15 @@ from typing import Any
 
 from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import wrap_os_error
-from ckpt_tool.storage.destination import local_path
+from ckpt_tool.storage.destination import RemotePlace, place_of
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
     """Staging folders directly below `folder`: path, bytes, whether a run still holds the lock; removed with
-    `remove`."""
+    `remove`. Of a place in a store: uploads at and below it that were begun and not ended."""
     found = []
-    local_path(folder)
+    if isinstance(place_of(folder), RemotePlace):
+        return {"schema_version": 1, "folder": folder, "leavings": _uploads(folder, remove=remove)}
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as e:
@@ -36,6 +37,19 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
             shutil.rmtree(entry.path)
         found.append({"path": entry.path, "bytes": nbytes, "locked": busy, "removed": gone})
     return {"schema_version": 1, "folder": folder, "leavings": found}
+
+
+def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
+    from ckpt_tool.storage.multipart import Bucket
+
+    bucket, found = Bucket.at(url), []
+    for each in bucket.pending():
+        nbytes = sum(part.nbytes for part in bucket.parts(each.key, each.upload).values())
+        if remove:
+            bucket.abort(each.key, each.upload)
+        path = f"{bucket.display(each.key)} (upload {each.upload}, begun {each.begun})"
+        found.append({"path": path, "bytes": nbytes, "locked": False, "removed": remove})
+    return found
 
 
 def _locked(path: str) -> bool:

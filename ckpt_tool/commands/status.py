@@ -58,7 +58,7 @@ def _destination(target: str) -> tuple[Path, int]:
         plan = load_plan(target)
     except CkptError:
         return path, 0  # an output of one file
-    return Path(plan.destination), sum(move.nbytes for move in plan.moves)
+    return local_path(plan.destination), sum(move.nbytes for move in plan.moves)
 
 
 def _looked_at(destination: Path, whole: int) -> dict[str, Any]:

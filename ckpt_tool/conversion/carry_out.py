@@ -23,18 +23,22 @@ from ckpt_tool.errors import (
     SourceChanged,
     StorageError,
     UnsafeInput,
+    UsageError,
 )
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.opening import resolve, steps_in
-from ckpt_tool.storage.destination import refuse_link
+from ckpt_tool.storage.destination import Place, RemotePlace, refuse_link
+from ckpt_tool.storage.opening import open_store, open_tree, scheme_of
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
     from ckpt_tool.run.executor import Result
+    from ckpt_tool.run.upload import Upload
     from ckpt_tool.run.walk import Movers
+    from ckpt_tool.storage.multipart import Bucket
 
 
 def execute(
@@ -58,10 +62,11 @@ def execute(
     """
     from ckpt_tool.run.executor import Executor
 
-    def check(staged: Path, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
+    def check(staged: Path | Upload, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
         _check_recorded(source, recorded or {})
+        full = writing.verify == "full" and (isinstance(staged, Path) or not staged.blind)
         try:
-            _check_staged(staged, plan, digests, full=writing.verify == "full", threads=writing.threads)
+            _check_staged(_staged_tree(staged, plan), plan, digests, full=full, threads=writing.threads)
         except (InputError, UnsafeInput, InternalError) as e:
             if plan_file is None:
                 raise
@@ -89,8 +94,45 @@ def execute(
         progress=progress,
         check=check,
         movers=movers,
+        bucket=_bucket_of(plan),
     )
     return executor.run()
+
+
+def _bucket_of(plan: Plan) -> Bucket | None:
+    """Where the plan writes to if not to this machine."""
+    if scheme_of(plan.destination) is None:
+        return None
+    from ckpt_tool.storage.multipart import Bucket
+
+    return Bucket.at(plan.destination)
+
+
+def refuse_in_store(writing: Writing, part: tuple[int, int] | None = None, *, claim: bool = False) -> None:
+    """Raise UsageError E2510 for what an output in a store can't be made with yet."""
+    given = {
+        "--ray": writing.ray,
+        "--part": part,
+        "--claim": claim,
+        f"--device {writing.device}": writing.device not in (None, "", "cpu"),
+    }
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"{option} does not write into a store yet",
+                code="E2510",
+                hint="leave it off, or write to a local path and upload that",
+            )
+
+
+def _staged_tree(staged: Path | Upload, plan: Plan) -> Tree:
+    """The output as a reader would find it."""
+    if isinstance(staged, Path):
+        return Tree(staged / plan.single if plan.single else staged)
+    from ckpt_tool.run.upload import Seen
+    from ckpt_tool.storage.remote import RemoteTree
+
+    return RemoteTree(plan.destination, Seen(staged, open_store(plan.destination)))
 
 
 def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKey, str]) -> None:
@@ -106,10 +148,10 @@ def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKe
 
 
 def _check_staged(
-    staged: Path, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
+    staged: Tree, plan: Plan, digests: Mapping[TensorKey, str], *, full: bool, threads: int | None
 ) -> None:
     """Read the staged output's headers back through its own reader; with `full` its values too."""
-    tree, _ = resolve(Tree(staged / plan.single if plan.single else staged), Reading(from_format=plan.format))
+    tree, _ = resolve(staged, Reading(from_format=plan.format))
     catalog = registry.by_name(plan.format).read(tree)
     catalog.check()
     have = {TensorKey(row.name, row.state): (row.shape, row.dtype) for row in catalog.rows()}
@@ -132,7 +174,7 @@ def _check_staged(
                 raise StorageError(
                     "the values read back differ from those written",
                     code="E0709",
-                    path=staged,
+                    path=staged.shown,
                     key=str(key),
                     hint="the disk or the memory of this machine fails",
                 )
@@ -141,30 +183,44 @@ def _check_staged(
 _TWO_FORMATS = "E0391"
 
 
-def check_replaced(destination: Path) -> None:
+def check_replaced(destination: Place) -> None:
     """Raise OutputExists: E1603 for a link, E1604 for what is no checkpoint. Nothing is wrong where nothing is
     there."""
     from ckpt_tool.storage.staging import was_replaced
 
-    refuse_link(destination)
-    if not os.path.lexists(destination) or was_replaced(destination):
-        return
-    saw = _other_than_a_checkpoint(destination)
+    if isinstance(destination, RemotePlace):
+        from ckpt_tool.storage.multipart import Bucket
+
+        there = Bucket.at(destination.url).objects()
+        if not there:
+            return
+        saw = _other_than_a_checkpoint(destination.url)
+    else:
+        refuse_link(destination)
+        if not os.path.lexists(destination) or was_replaced(destination) or _is_empty(destination):
+            return
+        saw = _other_than_a_checkpoint(str(destination))
     if saw:
         raise OutputExists(
             f"--force would delete {destination}, which is not one checkpoint: {saw}",
             code="E1604",
-            path=destination,
+            path=str(destination),
             hint="choose another name, or look at what is there and remove it yourself",
         )
 
 
-def _other_than_a_checkpoint(path: Path) -> str:
-    """What is at the path, in words; "" for a checkpoint, an empty folder, an empty file."""
+def _is_empty(path: Path) -> bool:
+    """Is it an empty folder or an empty file?"""
     try:
-        if not (any(os.scandir(path)) if path.is_dir() else path.stat().st_size or not path.is_file()):
-            return ""
-        given = Tree(path)
+        return not any(os.scandir(path)) if path.is_dir() else path.is_file() and not path.stat().st_size
+    except OSError:
+        return False
+
+
+def _other_than_a_checkpoint(place: str) -> str:
+    """What it is, in words; "" for a checkpoint."""
+    try:
+        given = open_tree(place)
         several = steps_in(given) if given.single is None else []
         if len(several) > 1:
             return f"the folder holds {len(several)} checkpoints, among them {', '.join(several[-3:])}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from ckpt_tool.conversion.layout import degrees_of
 from ckpt_tool.core.target import LayoutWish, Target
@@ -26,6 +25,7 @@ from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, extras_left_behind, left_behind
 from ckpt_tool.sources.config import config_in
 from ckpt_tool.sources.select import group_of
+from ckpt_tool.storage.destination import Place
 
 SHARD_SIZE = "max-shard-size"
 
@@ -64,7 +64,7 @@ def refuse_unsplit(target: Target, fmt: Format, writing: Writing) -> None:
     raise UsageError(f"--{SHARD_SIZE} has no effect: {why}", code="E0261", hint=hint)
 
 
-def single_name(destination: Path, fmt: Format) -> str | None:
+def single_name(destination: Place, fmt: Format) -> str | None:
     """The name of the one file that the output is, None for a folder.
 
     A format that may be one file takes a name with one of its own suffixes for that. A name with the suffix of another
@@ -81,7 +81,7 @@ def single_name(destination: Path, fmt: Format) -> str | None:
             f"{destination.name} is named like a file of another format: one file of {fmt.name} ends in "
             f"{' or '.join(single)}",
             code="E1611",
-            path=destination,
+            path=str(destination),
             hint=f"name it {destination.stem}{single[0]} for one file, {destination.stem} for a folder",
         )
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
@@ -24,11 +23,12 @@ from ckpt_tool.plan.schedule import build_moves
 from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
 from ckpt_tool.sources.chosen import Chosen, more_than_computed
 from ckpt_tool.sources.select import group_of, removed_rows
+from ckpt_tool.storage.destination import Place
 
 SIDE = -1  # in place of a source's number: a side file, which may be stored beside the pointer file
 
 
-def make_plan(chosen: Chosen, destination: Path, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
+def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
     """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
     first = chosen.sources[0]
     single = single_name(destination, fmt)

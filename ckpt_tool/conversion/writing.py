@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.conversion.carry_out import check_replaced, execute
+from ckpt_tool.conversion.carry_out import check_replaced, execute, refuse_in_store
 from ckpt_tool.conversion.fitting import refuse_idle
 from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.passes import FITTING, passed
@@ -20,21 +20,27 @@ from ckpt_tool.conversion.planning import make_plan
 from ckpt_tool.core.collector import gc_paused
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
+from ckpt_tool.options.writing import Writing
+from ckpt_tool.plan.plan import Plan
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.storage.destination import (
+    Place,
+    RemotePlace,
+    check_apart,
     check_beside,
     check_destination,
     check_space,
-    local_path,
+    place_of,
     staging_path,
     sweep_leavings,
 )
+from ckpt_tool.storage.opening import scheme_of
 
 
 def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict[str, Any]:
     """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
     began = time.monotonic()
-    writing, destination = job.writing, local_path(dst)
+    writing, destination = job.writing, place_of(dst)
     refuse_idle(job.fmt, writing)
     if writing.plan_file:
         given = (
@@ -46,20 +52,9 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     chosen = passed(chosen, job, FITTING)
     with gc_paused():
         plan, wanted = make_plan(chosen, destination, job.fmt, writing)
-    locals_ = [
-        Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
-        for opened in chosen.sources
-        if opened.tree.local
-    ]
-    try:
-        check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
-        if writing.force:
-            check_replaced(destination)
-    except Exception:
-        sweep_leavings(destination)
-        raise
+    _check(destination, chosen, writing)
     moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
-    document = with_device(plan.report, moving)
+    document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
     progress.plan(document)
     if writing.plan_file:
         from ckpt_tool.conversion.plan_file import save_plan
@@ -69,7 +64,8 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         return document
     if writing.dry_run:
         return document
-    check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
+    if isinstance(destination, Path):
+        check_space(destination.parent, plan.bytes_written, len(plan.outputs), already=_already(destination))
     trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
     digests = _recorded(chosen)
     if writing.ray:
@@ -84,6 +80,43 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     if overflows:
         document["overflows"] = {str(key): count for key, count in overflows.items()}
     return document
+
+
+def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destination: Place) -> dict[str, Any]:
+    """The document with the memory that stores on both sides take."""
+    more = 0
+    if any(scheme_of(opened.tree.shown) for opened in chosen.sources if not opened.tree.local):  # others are computed
+        from ckpt_tool.storage.ahead import WINDOW
+
+        more += 2 * WINDOW  # what has come, and what is put together
+    if isinstance(destination, RemotePlace):
+        from ckpt_tool.run.upload import memory_of
+
+        more += memory_of(plan)
+    shown = document["plan"]
+    return {**document, "plan": {**shown, "peak_memory": shown["peak_memory"] + more}} if more else document
+
+
+def _check(destination: Place, chosen: Chosen, writing: Writing) -> None:
+    """What is wrong with the output's place before anything is written."""
+    if isinstance(destination, RemotePlace):
+        check_apart(destination, [opened.tree.shown for opened in chosen.sources if not opened.tree.local])
+        refuse_in_store(writing)
+        if writing.force and not writing.dry_run:
+            check_replaced(destination)
+        return
+    locals_ = [
+        Path(opened.tree.root) if opened.tree.single is None else opened.tree.root / opened.tree.single
+        for opened in chosen.sources
+        if opened.tree.local
+    ]
+    try:
+        check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
+        if writing.force:
+            check_replaced(destination)
+    except Exception:
+        sweep_leavings(destination)
+        raise
 
 
 def _recorded(chosen: Chosen) -> dict[TensorKey, str]:

@@ -14,6 +14,7 @@ only the source's format knows. Cost: some 10 us a region, nothing for plans tha
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,9 +48,13 @@ def check(plan: Plan, path: str) -> list[str]:
     return found
 
 
+_IN_STORE = re.compile(r"s3a?://[^/\s]+/[^\x00-\x1f]+")
+
+
 def _whole(plan: Plan) -> Iterator[str]:
     name = os.path.basename(plan.destination)
-    if not os.path.isabs(plan.destination) or name in ("", ".", ".."):
+    local = os.path.isabs(plan.destination) and name not in ("", ".", "..")
+    if not (local or _IN_STORE.fullmatch(plan.destination)):
         yield f"the destination {plan.destination[:200]!r} is no absolute path of a file or folder"
     for file in plan.sources:
         if leaves(file.path):

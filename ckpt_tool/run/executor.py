@@ -24,7 +24,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
@@ -44,6 +44,10 @@ from ckpt_tool.storage.journal import PartStatus
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.staging import Staging
 
+if TYPE_CHECKING:
+    from ckpt_tool.run.upload import Upload
+    from ckpt_tool.storage.multipart import Bucket
+
 _SHARES = 4096  # that workers claim, at most
 _PAUSE = 0.5  # seconds between two looks at others
 
@@ -60,7 +64,7 @@ class Result:
     parts: tuple[PartStatus, ...] = ()
 
 
-Check = Callable[[Path, dict[TensorKey, str], dict[TensorKey, str]], None]  # staged folder, digests out, digests in
+Check = Callable[["Path | Upload", dict[TensorKey, str], dict[TensorKey, str]], None]  # staged, digests out and in
 
 
 @dataclass(slots=True)
@@ -89,6 +93,7 @@ class Executor:
         verify: `off`, `quick` or `full`; digests are computed unless `off`.
         check: called with the staged folder and the written digests before the commit; raises to refuse it.
         movers: who moves the units (`device/walk.py`), the CPU if None.
+        bucket: where the output grows if not in a staging folder (`run/upload.py`); `check` gets the `Upload` then.
     """
 
     def __init__(
@@ -108,12 +113,13 @@ class Executor:
         progress: Progress | None = None,
         check: Check | None = None,
         movers: Movers | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         self.plan, self.part, self.worker, self.progress, self.check = plan, part, worker, progress, check
         self.sources = Sources(plan.sources, trees)
         self.hashing, self._whole = verify != "off", verify == "full"
         self._fsync, self._lossy = fsync, allow_lossy
-        self._resume, self._force = resume, force
+        self._resume, self._force, self._bucket, self._memory = resume, force, bucket, memory
         per_thread = 4 * STRIDED_BLOCK
         wanted = threads or min(os.cpu_count() or 1, 8)
         self.threads = max(1, min(wanted, memory // per_thread))
@@ -139,6 +145,8 @@ class Executor:
         plan = self.plan
         if not self.worker and (self.part is None or self.part[0] == 1):
             replicas.look_ahead(plan.moves, self.sources, whole=self._whole, threads=self.threads)
+        if self._bucket is not None:
+            return self._send(self._bucket)
         staging = Staging(
             Path(plan.destination),
             plan.identifier(),
@@ -161,6 +169,47 @@ class Executor:
                     staging.discard()
                 raise
 
+    def _send(self, bucket: Bucket) -> Result:
+        """The same into a store."""
+        from ckpt_tool.run.upload import Upload, in_order_of_objects
+
+        upload = Upload(self.plan, bucket, self.sources, memory=self._memory, force=self._force, resume=self._resume)
+        state = _State(in_order_of_objects(self.plan, self.units))
+        try:
+            upload.begin([unit for _, unit in state.queue])
+            if self.progress:
+                self.progress.start(sum(unit.nbytes for _, unit in state.queue), self.plan.destination)
+            self._work(lambda room: upload.writer(), lambda line: None, state)
+            self.sources.check()
+            digests, digests_out, overflows = self._digests(state)
+            sums = (digests_out, digests) if self.hashing else ({}, {})
+
+            def check(upload: Upload) -> None:
+                self.sources.check()
+                if self.check is not None:
+                    self.check(upload, *sums)
+
+            blind = upload.blind
+            upload.finish(list(digests_out.values()) if self.hashing else None, check)
+            if blind and self._whole:
+                try:
+                    check(upload)
+                except CkptError:
+                    upload.withdraw()
+                    raise
+        except (InputError, SourceChanged, UnsafeInput) as e:
+            upload.discard()
+            if isinstance(e, ReplicasDiffer):
+                raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
+            raise
+        finally:
+            upload.close()
+        if self.progress:
+            self.progress.finish()
+            if upload.spared:
+                self.progress.note(f"{upload.spared} bytes were sent by an earlier run and are as they should be")
+        return Result(*sums[::-1], overflows, committed=True)
+
     def _run(self, staging: Staging) -> Result:
         self._prepare(staging)
         state = _State(self._mine())
@@ -171,7 +220,7 @@ class Executor:
         if self.progress:
             self.progress.start(total, self.plan.destination)
             self.progress.advance(done)
-        self._work(staging, state)
+        self._move(staging, state)
         self.sources.check()
         if self.part is not None:
             staging.record({"part": True})
@@ -205,7 +254,7 @@ class Executor:
                     mine |= {number for number, _ in state.queue}
                     if any(share.over for share in taken) and self.hashing:
                         self._advance(self._sift(staging, state, staging.lines()))
-                    self._work(staging, state)
+                    self._move(staging, state)
                     self.sources.check()
                     for share in taken:
                         claims.finish(share.number)
@@ -270,7 +319,7 @@ class Executor:
         if state.queue:
             if self.progress:
                 self.progress.note(f"{len(state.queue)} units of other parts are not as they were written: moved again")
-            self._work(staging, state)
+            self._move(staging, state)
             self.sources.check()
 
     def _sift(self, staging: Staging, state: _State, journal: Sequence[Line]) -> int:
@@ -313,7 +362,12 @@ class Executor:
 
     # -- the threads ------------------------------------------------------------------------------------------------
 
-    def _work(self, staging: Staging, state: _State) -> None:
+    def _move(self, staging: Staging, state: _State) -> None:
+        """Move all units of the queue into the staging folder."""
+        self._work(lambda room: Writer(staging, self._names, room, self._patch_starts), staging.record, state)
+
+    def _work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: _State) -> None:
+        """Move all units of the queue. writer: makes a thread's, with so many descriptors. record: of a unit done."""
         count = max(1, min(self.threads, len(state.queue)))
         for _, unit in state.queue:
             for file in unit.files:
@@ -323,13 +377,14 @@ class Executor:
         def stop(interruption: BaseException) -> None:  # the rim tells which signal it was
             state.stop = True
 
-        Workers(partial(self._worker, staging, state, room), count).run(stop)
+        Workers(partial(self._worker, partial(writer, room), record, state, room), count).run(stop)
         if state.error is not None:
             raise state.error
 
-    def _worker(self, staging: Staging, state: _State, room: int) -> None:
-        reader = Reader(self.sources, room, self._record_starts, panel=self._panel)
-        writer = Writer(staging, self._names, room, self._patch_starts)
+    def _worker(
+        self, new_writer: Callable[[], Writer], record: Callable[[dict[str, Any]], None], state: _State, room: int
+    ) -> None:
+        reader, writer = Reader(self.sources, room, self._record_starts, panel=self._panel), new_writer()
         block, scratch = memoryview(bytearray(ROOM)), memoryview(bytearray(STRIDED_BLOCK))
         job = Job(reader, writer, block, scratch, self.hashing, lambda: state.stop, self._advance)
         me, mover = threading.get_ident(), None
@@ -342,7 +397,7 @@ class Executor:
                     break
                 line = self._unit(taken, mover, state)
                 if line is not None:
-                    staging.record(line)
+                    record(line)
         except BaseException as e:  # handed to the main thread, which raises it
             with state.lock:
                 state.error = state.error or e
@@ -370,7 +425,7 @@ class Executor:
             return None
         taken = {file for files in state.busy.values() for file in files}
         index, most = 0, -1
-        for i, (_, unit) in enumerate(state.queue[:256]):
+        for i, (_, unit) in enumerate(state.queue[:256] if self._bucket is None else ()):  # parts are filled in order
             if unit.files & taken:
                 continue
             left = max(map(state.waiting.__getitem__, unit.files), default=0) if len(unit.files) <= 8 else 0
@@ -409,7 +464,9 @@ class Executor:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, staging: Staging, state: _State) -> Result:
+    def _digests(self, state: _State) -> tuple[dict[TensorKey, str], dict[TensorKey, str], dict[TensorKey, int]]:
+        """(of what was read, of what was written, overflows of casts), and what hangs on all values having moved is
+        raised: overflows that are not allowed, damaged records."""
         moves = self.plan.moves
         digests = {move.key: _root(move.dtype.name, move, state.leaves.get(i, {})) for i, move in enumerate(moves)}
         digests_out = {
@@ -426,6 +483,10 @@ class Executor:
             )
         if self.hashing:
             check_records(self.plan, self.sources, state.source_pieces)
+        return digests, digests_out, overflows
+
+    def _finish(self, staging: Staging, state: _State) -> Result:
+        digests, digests_out, overflows = self._digests(state)
         copy_sidefiles(self.plan, self.sources, staging)
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
         if self.check is not None:

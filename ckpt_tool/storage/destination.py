@@ -1,8 +1,9 @@
 """The places where a run writes: what is refused before a byte is written, and the hidden name an output grows under.
 
-An output is a path of this machine, never a URL (`local_path`); it neither is, holds nor lies in a source
-(`check_destination`); and a file that an option makes besides (`--plan`, `--report`) lies neither in a source nor in an
-output (`check_beside`). Nothing here writes, but for `sweep_leavings`, which removes an empty folder of ours.
+An output is a path of this machine or a place in a store (`place_of`), and a URL is never a path; it neither is, holds
+nor lies in a source (`check_destination`, `check_apart`); and a file that an option makes besides (`--plan`,
+`--report`) lies neither in a source nor in an output (`check_beside`). Nothing here writes, but for `sweep_leavings`,
+which removes an empty folder of ours.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckpt_tool.core.inner_path import STAGED
 from ckpt_tool.errors import OutputExists, StorageError, UsageError
 from ckpt_tool.storage.opening import scheme_of, short_url
+
+S3_SCHEMES = ("s3", "s3a")
 
 
 def url_fault(path: str) -> tuple[str, str] | None:
@@ -26,10 +29,40 @@ def url_fault(path: str) -> tuple[str, str] | None:
         return None
     if scheme in ("file", "local"):
         return f"{path} is a URL, and outputs are named by paths", f"write it as a path: {path.partition('://')[2]}"
+    if scheme in S3_SCHEMES:
+        return f"{path} is a URL, and this is a file of this machine", "write it to a local path"
     return (
-        f"{path} is a URL, and writing to URLs is not supported yet",
-        "write to a local path, then upload it with rclone copy or aws s3 sync",
+        f"{path} is a URL, and of stores only those with S3's protocol are written to",
+        "write to s3:// (Google Cloud Storage too has S3's protocol: HMAC keys and "
+        "AWS_ENDPOINT_URL=https://storage.googleapis.com), or to a local path and upload that with rclone copy",
     )
+
+
+class RemotePlace:
+    """A place in a store, as far as an output's plan asks for its path."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._path = PurePosixPath(self.url.partition("://")[2])
+        self.name, self.stem, self.suffix = self._path.name, self._path.stem, self._path.suffix
+
+    def is_dir(self) -> bool:
+        """What is there is looked at when it is written to."""
+        return False
+
+    def absolute(self) -> RemotePlace:
+        return self
+
+    def __str__(self) -> str:
+        return self.url
+
+
+Place = Path | RemotePlace
+
+
+def place_of(path: str) -> Place:
+    """Where an output is to lie. Raises UsageError E1610 for a URL that is not written to."""
+    return RemotePlace(path) if scheme_of(path) in S3_SCHEMES and "://" in path else local_path(path)
 
 
 def local_path(path: str) -> Path:
@@ -83,6 +116,20 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
         )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
+
+
+def check_apart(place: RemotePlace, sources: Iterable[str]) -> None:
+    """Refuse an output in a store that equals, holds or lies in a source (E0502): URLs are compared as text."""
+    ours = f"{place.url}/"
+    for source in sources:
+        theirs = f"{source.rstrip('/')}/"
+        if ours.startswith(theirs) or theirs.startswith(ours):
+            raise OutputExists(
+                f"the output {place} equals, holds or lies in the source {source}",
+                code="E0502",
+                path=place.url,
+                hint="choose another output: sources are never changed",
+            )
 
 
 def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterable[str | None]) -> None:

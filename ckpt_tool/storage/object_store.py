@@ -40,7 +40,7 @@ class Cloud(NamedTuple):
     place: str  # where it looks for the store
 
 
-_S3 = Cloud("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "bucket", "AWS_ENDPOINT_URL")
+S3 = Cloud("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "bucket", "AWS_ENDPOINT_URL")
 _GS = Cloud("gs", "GOOGLE_APPLICATION_CREDENTIALS (or gcloud auth application-default login)", "bucket", "the URL")
 _AZ = Cloud(
     "az",
@@ -48,7 +48,7 @@ _AZ = Cloud(
     "container",
     "AZURE_STORAGE_ACCOUNT_NAME",
 )
-CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "azure": _AZ}
+CLOUDS = {"s3": S3, "s3a": S3, "gs": _GS, "gcs": _GS, "az": _AZ, "azure": _AZ}
 _KEY_FAULTS = {
     "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID names no key that the store knows",
     "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY is not the secret of AWS_ACCESS_KEY_ID",
@@ -58,7 +58,7 @@ _KEY_FAULTS = {
 }
 _NO_KEYS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "/metadata/identity", "computeMetadata")
 _REGION_FAULTS = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-_THROTTLES = ("SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests", "Throttl")
+THROTTLES = ("SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests", "Throttl")
 
 
 class ObjectStore:
@@ -190,7 +190,7 @@ def _judge(error: Exception) -> Again | None:
     if isinstance(error, FileNotFoundError):
         return None
     text, status, code = _reason(error), _status(error), _code(error)
-    if status == 429 or any(code.startswith(word) for word in _THROTTLES):
+    if status == 429 or any(code.startswith(word) for word in THROTTLES):
         return Again(f"the store asks for fewer requests ({code or status})", throttled=True)
     if status >= 500:
         return Again(f"the store answers {status}{f' {code}' if code else ''}")
@@ -208,7 +208,22 @@ def fault_of(
     error: Exception, cloud: Cloud, bucket: str, shown: str, doing: str, offset: int | None = None
 ) -> StorageError:
     """A failure of the store as an error that names what to set."""
-    text, status, code = _reason(error), _status(error), _code(error)
+    denied = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    status = _status(error) or 403 * denied
+    return fault(status, _code(error), _reason(error), cloud, bucket, shown, doing, offset)
+
+
+def fault(
+    status: int,
+    code: str,
+    text: str,
+    cloud: Cloud,
+    bucket: str,
+    shown: str,
+    doing: str,
+    offset: int | None = None,
+) -> StorageError:
+    """The same of a status, the store's code and text; 0 and "" where the store said nothing."""
     s3 = cloud.name == "s3"
     made: tuple[str, str, str]
     if any(word in text for word in _NO_KEYS):
@@ -224,11 +239,7 @@ def fault_of(
             f"there is no {cloud.bucket} {bucket}",
             f"check the name, and that {cloud.place} leads to the store that has it",
         )
-    elif (
-        status in (401, 403)
-        or code in _KEY_FAULTS
-        or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
-    ):
+    elif status in (401, 403) or code in _KEY_FAULTS:
         why = _KEY_FAULTS.get(code, f"{code or status}: these credentials may not do this")
         made = "E2504", f"the store refused the credentials while {doing}: {why}", f"check {cloud.keys}"
     elif status in (301, 307, 400) and s3 and code in ("", "InvalidRequest"):
@@ -254,7 +265,7 @@ def fault_of(
 def _opened(cloud: Cloud, bucket: str, url: str) -> Any:
     from obstore import store as stores
 
-    config: dict[str, Any] = _profile() if cloud is _S3 else {}
+    config: dict[str, Any] = _profile() if cloud is S3 else {}
     provider = config.pop("provider", None)
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), config.get("endpoint", ""))
     client = {

@@ -6,8 +6,8 @@ one for every other scheme. Keys are relative to the place; "" is the place itse
 
 `patiently` tries again where that may help: after 0.2 s, then twice as long each time, half of it at random so
 that many clients do not come back together; 30 s in all, two minutes where the store wants fewer requests.
-Every wait is reported (`core.progress.aside`), one line a second at most. A server's `Retry-After` is not seen: obstore
-0.12 hands on no headers.
+Every wait is reported (`core.progress.aside`), one line a second at most. A server's `Retry-After` is obeyed where the
+client hands it on: boto3 does, obstore 0.12 does not.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ class Store(Protocol):
 
 
 class Again(NamedTuple):
-    """Why a request is worth another try. throttled: the store wants fewer requests."""
+    """Why a request is worth another try. throttled: the store wants fewer requests. wait: seconds that it asks for."""
 
     reason: str
     throttled: bool = False
+    wait: float = 0.0
 
 
 def patiently(
@@ -92,9 +93,9 @@ def patiently(
             again = judge(e)
             limit = THROTTLED if again and again.throttled else UNANSWERED
             left = limit - (time.monotonic() - began)
-            if again is None or wait >= left:
+            if again is None or max(wait, again.wait) >= left:
                 raise
-            pause = wait * random.uniform(0.5, 1.0)
+            pause = max(wait * random.uniform(0.5, 1.0), again.wait)
             _say(f"{shown}: {again.reason}, trying again in {pause:.1f} s, for {left:.0f} s more at most")
         time.sleep(pause)
         wait = min(2 * wait, LONGEST_WAIT)

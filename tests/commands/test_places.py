@@ -53,9 +53,14 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+OUTPUTS = ("convert", "convert dry", "reshard", "merge", "clean")  # of these a place in a store with S3's protocol
+
+
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("line", WRITTEN)
 def test_a_url_is_never_a_path(line: str, url: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if line in OUTPUTS and url.lower().startswith("s3:"):
+        return  # tests/stores/test_writing.py
     before = files(place)
     words = [word.format(src="src", url=url) for word in WRITTEN[line]]
     assert run([*words, "--json"]) == 2
@@ -63,8 +68,10 @@ def test_a_url_is_never_a_path(line: str, url: str, place: Path, capsys: pytest.
     assert "is a URL" in error["message"] and error["code"] in ("E1610", "E0280")
     if url.startswith("file"):
         assert "write it as a path: /tmp/x" in error["hint"]
+    elif url.lower().startswith("s3:"):
+        assert "a file of this machine" in error["message"] and "local path" in error["hint"]
     else:
-        assert "not supported yet" in error["message"] and "rclone" in error["hint"] and "mkdir" not in error["hint"]
+        assert "S3's protocol" in error["message"] and "rclone" in error["hint"] and "mkdir" not in error["hint"]
     assert files(place) == before
 
 
@@ -72,11 +79,11 @@ def test_a_url_is_never_a_path(line: str, url: str, place: Path, capsys: pytest.
 def test_nor_from_python(verb: Callable[..., Any], place: Path) -> None:
     to = {"to": "dcp"} if verb is ckpt.convert else {}
     with pytest.raises(UsageError, match="is a URL"):
-        verb("src", "s3://bucket/out", **to)
+        verb("src", "gs://bucket/out", **to)
     with pytest.raises(UsageError, match="is a URL"):
         verb("src", "out", plan="s3://bucket/p.json", **to)
     with pytest.raises(UsageError, match="is a URL"):
-        ckpt.merge(["src"], "s3://bucket/out")
+        ckpt.merge(["src"], "gs://bucket/out")
     assert files(place) == sorted(["src", *(f"src/{name}" for name in files(MODEL))])
 
 

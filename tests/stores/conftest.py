@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("S3_UPLOAD_PART_MIN_SIZE", "1")  # of moto: small fixtures have many parts
 
 from s3_server import BUCKET, S3, Proxy
 

@@ -1,0 +1,640 @@
+"""An output that grows in a store: parts of objects gather in memory and are sent when they are whole.
+
+A part is whole when every byte that moves write has come; how many those are is known from the plan. Literals are laid
+over it first. Holes (CRCs, digests) keep it back until they are filled: the CRC of a record is joined from its parts as
+they get whole, so the part with a record's head waits for the record's last one, and no part is sent twice. Parts that
+no move touches are made at the end. Nothing is visible before every part has been sent; then the objects are
+completed, and last of all the one without which the rest is no checkpoint (`Last`), if none is there already.
+
+    upload.write(file, offset, view)     # from any thread, bytes in any order, each once
+    upload.finish(digests, check)
+
+Memory: the parts that are begun (`most_open` says before how many that will be), and `QUEUE` bytes on their way.
+Resuming: parts that the store has from an earlier run are compared by MD5 and not sent again; what was read is read
+again. What this does not do: shares of a plan, outputs that are read back as files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import Queue
+from typing import NamedTuple
+
+from ckpt_tool.core.target import DIGEST_CHARS, PATCH_BYTES, TargetFile
+from ckpt_tool.errors import InternalError, OutputExists, StorageError
+from ckpt_tool.plan.copy import Region, clip
+from ckpt_tool.plan.plan import Plan
+from ckpt_tool.plan.schedule import Unit, units
+from ckpt_tool.run.blocks import FdCache, Reader, Sources, Spans, Writer
+from ckpt_tool.run.checksum import Piece, crc32, join
+from ckpt_tool.storage.multipart import CONNECTIONS, Bucket, Sent, md5, part_size
+from ckpt_tool.storage.store import Entry, Store
+
+QUEUE = 48 << 20  # bytes whole and not sent yet
+PLAN = "ckpt-plan"  # what is noted on our objects
+
+
+class Hole(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file that are known late."""
+
+    offset: int
+    nbytes: int
+
+
+class _Part:
+    """One part while it is in memory. left: bytes that moves will still write. holes: how many are open."""
+
+    __slots__ = ("data", "file", "holes", "left", "number", "start")
+
+    def __init__(self, file: int, number: int, start: int, nbytes: int, left: int) -> None:
+        self.file, self.number, self.start, self.left, self.holes = file, number, start, left, 0
+        self.data = bytearray(nbytes)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data)
+
+
+class _Object:
+    """One output file: its parts, its holes, the CRCs that it waits for."""
+
+    def __init__(self, number: int, file: TargetFile, arrays: Sequence[tuple[int, int]]) -> None:
+        self.number, self.path, self.size = number, file.path, file.size
+        self.literals = sorted(file.literals)
+        self.step = part_size(file.size)
+        self.parts = max(1, -(-file.size // self.step))
+        self.valued = False  # does it hold what moves write?
+        self.moved: dict[int, int] = {}  # part -> bytes of moves, or of the file that it is a copy of
+        self.done = set[int]()  # parts that were whole
+        self.known: dict[int, bytes] = {}  # offset of a hole -> what fills it
+        self.holes = [Hole(patch.offset, PATCH_BYTES[patch.kind]) for patch in file.patches]
+        self.spans: dict[tuple[int, int], list[int]] = defaultdict(list)  # (offset, length) -> holes of its CRC
+        for patch in file.patches:
+            if patch.kind == "crc32":
+                self.spans[patch.span or arrays[patch.of][:2]].append(patch.offset)
+        self.pieces: dict[tuple[int, int], list[Piece]] = {span: [] for span in self.spans}
+        self.seen: dict[tuple[int, int], int] = dict.fromkeys(self.spans, 0)
+        self.upload = ""
+        self.before: dict[int, Sent] = {}  # what an earlier run has sent
+        self.etags: dict[int, str] = {}
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        return part * self.step, min((part + 1) * self.step, self.size)
+
+    def parts_of(self, start: int, stop: int) -> range:
+        return range(start // self.step, -(-stop // self.step))
+
+
+class Upload:
+    """The output of one plan in `bucket`. Use `begin`, `write`, `finish`; `discard` or nothing after a failure.
+
+    Args:
+        memory: bytes that parts may take while they gather.
+        force: what is there is replaced, in the last moment. resume: go on from what an earlier run has sent.
+    """
+
+    def __init__(
+        self, plan: Plan, bucket: Bucket, sources: Sources, *, memory: int, force: bool = False, resume: bool = True
+    ) -> None:
+        self._plan, self._bucket, self._sources = plan, bucket, sources
+        self._memory, self._force, self._resume = memory, force, resume
+        self._id = plan.identifier()
+        self.objects = _objects_of(plan)
+        self.last = last_of(plan)
+        self.single = plan.single is not None
+        self._there: dict[str, int] = {}  # what was there at the beginning
+        self._open: dict[tuple[int, int], _Part] = {}
+        self._lock = threading.RLock()
+        self._queue = Queue[_Part | None]()
+        self._room = threading.Condition()
+        self._queued = 0
+        self._error: BaseException | None = None
+        self._senders: list[threading.Thread] = []
+        self.spared = 0  # bytes that an earlier run has sent
+
+    # -- beginning --------------------------------------------------------------------------------------------------
+
+    def begin(self, order: Sequence[Unit]) -> None:
+        """See what is there and start to send. Raises OutputExists, StorageError E2711 where the parts that gather at
+        once would take more than `memory`."""
+        need = most_open(self._plan, self.objects, order)
+        if need > self._memory:
+            raise StorageError(
+                f"parts of {len(self.objects)} objects would gather in {need} bytes of memory at once, and --memory "
+                f"allows {self._memory}",
+                code="E2711",
+                path=self._plan.destination,
+                hint=f"pass --memory {-(-need // (1 << 30))}GiB, fewer ranks, or write to a local path and upload that",
+            )
+        self.check_there()
+        pending = defaultdict[str, list[str]](list)
+        for each in self._bucket.pending():
+            pending[each.key].append(each.upload)
+        for item in self.objects:
+            uploads = pending.pop(self._key(item), [])
+            if uploads and self._resume and self._in_parts(item):
+                item.upload = uploads.pop()
+                item.before = self._bucket.parts(self._key(item), item.upload)
+            for upload in uploads:
+                self._bucket.abort(self._key(item), upload)
+        for _ in range(CONNECTIONS):
+            thread = threading.Thread(target=self._send, name="ckpt-send", daemon=True)
+            thread.start()
+            self._senders.append(thread)
+
+    def check_there(self) -> None:
+        """Raise OutputExists (E0501) for an output that is there and not to be replaced."""
+        there = self._there = self._bucket.objects()
+        if self._force or not there:
+            return
+        names = {self._key(item): item.size for item in self.objects}
+        ours = self._key(self.objects[self.last]) not in there and all(
+            names.get(key) == nbytes and self._bucket.note(key, PLAN) == self._id for key, nbytes in there.items()
+        )
+        if not ours:
+            raise OutputExists(
+                f"{self._plan.destination} exists",
+                code="E0501",
+                path=self._plan.destination,
+                hint="choose a new name, or --force to replace it",
+            )
+
+    def _key(self, item: _Object) -> str:
+        return "" if self.single else item.path
+
+    def _in_parts(self, item: _Object) -> bool:
+        """Is it sent in parts, while values move? What no move touches is put whole at the end."""
+        return item.valued or item.size > item.step
+
+    @property
+    def blind(self) -> bool:
+        """Are there values that can't be read back before all is done?"""
+        last = self.objects[self.last]
+        return last.valued and last.upload != DONE
+
+    def withdraw(self) -> None:
+        """Remove the object that makes the rest a checkpoint."""
+        self._bucket.remove(self._key(self.objects[self.last]))
+
+    def writer(self) -> PartWriter:
+        """What fills it, for one thread."""
+        return PartWriter(self)
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def write(self, file: int, offset: int, view: memoryview | bytes) -> None:
+        """Bytes of a move, at `offset` of output file number `file`."""
+        item, view = self.objects[file], memoryview(view)
+        while view:
+            number = offset // item.step
+            with self._lock:
+                part = self._open.get((file, number)) or self._begin_part(item, number)
+            some = min(len(view), part.stop - offset)
+            part.data[offset - part.start : offset - part.start + some] = view[:some]
+            with self._lock:
+                part.left -= some
+                if part.left < 0:
+                    raise InternalError(f"{item.path}: more bytes written than planned in part {number}")
+                whole = part.left == 0
+            if whole:
+                self._whole(item, part)
+            view, offset = view[some:], offset + some
+
+    def _begin_part(self, item: _Object, number: int) -> _Part:
+        if number in item.done:
+            raise InternalError(f"{item.path}: part {number} is written again")
+        start, stop = item.bounds(number)
+        part = self._open[item.number, number] = _Part(
+            item.number, number, start, stop - start, item.moved.get(number, 0)
+        )
+        for offset, data in _within(item.literals, start, stop):
+            part.data[offset - start : offset - start + len(data)] = data
+        for hole in item.holes:
+            if hole.offset < stop and start < hole.offset + hole.nbytes:
+                if hole.offset in item.known:
+                    _fill(part, hole, item.known[hole.offset])
+                else:
+                    part.holes += 1
+        return part
+
+    def _whole(self, item: _Object, part: _Part) -> None:
+        """All that moves write of the part has come: count it into the CRCs of its records, send it or keep it back."""
+        crcs = []
+        for span in item.spans:
+            low, high = max(span[0], part.start), min(sum(span), part.stop)
+            if low < high:
+                crcs.append(
+                    (span, Piece(low, high, crc32(memoryview(part.data)[low - part.start : high - part.start])))
+                )
+        with self._lock:
+            item.done.add(part.number)
+            ready = [part] if not part.holes else []
+            for span, piece in crcs:
+                item.pieces[span].append(piece)
+                item.seen[span] += piece.stop - piece.start
+                if item.seen[span] == span[1]:
+                    crc = join(span[0], sum(span), item.pieces.pop(span), _nothing)
+                    for offset in item.spans[span]:
+                        ready += self._fill(item, Hole(offset, 4), crc.to_bytes(4, "little"))
+            for each in ready:
+                del self._open[item.number, each.number]
+        for each in ready:
+            self._submit(each)
+
+    def _fill(self, item: _Object, hole: Hole, data: bytes) -> list[_Part]:
+        """Fill a hole where its part is open, now and later. Returns the parts that may be sent then."""
+        item.known[hole.offset] = data
+        ready = []
+        for number in item.parts_of(hole.offset, hole.offset + hole.nbytes):
+            part = self._open.get((item.number, number))
+            if part is not None:
+                _fill(part, hole, data)
+                part.holes -= 1
+                if not part.holes and number in item.done:
+                    ready.append(part)
+        return ready
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _submit(self, part: _Part) -> None:
+        with self._room:
+            while self._queued and self._queued + len(part.data) > QUEUE and self._error is None:
+                self._room.wait(0.5)
+            self._queued += len(part.data)
+        if self._error is not None:
+            raise self._error
+        self._queue.put(part)
+
+    def _send(self) -> None:
+        while (part := self._queue.get()) is not None:
+            nbytes = len(part.data)
+            try:
+                if self._error is None:
+                    self._send_part(self.objects[part.file], part)
+            except BaseException as e:  # raised in the threads that write
+                self._error = self._error or e
+            part.data = bytearray()
+            with self._room:
+                self._queued -= nbytes
+                self._room.notify_all()
+            self._queue.task_done()
+
+    def _send_part(self, item: _Object, part: _Part) -> None:
+        digest, number = md5(part.data), part.number + 1
+        if item.before.get(number) == Sent(digest.hex(), len(part.data)):
+            item.etags[number] = digest.hex()
+            with self._lock:
+                self.spared += len(part.data)
+            return
+        with self._lock:
+            if not item.upload:
+                item.upload = self._bucket.begin(self._key(item), {PLAN: self._id})
+        item.etags[number] = self._bucket.part(self._key(item), item.upload, number, part.data, digest)
+
+    def _drain(self) -> None:
+        """Wait until all that was submitted has been sent."""
+        with self._room:
+            while self._queued and self._error is None:
+                self._room.wait(0.5)
+        if self._error is not None:
+            raise self._error
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self, digests: Sequence[str] | None, check: Callable[[Upload], None]) -> None:
+        """Fill what is left, send it, look at it, make it visible. digests: of the moves, None where none were taken.
+
+        check: called when all but the last object is visible, raises to refuse it.
+        """
+        for item in self.objects:
+            self._fill_digests(item, digests)
+        hashed = [item for item in self.objects if self._kinds(item, "sha256")]
+        late = [self.objects[self.last]] + [item for item in hashed if item.number != self.last]
+        for item in self.objects:
+            if item not in hashed:
+                self._rest(item)
+        self._drain()
+        if hashed:
+            for item in self.objects:
+                if item not in late:
+                    self._complete(item)
+            for item in hashed:
+                self._fill_hashes(item)
+                self._rest(item)
+            self._drain()
+        if self._force:
+            self._clear()
+        for item in sorted(self.objects, key=lambda item: (not item.valued, item.size)):
+            if item.number != self.last:
+                self._complete(item)
+        check(self)
+        self._complete(self.objects[self.last])
+
+    def _kinds(self, item: _Object, kind: str) -> list[tuple[int, int]]:
+        return [(patch.offset, patch.of) for patch in self._plan.outputs[item.number].patches if patch.kind == kind]
+
+    def _fill_digests(self, item: _Object, digests: Sequence[str] | None) -> None:
+        for offset, of in self._kinds(item, "digest"):
+            text = digests[of] if digests is not None else "-" * DIGEST_CHARS
+            self._fill_late(item, Hole(offset, DIGEST_CHARS), text.encode())
+
+    def _fill_late(self, item: _Object, hole: Hole, data: bytes) -> None:
+        with self._lock:
+            ready = self._fill(item, hole, data)
+            for part in ready:
+                del self._open[item.number, part.number]
+        for part in ready:
+            self._submit(part)
+
+    def _rest(self, item: _Object) -> None:
+        """Make the parts of an object that no move has touched."""
+        if not self._in_parts(item):
+            return
+        self._copy(item)
+        for number in range(item.parts):
+            if number not in item.done and number not in item.moved:
+                with self._lock:
+                    part = self._begin_part(item, number)
+                self._whole(item, part)
+
+    def _copy(self, item: _Object) -> None:
+        """The side file that an object is a copy of, written as moves are."""
+        for offset, data in self._copied(item):
+            self.write(item.number, offset, data)
+
+    def _copied(self, item: _Object) -> Iterator[tuple[int, bytes]]:
+        copy_of = self._plan.outputs[item.number].copy_of
+        if copy_of is None:
+            return
+        numbers = {file.path: number for number, file in reversed(list(enumerate(self._plan.sources)))}
+        reader, offset = Reader(self._sources, 1, {}), 0
+        try:
+            for data in reader.chunks(numbers[copy_of], 0, item.size):
+                yield offset, data
+                offset += len(data)
+        finally:
+            reader.close()
+
+    def _content(self, item: _Object) -> bytearray:
+        """An object that is put whole."""
+        data = self.known(item, 0, item.size)
+        for offset, some in self._copied(item):
+            data[offset : offset + len(some)] = some
+        return data
+
+    def known(self, item: _Object, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop) of an object without its values."""
+        data = bytearray(stop - start)
+        for offset, some in _within((*item.literals, *item.known.items()), start, stop):
+            data[offset - start : offset - start + len(some)] = some
+        return data
+
+    def _fill_hashes(self, item: _Object) -> None:
+        """SHA-256 of whole objects, read back from the store, which has them in order."""
+        for offset, of in self._kinds(item, "sha256"):
+            other = self.objects[of]
+            digest = hashlib.sha256()
+            if self._in_parts(other):
+                for data in self._bucket.read(self._key(other), other.size):
+                    digest.update(data)
+            else:
+                digest.update(self._content(other))
+            self._fill_late(item, Hole(offset, 64), digest.hexdigest().encode())
+
+    def _complete(self, item: _Object) -> None:
+        """Make one object visible, once, and where none is but ours."""
+        if item.upload == DONE:
+            return
+        key = self._key(item)
+        new = not self._force and key not in self._there
+        if self._in_parts(item):
+            if len(item.etags) != item.parts:
+                raise InternalError(f"{item.path}: {len(item.etags)} of {item.parts} parts were made")
+            self._bucket.complete(key, item.upload, item.etags, new=new)
+        else:
+            self._bucket.put(key, self._content(item), {PLAN: self._id}, new=new)
+        item.upload = DONE
+
+    def _clear(self) -> None:
+        """Replacing: from here until the end the place holds no checkpoint. What makes the old one a checkpoint goes
+        first, then whatever the new one does not replace."""
+        if self.single:
+            return
+        there = self._bucket.objects()
+        kept = {item.path for item in self.objects if item.valued or item.upload == DONE}
+        last = self.objects[self.last].path
+        for key in sorted(there.keys() - (kept - {last}), key=lambda key: (key != last, key)):
+            self._bucket.remove(key)
+
+    def close(self) -> None:
+        """End the sending threads."""
+        for _ in self._senders:
+            self._queue.put(None)
+
+    def discard(self) -> None:
+        """Abort what was begun, and remove what is visible already: nothing of this run is left."""
+        self._error = self._error or InternalError("discarded")
+        self.close()
+        for thread in self._senders:
+            thread.join()
+        for item in self.objects:
+            key = self._key(item)
+            if item.upload == DONE and key not in self._there:
+                self._bucket.remove(key)
+            elif item.upload and item.upload != DONE:
+                self._bucket.abort(key, item.upload)
+
+
+DONE = "done"
+
+
+class PartWriter(Writer):
+    """Writes regions into an upload. For one thread."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._scratch = bytearray()
+        self._regions, self._spans = (), Spans(())
+        self.pieces = {}
+        self.fds = _NoDescriptors(lambda number: -1, 1)
+
+    def checksummed(self, file: int) -> bool:
+        """Every byte passes by here."""
+        return True
+
+    def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
+        self._upload.write(file, offset, view)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _NoDescriptors(FdCache):
+    """Where a descriptor is tried first, this one fails, and bytes go to `pwrite`."""
+
+    def __getitem__(self, number: int) -> int:
+        return -1
+
+
+class Seen:
+    """The store as a reader would find it with the objects that are still to come, of which what is no value is
+    known."""
+
+    def __init__(self, upload: Upload, store: Store, base: str = "") -> None:
+        self._upload, self._store, self._base = upload, store, base
+        self._coming = {
+            item.path.removeprefix(base): item
+            for item in upload.objects
+            if item.upload != DONE and item.path.startswith(base)
+        }
+
+    def single(self) -> Entry | None:
+        if not self._upload.single:
+            return None
+        item = self._upload.objects[0]
+        return self._store.single() if item.upload == DONE else self._entry(item)
+
+    def parent(self) -> Store:
+        return self if self._coming else self._store.parent()
+
+    def below(self, folder: str) -> Seen:
+        return Seen(self._upload, self._store.below(folder), f"{self._base}{folder}/")
+
+    def list(self) -> dict[str, Entry]:
+        there = {} if self._upload.single else self._store.list()
+        return {**there, **{path: self._entry(item) for path, item in self._coming.items()}}
+
+    def look(self, key: str) -> Entry:
+        item = self._coming.get(key)
+        return self._entry(item) if item else self._store.look(key)
+
+    def get(self, key: str, start: int, stop: int, pinned: Entry) -> memoryview:
+        item = self._coming.get(key)
+        return memoryview(self._upload.known(item, start, stop)) if item else self._store.get(key, start, stop, pinned)
+
+    def _entry(self, item: _Object) -> Entry:
+        return Entry(item.size, "coming")
+
+
+# -- before ----------------------------------------------------------------------------------------------------------
+
+
+def last_of(plan: Plan) -> int:
+    """The number of the object that is written last: without it the others are no checkpoint.
+
+    The only file that holds values; of several, what describes them: an index, DCP's metadata, the longest of the files
+    without values; where there is none, the first of those with values.
+    """
+    valued = [number for number, arrays in enumerate(plan.arrays) if len(arrays)]
+    plain = [
+        number
+        for number, file in enumerate(plan.outputs)
+        if file.copy_of is None and number not in valued and not any(patch.kind == "sha256" for patch in file.patches)
+    ]
+    if plain and len(valued) != 1:
+        return max(plain, key=lambda number: (plan.outputs[number].size, -number))
+    return valued[0] if valued else 0
+
+
+def most_open(plan: Plan, objects: Sequence[_Object], order: Sequence[Unit]) -> int:
+    """Bytes of the parts that are open at once at most, where units are moved in this order."""
+    first: dict[tuple[int, int], int] = {}
+    final: dict[tuple[int, int], int] = {}
+    for at, unit in enumerate(order):
+        for index, start, stop in unit.items:
+            move = plan.moves[index]
+            for region in move.outputs:
+                item = objects[region.file]
+                for part in clip(region, start, stop):
+                    for number in item.parts_of(part.offset, part.offset + part.reach(move.item_out)):
+                        first.setdefault((region.file, number), at)
+                        final[region.file, number] = at
+    for item in objects:
+        for span, holes in item.spans.items():
+            until = max((final.get((item.number, n), 0) for n in item.parts_of(span[0], sum(span))), default=0)
+            for offset in holes:
+                for number in item.parts_of(offset, offset + 4):
+                    if (item.number, number) in final:
+                        final[item.number, number] = max(final[item.number, number], until)
+    change = defaultdict[int, int](int)
+    for (file, number), at in first.items():
+        low, high = objects[file].bounds(number)
+        change[at] += high - low
+        change[final[file, number] + 1] -= high - low
+    most = now = 0
+    for at in sorted(change):
+        now += change[at]
+        most = max(most, now)
+    return most
+
+
+def memory_of(plan: Plan) -> int:
+    """Bytes that sending the plan's output takes, the buffers of its threads aside."""
+    objects = _objects_of(plan)
+    return most_open(plan, objects, [unit for _, unit in in_order_of_objects(plan, units(plan.moves))]) + QUEUE
+
+
+def _objects_of(plan: Plan) -> list[_Object]:
+    objects = [
+        _Object(number, file, [(extent.offset, extent.nbytes) for extent in arrays])
+        for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
+    ]
+    for move in plan.moves:
+        for region in move.outputs:
+            _count(objects[region.file], region, move.item_out)
+    for item in objects:
+        item.valued = bool(item.moved)
+        if plan.outputs[item.number].copy_of is not None:
+            item.moved = {part: item.bounds(part)[1] - item.bounds(part)[0] for part in range(item.parts)}
+    return objects
+
+
+def in_order_of_objects(plan: Plan, shares: Sequence[Unit]) -> list[tuple[int, Unit]]:
+    """The units, numbered, as their first bytes lie in the output: parts are begun and ended one after the other."""
+
+    def first(pair: tuple[int, Unit]) -> tuple[int, int]:
+        index, start, stop = pair[1].items[0]
+        places = (
+            (part.file, part.offset) for region in plan.moves[index].outputs for part in clip(region, start, stop)
+        )
+        return min(places, default=(0, 0))
+
+    return sorted(enumerate(shares), key=first)
+
+
+def _count(item: _Object, region: Region, nbytes: int) -> None:
+    """Add a region's bytes, elements of `nbytes`, to those that moves write of each part."""
+    region = region.in_file_order()
+    if 0 in region.extents:
+        return
+    reach = region.reach(nbytes)
+    parts = item.parts_of(region.offset, region.offset + reach)
+    if len(parts) == 1 or reach == region.numel * nbytes:
+        left = region.numel * nbytes
+        for number in parts:
+            low, high = item.bounds(number)
+            some = left if len(parts) == 1 else min(high, region.offset + reach) - max(low, region.offset)
+            item.moved[number] = item.moved.get(number, 0) + some
+        return
+    for i in range(region.extents[0]):
+        _count(item, region.row(i), nbytes)
+
+
+def _within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """What of the literals lies in [start, stop)."""
+    for offset, data in literals:
+        low, high = max(offset, start), min(offset + len(data), stop)
+        if low < high:
+            yield low, data[low - offset : high - offset]
+
+
+def _fill(part: _Part, hole: Hole, data: bytes) -> None:
+    for low, some in _within([(hole.offset, data)], part.start, part.stop):
+        part.data[low - part.start : low - part.start + len(some)] = some
+
+
+def _nothing(offset: int, nbytes: int) -> Iterable[bytes]:
+    raise InternalError(f"a CRC lacks {nbytes} bytes at {offset}")

@@ -1,0 +1,309 @@
+"""Writing into a bucket that speaks S3's protocol: objects in parts, in any order, that appear when they are completed.
+
+    bucket = Bucket.at("s3://b/out")
+    upload = bucket.begin("model.safetensors", {"plan": "1f..."})
+    etag = bucket.part("model.safetensors", upload, 7, data)          # any part, any number of times
+    bucket.complete("model.safetensors", upload, {1: ..., 7: etag}, new=True)
+
+A part travels with its MD5, which the server checks, and which is the part's ETag unless the bucket encrypts with keys
+of a service: so what an earlier run has sent is known by its content. `new`: If-None-Match, an object that is there is
+never replaced. boto3 does this: obstore sends parts in order alone, and lists none. It also hands on `Retry-After`,
+which is obeyed. An answer may get lost: what is refused because it is there already is there by our own request if it
+has our ETag. Source: Amazon S3 API reference (CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from ckpt_tool.errors import OutputExists, StorageError, UsageError
+from ckpt_tool.storage.fsspec_store import INSTALL
+from ckpt_tool.storage.object_store import S3, THROTTLES, fault
+from ckpt_tool.storage.store import Again, patiently
+
+T = TypeVar("T")
+LEAST, MOST_PARTS = 8 << 20, 9000  # bytes of a part (S3 wants 5 MiB), parts of an object (S3 takes 10,000)
+CONNECTIONS = 8
+
+
+def part_size(nbytes: int) -> int:
+    """Bytes of each part of an object but the last: the same for every run."""
+    return LEAST if nbytes <= LEAST * MOST_PARTS else -(-nbytes // (MOST_PARTS << 20)) << 20
+
+
+def md5(data: bytes | bytearray | memoryview) -> bytes:
+    return hashlib.md5(data, usedforsecurity=False).digest()
+
+
+def whole_etag(etags: Mapping[int, str]) -> str | None:
+    """The ETag of an object of these parts, None where they are no MD5s."""
+    try:
+        digests = b"".join(bytes.fromhex(etags[number]) for number in sorted(etags))
+    except ValueError:
+        return None
+    return f"{md5(digests).hex()}-{len(etags)}"
+
+
+class Sent(NamedTuple):
+    """A part that the store has. etag: as it gives it, without quotes."""
+
+    etag: str
+    nbytes: int
+
+
+class Pending(NamedTuple):
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    key: str
+    upload: str
+    begun: str
+
+
+class Bucket:
+    """A place in a bucket to write to. Keys are relative to it. Thread-safe."""
+
+    def __init__(self, client: Any, bucket: str, base: str, shown: str) -> None:
+        self._client, self.name, self._base, self.shown = client, bucket, base, shown
+
+    @classmethod
+    def at(cls, url: str) -> Bucket:
+        """The place of an `s3://` URL. Raises UsageError: E0247 without boto3, E2502 for a URL without a bucket or
+        path, E2508 for settings that boto3 refuses."""
+        name, _, base = url.partition("://")[2].partition("/")
+        if not name or not base.strip("/"):
+            raise UsageError(
+                f"{url} names no {'place in the bucket' if name else 'bucket'}",
+                code="E2502",
+                path=url,
+                hint="write s3://BUCKET/PATH",
+            )
+        try:
+            import boto3
+            from botocore.config import Config
+        except ImportError as e:
+            raise UsageError(f"writing to {url} needs the extra `remote`", code="E0247", hint=INSTALL) from e
+        settings = Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=5,
+            read_timeout=60,
+            max_pool_connections=2 * CONNECTIONS,
+            request_checksum_calculation="when_required",  # not every server knows the newer ones
+            response_checksum_validation="when_required",
+        )
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            endpoint = os.environ.get("AWS_ENDPOINT") or None  # obstore's own spelling; boto3 knows the others
+            region = os.environ.get("AWS_REGION") or None  # boto3 reads AWS_DEFAULT_REGION and the profile's
+            client = boto3.client("s3", config=settings, endpoint_url=endpoint, region_name=region)
+        except (BotoCoreError, ValueError) as e:
+            raise UsageError(
+                f"the store's settings can't be used: {e}", code="E2508", path=url, hint=f"set {S3.keys}"
+            ) from e
+        return cls(client, name, base.strip("/"), url.rstrip("/"))
+
+    # -- objects ----------------------------------------------------------------------------------------------------
+
+    def objects(self) -> dict[str, int]:
+        """key -> bytes of what lies at the place ("" is the place itself) and below it."""
+        found: dict[str, int] = {}
+        for page in self._pages("list_objects_v2", Prefix=self._base):
+            for entry in page.get("Contents", ()):
+                name = entry["Key"].removeprefix(self._base)
+                if name == "" or name.startswith("/") and len(name) > 1:
+                    found[name.lstrip("/")] = entry["Size"]
+        return found
+
+    def note(self, key: str, name: str) -> str | None:
+        """What `begin` or `put` noted on an object under a name."""
+        head = self._asked("head_object", key)
+        value: str | None = head.get("Metadata", {}).get(name)
+        return value
+
+    def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
+        """A whole object at once. new: raise OutputExists where there is one."""
+        condition, digest = {"IfNoneMatch": "*"} if new else {}, md5(data)
+        given = {"Body": bytes(data), "ContentMD5": base64.b64encode(digest).decode(), "Metadata": dict(notes)}
+        try:
+            self._asked("put_object", key, **given, **condition)
+        except OutputExists:
+            if self._etag(key) != digest.hex():
+                raise
+
+    def read(self, key: str, nbytes: int) -> Iterator[bytes]:
+        """An object's bytes in order, in pieces."""
+        for at in range(0, nbytes, LEAST):
+            end = min(at + LEAST, nbytes)
+            with self._faults("get object", key):
+                yield self._patiently(partial(self._get, key, f"bytes={at}-{end - 1}"), key)
+
+    def _get(self, key: str, piece: str) -> bytes:
+        body: bytes = self._client.get_object(Bucket=self.name, Key=self._key(key), Range=piece)["Body"].read()
+        return body
+
+    def remove(self, key: str) -> None:
+        self._asked("delete_object", key)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def begin(self, key: str, notes: Mapping[str, str]) -> str:
+        upload: str = self._asked("create_multipart_upload", key, Metadata=dict(notes))["UploadId"]
+        return upload
+
+    def part(self, key: str, upload: str, number: int, data: bytearray, digest: bytes) -> str:
+        """Send part `number` (from 1). digest: its MD5. Returns its ETag."""
+        sent = self._asked(
+            "upload_part",
+            key,
+            UploadId=upload,
+            PartNumber=number,
+            Body=data,
+            ContentMD5=base64.b64encode(digest).decode(),
+        )
+        etag: str = sent["ETag"].strip('"')
+        return etag
+
+    def complete(self, key: str, upload: str, etags: Mapping[int, str], *, new: bool) -> None:
+        """Make the object of its parts. new: raise OutputExists where there is one."""
+        parts = [{"PartNumber": number, "ETag": f'"{etags[number]}"'} for number in sorted(etags)]
+        condition = {"IfNoneMatch": "*"} if new else {}
+        try:
+            self._asked(
+                "complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+            )
+        except (OutputExists, StorageError) as e:
+            if e.code not in ("E0501", NO_UPLOAD) or self._etag(key) != whole_etag(etags):
+                raise
+
+    def _etag(self, key: str) -> str:
+        """Of the object that is there, "" where none is."""
+        try:
+            etag: str = self._asked("head_object", key)["ETag"]
+        except StorageError:
+            return ""
+        return etag.strip('"')
+
+    def abort(self, key: str, upload: str) -> None:
+        try:
+            self._asked("abort_multipart_upload", key, UploadId=upload)
+        except StorageError as e:
+            if e.code != NO_UPLOAD:
+                raise
+
+    def pending(self) -> list[Pending]:
+        """Uploads at the place and below that were begun and not ended, the oldest first."""
+        found = []
+        for page in self._pages("list_multipart_uploads", Prefix=self._base):
+            for entry in page.get("Uploads", ()):
+                name = entry["Key"].removeprefix(self._base)
+                if name == "" or name.startswith("/"):
+                    found.append(Pending(name.lstrip("/"), entry["UploadId"], entry["Initiated"].isoformat()))
+        return sorted(found, key=lambda each: (each.begun, each.key))
+
+    def parts(self, key: str, upload: str) -> dict[int, Sent]:
+        """What the store has of an upload."""
+        found = {}
+        for page in self._pages("list_parts", Key=self._key(key), UploadId=upload):
+            for entry in page.get("Parts", ()):
+                found[int(entry["PartNumber"])] = Sent(entry["ETag"].strip('"'), int(entry["Size"]))
+        return found
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def _key(self, key: str) -> str:
+        return f"{self._base}/{key}" if key else self._base
+
+    def display(self, key: str) -> str:
+        return f"{self.shown}/{key}" if key else self.shown
+
+    def _asked(self, operation: str, key: str, **more: Any) -> dict[str, Any]:
+        with self._faults(operation, key):
+            answer: dict[str, Any] = self._patiently(
+                lambda: getattr(self._client, operation)(Bucket=self.name, Key=self._key(key), **more), key
+            )
+        return answer
+
+    def _pages(self, operation: str, **more: Any) -> Iterator[dict[str, Any]]:
+        """Each page of a listing. Not boto3's paginator: one that has failed once is at its end."""
+        page: dict[str, Any] = {"IsTruncated": True}
+        while page.get("IsTruncated"):
+            with self._faults(operation, ""):
+                ask = partial(getattr(self._client, operation), Bucket=self.name, **more)
+                page = self._patiently(ask, "")
+            yield page
+            more |= {asks: page[given] for given, asks in _GOES_ON[operation].items() if given in page}
+
+    def _patiently(self, ask: Callable[[], T], key: str) -> T:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        return patiently(ask, shown=self.display(key), faults=(BotoCoreError, ClientError, OSError), judge=_judge)
+
+    @contextmanager
+    def _faults(self, operation: str, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError, OSError) as e:
+            self._fail(e, operation.replace("_", " "), key)
+
+    def _fail(self, error: Exception, doing: str, key: str) -> NoReturn:
+        status, code, text = _said(error)
+        shown = self.display(key)
+        if status in (409, 412) and code in ("PreconditionFailed", "ConditionalRequestConflict", ""):
+            raise OutputExists(
+                f"{shown} exists",
+                code="E0501",
+                path=shown,
+                hint="another run has written it, or it was there: choose a new name, or --force to replace it",
+            ) from error
+        if code == "NoSuchUpload":
+            raise StorageError(
+                "the upload was completed or aborted by someone else",
+                code=NO_UPLOAD,
+                path=shown,
+                hint="is another run writing the same output? else run the same command again",
+            ) from error
+        raise fault(status, code, text, S3, self.name, shown, doing) from error
+
+
+NO_UPLOAD = "E2509"
+_GOES_ON = {  # what a page says of the next one -> how that is asked for
+    "list_objects_v2": {"NextContinuationToken": "ContinuationToken"},
+    "list_multipart_uploads": {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"},
+    "list_parts": {"NextPartNumberMarker": "PartNumberMarker"},
+}
+
+
+def _said(error: Exception) -> tuple[int, str, str]:
+    """(HTTP status, the store's code, text) of a failure; 0 and "" where the store said nothing."""
+    answer = getattr(error, "response", None) or {}
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code = answer.get("Error", {}).get("Code", "")
+    region = answer.get("Error", {}).get("Region", "")
+    text = f"{error}{f' <Region>{region}</Region>' if region else ''}"
+    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+        text = f"169.254.169.254 {text}"  # as obstore says it: it looks there last
+    elif not status:
+        text = f"error sending request: {text}"
+    return int(status), "" if str(code).isdigit() else str(code), text
+
+
+def _judge(error: Exception) -> Again | None:
+    status, code, text = _said(error)
+    if "169.254.169.254" in text or type(error).__name__ in ("ParamValidationError", "NoRegionError"):
+        return None
+    answer = getattr(error, "response", None) or {}
+    after = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
+    wait = float(after) if after.isdigit() else 0.0
+    if status == 429 or any(code.startswith(word) for word in THROTTLES):
+        return Again(f"the store wants fewer requests ({code or status})", throttled=True, wait=wait)
+    if status >= 500 and status != 501 or code in ("RequestTimeout", "BadDigest"):
+        return Again(f"the store answers {status}{f' {code}' if code else ''}", wait=wait)
+    return None if status else Again("the store does not answer")
