@@ -1,36 +1,46 @@
-"""The same plan over a Ray cluster: every node takes shares of it, as `ckpt apply --part I/N` would.
+"""The same plan over a Ray cluster: on every node workers claim what they do, as `ckpt apply --claim` does.
 
 `--ray auto` joins the running cluster, `--ray local` starts one on this machine, anything else is an address. The
-source and the output's folder must be on a file system that all nodes see; the last share to finish commits, once.
+source and the output's folder must be on a file system that all nodes see. Workers are spread over the nodes; Ray
+starts one again that died, and what a lost one had claimed is taken over by the others, so a node may go at any time.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ckpt_tool.conversion.carry_out import execute
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, InternalError, UsageError
+from ckpt_tool.errors import CkptError, OutputExists, StorageError, UsageError
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.saved import read_plan
+from ckpt_tool.storage import journal
+from ckpt_tool.storage.destination import staging_path
+from ckpt_tool.storage.staging import new_worker, was_committed
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
+_THREADS = 2  # of a worker, where nobody says
+_RETRIES = 3  # of a worker that died
+_LOOK = 0.5  # seconds between two looks at what is written
 
 
-def share(
-    document: Mapping[str, Any], part: tuple[int, int], writing: Writing, recorded: Mapping[TensorKey, str]
-) -> Outcome:
-    """One share, on the node that Ray chose: (committed, overflows, what went wrong)."""
+def work(document: Mapping[str, Any], writing: Writing, recorded: Mapping[TensorKey, str]) -> Outcome:
+    """One worker, on the node that Ray chose: (did it commit, overflows, what went wrong)."""
     from ckpt_tool.storage.opening import open_tree
 
     plan = read_plan(document, "the plan sent by the driver")
     try:
         trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
-        result = execute(plan, trees, writing, Silent(), recorded=recorded, part=part)
+        result = execute(plan, trees, writing, Silent(), recorded=recorded, worker=new_worker())
+    except OutputExists as e:
+        done = e.code == "E0501" and was_committed(Path(plan.destination), plan.identifier())
+        return done, {}, None if done else e  # another committed before this one began
     except CkptError as e:
         return False, {}, e
     return result.committed, result.overflows, None
@@ -41,47 +51,74 @@ def execute_on_ray(
 ) -> dict[TensorKey, int]:
     """Run the plan on the cluster that `writing.ray` names. Returns the overflows of lossy casts.
 
-    Raises UsageError E0271 without Ray, else what the first failing share raised; the others finish what they have, and
-    the same command goes on from there.
+    Raises UsageError E0271 without Ray, StorageError E0714 where workers were lost and none is left that could finish,
+    else what the first failing worker raised; the same command goes on from there.
     """
     try:
         import ray
     except ImportError as e:
         raise UsageError("Ray is not installed", code="E0271", hint="pip install 'ckpt-tool[ray]'") from e
-    address = {"auto": "auto", "local": "local"}.get(writing.ray or "", writing.ray)
-    if not ray.is_initialized():
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="error")
-        except (ConnectionError, ValueError, RuntimeError) as e:
-            raise UsageError(
-                f"no Ray cluster at {writing.ray}: {e}",
-                code="E0271",
-                hint="start one with ray start --head, or --ray local",
-            ) from e
+    _join(ray, writing.ray)
     cpus = int(ray.cluster_resources().get("CPU", 1))
-    threads = writing.threads or 2
+    threads = writing.threads or min(_THREADS, max(1, cpus // 2))
     count = max(1, cpus // threads)
-    sent = replace(writing, ray=None, threads=threads)
     document = ray.put(plan.to_json())
-    remote = ray.remote(num_cpus=threads, max_retries=0)(share)
-    tasks = {remote.remote(document, (i + 1, count), sent, dict(recorded)): i + 1 for i in range(count)}
-    progress.start(0, f"writing in {count} shares")
-    overflows: dict[TensorKey, int] | None = None
+    options = {"num_cpus": threads, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
+    remote = ray.remote(**options)(work)
+    sent = replace(writing, ray=None, threads=threads)
+    waiting = [remote.remote(document, sent, dict(recorded)) for _ in range(count)]
+    nodes = len([node for node in ray.nodes() if node.get("Alive")])
+    progress.start(sum(move.nbytes for move in plan.moves), f"{plan.destination}, {count} workers on {nodes} nodes")
+    found: list[dict[TensorKey, int]] = []
+    lost: list[str] = []
     failure: CkptError | None = None
-    waiting = list(tasks)
+    shown = 0
     while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        committed, lost, error = ray.get(done[0])
-        progress.note(
-            f"share {tasks[done[0]]}/{count} done" if error is None else f"share {tasks[done[0]]}/{count} failed"
-        )
-        failure = failure or error
-        overflows = lost if committed else overflows
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=_LOOK)
+        seen = _written(Path(plan.destination))
+        progress.advance(max(0, seen - shown))
+        shown = max(shown, seen)
+        for one in done:
+            try:
+                committed, overflows, error = ray.get(one)
+            except ray.exceptions.RayError as e:  # killed again and again, or its node is gone
+                lost.append(str(e).strip().partition("\n")[0])
+                progress.note(f"a worker was lost, the others take over what it had claimed: {lost[-1]}")
+                continue
+            failure = failure or error
+            found += [overflows] if committed else []
     progress.finish()
+    if found:
+        return max(found, key=len)
     if failure is not None:
         raise failure
-    if overflows is None:
-        raise InternalError(
-            "all shares ended and none committed", hint="please report this; ckpt clean removes the leavings"
-        )
-    return overflows
+    raise StorageError(
+        f"{len(lost)} of {count} workers were lost, and none is left",
+        code="E0714",
+        path=plan.destination,
+        faults=lost,
+        hint="run the same command again: it goes on from what is written (ckpt status shows it)",
+    )
+
+
+def _join(ray: Any, address: str | None) -> None:
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError, RuntimeError) as e:
+        raise UsageError(
+            f"no Ray cluster at {address}: {e}", code="E0271", hint="start one with ray start --head, or --ray local"
+        ) from e
+
+
+def _written(destination: Path) -> int:
+    """Bytes of the units that all workers have written into their journals."""
+    try:
+        folder = os.open(staging_path(destination), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return 0  # not begun, or committed
+    try:
+        return sum(status.nbytes for status in journal.statuses(folder))
+    finally:
+        os.close(folder)

@@ -1,33 +1,102 @@
-"""The same plan in shares on a Ray cluster of this machine: the same bytes as one process writes."""
+"""The same plan by workers on a Ray cluster of this machine: the same bytes as one process writes, whoever dies."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from ckpt_tool.cli import run
 from ckpt_tool.commands.convert import reshard
+from ckpt_tool.conversion import on_ray
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
+from ckpt_tool.storage.destination import staging_path
 
 SOURCE = Path(__file__).parents[2] / "fixtures" / "dcp" / "fsdp2_dp4"
+OPTIONS: dict[str, Any] = {"degrees": {"dp": 3}, "threads": 1}
+
+
+class Seen(Silent):
+    """What a bar would show. kill: the first worker is killed when the bytes begin."""
+
+    def __init__(self, *, kill: Path | None = None) -> None:
+        self.total = self.done = 0
+        self.killed = False
+        self._kill = kill
+
+    def start(self, total_bytes: int, what: str) -> None:
+        self.total = total_bytes
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        for file in sorted(staging_path(self._kill).glob(".ckpt-journal-by-*")) if self._kill else ():
+            os.kill(int(file.name.split("-")[-2]), signal.SIGKILL)
+            self._kill, self.killed = None, True
+            break
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> dict[str, bytes]:
+    reshard(str(SOURCE), str(tmp_path / "alone"), Reading(), Writing(**OPTIONS), Silent())
+    return contents(tmp_path / "alone")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.peers
-def test_shares_write_the_same_bytes(tmp_path):
+def test_workers_write_the_same_bytes(tmp_path: Path, alone: dict[str, bytes]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    options = {"degrees": {"dp": 3}, "threads": 1}
-    document = reshard(str(SOURCE), str(tmp_path / "ray"), Reading(), Writing(**options, ray="local"), Silent())
-    reshard(str(SOURCE), str(tmp_path / "alone"), Reading(), Writing(**options), Silent())
-    assert document["digest_checked"]
-    for file in (tmp_path / "alone").iterdir():
-        assert file.read_bytes() == (tmp_path / "ray" / file.name).read_bytes()
+    seen = Seen()
+    document = reshard(str(SOURCE), str(tmp_path / "ray"), Reading(), Writing(**OPTIONS, ray="local"), seen)
+    assert document["digest_checked"] and 0 <= seen.done <= seen.total > 0
+    assert contents(tmp_path / "ray") == alone
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ray"]
 
 
-def test_without_ray_the_way_out_is_told(tmp_path, monkeypatch):
+@pytest.mark.peers
+def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a gigabyte, so that there is time to see a worker and to kill it."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    tensors = {f"w{i}": np.full((1 << 24,), i + 0.5, np.float32) for i in range(8)}
+    safetensors.numpy.save_file(tensors, tmp_path / "in.safetensors")
+    monkeypatch.setattr(on_ray, "_LOOK", 0.02)
+    killed = 0
+    for _ in range(3):
+        out = tmp_path / "out"
+        seen = Seen(kill=out)
+        writing = Writing(degrees={"tp": 2}, threads=1, ray="local", fsync=False)
+        reshard(str(tmp_path / "in.safetensors"), str(out), Reading(), replace(writing, to="sharded"), seen)
+        assert run(["diff", str(tmp_path / "in.safetensors"), str(out), "-q"]) == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out"]
+        killed += seen.killed
+        shutil.rmtree(out)
+    assert killed, "nobody was killed: there was nothing to survive"
+
+
+@pytest.mark.peers
+def test_a_saved_plan_goes_to_ray(tmp_path: Path, alone: dict[str, bytes], capfd: Any) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    plan = str(tmp_path / "plan.json")
+    assert run(["reshard", str(SOURCE), str(tmp_path / "out"), "--dp", "3", "--plan", plan, "-q"]) == 0
+    assert run(["apply", plan, "--ray", "local", "--threads", "1", "-q"]) == 0
+    assert contents(tmp_path / "out") == alone
+    assert run(["apply", plan, "--ray", "local", "--claim"]) == 2
+    assert "E0266" in capfd.readouterr().err
+
+
+def test_without_ray_the_way_out_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
