@@ -12,6 +12,7 @@ line in the report. Cost: none. What it does not do: degrees (each format's own 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import gcd
 from typing import Any
@@ -23,10 +24,12 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.megatron.names import ROOT
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import file_config, model_arguments
 
-EMBEDDING = "embedding.word_embeddings.weight"
+_EMBEDDING = re.compile(rf"{ROOT}embedding\.word_embeddings\.weight")
+_AHEAD = re.compile(rf"{ROOT}mtp\.layers\.(\d+)\.")
 _MULTIPLE = 128  # Megatron's own default of make_vocab_size_divisible_by
 # What load_args_from_checkpoint leaves to the command line: argument -> the flag, where it is not Megatron's default
 _FLAGS: Mapping[str, tuple[Any, str]] = {
@@ -48,6 +51,23 @@ _FLAGS: Mapping[str, tuple[Any, str]] = {
     "mrope_section": (None, "--mrope-section {}"),
     "rope_scaling_factor": (8.0, "--rope-scaling-factor {}"),
     "mtp_num_layers": (None, "--mtp-num-layers {}"),
+    "attention_output_gate": (False, "--attention-output-gate"),
+    "experimental_attention_variant": (None, "--experimental-attention-variant {}"),
+    "linear_attention_freq": (None, "--linear-attention-freq {}"),
+    "linear_conv_kernel_dim": (4, "--linear-conv-kernel-dim {}"),
+    "linear_key_head_dim": (128, "--linear-key-head-dim {}"),
+    "linear_value_head_dim": (128, "--linear-value-head-dim {}"),
+    "linear_num_key_heads": (16, "--linear-num-key-heads {}"),
+    "linear_num_value_heads": (32, "--linear-num-value-heads {}"),
+    "dsa_indexer_n_heads": (None, "--dsa-indexer-n-heads {}"),
+    "dsa_indexer_head_dim": (None, "--dsa-indexer-head-dim {}"),
+    "dsa_indexer_topk": (None, "--dsa-indexer-topk {}"),
+    "dsa_indexer_topk_freq": (1, "--dsa-indexer-topk-freq {}"),
+    "dsa_indexer_skip_topk_offset": (0, "--dsa-indexer-skip-topk-offset {}"),
+    "dsa_indexer_rope_interleaved": (False, "--dsa-indexer-rope-interleaved"),
+    "qk_l2_norm": (False, "--qk-l2-norm"),
+    "moe_apply_probs_on_input": (False, "--moe-apply-probs-on-input"),
+    "fp32_residual_connection": (False, "--fp32-residual-connection"),
     "moe_router_num_groups": (None, "--moe-router-num-groups {}"),
     "moe_router_group_topk": (None, "--moe-router-group-topk {}"),
     "moe_shared_expert_gate": (False, "--moe-shared-expert-gate"),
@@ -98,6 +118,8 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
 
 def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """The arguments with what the tensors and the options say: dtype, vocabulary, MTP layers, the spec."""
+    from ckpt_tool.families.config.translation import with_ahead
+
     out = dict(args)
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
     dtype = torch_dtype(wanted)
@@ -105,14 +127,15 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     if dtype is not None:
         out["params_dtype"] = Symbol(f"torch.{dtype}")
     tp = wanted.wish.degrees.at("tp")
-    if EMBEDDING in model and model[EMBEDDING].shape:
-        rows = model[EMBEDDING].shape[0]
+    embedding = next((tensor for name, tensor in model.items() if _EMBEDDING.fullmatch(name)), None)
+    if embedding is not None and embedding.shape:
+        rows = embedding.shape[0]
         out["vocab_size"] = wanted.wish.vocab_size or rows
         out["make_vocab_size_divisible_by"] = vocabulary_multiple(rows, tp)
         unit = out["make_vocab_size_divisible_by"] * tp
         out["padded_vocab_size"] = -(-out["vocab_size"] // unit) * unit
-    ahead = {name.split(".")[2] for name in model if name.startswith("mtp.layers.")}
-    out["mtp_num_layers"] = len(ahead) or None
+    ahead = {found[1] for name in model if (found := _AHEAD.match(name))}
+    out = with_ahead(out, len(ahead))
     te = wanted.wish.spec == "te"
     out["transformer_impl"] = "transformer_engine" if te else "local"
     if out.get("num_experts"):

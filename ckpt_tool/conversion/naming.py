@@ -35,7 +35,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
-from ckpt_tool.sources.config import centred_norms, check_config, config_of
+from ckpt_tool.sources.config import ARGUMENTS, centred_norms, check_config, config_of
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 HUB = "hf"
-NO_FAMILY = "E1372"  # of `families.registry.find`
+NO_FAMILY, STRANGE = "E1372", "E1373"  # of `families.registry.find`
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
@@ -122,7 +122,17 @@ def _by_family(chosen: Chosen, reading: Reading, writing: Writing, target: str, 
     shapes = parameter_shapes(chosen.stored)
     stated = None if source == "hf" else source
     try:
-        found = find(config, {name: shapes[name] for name in one_of_each(shapes)}, stated=stated, family=reading.family)
+        alike = {name: shapes[name] for name in one_of_each(shapes)}
+        try:
+            found = find(config, alike, stated=stated, family=reading.family)
+        except InputError as e:
+            derived = model.origin == ARGUMENTS and chosen.config is None and reading.family is None
+            if e.code != STRANGE or not derived:
+                raise
+            # arguments say what a model computes, names whose part it is: of a model that sees or hears
+            found = find(None, alike, stated=stated)
+            model = config_of(opened, reading, found.family.name)
+            config = _as_asked(model.config, writing)
         if target not in found.family.known_dialects:
             found.family.table(target)
     except (UsageError, InputError) as e:

@@ -168,6 +168,7 @@ class Family:
     apart: how names begin of parts that no module of Megatron holds; there they keep their names, and the report says so.
     language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
         may be a part; axes and conditions read it as if it were all (`facts`).
+    parts: classes of other families that the part may be: {model_type: what Megatron's arguments fix otherwise there}.
     saved: the dialect in which transformers 5 saves, where the released files are of another, `hf`.
     tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
         from it).
@@ -183,6 +184,7 @@ class Family:
     centred: bool = False
     apart: tuple[str, ...] = ()
     language: str = ""
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     saved: str = HUB
     tiny: Mapping[str, Any] = field(default_factory=dict)
 

@@ -80,6 +80,13 @@ GEMMA: Mapping[str, Any] = {
     "add_bias_linear": False,
     "position_embedding_type": "rope",
 }
+QWEN_DELTA: Mapping[str, Any] = {  # Qwen3-Next's and Qwen3.5's: gated delta nets, gated attention
+    **GATED,
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+}
 # What the config classes of transformers take where config.json is silent
 DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -101,4 +108,15 @@ GEMMA3_DEFAULTS: Mapping[str, Any] = {  # of the text alone, whose config the mo
     "num_key_value_heads": 4,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
+}
+QWEN_DELTA_DEFAULTS: Mapping[str, Any] = {
+    **DEFAULTS,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }

@@ -100,6 +100,7 @@ _TOKEN = re.compile(rb'("(?:[^"\\]|\\.)*+")|(-?Infinity|NaN)', re.DOTALL)
 # -- in the hub's words, whatever states it ----------------------------------------------------------------------------
 
 
+ARGUMENTS = "Megatron's arguments"  # as the origin of a config
 NESTED = "huggingface/"  # where verl keeps what belongs to the model
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments without these are not a model's
 
@@ -133,7 +134,7 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
 
     if config is None:
         stated = from_megatron(args, family)
-        return ModelConfig({**stated.config, **_beside(args)}, stated.notes, origin="Megatron's arguments")
+        return ModelConfig({**stated.config, **_beside(args)}, stated.notes, origin=ARGUMENTS)
     return _merged(config, args)
 
 
@@ -193,30 +194,35 @@ def centred_norms(opened: Opened) -> bool | None:
 
 def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     """config.json with what Megatron's arguments say otherwise, of the language model where it is a part."""
-    from ckpt_tool.families.config.translation import differing, from_megatron, kind_of, language_model, megatron_args
-    from ckpt_tool.families.models import family_of
+    from ckpt_tool.families.config.translation import (
+        differing,
+        from_megatron,
+        kind_of,
+        language_model,
+        megatron_args,
+        with_ahead,
+    )
+    from ckpt_tool.families.models import CLASSES, family_of, known_family
 
-    kind = kind_of(config) or language_model(config)[0]
-    if kind is None:
+    kind = kind_of(config)
+    facts = CLASSES[kind] if kind is not None else language_model(config)[0]
+    if facts is None:
         return ModelConfig(config, file=True)
     mine = megatron_args(config).config
     if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
-        mine.pop("mtp_num_layers", None)
+        mine = with_ahead(mine, 0)
     wrong = list(differing(args, mine))
     if not wrong:
         return ModelConfig(config, file=True)
-    family = family_of(kind)
+    whole = known_family(config.get("model_type"))
+    family = whole if whole is not None and facts.part else family_of(facts.model_type)
     here, there = (
         family.part(found) or found
         for found in (from_megatron(args, family.name).config, from_megatron(mine, family.name).config)
     )
     changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
     note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
-    try:
-        whole = family_of(str(config.get("model_type")))
-        path = whole.language.split(".") if whole.part(config) is not None else []
-    except KeyError:
-        path = []
+    path = whole.language.split(".") if whole is not None and whole.part(config) is not None else []
     return ModelConfig(_changed(config, path, changed), (note,), file=True)
 
 

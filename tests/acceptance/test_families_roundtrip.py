@@ -174,6 +174,18 @@ def test_megatron_s_arguments_alone_tell_the_sizes(family: str, to: str, saved: 
     assert_same(tmp_path / "back", as_released(source, family, tmp_path / "released"))
 
 
+@pytest.mark.parametrize("family", ["internvl", "gemma4"])
+def test_names_tell_whose_part_a_language_model_is(family: str, saved: Saved, tmp_path: Path) -> None:
+    """Megatron's arguments are a Qwen2's, a Gemma's; the names are no decoder's alone."""
+    _, source = saved(family)
+    hop(source, tmp_path / "there", "megatron-dist", degrees={"tp": 2})
+    (tmp_path / "there" / "config.json").unlink()
+    notes = hop(tmp_path / "there", tmp_path / "back", "safetensors")["notes"]
+    assert any(f"what a {family} sees or hears with" in note for note in notes)
+    assert_same(tmp_path / "back", as_released(source, family, tmp_path / "released"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == family
+
+
 @pytest.mark.parametrize(
     ("family", "key"),
     [

@@ -29,7 +29,11 @@ NAMES = [family.name for family in FAMILIES]
 EXPERTS = [
     family.name for family in FAMILIES if any("experts" in key for key in family.part(family.tiny) or family.tiny)
 ]
-AHEAD = [family.name for family in FAMILIES if "ahead" in family.classes[0].forms]  # layers of multi-token prediction
+AHEAD = [  # layers of multi-token prediction under DeepSeek's names, or ERNIE's
+    family.name
+    for family in FAMILIES
+    if "ahead" in family.classes[0].forms and re.search("shared_head|mtp_block", family.hub)
+]
 REMOTE = ("BailingMoeV2ForCausalLM", "KimiK3ForConditionalGeneration")  # classes of `remote_models.py`
 SIZES = {
     "num_hidden_layers": 2,

@@ -1,8 +1,8 @@
 """Models whose code lies with their files, not in transformers: modules with the same names and shapes, without a
 forward pass.
 
-Ling 2.0: the modules of `modeling_bailing_moe_v2.py` (a copy: Megatron-Bridge 0.6.2, models/bailing), held against what
-that code saves (`fixtures/bridge/bailing_moe_v2.json`) in `test_variants.py`.
+Ling 2.0: the config and the modules of `modeling_bailing_moe_v2.py` (a copy: Megatron-Bridge 0.6.2, models/bailing),
+held against what that code saves (`fixtures/bridge/bailing_moe_v2.json`) in `test_variants.py`.
 
 Kimi K3: the modules of `modeling_kimi_k3.py` and `modeling_kimi_linear.py` of moonshotai/Kimi-K3, by public copies of
 both that agree with what readers of the released shards' headers list (July to September 2026).
@@ -19,6 +19,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 class BailingMoeV2Config(PreTrainedConfig):  # type: ignore[misc]
     model_type = "bailing_moe_v2"
+    rms_norm_eps: float = 1e-06
+    rope_theta: float = 600000.0
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 32768
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    use_qkv_bias: bool = False
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
+    num_shared_experts: int = 1
+    n_group: int = 8
+    topk_group: int = 4
+    moe_intermediate_size: int = 512
+    first_k_dense_replace: int = 1
+    routed_scaling_factor: float = 1.0
 
 
 class Norm(nn.Module):

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from family_models import REMOTE
 
 from ckpt_tool.conversion.side_files import corrected
 from ckpt_tool.families.config.paddle import from_paddle, paddle_config
@@ -25,6 +26,7 @@ from ckpt_tool.families.config.words import OTHER_WORDS
 from ckpt_tool.families.models import CLASSES, family_of
 
 transformers = pytest.importorskip("transformers")
+remote_models = pytest.importorskip("remote_models")
 # what says nothing about what a model computes, or is said in another spelling
 SILENT = {
     "architectures",
@@ -98,7 +100,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     ("mixtral", {"num_local_experts": 3, "sliding_window": 64}),
     ("deepseek_v3", {**LATENT, "rope_scaling": YARN, "num_nextn_predict_layers": 1}),
-    ("deepseek_v3", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}),
+    (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     (
         "glm4_moe",
         {
@@ -178,8 +192,10 @@ def test_there_and_back(kind: str, change: dict[str, Any]) -> None:
 
 
 def real_config(kind: str, **change: Any) -> Any:
-    """What transformers holds of a config that states nothing else."""
+    """What transformers holds of a config that states nothing else, or the code that lies with the model's files."""
     like = CLASSES[kind].like
+    if CLASSES[kind].architecture in REMOTE:
+        return getattr(remote_models, CLASSES[kind].architecture).config_class(**change)
     made = getattr(transformers, like).config_class if like else partial(transformers.AutoConfig.for_model, kind)
     return made(**change)
 
@@ -191,7 +207,7 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
     if facts.part:  # what the whole says of the head
         whole = transformers.AutoConfig.for_model(family_of(kind).classes[0].model_type)
         loaded["tie_word_embeddings"] = getattr(whole, "tie_word_embeddings", False)
-    rope = loaded.pop("rope_parameters", {})
+    rope = loaded.pop("rope_parameters", None) or {"rope_theta": loaded.get("rope_theta")}
     rope = rope.get("full_attention", rope)
     for key, value in facts.defaults.items():
         own = facts.keys.get(key, key)
@@ -208,7 +224,7 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
             assert loaded["mlp_layer_types"].index("sparse") == value
         else:
             assert loaded[own] == value, own
-    assert hasattr(transformers, facts.architecture)
+    assert hasattr(transformers, facts.architecture) or facts.like or facts.architecture in REMOTE
 
 
 def test_args_as_megatron_names_them() -> None:
@@ -372,14 +388,39 @@ JUNK: list[Any] = [
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "mistral", "qwen2_moe", "deepseek_v3", "ernie4_5_moe", "gpt2", "gpt_oss", "gemma2", "smollm3", "exaone4"],
+    [
+        *(
+            "llama",
+            "mistral",
+            "qwen2_moe",
+            "deepseek_v3",
+            "ernie4_5_moe",
+            "gpt2",
+            "gpt_oss",
+            "gemma2",
+            "smollm3",
+            "exaone4",
+        ),
+        *(
+            "qwen3_next",
+            "nemotron_h",
+            "mimo_v2_flash",
+            "gemma4_text",
+            "llama4_text",
+            "minimax_m2",
+            "minimax_m3_vl_text",
+        ),
+    ],
 )
 def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
     """Values of any type: told, left out or called a contradiction, never a crash. (Wrong sizes are found by the
     shapes.)"""
     config = config_of(kind, {"num_nextn_predict_layers": 1})
     keys = {*config, *(CLASSES[kind].keys.get(key, key) for key in CLASSES[kind].defaults)}
-    for key in (*keys, "rope_parameters", "rope_scaling", "layer_types", "partial_rotary_factor", "mlp_only_layers"):
+    more = "rope_parameters rope_scaling layer_types partial_rotary_factor mlp_only_layers full_attention_interval"
+    kinds = "hybrid_layer_pattern hybrid_override_pattern layers_block_type moe_layers mlp_layer_types moe_layer_freq"
+    records = "per_layer_config sparse_attention_config time_step_limit rotary_dim"
+    for key in (*keys, *more.split(), *kinds.split(), *records.split()):
         for junk in JUNK:
             wrong = {**config, key: junk}
             list(contradictions(wrong))
@@ -389,9 +430,12 @@ def test_junk_in_a_config_is_no_bug_of_ours(kind: str) -> None:
 
 
 def test_junk_in_arguments_is_no_bug_of_ours() -> None:
-    for kind in ("glm4_moe", "deepseek_v3", "mistral", "gpt2", "smollm3", "exaone4"):
+    kinds = (
+        "glm4_moe deepseek_v3 mistral gpt2 smollm3 exaone4 qwen3_next nemotron_h mimo_v2_flash gemma4_text llama4_text"
+    )
+    for kind in (*kinds.split(), "minimax_m3_vl_text"):
         args, _ = megatron_args(config_of(kind, {"sliding_window": 4}))
-        for name in args:
+        for name in (*args, "hybrid_override_pattern", "mtp_hybrid_override_pattern", "lightning_indexer_layers"):
             for junk in JUNK:
                 from_megatron({**args, name: junk}, family_of(kind).name)
 

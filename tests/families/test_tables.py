@@ -182,7 +182,7 @@ def test_a_family_file_is_a_table(family: Family) -> None:
     """Data alone, which a person reads in one go: texts, constants, `Family`, `Variant`, `ModelClass`, and the shared
     texts of another place."""
     text = (FOLDER / f"{family.name}.py").read_text()
-    assert len(text.splitlines()) <= 90
+    assert len(text.splitlines()) <= 100
     doc, *rest = ast.parse(text).body
     imported = [each for each in rest if isinstance(each, ast.ImportFrom)]
     tables = rest[len(imported) :]

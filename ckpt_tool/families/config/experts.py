@@ -2,6 +2,8 @@
 
     first_dense     first_k_dense_replace = 1, 3 layers      moe_layer_freq = [0, 1, 1]
     sparse_layers   mlp_only_layers = [0], 3 layers          moe_layer_freq = [0, 1, 1]
+    interleaved     interleave_moe_layer_step = 2, 4 layers  moe_layer_freq = [0, 1, 0, 1]
+    listed          mlp_layer_types = ["dense", "sparse"]    moe_layer_freq = [0, 1]
     softmax         norm_topk_prob = False                   moe_router_pre_softmax = True
     shared_experts  n_shared_experts = 2, each of 5          moe_shared_expert_intermediate_size = 10
 
@@ -48,9 +50,14 @@ def _sparse(out: Values, layers: list[int]) -> None:
     """Write the pattern; a model without any layer of experts has none."""
     out["moe_layer_freq"] = 1 if all(layers) else layers
     if not any(layers):
-        for name in [name for name in out if name.startswith("moe_") or name == "num_experts"]:
-            del out[name]
-        out["num_experts"] = None
+        without_experts(out)
+
+
+def without_experts(out: Values) -> None:
+    """Leaves out what arguments say of experts, for a model that has none."""
+    for name in [name for name in out if name.startswith("moe_") or name == "num_experts"]:
+        del out[name]
+    out["num_experts"] = None
 
 
 def _pattern(args: Arguments) -> list[int]:
@@ -89,6 +96,11 @@ def _first_dense_back(args: Arguments, out: Values) -> None:
         args.lost("moe_layer_freq: the class has experts from one layer on, the arguments leave some out")
 
 
+def _kinds_back(args: Arguments, out: Values) -> None:
+    """What transformers 5 reads beside what the released files say."""
+    out["mlp_layer_types"] = ["sparse" if each else "dense" for each in _pattern(args)]
+
+
 def _interval_to(model: Model, out: Values) -> None:
     start, every = model.count("moe_layer_start_index") or 0, model.count("moe_layer_interval") or 1
     end = model.get("moe_layer_end_index")
@@ -116,6 +128,34 @@ def _softmax_back(args: Arguments, out: Values) -> None:
     out["norm_topk_prob"] = not args.get("moe_router_pre_softmax")
 
 
+def _listed_to(model: Model, out: Values) -> None:
+    """A list of which layers are sparse, under either name; without it the class's own (`mlp_layer_types`)."""
+    layers, freq, kinds = _layers(model), model.config.get("moe_layer_freq"), model.config.get("mlp_layer_types")
+    dense = model.facts.defaults.get("first_k_dense_replace", 0)
+    if isinstance(freq, list) and len(freq) == len(layers):
+        _sparse(out, [int(bool(each)) for each in freq])
+    elif isinstance(kinds, list) and len(kinds) == len(layers):
+        _sparse(out, [int(kind == "sparse") for kind in kinds])
+    else:
+        _sparse(out, [int(i >= dense) for i in layers])
+
+
+def _listed_back(args: Arguments, out: Values) -> None:
+    out["moe_layer_freq"] = _pattern(args)
+    _kinds_back(args, out)
+
+
+def _scaled_to(model: Model, out: Values) -> None:
+    if out.get("num_experts"):
+        scale = model.get("routed_scaling_factor")
+        out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
+
+
+def _scaled_back(args: Arguments, out: Values) -> None:
+    if args.get("num_experts"):
+        out[args.key("routed_scaling_factor")] = args.get("moe_router_topk_scaling_factor") or 1.0
+
+
 def _groups_to(model: Model, out: Values) -> None:
     _in_groups(model, out, rated_by=2)
 
@@ -125,8 +165,7 @@ def _in_groups(model: Model, out: Values, *, rated_by: int, used: bool = True) -
     if not out.get("num_experts"):
         return
     groups, best, top = (model.count(key) or 1 for key in ("n_group", "topk_group", "num_experts_per_tok"))
-    scale = model.get("routed_scaling_factor")
-    out["moe_router_topk_scaling_factor"] = float(scale) if scale not in (None, 1, 1.0) else None
+    _scaled_to(model, out)
     if groups > 1 and used:
         out |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
         if top // best != rated_by:
@@ -186,6 +225,16 @@ def _shared_expert_back(args: Arguments, out: Values) -> None:
         out["shared_expert_intermediate_size"] = args.get("moe_shared_expert_intermediate_size")
 
 
+def _one_shared_to(model: Model, out: Values) -> None:
+    if out.get("num_experts") and model.count("shared_intermediate_size"):
+        out["moe_shared_expert_intermediate_size"] = model.count("shared_intermediate_size")
+
+
+def _one_shared_back(args: Arguments, out: Values) -> None:
+    if args.get("num_experts"):
+        out["shared_intermediate_size"] = args.get("moe_shared_expert_intermediate_size") or 0
+
+
 def _ahead_to(model: Model, out: Values) -> None:
     out["mtp_num_layers"] = model.count("num_nextn_predict_layers") or None
 
@@ -193,11 +242,36 @@ def _ahead_to(model: Model, out: Values) -> None:
 def _ahead_back(args: Arguments, out: Values) -> None:
     ahead = args.get("mtp_num_layers") or 0
     if ahead or "first_k_dense_replace" in args.facts.defaults:
-        out["num_nextn_predict_layers"] = ahead
+        out[args.key("num_nextn_predict_layers")] = ahead
+
+
+def _interleaved_to(model: Model, out: Values) -> None:
+    """Llama 4's: by a list or a step; one shared expert as wide as each of the others, probabilities at the input."""
+    sparse, step = model.get("moe_layers"), model.count("interleave_moe_layer_step") or 1
+    if isinstance(sparse, list):
+        _sparse(out, [int(i in sparse) for i in _layers(model)])
+    else:
+        _sparse(out, [int((i + 1) % step == 0) for i in _layers(model)])
+    if out.get("num_experts"):
+        out["moe_shared_expert_intermediate_size"] = model.count("moe_intermediate_size")
+
+
+def _interleaved_back(args: Arguments, out: Values) -> None:
+    layers = _pattern(args)
+    step = layers.index(1) + 1 if 1 in layers else 0
+    if step and layers == [int((i + 1) % step == 0) for i in range(len(layers))]:
+        out["interleave_moe_layer_step"] = step
+    out["moe_layers"] = [i for i, each in enumerate(layers) if each]
+    if args.get("moe_shared_expert_intermediate_size") != args.get("moe_ffn_hidden_size"):
+        args.lost("moe_shared_expert_intermediate_size: the class's shared expert is as wide as each of the others")
 
 
 def _all_sparse_to(model: Model, out: Values) -> None:
     out["moe_layer_freq"] = 1
+
+
+def _nothing_to(model: Model, out: Values) -> None:
+    """What another form has written."""
 
 
 def _nothing_back(args: Arguments, out: Values) -> None:
@@ -209,11 +283,16 @@ EXPERT_FORMS: Mapping[str, Form] = {
     "all_sparse": Form(_all_sparse_to, _nothing_back),
     "sparse_layers": Form(_sparse_layers_to, _sparse_layers_back),
     "first_dense": Form(_first_dense_to, _first_dense_back),
+    "mlp_kinds": Form(_nothing_to, _kinds_back),
     "interval": Form(_interval_to, _interval_back),
+    "interleaved": Form(_interleaved_to, _interleaved_back),
+    "listed": Form(_listed_to, _listed_back),
     "softmax": Form(_softmax_to, _softmax_back),
     "groups": Form(_groups_to, _groups_back),
+    "scaled": Form(_scaled_to, _scaled_back),
     "limited": Form(_limited_to, _limited_back),
     "shared_experts": Form(_shared_to, _shared_back),
     "shared_expert": Form(_shared_expert_to, _shared_expert_back),
+    "one_shared": Form(_one_shared_to, _one_shared_back),
     "ahead": Form(_ahead_to, _ahead_back),
 }

@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt_tool.families.config.experts import EXPERT_FORMS
 from ckpt_tool.families.config.gates import GATE_FORMS
+from ckpt_tool.families.config.kinds import KIND_FORMS
 from ckpt_tool.families.config.mixers import MIXER_FORMS
 from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, same, window_pattern
 
@@ -148,8 +149,14 @@ def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or defaults.get("rope_theta")
-    part = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    part = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or _turned(config, defaults)
     return {"theta": theta, "part": part or defaults.get("partial_rotary_factor") or 1.0, "type": kind, **rope}
+
+
+def _turned(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float | None:
+    """The part of a head that turns, of a config that counts its dims (MiniMax)."""
+    dims, width = (config.get(key, defaults.get(key)) for key in ("rotary_dim", "head_dim"))
+    return dims / width if type(dims) is int and type(width) is int and 0 < dims <= width else None
 
 
 def _rope_to(model: Model, out: Values) -> None:
@@ -186,6 +193,8 @@ def _rope_to(model: Model, out: Values) -> None:
         model.lost(
             "rope_scaling: Megatron-LM 0.16.1 has no arguments for yarn outside MLA; Megatron-Bridge's are written"
         )
+    elif rope["type"] == "proportional":
+        model.lost("rope_parameters: Megatron-LM has no rope of type proportional; Megatron-Bridge's model has")
     elif rope["type"] not in ("default", "mrope"):
         model.lost(f"rope_scaling: Megatron has no rope of type {rope['type']}")
 
@@ -219,6 +228,8 @@ def _rope_back(args: Arguments, out: Values) -> None:
     percent = args.get("rotary_percent")
     if percent != 1.0 or "partial_rotary_factor" in args.facts.defaults:
         out["partial_rotary_factor"] = percent
+    if "rotary_dim" in args.facts.defaults and type(percent) is float and type(out.get("head_dim")) is int:
+        out["rotary_dim"] = round(percent * out["head_dim"])
     scaling: Values | None = None
     if "latent" in args.facts.forms:
         factor = args.get("rotary_scaling_factor")
@@ -283,6 +294,7 @@ def _biases_back(args: Arguments, out: Values) -> None:
 FORMS: Mapping[str, Form] = {
     **EXPERT_FORMS,
     **GATE_FORMS,
+    **KIND_FORMS,
     **MIXER_FORMS,
     "sizes": _SIZES,
     "heads": Form(_heads_to, _heads_back),

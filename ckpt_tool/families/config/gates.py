@@ -9,10 +9,13 @@
     no_rope       no_rope_layers = [1, 1, 1, 0]            no_rope_freq = [0, 0, 0, 1]: 1 is a layer without, there
     window_rope   layers that see all have no rope         no_rope_freq, the turns of the window the other way round
     norms_after   EXAONE 4's, by class                     norms_after = True, a word of ours: no norm before a module
+    wide_norms    OLMoE's and MiniMax-M2's, by class       qk_norms_over_heads = True, a word of ours: one for all heads
+    chunks        use_qk_norm = True, Llama 4's            qk_l2_norm = True; the hub's words for chunks and temperatures
+    block_indexer layer_types, MiniMax-M3's                lightning_indexer_layers = [3, 4, ...], Megatron-Bridge's words
 
 Sources: Megatron-LM core 0.16.1 (`core/fusions/fused_bias_gelu.py`, `training/arguments.py`,
-`core/transformer/mlp.py`, `transformer_config.py`), transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss,smollm3,exaone_moe}`), Megatron-Bridge of August 2026
-(`models/gemma`, `models/gpt_oss`), NeMo 1 `scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`. Cost: none.
+`core/transformer/mlp.py`, `transformer_config.py`), transformers 5.23 (`models/{gpt2,gemma2,gemma3,gpt_oss,smollm3,exaone_moe,llama4,minimax_m3_vl}`), Megatron-Bridge of August
+2026 (`models/gemma`, `models/gpt_oss`), 0.6.2 (`models/{olmoe,minimax_m2,minimax_m3}`), mcore-bridge 1.6.5 `config/parser.py`, NeMo 1 `scripts/checkpoint_converters/convert_falcon_hf_to_nemo.py`. Cost: none.
 What it does not do: see `families.config.forms`.
 """
 
@@ -134,6 +137,59 @@ def _norms_after_back(args: Arguments, out: Values) -> None:
     """What the class always does."""
 
 
+def _wide_norms_to(model: Model, out: Values) -> None:
+    out["qk_norms_over_heads"] = True
+    model.lost("norms over all heads of q and of k: Megatron-LM's arguments have none; Megatron-Bridge's layer has")
+
+
+def _wide_norms_back(args: Arguments, out: Values) -> None:
+    """What the class always does."""
+
+
+_CHUNKS = same(("attention_chunk_size", "attention_chunk_size"), ("attn_temperature_tuning", "attn_temperature_tuning"))
+
+
+def _chunks_to(model: Model, out: Values) -> None:
+    _CHUNKS.to(model, out)
+    out["qk_l2_norm"] = bool(model.get("use_qk_norm"))
+    if out.get("attention_chunk_size") is not None:
+        model.lost(f"attention_chunk_size {out['attention_chunk_size']}: Megatron's layers see all that is before")
+    if out.get("attn_temperature_tuning"):
+        model.lost("attn_temperature_tuning: Megatron does not scale queries by their position")
+
+
+def _chunks_back(args: Arguments, out: Values) -> None:
+    out["attention_chunk_size"] = args.get("attention_chunk_size")
+    out["attn_temperature_tuning"] = bool(args.get("attn_temperature_tuning"))
+    out["use_qk_norm"] = bool(args.get("qk_l2_norm"))
+
+
+_INDEXER = same(("index_n_heads", "index_n_heads"), ("index_head_dim", "index_head_dim"))
+
+
+def _block_indexer_to(model: Model, out: Values) -> None:
+    kinds, sparse = model.get("layer_types"), model.config.get("sparse_attention_config")
+    freq = sparse.get("sparse_attention_freq") if isinstance(sparse, Mapping) else None
+    if isinstance(kinds, list):
+        indexed = [i for i, kind in enumerate(kinds) if kind == "minimax_m3_sparse"]
+    else:
+        indexed = [i for i, each in enumerate(freq) if each] if isinstance(freq, list) else []
+    if indexed:
+        _INDEXER.to(model, out)
+        out["lightning_indexer_layers"] = indexed
+        model.lost(
+            "layers that see chosen blocks of keys: Megatron-LM has none; Megatron-Bridge keeps their indexers and sees "
+            "all keys; sizes of blocks are in no argument"
+        )
+
+
+def _block_indexer_back(args: Arguments, out: Values) -> None:
+    indexed, layers = args.get("lightning_indexer_layers"), min(args.get("num_layers") or 0, LAYERS)
+    if isinstance(indexed, list):
+        _INDEXER.back(args, out)
+        out["layer_types"] = ["minimax_m3_sparse" if i in indexed else "full_attention" for i in range(layers)]
+
+
 def _falcon_to(model: Model, out: Values) -> None:
     heads, hidden = model.count("num_attention_heads"), model.count("hidden_size") or 0
     new = bool(model.get("new_decoder_architecture"))
@@ -175,5 +231,8 @@ GATE_FORMS: Mapping[str, Form] = {
     "every_sixth": _turns(6),
     "no_rope": Form(_no_rope_to, _no_rope_back),
     "norms_after": Form(_norms_after_to, _norms_after_back),
+    "wide_norms": Form(_wide_norms_to, _wide_norms_back),
+    "chunks": Form(_chunks_to, _chunks_back),
+    "block_indexer": Form(_block_indexer_to, _block_indexer_back),
     "window_rope": Form(_window_rope_to, _window_rope_back),
 }

@@ -1,8 +1,10 @@
 """Megatron-LM's arguments that decide what a model computes, with the value that each takes where a checkpoint does not
 state it.
 
-They are compared; all others are the job's own. Source: Megatron-LM core 0.16.1 `training/arguments.py`,
-`core/transformer/transformer_config.py`.
+They are compared; all others are the job's own. Sources: Megatron-LM core 0.16.1 `training/arguments.py`,
+`core/transformer/transformer_config.py`, and the same of 0.19.2 for gated delta nets and hybrid models; names of
+`BRIDGE_ARGUMENTS`: providers of Megatron-Bridge 0.6.2 (`models/gemma/gemma4_provider.py`,
+`models/mimo_v2_flash/mimo_v2_flash_provider.py`, `models/minimax_m3/minimax_m3_bridge.py`).
 """
 
 from __future__ import annotations
@@ -56,6 +58,41 @@ ARGUMENTS: Mapping[str, Any] = {
     "falconh1_ratio": None,
     "parallel_attention": False,
     "new_decoder_architecture": False,
+    "hybrid_layer_pattern": None,
+    "fp32_residual_connection": False,
+}
+BRIDGE_ARGUMENTS: Mapping[str, Any] = {  # what no argument of Megatron-LM says
+    "qk_norms_over_heads": False,  # a word of ours: the bridge has it in a layer's spec
+    "attention_chunk_size": None,  # Llama 4's words on the hub, as the next: no tool for Megatron has them
+    "attn_temperature_tuning": False,
+    "attention_k_eq_v": False,
+    "attention_value_scale": None,
+    "final_logit_softcapping": None,
+    "global_kv_channels": None,
+    "index_head_dim": None,
+    "index_n_heads": None,
+    "lightning_indexer_layers": None,
+    "num_global_query_groups": None,
+    "num_kv_shared_layers": 0,
+    "per_layer_embed_dim": 0,
+    "per_layer_embed_vocab_size": None,
+    "sliding_window_rope_base": None,
+    "swa_num_query_groups": None,
+    "use_double_wide_mlp": False,
+}
+DELTA_ARGUMENTS: Mapping[str, Any] = {
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+MAMBA_ARGUMENTS: Mapping[str, Any] = {
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": None,
 }
 ROPE_ARGUMENTS: Mapping[str, Any] = {
     "rotary_base": 10000,

@@ -19,32 +19,39 @@ The config that comes out is spelt so that transformers 4 and 5 both read it (`r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ckpt_tool.families.base import Family
 from ckpt_tool.families.config.experts import sparse_pattern
-from ckpt_tool.families.config.forms import FORMS
+from ckpt_tool.families.config.forms import FORMS, rope_of
 from ckpt_tool.families.config.megatron_arguments import (
     ARGUMENTS,
+    BRIDGE_ARGUMENTS,
+    DELTA_ARGUMENTS,
     EXPERT_ARGUMENTS,
     LATENT_ARGUMENTS,
+    MAMBA_ARGUMENTS,
     OLD_NAMES,
     ROPE_ARGUMENTS,
 )
-from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS
+from ckpt_tool.families.config.mixers import FALCON_H1_ARGUMENTS, hybrid_pattern
 from ckpt_tool.families.config.words import (
     Arguments,
     Model,
     Values,
     fits,
     kinds_of,
+    linear_pattern,
     no_rope_pattern,
     sound,
     window_pattern,
 )
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.families.models import CLASSES, FAMILIES, NAMES, family_of, family_of_class, known_family, load
+from ckpt_tool.families.models import CLASSES, FAMILIES, NAMES, family_of_class, known_family, language_classes, load
 
 TIED = "tie_word_embeddings"
+_NONE = ("q_lora_rank", "sliding_window", "attention_chunk_size")  # keys that say something by having no value
 _SIZES = ModelClass("", "", ("sizes", "heads", "rope", "tied"))  # what can be determined of any decoder
 
 
@@ -70,17 +77,19 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def language_model(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+def language_model(config: Mapping[str, Any]) -> tuple[ModelClass | None, Mapping[str, Any]]:
     """(its class, its config) where a config is of a model that sees or hears and its language model's class is one of
     ours; None and the config elsewhere. A config of one piece says of the language model what no other part says."""
     family = known_family(config.get("model_type"))
-    known = next((each.model_type for each in family.classes if each.part and each.forms), None) if family else None
+    parts = language_classes(family) if family else ()
     part = family.part(config) if family else config.get("text_config")
+    first = parts[0] if parts else None
     if not isinstance(part, Mapping):
-        return known, config
-    kind = str(part["model_type"]) if part.get("model_type") in CLASSES else known
+        return first, config
+    kind = part.get("model_type")
+    facts = next((each for each in parts if each.model_type == kind), None) or CLASSES.get(str(kind), first)
     tied = {key: value for key, value in config.items() if key == TIED}
-    return kind, {**part, **tied} if kind else config
+    return facts, {**part, **tied} if facts else config
 
 
 def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Translated:
@@ -91,9 +100,8 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
     that sees is derived from its language model's part, where that is of one of our classes.
     """
     kind = kind or kind_of(config)
-    if kind is None:
-        kind, config = language_model(config)
-    if kind is None:
+    facts, config = (CLASSES[kind], config) if kind is not None else language_model(config)
+    if facts is None:
         return Translated(
             {},
             (
@@ -101,7 +109,10 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
                 "translation to them",
             ),
         )
-    facts = CLASSES[kind]
+    return _arguments(config, facts)
+
+
+def _arguments(config: Mapping[str, Any], facts: ModelClass) -> Translated:
     model, out = Model(sound(config, facts), facts), dict(facts.megatron)
     for form in facts.forms:
         FORMS[form].to(model, out)
@@ -122,6 +133,15 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
     return Translated(out, tuple(model.notes))
 
 
+def with_ahead(args: Mapping[str, Any], layers: int) -> Values:
+    """The arguments with so many layers of multi-token prediction; without any a hybrid model's pattern has none."""
+    out = {**args, "mtp_num_layers": layers or None}
+    pattern = args.get("hybrid_layer_pattern")
+    if not layers and isinstance(pattern, str):
+        out |= {"hybrid_layer_pattern": pattern.partition("/")[0], "mtp_use_repeated_layer": False}
+    return out
+
+
 def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Translated:
     """The config.json of the model that the arguments build.
 
@@ -130,37 +150,50 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
     """
     args = sound(args, _SIZES)
     families = FAMILIES if family is None else [load(family)] if family in NAMES else []
-    kinds = [each.model_type for known in families for each in known.classes if each.forms]
-    best: tuple[int, str, list[str], Translated] | None = None
+    known = [(each, facts) for each in families for facts in (*_plain(each), *language_classes(each))]
+    best: tuple[tuple[int, int], Family, ModelClass, list[str], Translated] | None = None
     parts: list[str] = []  # of models that see or hear, all that fit: nothing in the arguments says with what
-    for kind in sorted(kinds, key=lambda kind: len(CLASSES[kind].forms)):  # of those that fit alike, the simplest
-        translated = _translated_back(args, CLASSES[kind])
-        config = {"architectures": [CLASSES[kind].architecture], "model_type": kind, **translated.config}
-        wrong = list(differing(args, megatron_args(config, kind).config))
-        parts += [kind] if CLASSES[kind].part and not wrong else []
-        if best is None or len(wrong) < best[0]:
-            best = len(wrong), kind, wrong, Translated(config, translated.notes)
-    if best is None or best[2] and family is None:
-        near = f"; the nearest, {best[1]}, has {_some(best[2])}" if best else ""
+    # of those that fit alike the simplest, of those with experts the one whose own values most of the arguments are
+    for home, facts in sorted(known, key=lambda row: (len(row[1].forms), row[1].part)):
+        translated = _translated_back(args, facts)
+        config = {"architectures": [facts.architecture], "model_type": facts.model_type, **translated.config}
+        wrong = list(differing(args, _arguments(config, facts).config))
+        parts += [home.name] if facts.part and not wrong and home.name not in parts else []
+        rank = len(wrong), _strange(config, facts) if args.get("num_experts") else 0
+        if best is None or rank < best[0]:
+            best = rank, home, facts, wrong, Translated(config, translated.notes)
+    if best is None or best[3] and family is None:
+        near = f"; the nearest, {best[2].model_type}, has {_some(best[3])}" if best else ""
         return Translated(
             _translated_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
         )
-    if best[1] in parts and len(parts) > 1 and family is None:
-        named = ", ".join(family_of(kind).name for kind in parts)
+    _, home, facts, wrong, translated = best
+    if facts.part and len(parts) > 1 and family is None:
         note = (
-            f"Megatron's arguments are those of several models that see or hear: {named}; say which with --family NAME"
+            f"Megatron's arguments are those of several models that see or hear: {', '.join(parts)}; say which with "
+            "--family NAME"
         )
         return Translated(_translated_back(args, _SIZES).config, (note,))
-    if CLASSES[best[1]].part:
-        best = (*best[:3], _as_a_part(best[1], best[3]))
-    return Translated(
-        best[3].config, (*best[3].notes, *(f"{best[1]}: Megatron's arguments say {line}" for line in best[2]))
-    )
+    if facts.part:
+        translated = _as_a_part(home, translated)
+    lines = (f"{facts.model_type}: Megatron's arguments say {line}" for line in wrong)
+    return Translated(translated.config, (*translated.notes, *lines))
 
 
-def _as_a_part(kind: str, translated: Translated) -> Translated:
+def _strange(config: Mapping[str, Any], facts: ModelClass) -> int:
+    """How many of the values that the class takes by itself are others in the config."""
+    model, rope = Model(config, replace(facts, defaults={})), rope_of(config, {})
+    stated = {"rope_theta": rope["theta"], "partial_rotary_factor": rope["part"]}
+    return sum(stated.get(key, model.get(key)) != value for key, value in facts.defaults.items())
+
+
+def _plain(family: Family) -> list[ModelClass]:
+    """Its classes that are no part of another model."""
+    return [each for each in family.classes if each.forms and not each.part]
+
+
+def _as_a_part(family: Family, translated: Translated) -> Translated:
     """The config of the whole model, of which Megatron's arguments have the language model's part."""
-    family = family_of(kind)
     whole = family.classes[0]
     part: Values = {key: value for key, value in translated.config.items() if key not in ("architectures", TIED)}
     for key in reversed(family.language.split(".")):
@@ -176,7 +209,7 @@ def _translated_back(args: Mapping[str, Any], facts: ModelClass) -> Translated:
     for form in facts.forms:
         FORMS[form].back(arguments, out)
     return Translated(
-        {key: value for key, value in out.items() if value is not None or key in ("q_lora_rank", "sliding_window")},
+        {key: value for key, value in out.items() if value is not None or key in _NONE},
         tuple(arguments.notes),
     )
 
@@ -193,11 +226,21 @@ def _decisive(args: Mapping[str, Any]) -> Values:
     """The arguments that decide what the model computes, in one spelling each."""
     facts = Arguments(sound(args, _SIZES), _SIZES)
     latent, experts = bool(facts.get("multi_latent_attention")), bool(facts.get("num_experts"))
-    names = [*ARGUMENTS, *(LATENT_ARGUMENTS if latent else ()), *(EXPERT_ARGUMENTS if experts else ())]
+    names = [
+        *ARGUMENTS,
+        *BRIDGE_ARGUMENTS,
+        *(LATENT_ARGUMENTS if latent else ()),
+        *(EXPERT_ARGUMENTS if experts else ()),
+    ]
     if facts.get("position_embedding_type") in ("rope", "yarn", "mrope"):
         names += list(ROPE_ARGUMENTS)
     if facts.get("falconh1_ratio"):
         names += FALCON_H1_ARGUMENTS
+    if facts.get("experimental_attention_variant") == "gated_delta_net":
+        names += list(DELTA_ARGUMENTS)
+    hybrid, ahead = hybrid_pattern(facts)
+    names += list(MAMBA_ARGUMENTS) if hybrid else []
+    names += ["v_head_dim"] if facts.get("swa_num_query_groups") else []
     out: Values = {name: facts.get(name) for name in names}
     layers = out["num_layers"] if type(out["num_layers"]) is int else 0
     heads = out["num_attention_heads"]
@@ -228,12 +271,20 @@ def _decisive(args: Mapping[str, Any]) -> Values:
             del out["ffn_hidden_size"]
         if out["moe_router_score_function"] == "sigmoid":
             del out["moe_router_pre_softmax"]
+        if out["moe_router_num_groups"] == 1:  # as without
+            out |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        if out["moe_router_topk_scaling_factor"] == 1.0:
+            out["moe_router_topk_scaling_factor"] = None
     if isinstance(out["window_size"], list | tuple) and out["window_size"]:
         out["window_size"] = list(out["window_size"])
         out["window_attn_skip_freq"] = window_pattern(out["window_attn_skip_freq"], layers)
     else:
         out["window_attn_skip_freq"] = None
     out["no_rope_freq"] = no_rope_pattern(out["no_rope_freq"], layers)
+    if "linear_attention_freq" in out:
+        out["linear_attention_freq"] = linear_pattern(out["linear_attention_freq"], layers)
+    if hybrid:  # which counts its layers itself
+        out |= {"hybrid_layer_pattern": "/".join((hybrid, *ahead)), "num_layers": len(hybrid), "is_hybrid_model": True}
     if not out.get("use_rope_scaling"):
         out.pop("rope_scaling_factor", None)
     return out

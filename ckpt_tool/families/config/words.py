@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.bounds import LEAST
 from ckpt_tool.families.config.megatron_arguments import (
     ARGUMENTS,
+    BRIDGE_ARGUMENTS,
+    DELTA_ARGUMENTS,
     EXPERT_ARGUMENTS,
     LATENT_ARGUMENTS,
+    MAMBA_ARGUMENTS,
     OLD_NAMES,
     ROPE_ARGUMENTS,
 )
@@ -35,6 +38,9 @@ OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
     "moe_k": ("num_experts_per_tok",),
     "num_nextn_predict_layers": ("num_mtp_layers",),
     "hidden_act": ("hidden_activation",),
+    "head_dim": ("attention_head_dim",),
+    "n_groups": ("mamba_n_groups",),
+    "rms_norm_eps": ("layernorm_epsilon",),
 }
 _COUNTS = (
     "num_hidden_layers",
@@ -77,6 +83,32 @@ _COUNTS = (
     "topk_group",
     "max_window_layers",
     "query_pre_attn_scalar",
+    "attention_head_dim",
+    "mtp_num_hidden_layers",
+    "full_attention_interval",
+    "linear_attention_freq",
+    "moe_latent_size",
+    "mamba_n_groups",
+    "mamba_num_heads",
+    "rotary_dim",
+    "global_head_dim",
+    "global_kv_channels",
+    "num_global_key_value_heads",
+    "num_global_query_groups",
+    "per_layer_embed_vocab_size",
+    "sliding_window_size",
+    "swa_head_dim",
+    "swa_num_attention_heads",
+    "swa_num_key_value_heads",
+    "swa_num_query_groups",
+    "swa_v_head_dim",
+    "attention_chunk_size",
+    "top_k_experts",
+    "index_head_dim",
+    "index_n_heads",
+    "dense_intermediate_size",
+    "shared_intermediate_size",
+    "intermediate_size_mlp",
 )
 _NUMBERS = (
     "moe_router_topk_scaling_factor",
@@ -91,6 +123,10 @@ _NUMBERS = (
     "attention_dropout",
     "final_logit_softcapping",
     "attn_logit_softcapping",
+    "attention_value_scale",
+    "sliding_window_rope_base",
+    "swa_rope_theta",
+    "layernorm_epsilon",
 )
 _ROPE_NUMBERS = frozenset(
     {
@@ -107,8 +143,26 @@ _ROPE_NUMBERS = frozenset(
         "attention_factor",
     }
 )
-_LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
-_DEFAULTS = {**ARGUMENTS, **ROPE_ARGUMENTS, **EXPERT_ARGUMENTS, **LATENT_ARGUMENTS}
+_LISTS = (
+    "layer_types",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "no_rope_layers",
+    "moe_layers",
+    "layers_block_type",
+    "mtp_layers_block_type",
+    "lightning_indexer_layers",
+)
+_WORDS = ("hidden_activation", "hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+_DEFAULTS = {
+    **ARGUMENTS,
+    **BRIDGE_ARGUMENTS,
+    **ROPE_ARGUMENTS,
+    **EXPERT_ARGUMENTS,
+    **LATENT_ARGUMENTS,
+    **DELTA_ARGUMENTS,
+    **MAMBA_ARGUMENTS,
+}
 
 
 def kinds_of(facts: ModelClass) -> dict[str, type]:
@@ -118,7 +172,7 @@ def kinds_of(facts: ModelClass) -> dict[str, type]:
         found[facts.keys.get(key, key)] = found[key] = type(value)
     found |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
     found |= dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_LISTS, list)
-    found |= {"hidden_activation": str, "use_sliding_window": bool}
+    found |= dict.fromkeys(_WORDS, str) | {"use_sliding_window": bool}
     return {**found, "rope_scaling": dict, "rope_parameters": dict}
 
 
@@ -129,6 +183,8 @@ _SEVERAL = (
     "no_rope_freq",
     "moe_num_experts",
     "moe_intermediate_size",
+    "linear_attention_freq",
+    "hybrid_layer_pattern",  # Megatron's word for letters, MiMo-V2-Flash's for zeros and ones
 )  # or a list
 LARGEST = 1 << 40  # of a count
 
@@ -252,3 +308,11 @@ def no_rope_pattern(freq: Any, layers: int) -> list[int] | None:
     if type(freq) is int and freq > 0:
         freq = [int((i + 1) % freq == 0) for i in range(min(layers, LAYERS))]
     return [int(bool(each)) for each in freq] if isinstance(freq, list) and any(freq) else None
+
+
+def linear_pattern(freq: Any, layers: int) -> list[int] | None:
+    """1 for each layer with linear attention, as `get_linear_attention_pattern` of core 0.19.2 reads
+    `linear_attention_freq`; None where it says nothing."""
+    if type(freq) is int and freq > 0:
+        return [int((i + 1) % freq != 0) for i in range(min(layers, LAYERS))]
+    return [int(bool(each)) for each in freq] if isinstance(freq, list) and freq else None

@@ -8,6 +8,7 @@ its name or because it states the word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +72,16 @@ def family_of(model_type: str) -> Family:
     if family is None:
         raise KeyError(model_type)
     return family
+
+
+def language_classes(family: Family) -> tuple[ModelClass, ...]:
+    """The classes that its language model may be, where it is a part: its own, and those of other families."""
+    own = (each for each in family.classes if each.part and each.forms)
+    others = (
+        replace(CLASSES[kind], part=True, megatron={**CLASSES[kind].megatron, **otherwise})
+        for kind, otherwise in family.parts.items()
+    )
+    return (*own, *others)
 
 
 def known_family(model_type: object) -> Family | None:

@@ -7,11 +7,23 @@ source of the names, and its table for Megatron (bailing_moe2_bridge.py).
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
 FAMILY = Family(
     name="bailing_moe_v2",
-    classes=(ModelClass("bailing_moe_v2", "BailingMoeV2ForCausalLM"),),
+    classes=(
+        ModelClass(
+            "bailing_moe_v2", "BailingMoeV2ForCausalLM",
+            (*DECODER_FORMS, "qkv_bias", "experts", "first_dense", "groups", "shared_experts", "ahead"),
+            keys={"n_shared_experts": "num_shared_experts", "qkv_bias": "use_qkv_bias"},
+            megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True},
+            unsayable={"use_bias": False, "use_qk_norm": True, "norm_topk_prob": True, "moe_router_enable_expert_bias": True},
+            defaults={**DEFAULTS, "rope_theta": 600000.0, "max_position_embeddings": 32768, "head_dim": 128,
+                      "num_key_value_heads": 4, "qkv_bias": False, "num_experts": 256, "num_experts_per_tok": 8,
+                      "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 512,
+                      "first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
+        ),
+    ),
     axes={
         **DECODER, "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "w": "2 * h",
         "e": "num_experts", "m": "moe_intermediate_size", "s": "m * (num_shared_experts? or 1)",

@@ -13,7 +13,7 @@ FAMILY = Family(
     classes=(
         ModelClass(
             "exaone_moe", "ExaoneMoeForCausalLM",
-            (*DECODER_FORMS, "every_fourth", "window_rope", "experts", "first_dense", "groups", "shared_experts"),
+            (*DECODER_FORMS, "every_fourth", "window_rope", "experts", "first_dense", "groups", "shared_experts", "ahead"),
             keys={"n_shared_experts": "num_shared_experts"},
             megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": True},
             unsayable={"norm_topk_prob": True},

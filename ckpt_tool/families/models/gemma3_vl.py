@@ -14,6 +14,7 @@ FAMILY = Family(
     classes=(ModelClass("gemma3", "Gemma3ForConditionalGeneration", defaults=GEMMA3_DEFAULTS),),
     axes=DECODER,
     language="text_config",
+    parts={"gemma3_text": {}},
     saved="hf-saved",
     hub=hub.inside(hub.GEMMA + hub.QK_NORMS, "language_model.model.", "language_model.lm_head") + """
         vision_tower.vision_model.**

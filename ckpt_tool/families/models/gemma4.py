@@ -12,6 +12,7 @@ FAMILY = Family(
     axes=hub.GEMMA4_AXES,
     kinds=hub.GEMMA4_KINDS,
     language="text_config",
+    parts={"gemma4_text": {}},
     hub=hub.inside(hub.GEMMA4) + """
         model.vision_tower.**
         model.audio_tower.**

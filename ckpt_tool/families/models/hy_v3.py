@@ -7,11 +7,24 @@ the tensors of the layer of MTP too.
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
 FAMILY = Family(
     name="hy_v3",
-    classes=(ModelClass("hy_v3", "HYV3ForCausalLM"),),
+    classes=(
+        ModelClass(
+            "hy_v3", "HYV3ForCausalLM",
+            (*DECODER_FORMS, "experts", "first_dense", "mlp_kinds", "scaled", "shared_experts", "ahead"),
+            keys={"n_shared_experts": "num_shared_experts", "routed_scaling_factor": "router_scaling_factor"},
+            megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": False},
+            unsayable={"attention_bias": False, "mlp_bias": False, "moe_router_use_sigmoid": True, "qk_norm": True,
+                       "route_norm": True},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 11158840.0, "max_position_embeddings": 131072,
+                      "initializer_range": 0.006, "head_dim": 128, "num_key_value_heads": 8, "num_experts": 192,
+                      "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+                      "routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
+        ),
+    ),
     axes={
         **DECODER, "i": "num_hidden_layers + (num_nextn_predict_layers? or 1)", "w": "2 * h",
         "e": "num_experts? or num_local_experts", "m": "moe_intermediate_size", "s": "m * (num_shared_experts? or 1)",

@@ -11,6 +11,7 @@ FAMILY = Family(
     classes=(ModelClass("internvl", "InternVLForConditionalGeneration"),),
     axes={**DECODER, "e": "num_experts? or num_local_experts", "m": "moe_intermediate_size"},
     language="text_config",
+    parts={"qwen2": {}, "qwen3": {}, "llama": {}},
     hub=hub.inside(hub.SPARSE + hub.QKV_BIAS + hub.QK_NORMS, "language_model.model.", "language_model.lm_head") + """
         vision_tower.**
         multi_modal_projector.**

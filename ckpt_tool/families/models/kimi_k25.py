@@ -21,6 +21,7 @@ FAMILY = Family(
         "y": "vision_config.hidden_size? or 1152", "n": "vision_config.num_attention_heads? or 16", "p": "y // n // 2",
     },
     language="text_config",
+    parts={"deepseek_v3": {}, "kimi_k2": {}},
     saved="hf-saved",
     hub=hub.inside(hub.MODEL + hub.NORMS + hub.MLA + hub.MLP + hub.ROUTER + hub.EXPERTS + hub.EXPERT_BIAS + hub.SHARED_EXPERTS,
                    "language_model.model.", "language_model.lm_head") + """

@@ -4,11 +4,26 @@ of q and k have no weights. Megatron: mcore-bridge 1.6.5, mm_gpts/llama4.py, whi
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
     name="llama4",
-    classes=(ModelClass("llama4", "Llama4ForConditionalGeneration"),),
+    classes=(
+        ModelClass("llama4", "Llama4ForConditionalGeneration"),
+        ModelClass(
+            "llama4_text", "Llama4TextModel", (*DECODER_FORMS, "no_rope", "experts", "interleaved", "chunks"),
+            keys={"num_experts": "num_local_experts", "intermediate_size": "intermediate_size_mlp",
+                  "moe_intermediate_size": "intermediate_size"},
+            megatron={**GATED, "rotary_interleaved": True, "moe_router_score_function": "sigmoid",
+                      "moe_apply_probs_on_input": True},
+            unsayable={"attention_bias": False},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+                      "head_dim": 128, "num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 1,
+                      "interleave_moe_layer_step": 1, "router_aux_loss_coef": 0.001, "use_qk_norm": True,
+                      "attention_chunk_size": 8192, "attn_temperature_tuning": True, "no_rope_layer_interval": 4},
+            part=True,
+        ),
+    ),
     axes={**DECODER, "f": "intermediate_size_mlp", "m": "intermediate_size", "e": "num_local_experts"},
     language="text_config",
     hub=hub.inside(hub.MODEL + hub.NORMS + hub.ATTENTION + """

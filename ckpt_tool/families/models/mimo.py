@@ -6,11 +6,18 @@ embedding's half first), which no rule can say yet: a checkpoint with those laye
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
     name="mimo",
-    classes=(ModelClass("mimo", "MiMoForCausalLM", like="Qwen2ForCausalLM"),),
+    classes=(
+        ModelClass(
+            "mimo", "MiMoForCausalLM", (*DECODER_FORMS, "window", "ahead"),
+            megatron={**GATED, "add_qkv_bias": True},
+            defaults={**DEFAULTS, "max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28},
+            like="Qwen2ForCausalLM",
+        ),
+    ),
     axes={**DECODER, "t": "num_nextn_predict_layers? or 1", "w": "2 * h"},
     hub=hub.DENSE + hub.QKV_BIAS + """
         model.mtp_layers.{t}.<input_layernorm|post_attention_layernorm|token_layernorm|hidden_layernorm|final_layernorm>.weight : h

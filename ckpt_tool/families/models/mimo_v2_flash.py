@@ -8,11 +8,24 @@ have another name (`hf-5`, conversion_mapping.py). Megatron: Megatron-Bridge 0.6
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
 FAMILY = Family(
     name="mimo_v2_flash",
-    classes=(ModelClass("mimo_v2_flash", "MiMoV2FlashForCausalLM"),),
+    classes=(
+        ModelClass(
+            "mimo_v2_flash", "MiMoV2FlashForCausalLM", (*DECODER_FORMS, "experts", "listed", "groups", "mimo_v2"),
+            keys={"num_experts": "n_routed_experts"},
+            megatron={**GATED, **SIGMOID, "moe_router_pre_softmax": True},
+            unsayable={"attention_bias": False, "norm_topk_prob": True, "scoring_func": "sigmoid",
+                       "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 5000000.0, "partial_rotary_factor": 0.334,
+                      "max_position_embeddings": 131072, "head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4,
+                      "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 1,
+                      "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "sliding_window": 129,
+                      "attention_value_scale": 0.707, "first_k_dense_replace": 1},
+        ),
+    ),
     axes={
         **DECODER, "a": "num_attention_heads", "p": "v_head_dim? or d",  # of a value
         "y": "swa_num_key_value_heads? or 2 * g", "z": "a // y",  # groups of a windowed layer, heads in each

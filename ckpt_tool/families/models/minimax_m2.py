@@ -5,11 +5,20 @@ transformers 5.23, models/minimax_m2 and conversion_mapping.py; Megatron-Bridge 
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 
 FAMILY = Family(
     name="minimax_m2",
-    classes=(ModelClass("minimax_m2", "MiniMaxM2ForCausalLM"),),
+    classes=(
+        ModelClass(
+            "minimax_m2", "MiniMaxM2ForCausalLM", (*DECODER_FORMS, "experts", "all_sparse", "wide_norms"),
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            megatron={**GATED, **SIGMOID, "qk_layernorm": True, "moe_router_pre_softmax": False},
+            unsayable={"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+            defaults={**DEFAULTS, "rope_theta": 5000000.0, "max_position_embeddings": 196608, "head_dim": 128,
+                      "num_key_value_heads": 8, "num_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
+        ),
+    ),
     axes={**DECODER, "e": "num_local_experts? or num_experts"},
     hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.WIDE_QK_NORMS + hub.MIXTRAL_EXPERTS + """
         model.layers.{i}.block_sparse_moe.e_score_correction_bias : e

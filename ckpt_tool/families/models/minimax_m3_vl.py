@@ -7,11 +7,23 @@ the language model, each on the stage of its layer (torch_dist does not care).
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DEFAULTS, GEMMA, SIGMOID, ModelClass
 
 FAMILY = Family(
     name="minimax_m3_vl",
-    classes=(ModelClass("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),),
+    classes=(
+        ModelClass("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
+        ModelClass(
+            "minimax_m3_vl_text", "MiniMaxM3VLTextModel", part=True,
+            forms=("sizes", "heads", "rope", "tied", "dropout", "clamp", "experts", "listed", "scaled", "one_shared", "block_indexer"),
+            keys={"num_experts": "num_local_experts", "intermediate_size": "dense_intermediate_size", "moe_intermediate_size": "intermediate_size"},
+            megatron={**GEMMA, **SIGMOID, "quick_geglu": True, "glu_linear_offset": 1.0, "qk_layernorm": True, "moe_router_pre_softmax": False},
+            unsayable={"swiglu_alpha": 1.702, "use_gemma_norm": True, "use_qk_norm": True, "n_shared_experts": 1},
+            defaults={**DEFAULTS, "rope_theta": 5000000.0, "max_position_embeddings": 524288, "head_dim": 128, "rotary_dim": 64, "num_key_value_heads": 4,
+                      "num_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "routed_scaling_factor": 2.0, "swiglu_limit": 7.0,
+                      "index_n_heads": 4, "index_head_dim": 128},
+        ),
+    ),
     axes={**DECODER, "f": "dense_intermediate_size", "m": "intermediate_size", "e": "num_local_experts", "s": "shared_intermediate_size"},
     language="text_config",
     centred=True,

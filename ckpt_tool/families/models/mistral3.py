@@ -10,6 +10,7 @@ FAMILY = Family(
     classes=(ModelClass("mistral3", "Mistral3ForConditionalGeneration"),),
     axes=DECODER,
     language="text_config",
+    parts={"mistral": {}, "ministral3": {}},
     hub=hub.inside(hub.DENSE, "language_model.model.", "language_model.lm_head") + """
         vision_tower.**
         multi_modal_projector.**

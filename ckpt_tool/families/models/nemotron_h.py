@@ -8,11 +8,27 @@ does this. MTP is one block of several layers (`num_nextn_predict_layers` 1, as 
 """
 
 from ckpt_tool.families.base import Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import SIGMOID, ModelClass
 
 FAMILY = Family(
     name="nemotron_h",
-    classes=(ModelClass("nemotron_h", "NemotronHForCausalLM"),),
+    classes=(
+        ModelClass(
+            "nemotron_h", "NemotronHForCausalLM", ("sizes", "heads", "tied", "dropout", "experts", "hybrid", "groups"),
+            keys={"num_experts": "n_routed_experts", "rms_norm_eps": "layer_norm_epsilon"},
+            megatron={"normalization": "RMSNorm", "squared_relu": True, "add_bias_linear": False, "position_embedding_type": "none",
+                      "swiglu": False, "is_hybrid_model": True, **SIGMOID},
+            unsayable={"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False, "use_bias": False, "use_conv_bias": True,
+                       "conv_kernel": 4, "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "norm_topk_prob": True, "n_shared_experts": 1},
+            defaults={"rms_norm_eps": 1e-05, "tie_word_embeddings": False, "initializer_range": 0.02, "attention_dropout": 0.0,
+                      "max_position_embeddings": 4096, "head_dim": 128, "num_key_value_heads": 8, "ssm_state_size": 128,
+                      "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "residual_in_fp32": False, "num_experts": 8,
+                      "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+                      "moe_latent_size": None, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+                      "num_nextn_predict_layers": 0, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+                      "mtp_layers_block_type": ["full_attention", "moe"]},
+        ),
+    ),
     axes={
         "i": "count of hybrid_override_pattern? or layers_block_type?", "v": "vocab_size", "h": "hidden_size", "f": "intermediate_size",
         "g": "num_key_value_heads? or num_attention_heads", "r": "num_attention_heads // g", "d": "head_dim? or attention_head_dim",

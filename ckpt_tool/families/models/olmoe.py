@@ -7,11 +7,20 @@ mcore-bridge 1.6.5, gpts/olmoe.py, calls them as the hub does (`megatron-swift`)
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
     name="olmoe",
-    classes=(ModelClass("olmoe", "OlmoeForCausalLM"),),
+    classes=(
+        ModelClass(
+            "olmoe", "OlmoeForCausalLM", (*DECODER_FORMS, "experts", "all_sparse", "softmax", "wide_norms"),
+            keys={"moe_intermediate_size": "intermediate_size"},
+            megatron={**GATED, "qk_layernorm": True},
+            unsayable={"attention_bias": False, "clip_qkv": None},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 4096, "num_key_value_heads": 16,
+                      "num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
+        ),
+    ),
     axes={**DECODER, "d": "h // num_attention_heads", "e": "num_experts? or num_local_experts", "m": "intermediate_size"},
     hub=hub.MODEL + hub.NORMS + hub.ATTENTION + hub.QKV_BIAS + hub.PROJ_BIAS + hub.WIDE_QK_NORMS + hub.ROUTER + hub.EXPERTS,
     dialects={

@@ -13,6 +13,7 @@ FAMILY = Family(
     classes=(ModelClass("qwen3_5", "Qwen3_5ForConditionalGeneration"),),
     axes={**DECODER, **DELTA_NET, **vision.AXES},
     language="text_config",
+    parts={"qwen3_5_text": {"position_embedding_type": "mrope", "mrope_section": [11, 11, 10]}},
     hub=hub.inside(hub.QWEN35 + hub.MLP + hub.ahead(hub.MLP)) + vision.QWEN3,
     centred=True,
     dialects={

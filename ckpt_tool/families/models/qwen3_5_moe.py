@@ -17,6 +17,7 @@ FAMILY = Family(
         "s": "shared_expert_intermediate_size",
     },
     language="text_config",
+    parts={"qwen3_5_moe_text": {"position_embedding_type": "mrope", "mrope_section": [11, 11, 10]}},
     saved="hf-split",
     hub=hub.inside(hub.QWEN35 + hub.ROUTER + hub.SHARED_EXPERT + hub.ahead(hub.QWEN_EXPERTS)) + vision.QWEN3 + """
         model.language_model.layers.{i}.mlp.experts.<gate_up_proj|down_proj> : e ((1 + 1) m) h, e h m

@@ -6,11 +6,21 @@ transformers 5.23, models/qwen3_5_moe; Megatron-Bridge 0.6.2, models/qwen/qwen35
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, DELTA_NET, FUSED_EXPERTS, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 
 FAMILY = Family(
     name="qwen3_5_moe_text",
-    classes=(ModelClass("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),),
+    classes=(
+        ModelClass(
+            "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
+            (*DECODER_FORMS, "delta_net", "experts", "all_sparse", "shared_expert", "ahead"),
+            keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+            megatron={**QWEN_DELTA, "moe_shared_expert_gate": True, "moe_router_pre_softmax": False},
+            unsayable={"attention_bias": False, "norm_topk_prob": True},
+            defaults={**QWEN_DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+                      "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
+        ),
+    ),
     axes={
         **DECODER, **DELTA_NET, "e": "num_experts", "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
     },

@@ -5,11 +5,19 @@ transformers 5.23, models/qwen3_5; Megatron-Bridge 0.6.2, models/qwen/qwen35_bri
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, DELTA_NET, Family
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 
 FAMILY = Family(
     name="qwen3_5_text",
-    classes=(ModelClass("qwen3_5_text", "Qwen3_5ForCausalLM"),),
+    classes=(
+        ModelClass(
+            "qwen3_5_text", "Qwen3_5ForCausalLM", (*DECODER_FORMS, "delta_net", "ahead"),
+            keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+            megatron=QWEN_DELTA,
+            unsayable={"attention_bias": False},
+            defaults={**QWEN_DELTA_DEFAULTS, "num_key_value_heads": 4},
+        ),
+    ),
     axes={**DECODER, **DELTA_NET},
     hub=hub.QWEN35 + hub.MLP + hub.ahead(hub.MLP),
     centred=True,

@@ -6,11 +6,21 @@ models/qwen/qwen3_next_bridge.py; mcore-bridge 1.6.5, model/gpts/qwen3_next_gdn.
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, DELTA_NET, FUSED_EXPERTS, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, EXPERT_DEFAULTS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 
 FAMILY = Family(
     name="qwen3_next",
-    classes=(ModelClass("qwen3_next", "Qwen3NextForCausalLM"),),
+    classes=(
+        ModelClass(
+            "qwen3_next", "Qwen3NextForCausalLM",
+            (*DECODER_FORMS, "delta_net", "experts", "sparse_layers", "softmax", "shared_expert", "ahead"),
+            megatron={**QWEN_DELTA, "moe_shared_expert_gate": True},
+            unsayable={"attention_bias": False},
+            defaults={**EXPERT_DEFAULTS, **QWEN_DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512,
+                      "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+                      "norm_topk_prob": True},
+        ),
+    ),
     axes={
         **DECODER, **DELTA_NET, "e": "num_experts", "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size",
     },
@@ -32,6 +42,6 @@ FAMILY = Family(
         "hf-fused": Variant("hf", over=FUSED_EXPERTS),
     },
     tiny={"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
-          "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 3, "moe_intermediate_size": 5,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5,
           "shared_expert_intermediate_size": 9, "mlp_only_layers": [0]},
 )  # fmt: skip

@@ -59,6 +59,7 @@ class Facts(NamedTuple):
     experts: int | None = None
     heads: int | None = None
     groups: int | None = None
+    groups_whole: bool = False  # is a group of a rank alone?
     gated: bool | None = None
     tied: bool = False
     te: bool = False
@@ -142,6 +143,7 @@ def facts_of(args: Mapping[str, Any], spec: object = None) -> Facts:
         experts=whole("num_experts"),
         heads=heads,
         groups=(whole("num_query_groups") if grouped else heads) or heads,
+        groups_whole=whole("swa_num_query_groups") is not None,
         gated=(bool(args.get("swiglu")) or bool(args.get("quick_geglu"))) if "swiglu" in args else None,
         tied=args.get("untie_embeddings_and_output_weights") is False,
         te=te,

@@ -395,7 +395,7 @@ def units_of(name: str, rule: Rule, shape: Sequence[int], facts: Facts) -> Units
         return Units(extent, "heads", name)
     if not is_tower(name):
         if module == "linear_qkv" and facts.groups and extent % facts.groups == 0:
-            return Units(facts.groups, "query groups", name, shape[0])
+            return Units(facts.groups, "query groups", name, 0 if facts.groups_whole else shape[0])
         if module == "k_layernorm" and facts.groups and extent % facts.groups == 0:
             return Units(facts.groups, "query groups", name)
         if module in _BY_HEAD and facts.heads and extent % facts.heads == 0:
