@@ -120,8 +120,8 @@ def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int]
 
 def _committed_already(plan: Plan, part: tuple[int, int] | None, progress: Progress) -> dict[str, Any]:
     progress.plan(plan.report)
-    told = {"elapsed_s": 0.0, "digest_checked": False, "committed": True, "already_committed": True}
-    return {**plan.report, **told, **({"part": list(part)} if part else {})}
+    said = {"elapsed_s": 0.0, "digest_checked": False, "committed": True, "already_committed": True}
+    return {**plan.report, **said, **({"part": list(part)} if part else {})}
 
 
 def _states(statuses: Sequence[journal.PartStatus], part: tuple[int, int]) -> dict[str, list[int]]:

@@ -28,8 +28,10 @@ from measure import median, say
 ROOT = Path(__file__).resolve().parents[2]
 CKPT = [sys.executable, "-m", "ckpt_tool"]
 DEGREES = ("--tp", "4", "--pp", "4")
+SPLITS = {"glm4_moe_lite": "12,12,12,11"}  # layers that four stages do not share evenly
 SHARD = 5_000_000_000  # bytes
-# Sizes of config.json: Qwen3-Next-80B-A3B, Qwen3-VL-30B-A3B, Nemotron-3-Nano-30B-A3B, Qwen3-30B-A3B
+# Sizes of config.json: Qwen3-Next-80B-A3B, Qwen3-VL-30B-A3B, Nemotron-3-Nano-30B-A3B, GLM-4.7-Flash (the class's own),
+# Qwen3-30B-A3B
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": {
         "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
@@ -53,6 +55,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     },
+    "glm4_moe_lite": {"num_hidden_layers": 47},
     "qwen3_moe": {
         "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
@@ -123,7 +126,9 @@ def main() -> int:
     start = median([measure.run([*CKPT, "--version"]) for _ in range(given.rounds)], "cpu")
     rows: list[list[str]] = []
     for name in given.names:
-        experts = ("--ep", "8") if "expert" in json.dumps(MODELS[name]) else ()
+        experts = ("--ep", "8") if "expert" in (given.work / name / "config.json").read_text() else ()
+        if name in SPLITS:
+            experts = (*experts, "--pp-split", SPLITS[name])
         out = ["--to", "megatron-dist", *DEGREES, *experts, "--dry-run", "-q"]
         line = [*CKPT, "convert", str(given.work / name), str(given.work / "out"), *out]
         samples = [measure.run(line) for _ in range(given.rounds + 1)][1:]  # the first warms the caches
