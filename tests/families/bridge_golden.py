@@ -23,7 +23,8 @@ element was NaN. CASE.config.json is the config that transformers saved, with wh
                 are its own
     untouched   names of the state dict that the bridge does not load (still NaN)
     unused      hub tensors that no element comes from
-    tp2         the same of each of two tensor-parallel ranks (gloo), without the tensors that are whole on both
+    torch_dist  {key of a distributed checkpoint: its tensor's shape}, by `sharded_state_dict`
+    tp2         as `megatron`, of each of two tensor-parallel ranks (gloo), without the tensors that are whole on both
 """
 
 from __future__ import annotations
@@ -142,8 +143,27 @@ def swift(case: Case, folder: Path, tp: int) -> tuple[torch.nn.Module, Callable[
     return module.float(), lambda: config.bridge.load_weights(models, str(folder))
 
 
-def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    """This rank's state dict after loading, and the names that are still NaN."""
+def keys_of(module: torch.nn.Module) -> dict[str, list[int]]:
+    """What a distributed checkpoint of the model has for tensors."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.extensions import transformer_engine
+
+    transformer_engine.TEGroupedLinear._split_extra_state = lambda self, state: [state] * self.num_gemms
+    found: dict[str, list[int]] = {}
+    waiting: list[Any] = [module.sharded_state_dict()]  # type: ignore[operator]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ShardedTensorFactory):
+            waiting.append(each.build())
+        elif isinstance(each, ShardedTensor):
+            found[each.key] = list(each.global_shape)
+        elif isinstance(each, dict | list):
+            waiting += each.values() if isinstance(each, dict) else each
+    return dict(sorted(found.items()))
+
+
+def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], list[str], dict[str, list[int]]]:
+    """This rank's state dict after loading, the names that are still NaN, and `keys_of` a single rank's."""
     if case.before:
         case.before()
     module, load = (swift if case.swift else nvidia)(case, folder, tp)
@@ -168,7 +188,7 @@ def loaded(case: Case, folder: Path, tp: int) -> tuple[dict[str, np.ndarray], li
         exact = np.rint(array)
         assert (array == exact).all(), f"{name}: values that no hub tensor has: {array.ravel()[:4]}"
         arrays[name] = exact.astype(np.int64)
-    return arrays, untouched
+    return arrays, untouched, keys_of(module) if tp == 1 else {}
 
 
 def runs(array: np.ndarray) -> list[Any]:
@@ -192,9 +212,10 @@ def _rank(case: Case, folder: Path, tp: int, rank: int, out: Path) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{out}.store{tp}", rank=rank, world_size=tp,
                                              timeout=timedelta(seconds=120))  # fmt: skip
         with bridge_on_cpu.OnCpu():
-            arrays, untouched = loaded(case, folder, tp)
+            arrays, untouched, keys = loaded(case, folder, tp)
         found = {name: runs(array) for name, array in arrays.items()}
-        Path(f"{out}.{tp}.{rank}").write_text(json.dumps({"megatron": found, "untouched": untouched}))
+        whole = {"megatron": found, "untouched": untouched, "torch_dist": keys}
+        Path(f"{out}.{tp}.{rank}").write_text(json.dumps(whole))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -249,7 +270,8 @@ def golden(case: Case, out: Path) -> bool:
             if not (np.isin(array, seen) | np.isin(array - 1, seen)).any()
         ]
         document: dict[str, Any] = {"versions": case.versions, "hub": {name: list(n) for name, n in shapes.items()},
-                    "megatron": whole["megatron"], "untouched": whole["untouched"], "unused": unused}  # fmt: skip
+                    "megatron": whole["megatron"], "untouched": whole["untouched"], "unused": unused,
+                    "torch_dist": whole["torch_dist"]}  # fmt: skip
         two = _ranks(case, folder, 2, Path(temp) / "rank") if case.tp2 else None
         if case.tp2 and two is None:
             return False
