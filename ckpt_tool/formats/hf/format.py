@@ -223,6 +223,7 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     faults: list[CkptError] = []
     absent: list[tuple[str, str]] = []  # (tensor, file that should hold it)
     strangers: list[tuple[str, str]] = []  # (tensor, file that holds it unasked)
+    tree.expect((file, 0, min(tree.size(file), 64 << 10)) for file in sorted(shards))
     for file in sorted(shards):
         column = shards.pop(file)
         try:
