@@ -29,7 +29,8 @@ class Asked(NamedTuple):
 
 class Answer(NamedTuple):
     """What the proxy does instead of, or with, the store's answer. body: XML; cut: bytes after which the connection
-    breaks; wait: seconds before; etag: in place of the object's; gone: the connection breaks at once."""
+    breaks; wait: seconds before; etag: in place of the object's; gone: the connection breaks at once; lost: when the
+    store has done what was wanted."""
 
     status: int = 0
     body: bytes = b""
@@ -37,6 +38,7 @@ class Answer(NamedTuple):
     wait: float = 0.0
     etag: str = ""
     gone: bool = False
+    lost: bool = False
 
 
 def refusal(status: int, code: str, more: str = "") -> Answer:
@@ -90,6 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
         got = upstream.getresponse()
         data = got.read()
         upstream.close()
+        if answer.lost:
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
         kept = [(name, value) for name, value in got.getheaders() if name.lower() not in _HOP_BY_HOP]
         if answer.etag:
             kept = [(name, f'"{answer.etag}"' if name.lower() == "etag" else value) for name, value in kept]
