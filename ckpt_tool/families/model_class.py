@@ -61,6 +61,7 @@ class ModelClass:
 
 
 DECODER_FORMS = ("sizes", "heads", "rope", "tied", "silu", "dropout")
+GEMMA4_FORMS = ("sizes", "heads", "rope", "tied", "dropout", "gated_gelu", "every_sixth", "gemma4")
 LATENT_FORMS = (  # of DeepSeek V3 and those like it
     *("sizes", "latent", "rope", "tied", "silu", "dropout", "experts", "first_dense", "groups", "shared_experts"),
     "ahead",
@@ -80,6 +81,7 @@ GEMMA: Mapping[str, Any] = {
     "add_bias_linear": False,
     "position_embedding_type": "rope",
 }
+GEMMA4: Mapping[str, Any] = {**GEMMA, "layernorm_zero_centered_gamma": False, "qk_layernorm": True}
 QWEN_DELTA: Mapping[str, Any] = {  # Qwen3-Next's and Qwen3.5's: gated delta nets, gated attention
     **GATED,
     "layernorm_zero_centered_gamma": True,
@@ -113,10 +115,25 @@ QWEN_DELTA_DEFAULTS: Mapping[str, Any] = {
     **DEFAULTS,
     "max_position_embeddings": 32768,
     "head_dim": 256,
-    "partial_rotary_factor": 0.25,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+GEMMA4_DEFAULTS: Mapping[str, Any] = {  # of the text alone
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": {"rope_type": "proportional"},
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
 }

@@ -43,11 +43,20 @@ THREE = {  # sizes that three ranks can share, all but the query groups
     "mamba_n_groups": 3,
     "vocab_size_per_layer_input": 24,
 }
+OWN = {"ernie4_5_vl_moe": {"moe_intermediate_size": [6, 6]}}
+LEFT_OUT = ("qwen4_exp",)  # whose tables of n-grams three ranks cannot share either
+
+
+def small(family: str) -> dict[str, Any]:
+    return config_of(family, **{**THREE, **OWN.get(family, {})})
+
+
 GROUPED = [
     family.name
     for family in FAMILIES
     if "megatron" in family.dialects
-    and megatron_args(config_of(family.name, **THREE)).config.get("num_query_groups") == 2
+    and family.name not in LEFT_OUT
+    and megatron_args(small(family.name)).config.get("num_query_groups") == 2
 ]
 
 
@@ -66,7 +75,7 @@ def test_every_family_of_two_groups_is_here() -> None:
 
 @pytest.mark.parametrize("family", GROUPED)
 def test_query_groups_that_ranks_cannot_share(family: str, tmp_path: Path) -> None:
-    config = config_of(family, **THREE)
+    config = small(family)
     with pytest.raises(UsageError, match="2 query groups do not divide by 3") as caught:
         job(tmp_path, config, hub_shapes(family, config), 3)
     assert caught.value.code == "E0273"

@@ -145,6 +145,45 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         },
         ("chosen blocks of keys",),
     ),
+    (
+        "ernie4_5_vl_moe_text",
+        {
+            **BASE,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": [8, 6],
+            "moe_num_shared_experts": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2e5, "mrope_section": [1, 1, 2]},
+        },
+        ("experts of images", "beside a softmax"),
+    ),
+    (
+        "gemma4_unified_text",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
+        ("use_bidirectional_attention vision", "heads of their own"),
+    ),
+    (
+        "qwen4_exp_text",
+        {
+            **BASE,
+            **DELTA,
+            **SPARSE,
+            "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+            "shared_expert_intermediate_size": 9,
+            "hc_count": 2,
+            "ple_layer_ids": [1, 3],
+            "ple_embed_dim": 32,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 4,
+            "indexer_compress_ratio": 2,
+            "eos_token_id": 1,
+            "seed": 7,
+        },
+        ("hyper-connections",),
+    ),
 ]
 SILENT = {  # of no consequence, or another spelling of what is there
     "architectures",
@@ -176,12 +215,19 @@ SILENT = {  # of no consequence, or another spelling of what is there
     "num_nextn_predict_layers",
     "num_hidden_layers",  # Nemotron-H's is the pattern's length
 }
-TEXTS = {"llama4_text": "llama4", "minimax_m3_vl_text": "minimax_m3_vl"}  # parts of models that see
+TEXTS = {  # parts of models that see
+    "llama4_text": "llama4",
+    "minimax_m3_vl_text": "minimax_m3_vl",
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
+    "gemma4_unified_text": "gemma4_unified",
+    "qwen4_exp_text": "qwen4_exp",
+}
 
 
 def held(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     """What transformers' class holds of a config.json, with every default."""
     told = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    told |= {"eos_token_id": 1}  # without one Qwen4-Exp has no embeddings of n-grams
     loaded = transformers.AutoConfig.for_model(kind, **told).to_dict()
     kept = {
         key: value for key, value in loaded.items() if key not in SILENT or kind == "qwen3_next" and key[:4] == "norm"
@@ -330,6 +376,19 @@ def test_a_part_may_be_another_family_s_class(family: str, kind: str) -> None:
     assert (back["model_type"], back["architectures"]) == (whole.model_type, [whole.architecture])
     assert back["text_config"]["num_hidden_layers"] == 4 and "sees or hears" in notes[-1]
     assert list(differing(args, megatron_args(back).config)) == []
+
+
+def test_a_flat_config_of_ernie_that_sees() -> None:
+    """As Baidu's files have it: the arguments of the same model nested; junk in it has none, and is no crash."""
+    text = {**BASE, "moe_num_experts": [4, 4], "moe_k": 2, "moe_intermediate_size": [8, 6], "moe_num_shared_experts": 2}
+    flat = {"model_type": "ernie4_5_moe_vl", **text, "moe_layer_start_index": [1, 1], "moe_layer_interval": 1}
+    args = megatron_args(flat).config
+    want = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layer_freq": [0, 1, 1, 1], "moe_router_topk": 2}
+    assert args.items() >= want.items() and args["mrope_section"] == [0, 0, 4]
+    assert args["moe_shared_expert_intermediate_size"] == 16
+    for key in ("num_hidden_layers", "num_attention_heads", "moe_layer_start_index", "vision_config", "head_dim"):
+        for junk in ("x", ["x"], {"hidden_size": "x"}, 1.5):
+            assert not megatron_args({**flat, key: junk}).config
 
 
 def test_a_model_that_sees_turns_by_sections() -> None:

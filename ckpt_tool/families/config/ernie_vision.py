@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tool.core.bounds import LEAST
+
 KINDS = ("ernie4_5_vl_moe", "ernie4_5_moe_vl")
 _TEXT: Mapping[str, Any] = {  # the same keys in both, and what Paddle takes where one is missing
     "vocab_size": 32000,
@@ -55,6 +57,21 @@ def is_flat(config: Mapping[str, Any]) -> bool:
 def is_nested(config: Mapping[str, Any]) -> bool:
     """Is it ERNIE 4.5 VL's, as transformers has it?"""
     return config.get("model_type") in KINDS and isinstance(config.get("text_config"), Mapping)
+
+
+def is_sound(config: Mapping[str, Any]) -> bool:
+    """Are the values of a flat config, which nobody has looked at, such that `nested` can count with them?"""
+    counts = ("num_hidden_layers", "hidden_size", "num_attention_heads", "moe_layer_interval", "freq_allocation")
+    ends = [config.get(f"moe_layer_{end}_index", 0) for end in ("start", "end")]
+    seen = config.get("vision_config") or {}
+    return (
+        all(type(config.get(key, 1)) is int and config.get(key, 1) > 0 for key in counts)
+        and config.get("num_hidden_layers", 1) <= LEAST
+        and (config.get("head_dim") is None or type(config["head_dim"]) is int)
+        and all(type(end) is int or isinstance(end, list) and {*map(type, end)} == {int} for end in ends)
+        and isinstance(seen, Mapping)
+        and all(type(seen.get(key, 1)) in (int, float) for key in ("hidden_size", "mlp_ratio"))
+    )
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:

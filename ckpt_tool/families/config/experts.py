@@ -96,6 +96,12 @@ def _first_dense_back(args: Arguments, out: Values) -> None:
         args.lost("moe_layer_freq: the class has experts from one layer on, the arguments leave some out")
 
 
+def _kinds_to(model: Model, out: Values) -> None:
+    """Where no other form has written which layers are sparse."""
+    if "moe_layer_freq" not in out:
+        _listed_to(model, out)
+
+
 def _kinds_back(args: Arguments, out: Values) -> None:
     """What transformers 5 reads beside what the released files say."""
     out["mlp_layer_types"] = ["sparse" if each else "dense" for each in _pattern(args)]
@@ -235,6 +241,22 @@ def _one_shared_back(args: Arguments, out: Values) -> None:
         out["shared_intermediate_size"] = args.get("moe_shared_expert_intermediate_size") or 0
 
 
+def _two_pools_to(model: Model, out: Values) -> None:
+    """ERNIE 4.5 VL's: experts of text and, as many, of images, each of their own width."""
+    widths = model.get("moe_intermediate_size")
+    if out.get("num_experts") and isinstance(widths, list) and widths:
+        out |= {"moe_ffn_hidden_size": widths[0], "moe_intermediate_size": widths}
+        out["moe_shared_expert_intermediate_size"] = (model.count("n_shared_experts") or 0) * widths[0] or None
+        model.lost("experts of images beside those of text: Megatron-LM has one kind; Megatron-Bridge's layer has both")
+
+
+def _two_pools_back(args: Arguments, out: Values) -> None:
+    widths = args.get("moe_intermediate_size")
+    if args.get("num_experts") and isinstance(widths, list | tuple) and widths and widths[0] > 0:
+        out["moe_intermediate_size"] = list(widths)
+        out[args.key("n_shared_experts")] = (args.get("moe_shared_expert_intermediate_size") or 0) // widths[0]
+
+
 def _ahead_to(model: Model, out: Values) -> None:
     out["mtp_num_layers"] = model.count("num_nextn_predict_layers") or None
 
@@ -270,10 +292,6 @@ def _all_sparse_to(model: Model, out: Values) -> None:
     out["moe_layer_freq"] = 1
 
 
-def _nothing_to(model: Model, out: Values) -> None:
-    """What another form has written."""
-
-
 def _nothing_back(args: Arguments, out: Values) -> None:
     """What the class always does."""
 
@@ -283,7 +301,7 @@ EXPERT_FORMS: Mapping[str, Form] = {
     "all_sparse": Form(_all_sparse_to, _nothing_back),
     "sparse_layers": Form(_sparse_layers_to, _sparse_layers_back),
     "first_dense": Form(_first_dense_to, _first_dense_back),
-    "mlp_kinds": Form(_nothing_to, _kinds_back),
+    "mlp_kinds": Form(_kinds_to, _kinds_back),
     "interval": Form(_interval_to, _interval_back),
     "interleaved": Form(_interleaved_to, _interleaved_back),
     "listed": Form(_listed_to, _listed_back),
@@ -294,5 +312,6 @@ EXPERT_FORMS: Mapping[str, Form] = {
     "shared_experts": Form(_shared_to, _shared_back),
     "shared_expert": Form(_shared_expert_to, _shared_expert_back),
     "one_shared": Form(_one_shared_to, _one_shared_back),
+    "two_pools": Form(_two_pools_to, _two_pools_back),
     "ahead": Form(_ahead_to, _ahead_back),
 }

@@ -94,6 +94,9 @@ def _gemma4_back(args: Arguments, out: Values) -> None:
     }
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
         out.pop(key, None)
+    for key in ("enable_moe_block", "hidden_size_per_layer_input"):  # Gemma 4 Unified's class has neither
+        if not out.get(key) and key not in args.facts.defaults:
+            out.pop(key, None)
     if args.get("num_experts"):
         _GEMMA4_EXPERTS.back(args, out)
 

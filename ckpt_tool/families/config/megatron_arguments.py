@@ -4,7 +4,8 @@ state it.
 They are compared; all others are the job's own. Sources: Megatron-LM core 0.16.1 `training/arguments.py`,
 `core/transformer/transformer_config.py`, and the same of 0.19.2 for gated delta nets and hybrid models; names of
 `BRIDGE_ARGUMENTS`: providers of Megatron-Bridge 0.6.2 (`models/gemma/gemma4_provider.py`,
-`models/mimo_v2_flash/mimo_v2_flash_provider.py`, `models/minimax_m3/minimax_m3_bridge.py`).
+`models/mimo_v2_flash/mimo_v2_flash_provider.py`, `models/minimax_m3/minimax_m3_bridge.py`, `models/ernie_vl`), and
+mcore-bridge 1.6.5 `config/parser.py`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ ARGUMENTS: Mapping[str, Any] = {
     "hybrid_layer_pattern": None,
     "fp32_residual_connection": False,
 }
+QWEN4_EXP_WORDS = (  # of the hub and of mcore-bridge
+    *(
+        "hc_count",
+        "hc_lowrank",
+        "ple_layer_ids",
+        "ple_embed_dim",
+        "ple_conv_kernel_size",
+        "ngram_size",
+        "heads_per_ngram",
+    ),
+    *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts", "indexer_n_heads"),
+    *("indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio", "output_gate_type"),
+)
 BRIDGE_ARGUMENTS: Mapping[str, Any] = {  # what no argument of Megatron-LM says
     "qk_norms_over_heads": False,  # a word of ours: the bridge has it in a layer's spec
     "attention_chunk_size": None,  # Llama 4's words on the hub, as the next: no tool for Megatron has them
@@ -79,6 +93,10 @@ BRIDGE_ARGUMENTS: Mapping[str, Any] = {  # what no argument of Megatron-LM says
     "sliding_window_rope_base": None,
     "swa_num_query_groups": None,
     "use_double_wide_mlp": False,
+    "moe_intermediate_size": None,  # ERNIE 4.5 VL's two widths
+    "linear_decoupled_in_proj": False,
+    "ple_seed": None,
+    **dict.fromkeys(QWEN4_EXP_WORDS),
 }
 DELTA_ARGUMENTS: Mapping[str, Any] = {
     "linear_attention_freq": None,

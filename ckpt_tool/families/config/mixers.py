@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tool.families.config.experts import without_experts
-from ckpt_tool.families.config.megatron_arguments import DELTA_ARGUMENTS
+from ckpt_tool.families.config.megatron_arguments import DELTA_ARGUMENTS, QWEN4_EXP_WORDS
 from ckpt_tool.families.config.words import LAYERS, Arguments, Form, Model, Values, linear_pattern, same
 
 _DELTA = same(*((name, name) for name in DELTA_ARGUMENTS if name != "linear_attention_freq"))
@@ -42,6 +42,24 @@ def _delta_net_back(args: Arguments, out: Values) -> None:
     out["layer_types"] = ["linear_attention" if each else "full_attention" for each in pattern]
     if 0 in pattern and pattern == linear_pattern(pattern.index(0) + 1, len(pattern)):
         out["full_attention_interval"] = pattern.index(0) + 1
+
+
+_QWEN4_EXP = same(*((name, name) for name in QWEN4_EXP_WORDS), ("seed", "ple_seed"))
+
+
+def _qwen4_exp_to(model: Model, out: Values) -> None:
+    _QWEN4_EXP.to(model, out)
+    model.lost(
+        "hyper-connections, embeddings of n-grams and an indexer: Megatron-Core 0.19.2 has none; mcore-bridge's layers have"
+    )
+
+
+def _qwen4_exp_back(args: Arguments, out: Values) -> None:
+    """Whose layers of attention have an indexer."""
+    _QWEN4_EXP.back(args, out)
+    out.pop("full_attention_interval", None)
+    kinds = out.get("layer_types", [])
+    out["layer_types"] = ["indexed_attention" if kind == "full_attention" else kind for kind in kinds]
 
 
 _HYBRID = same(
@@ -146,6 +164,7 @@ def _falcon_h1_back(args: Arguments, out: Values) -> None:
 
 MIXER_FORMS: Mapping[str, Form] = {
     "delta_net": Form(_delta_net_to, _delta_net_back),
+    "qwen4_exp": Form(_qwen4_exp_to, _qwen4_exp_back),
     "hybrid": Form(_hybrid_to, _hybrid_back),
     "falcon_h1": Form(_falcon_h1_to, _falcon_h1_back),
 }

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tool.families.base import Family
+from ckpt_tool.families.config import ernie_vision
 from ckpt_tool.families.config.experts import sparse_pattern
 from ckpt_tool.families.config.forms import FORMS, rope_of
 from ckpt_tool.families.config.megatron_arguments import (
@@ -80,6 +81,10 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 def language_model(config: Mapping[str, Any]) -> tuple[ModelClass | None, Mapping[str, Any]]:
     """(its class, its config) where a config is of a model that sees or hears and its language model's class is one of
     ours; None and the config elsewhere. A config of one piece says of the language model what no other part says."""
+    if ernie_vision.is_flat(config):
+        if not ernie_vision.is_sound(config):
+            return None, config
+        config = ernie_vision.nested(config)
     family = known_family(config.get("model_type"))
     parts = language_classes(family) if family else ()
     part = family.part(config) if family else config.get("text_config")

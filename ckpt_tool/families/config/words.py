@@ -23,6 +23,7 @@ from ckpt_tool.families.config.megatron_arguments import (
     LATENT_ARGUMENTS,
     MAMBA_ARGUMENTS,
     OLD_NAMES,
+    QWEN4_EXP_WORDS,
     ROPE_ARGUMENTS,
 )
 from ckpt_tool.families.model_class import DEFAULTS, EXPERT_DEFAULTS, ModelClass
@@ -109,6 +110,12 @@ _COUNTS = (
     "dense_intermediate_size",
     "shared_intermediate_size",
     "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
+    "seed",
+    "ple_seed",
+    *(name for name in QWEN4_EXP_WORDS if name not in ("ple_layer_ids", "output_gate_type")),
 )
 _NUMBERS = (
     "moe_router_topk_scaling_factor",
@@ -152,6 +159,7 @@ _LISTS = (
     "layers_block_type",
     "mtp_layers_block_type",
     "lightning_indexer_layers",
+    "ple_layer_ids",
 )
 _WORDS = ("hidden_activation", "hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
 _DEFAULTS = {
@@ -172,7 +180,7 @@ def kinds_of(facts: ModelClass) -> dict[str, type]:
         found[facts.keys.get(key, key)] = found[key] = type(value)
     found |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
     found |= dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_LISTS, list)
-    found |= dict.fromkeys(_WORDS, str) | {"use_sliding_window": bool}
+    found |= dict.fromkeys(_WORDS, str) | {"use_sliding_window": bool, "enable_moe_block": bool}
     return {**found, "rope_scaling": dict, "rope_parameters": dict}
 
 

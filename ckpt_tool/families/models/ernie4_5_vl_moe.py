@@ -9,13 +9,22 @@ reads them.
 
 from ckpt_tool.families import ernie_vision, megatron
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
 
 FAMILY = Family(
     name="ernie4_5_vl_moe",
     classes=(
         ModelClass("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
         ModelClass("ernie4_5_moe_vl", "Ernie4_5_VL_MoeForConditionalGeneration"),
+        ModelClass(
+            "ernie4_5_vl_moe_text", "Ernie4_5_VLMoeTextModel", part=True,
+            forms=("sizes", "heads", "rope", "tied", "silu", "use_bias", "experts", "mlp_kinds", "two_pools"),
+            keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k", "n_shared_experts": "moe_num_shared_experts"},
+            megatron={**GATED, "rotary_interleaved": True, "position_embedding_type": "mrope", "moe_router_enable_expert_bias": True},
+            defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+                      "num_key_value_heads": 4, "use_bias": False, "num_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2,
+                      "moe_intermediate_size": [1536, 512], "router_aux_loss_coef": 0.001, "first_k_dense_replace": 1},
+        ),
     ),
     axes={
         **DECODER, "x": "text_config.moe_num_experts? or moe_num_experts[0]", "o": "x", "e": "2 * x",

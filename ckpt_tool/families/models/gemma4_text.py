@@ -6,22 +6,18 @@ Megatron: Megatron-Bridge 0.6.2, models/gemma/gemma4_bridge.py. On the way back 
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import Family
-from ckpt_tool.families.model_class import GEMMA, ModelClass
+from ckpt_tool.families.model_class import GEMMA4, GEMMA4_DEFAULTS, GEMMA4_FORMS, ModelClass
 
 FAMILY = Family(
     name="gemma4_text",
     classes=(
         ModelClass(
             "gemma4_text", "Gemma4ForCausalLM",
-            ("sizes", "heads", "rope", "tied", "dropout", "gated_gelu", "every_sixth", "gemma4"),
-            megatron={**GEMMA, "layernorm_zero_centered_gamma": False, "qk_layernorm": True},
+            GEMMA4_FORMS,
+            megatron=GEMMA4,
             unsayable={"attention_bias": False, "use_bidirectional_attention": None},
-            defaults={"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "partial_rotary_factor": 0.25,
-                      "rope_scaling": {"rope_type": "proportional"}, "tie_word_embeddings": True, "initializer_range": 0.02,
-                      "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "head_dim": 256,
-                      "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 512, "attention_dropout": 0.0,
-                      "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "attention_k_eq_v": False,
-                      "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "enable_moe_block": False},
+            defaults={**GEMMA4_DEFAULTS, "max_position_embeddings": 131072, "sliding_window": 512, "enable_moe_block": False,
+                      "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
             also=("Gemma4TextModel",),
         ),
     ),

@@ -3,11 +3,20 @@ mcore-bridge 1.6.5, mm_gpts/gemma4.py; Megatron-Bridge 0.6.2 has none."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import GEMMA4, GEMMA4_DEFAULTS, GEMMA4_FORMS, ModelClass
 
 FAMILY = Family(
     name="gemma4_unified",
-    classes=(ModelClass("gemma4_unified", "Gemma4UnifiedForConditionalGeneration"),),
+    classes=(
+        ModelClass("gemma4_unified", "Gemma4UnifiedForConditionalGeneration"),
+        ModelClass(
+            "gemma4_unified_text", "Gemma4UnifiedTextModel", GEMMA4_FORMS, part=True,
+            megatron=GEMMA4,
+            unsayable={"attention_bias": False, "use_bidirectional_attention": None},
+            defaults={**GEMMA4_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024,
+                      "use_bidirectional_attention": "vision"},
+        ),
+    ),
     axes=hub.GEMMA4_AXES,
     kinds=hub.GEMMA4_KINDS,
     language="text_config",

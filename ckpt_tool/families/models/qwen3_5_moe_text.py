@@ -17,7 +17,7 @@ FAMILY = Family(
             keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
             megatron={**QWEN_DELTA, "moe_shared_expert_gate": True, "moe_router_pre_softmax": False},
             unsayable={"attention_bias": False, "norm_topk_prob": True},
-            defaults={**QWEN_DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+            defaults={**QWEN_DELTA_DEFAULTS, "partial_rotary_factor": 0.25, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
                       "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
         ),
     ),

@@ -15,7 +15,7 @@ FAMILY = Family(
             keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
             megatron=QWEN_DELTA,
             unsayable={"attention_bias": False},
-            defaults={**QWEN_DELTA_DEFAULTS, "num_key_value_heads": 4},
+            defaults={**QWEN_DELTA_DEFAULTS, "partial_rotary_factor": 0.25, "num_key_value_heads": 4},
         ),
     ),
     axes={**DECODER, **DELTA_NET},

@@ -16,7 +16,7 @@ FAMILY = Family(
             (*DECODER_FORMS, "delta_net", "experts", "sparse_layers", "softmax", "shared_expert", "ahead"),
             megatron={**QWEN_DELTA, "moe_shared_expert_gate": True},
             unsayable={"attention_bias": False},
-            defaults={**EXPERT_DEFAULTS, **QWEN_DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512,
+            defaults={**EXPERT_DEFAULTS, **QWEN_DELTA_DEFAULTS, "partial_rotary_factor": 0.25, "num_key_value_heads": 2, "num_experts": 512,
                       "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
                       "norm_topk_prob": True},
         ),

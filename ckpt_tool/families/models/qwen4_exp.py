@@ -9,7 +9,7 @@ unequal height are refused there). Megatron: mcore-bridge, in layers of its own;
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, DELTA_NET, Family, Variant
-from ckpt_tool.families.model_class import ModelClass
+from ckpt_tool.families.model_class import DECODER_FORMS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 
 _MIX = """
     model.layers.{i}.[attn|mlp]_hyper_connection.<hc_norm|input_mix_weight_down|input_mix_weight_up>.weight : hh, hl hh, hh hl
@@ -33,7 +33,17 @@ _SWIFT_LAYER = megatron.SWIFT + megatron.QK_NORMS + megatron.ROUTER + megatron.S
 
 FAMILY = Family(
     name="qwen4_exp",
-    classes=(ModelClass("qwen4_exp", "Qwen4ExpForConditionalGeneration"),),
+    classes=(
+        ModelClass("qwen4_exp", "Qwen4ExpForConditionalGeneration"),
+        ModelClass("qwen4_exp_text", "Qwen4ExpTextModel", part=True, keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+            forms=(*DECODER_FORMS, "delta_net", "experts", "all_sparse", "softmax", "shared_expert", "qwen4_exp", "ahead"),
+            megatron={**QWEN_DELTA, "moe_shared_expert_gate": True, "linear_decoupled_in_proj": True}, unsayable={"attention_bias": False},
+            defaults={**QWEN_DELTA_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size":
+                      512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001, "norm_topk_prob": True, "hc_count": 4,
+                      "hc_lowrank": 320, "ple_embed_dim": 2048, "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 8,
+                      "ngram_vocab_size_base": 20000000, "split_ngram_parts": 512, "make_ngram_vocab_size_divisible_by": 128, "seed": 1234},
+        ),
+    ),
     axes={
         **DECODER, **DELTA_NET, "c": "linear_conv_kernel_dim? or 4", "ho": "h", "e": "num_experts? or num_local_experts",
         "m": "moe_intermediate_size", "s": "shared_expert_intermediate_size", "hc": "hc_count? or 4", "hl": "hc_lowrank? or 320", "hh": "hc * h",
