@@ -111,6 +111,18 @@ def packed(made: Shapes, _: Again | None = None) -> Shapes:
     return packed
 
 
+def qwen4(shapes: Shapes, _: Again) -> Shapes:
+    """Packed experts, and `mtp.*`: a layer as the last of the decoder's, what joins it, and a mixer of its own."""
+    root, wide = "model.language_model.", shapes["model.language_model.hyper_connection_mixer.hc_norm.weight"]
+    mixer = {
+        f"mtp.{k.removeprefix(root)}": v for k, v in shapes.items() if k.startswith(f"{root}hyper_connection_mixer")
+    }
+    inner = {f"mtp.layers.0.{k.split('.', 4)[4]}": v for k, v in shapes.items() if k.startswith(f"{root}layers.3.")}
+    h = shapes[f"{root}embed_tokens.weight"][1]
+    joined = {"pre_fc_norm_embedding": (h,), "pre_fc_norm_hidden": wide, "fc_embedding": (h, h), "fc_hidden": (h, h)}
+    return packed({**shapes, **inner, **mixer, **{f"mtp.{name}.weight": shape for name, shape in joined.items()}})
+
+
 def kimi() -> None:
     """Its config class lies with its files; it is DeepSeek's."""
     import transformers
@@ -215,6 +227,16 @@ GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_g
 BEFORE = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.12.1"
 
 SWIFT = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.23.0"
+QWEN4 = {
+    "text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
+                    "shared_expert_intermediate_size": 14, "hc_count": 2, "hc_lowrank": 3, "ple_layer_ids": [2, 3],
+                    "ple_embed_dim": 8, "heads_per_ngram": 2, "ngram_vocab_size_base": 7, "split_ngram_parts": 2,
+                    "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+                    "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2, "eos_token_id": 1},
+    "vision_config": QWEN_VISION, "tie_word_embeddings": False,
+}  # fmt: skip
+# Its MTP has two projections, for which core 0.19.2 has no place
+SWIFT_AFTER = "mcore-bridge 1.6.5, megatron-core of Megatron-LM's dev d48bd6be (2026-08-21), transformers 5.23.0"
 SWIFT_BEFORE = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.12.1"
 
 
@@ -506,15 +528,10 @@ CASES = [
          "tie_word_embeddings": True},
         versions=BEFORE,
     ),
+    Case("qwen4_exp", "qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN4, more=packed, swift=True, versions=SWIFT),
     Case(
-        "qwen4_exp", "qwen4_exp", "Qwen4ExpForConditionalGeneration",
-        {"text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
-                         "shared_expert_intermediate_size": 14, "hc_count": 2, "hc_lowrank": 3, "ple_layer_ids": [1, 3],
-                         "ple_embed_dim": 8, "heads_per_ngram": 2, "ngram_vocab_size_base": 7, "split_ngram_parts": 2,
-                         "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-                         "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2, "eos_token_id": 1},
-         "vision_config": QWEN_VISION, "tie_word_embeddings": False},
-        more=packed, swift=True, versions=SWIFT,  # core 0.19.2 has no MTP for it: `e_proj`, `h_proj`
+        "qwen4_exp_mtp", "qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN4, more=qwen4, swift=True,
+        versions=SWIFT_AFTER, provider={"mtp_num_layers": 1},
     ),
     Case(
         "gemma4_unified", "gemma4_unified", "Gemma4UnifiedForConditionalGeneration",

@@ -9,7 +9,8 @@ Run by hand, in an environment of its own (Python 3.12; `--no-deps` because the 
     python tests/families/bridge_golden.py fixtures/bridge qwen3_next ...   # some
 
 Cases whose `versions` name another transformers (Gemma 4: 5.12.1) want that one installed instead; kimi_k3 wants
-KIMI_K3=FOLDER, that of `src/megatron/bridge/models/kimi/kimi_k3_*.py` of Megatron-Bridge 067f987.
+KIMI_K3=FOLDER, that of `src/megatron/bridge/models/kimi/kimi_k3_*.py` of Megatron-Bridge 067f987; those that name a
+commit of Megatron-LM its folder, with `megatron/core` in it, in PYTHONPATH.
 
 For each case: transformers saves a tiny model; its files' tensors, and those of multi-token prediction, which
 transformers does not build, are filled with even numbers that all differ: 2, 4, 6, ... in the order of the names;
@@ -294,18 +295,19 @@ def _values(tensor: list[Any]) -> np.ndarray:
 
 
 def main(out: Path, names: list[str]) -> int:
-    import megatron.bridge.models  # noqa: F401  # once, before the ranks are forked
+    chosen = [case for case in CASES if not names or case.name in names]
+    if not all(case.swift for case in chosen):
+        import megatron.bridge.models  # noqa: F401  # once, before the ranks are forked
 
     failed = []
-    for case in CASES:
-        if not names or case.name in names:
-            try:
-                good = golden(case, out)
-            except Exception:
-                traceback.print_exc()
-                good = False
-            if not good:
-                failed.append(case.name)
+    for case in chosen:
+        try:
+            good = golden(case, out)
+        except Exception:
+            traceback.print_exc()
+            good = False
+        if not good:
+            failed.append(case.name)
     if failed:
         print("failed:", *failed)
     return bool(failed)

@@ -3,8 +3,8 @@ modules and in place of the last norm, experts and a gated shared one, and in so
 
 Released, by mcore-bridge 1.6.5 (gpts/qwen4_exp.py), a layer's experts are in two tensors. transformers 5.23, models/qwen4_exp and
 conversion_mapping.py: `hf-split` is what it saves, experts one by one; `hf-5` what it has in memory, shards as one (those of
-unequal height are refused there). Megatron: mcore-bridge, in layers of its own; its layer of MTP was read, not run, as core
-0.19.2 has no place for it. Megatron-Bridge 0.6.2 has none.
+unequal height are refused there). Megatron: mcore-bridge, in layers of its own; that of MTP wants a Megatron-Core of after 0.19.2
+(`e_proj`, `h_proj`). Megatron-Bridge 0.6.2 has none.
 """
 
 from ckpt_tool.families import hub, megatron
