@@ -4,11 +4,13 @@
     (g (r + 1 + 1) d) h      dim 0 counts g groups; in each, r + 1 + 1 heads; in each, d rows      Megatron's fused QKV
     (t (1 + 1) u) h          two halves interleaved in t stripes                                   a TP-striped SwiGLU
     h (n 2 j)                a number larger than 1 is an axis of that size, named by its digits
+    h ((1 + 1 @ 2 1) f)      two halves, the first of which lies second
 
 `( )` nests row-major, the left axis slowest; `1` is the unnamed unit; `+` stands inside parentheses and binds looser
-than a sequence: `(a b + c)` lays `a b` before `c`. The empty pattern is a scalar.
+than a sequence: `(a b + c)` lays `a b` before `c`, `(a b + c @ 2 1)` behind it: after `@` stands the place of each
+summand. The empty pattern is a scalar.
 
-A pattern with sums is several **parts**, one for each choice of a summand, in row-major order: the QKV above has the
+A pattern with sums is several **parts**, one for each choice of a summand, as they are written: the QKV above has the
 parts `g r d h`, `g d h`, `g d h`. A part is a dense grid of axes: an offset and a stride for each axis, in elements
 of the tensor's row-major space.
 
@@ -36,7 +38,7 @@ from ckpt_tool.errors import UsageError, near_misses
 MAX_CHARS, MAX_DEPTH, MAX_PARTS = 400, 20, 4096
 Sizes = Mapping[str, int | Sequence[int]]  # an axis: its extent, or the indices that its name takes in order
 
-_TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[0-9]+|[()+])")
+_TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[0-9]+|[()+@])")
 
 
 class Part(NamedTuple):
@@ -56,17 +58,25 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """kind `axis` (name), `group` (items, row-major) or `sum` (items, end to end)."""
+    """kind `axis` (name), `group` (items, row-major) or `sum` (items, end to end). order: the items' places in a sum,
+    from 0; () as they are written."""
 
     kind: str
     name: str = ""
     items: tuple[_Node, ...] = ()
+    order: tuple[int, ...] = ()
 
     def size(self, sizes: Sizes) -> int:
         if self.kind == "axis":
             return size_of(self.name, sizes)
         extents = [item.size(sizes) for item in self.items]
         return prod(extents) if self.kind == "group" else sum(extents)
+
+    def starts(self, extents: Sequence[int]) -> list[int]:
+        """Where each item of a sum begins, in units of this node's steps."""
+        if not self.order:
+            return [0, *accumulate(extents[:-1])]
+        return [sum(n for n, place in zip(extents, self.order, strict=True) if place < own) for own in self.order]
 
     def kinds(self) -> list[tuple[str, ...]]:
         """The axes of each part, in order, without sizes."""
@@ -87,10 +97,9 @@ class _Node:
             return [Part(0, {} if self.name == "1" else {self.name: stride})]
         extents = [item.size(sizes) for item in self.items]
         if self.kind == "sum":
-            starts = accumulate(extents, initial=0)
             return [
                 Part(start * stride + part.offset, part.strides)
-                for start, item in zip(starts, self.items, strict=False)
+                for start, item in zip(self.starts(extents), self.items, strict=True)
                 for part in item.parts(stride, sizes)
             ]
         found = [Part(0, {})]
@@ -107,7 +116,7 @@ class _Node:
             return
         extents = [item.size(sizes) for item in self.items]
         if self.kind == "sum":
-            for start, item in zip(accumulate(extents, initial=0), self.items, strict=False):
+            for start, item in zip(self.starts(extents), self.items, strict=True):
                 yield from ((start + inner, granule) for inner, granule in item.bands(axis, sizes))
             return
         for place, item in enumerate(self.items):
@@ -172,8 +181,8 @@ def pattern(text: str) -> Pattern:
     """Parse `text`. Raises UsageError: E0220 with the column, E0227 an axis twice in one part, E0233 too large."""
     parser = _Parser(text)
     dims = parser.sequence(0)
-    if parser.peek() == "+":
-        raise parser.fault("`+` stands inside parentheses: `(a + b) c`")
+    if parser.peek() in ("+", "@"):
+        raise parser.fault(f"`{parser.peek()}` stands inside parentheses: `(a + b) c`")
     if parser.peek():
         raise parser.fault(f"`{parser.peek()}` closes nothing")
     shown = " ".join(text.split())
@@ -219,7 +228,7 @@ class _Parser:
     def sequence(self, depth: int) -> tuple[_Node, ...]:
         """Items side by side, up to `+`, `)` or the end."""
         items = []
-        while self.peek() not in ("", "+", ")"):
+        while self.peek() not in ("", "+", ")", "@"):
             token = self.peek()
             if token == "(":
                 items.append(self.group(depth + 1))
@@ -239,6 +248,7 @@ class _Parser:
         while self.peek() == "+":
             self.at += 1
             summands.append(self.sequence(depth))
+        order = self.order(len(summands)) if self.peek() == "@" else ()
         if self.peek() != ")":
             raise self.fault("a `(` is not closed")
         self.at += 1
@@ -246,4 +256,16 @@ class _Parser:
             return _Node("group", items=summands[0])
         if not all(summands):
             raise self.fault("`+` wants something on both sides")
-        return _Node("sum", items=tuple(s[0] if len(s) == 1 else _Node("group", items=s) for s in summands))
+        items = tuple(s[0] if len(s) == 1 else _Node("group", items=s) for s in summands)
+        return _Node("sum", items=items, order=order)
+
+    def order(self, count: int) -> tuple[int, ...]:
+        """`@ 2 1`: the place of each summand."""
+        self.at += 1
+        places = []
+        while self.peek().isdigit():
+            places.append(int(self.peek()) - 1)
+            self.at += 1
+        if sorted(places) != list(range(count)) or count < 2:
+            raise self.fault(f"`@` wants the places of {count} summands, each of 1 to {count} once")
+        return tuple(places)

@@ -21,7 +21,9 @@ def brute(text: str, sizes: Sizes) -> list[list[tuple[tuple[int, ...], dict[str,
     """
 
     def words(source: str) -> list[str]:
-        return source.replace("(", " ( ").replace(")", " ) ").replace("+", " + ").split()
+        for mark in "()+@":
+            source = source.replace(mark, f" {mark} ")
+        return source.split()
 
     tokens = words(text)
 
@@ -39,19 +41,23 @@ def brute(text: str, sizes: Sizes) -> list[list[tuple[tuple[int, ...], dict[str,
         return out
 
     def group() -> list[tuple[tuple[int, ...], dict[str, int]]]:
-        summands, items = [], []
+        summands, items, places = [], [], list[int]()
         while (token := tokens.pop(0)) != ")":
             if token == "(":
                 items.append(group())
             elif token == "+":
                 summands.append(times(items))
                 items = []
+            elif token == "@":
+                while tokens[0] != ")":
+                    places.append(int(tokens.pop(0)))
             else:
                 items.append(axis(token))
         summands.append(times(items))
         if len(summands) == 1:
             return summands[0]
-        return [((k, *path), values) for k, summand in enumerate(summands) for path, values in summand]
+        stored = sorted(enumerate(summands), key=lambda each: places[each[0]] if places else each[0])
+        return [((k, *path), values) for k, summand in stored for path, values in summand]
 
     dims = []
     while tokens:
@@ -74,11 +80,10 @@ def random_pattern(rng: random.Random, sizes: Sizes) -> str:
             return rng.choice(["1", fresh(), fresh()])
         if kind < 0.8:
             return "(" + " ".join(item(depth - 1) for _ in range(rng.randint(1, 3))) + ")"
-        return (
-            "("
-            + " + ".join(" ".join(item(depth - 1) for _ in range(rng.randint(1, 2))) for _ in range(rng.randint(2, 3)))
-            + ")"
-        )
+        count = rng.randint(2, 3)
+        summands = " + ".join(" ".join(item(depth - 1) for _ in range(rng.randint(1, 2))) for _ in range(count))
+        places = [str(place + 1) for place in rng.sample(range(count), count)]
+        return f"({summands} @ {' '.join(places)})" if rng.random() < 0.3 else f"({summands})"
 
     return " ".join(item(2) for _ in range(rng.randint(0, 3)))
 
@@ -130,6 +135,7 @@ def test_scalars_units_and_literals() -> None:
     assert pattern("1 () h").shape({"h": 3}) == (1, 1, 3)
     assert pattern("(2 h)").parts({"h": 3}) == [Part(0, {"2": 3, "h": 1})]
     assert pattern("(a b + c)").kinds == (("a", "b"), ("c",))
+    assert pattern("(a b + c @ 2 1)").parts({"a": 2, "b": 3, "c": 4}) == [Part(4, {"a": 3, "b": 1}), Part(0, {"c": 1})]
     assert pattern("e").shape({"e": (4, 6, 8)}) == (3,)  # type: ignore[dict-item]
 
 
@@ -167,6 +173,11 @@ def test_bands_of_the_usual_fusions() -> None:
         ("a b)", "E0220", "closes nothing"),
         ("a + b", "E0220", "inside parentheses"),
         ("(a + )", "E0220", "both sides"),
+        ("a @ 1", "E0220", "inside parentheses"),
+        ("(a + b @ 1 1)", "E0220", "places of 2 summands"),
+        ("(a + b @ 1 3)", "E0220", "places of 2 summands"),
+        ("(a @ 1)", "E0220", "places of 1 summands"),
+        ("(a + b @ 2 1 + c)", "E0220", "not closed"),
         ("(+ a)", "E0220", "both sides"),
         ("a, b", "E0220", "no meaning"),
         ("a * b", "E0220", "no meaning"),

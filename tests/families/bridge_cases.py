@@ -90,6 +90,17 @@ def mimo(shapes: Shapes, _: Again) -> Shapes:
     }
 
 
+def mimo_7b(shapes: Shapes, _: Again) -> Shapes:
+    """Two `model.mtp_layers`, each as the last of the decoder's, and what joins it."""
+    h, made = shapes["model.norm.weight"][0], dict(shapes)
+    for layer in range(2):
+        there = f"model.mtp_layers.{layer}."
+        made |= {k.replace("model.layers.2.", there): v for k, v in shapes.items() if k.startswith("model.layers.2.")}
+        made |= {f"{there}{name}_layernorm.weight": (h,) for name in ("token", "hidden", "final")}
+        made[f"{there}input_proj.weight"] = (h, 2 * h)
+    return made
+
+
 def turned_experts(shapes: Shapes, _: Again) -> Shapes:
     """(experts, inputs, outputs), as the released files have them and transformers' saves do not."""
     return {name: (e[0], e[2], e[1]) if ".experts." in name else e for name, e in shapes.items()}
@@ -129,6 +140,14 @@ def kimi() -> None:
 
     named = type("KimiK2Config", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"})
     transformers.AutoConfig.register("kimi_k2", named)
+
+
+def mimo_class() -> None:
+    """Its config class lies with its files; it is Qwen2's."""
+    import transformers
+
+    named = type("MiMoConfig", (transformers.Qwen2Config,), {"model_type": "mimo"})
+    transformers.AutoConfig.register("mimo", named, exist_ok=True)
 
 
 def bailing() -> None:
@@ -358,6 +377,10 @@ CASES = [
             "patch_size": 2, "init_pos_emb_height": 4, "init_pos_emb_width": 4, "text_hidden_size": 12}},
         before=kimi_k3, versions="megatron-bridge 0.6.2 with the modules of Kimi K3 of 067f987 (2026-08-22), "
                                  "megatron-core 0.19.2, transformers 5.23.0",
+    ),
+    Case(
+        "mimo", "qwen2", "Qwen2ForCausalLM", without(SIZES, "head_dim"), more=mimo_7b, before=mimo_class,
+        stated={"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2},
     ),
     Case(
         "mimo_v2_flash", "mimo_v2_flash", "MiMoV2FlashForCausalLM",
