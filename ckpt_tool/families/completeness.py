@@ -68,9 +68,9 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         front, found, rest = group.form.partition("%d.")
         if not found:
             continue
-        several = "expert" not in group.form and "%d" in rest  # modules of one layer, as many in each
+        several = "%d" in rest.replace("experts.%d", "")  # modules of one layer, as many in each
         for numbers in group.values:
-            layers[front][numbers[0]].add(f"{front}%d.{rest % numbers[1:]}" if several else group.form)
+            layers[front][numbers[0]].add(f"{front}%d.{_of_module(rest, numbers[1:])}" if several else group.form)
             if len(numbers) == 2 and not several:
                 experts[group.form, numbers[0]][0].add(numbers[1])
     for name in unknown if table.towers else ():
@@ -86,6 +86,19 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         lost += _thinner(found_layers, count, table, sized)
         lost += _no_experts(front, found_layers, config, count or 0) if front in _decoders(table) else []
     return lost + list(_lone_experts(experts))
+
+
+def _of_module(form: str, numbers: Iterable[int]) -> str:
+    """The form with all numbers but an expert's.
+
+    >>> _of_module("layers.%d.mlp.experts.%d.w1", (1, 7))
+    'layers.1.mlp.experts.%d.w1'
+    """
+    first, *others = form.split("%d")
+    out = first
+    for text, number in zip(others, numbers, strict=True):
+        out += ("%d" if out.endswith("experts.") else str(number)) + text
+    return out
 
 
 def _layer_count(family: Family, config: Config) -> int | None:

@@ -124,10 +124,11 @@ def _near(family: Family, dialect: str, kinds: Mapping[str, str], shapes: Mappin
 
 
 def _lacking(near: Near, kinds: Mapping[str, str], config: Config) -> Near:
-    """`near` with the names of rules that find no tensor: not biases where the checkpoint has none at all, what no
-    model computes with, second spellings of what is there, a head that is the embedding."""
+    """`near` with the names of rules that find no tensor: not biases and layers of multi-token prediction where the
+    checkpoint has none at all, what no model computes with, second spellings of what is there, a head that is the
+    embedding."""
     table, config = near.family.table(near.dialect), near.family.facts(config)
-    biased = any(form.endswith("bias") for form in kinds)
+    biased, ahead = any(form.endswith("bias") for form in kinds), any("mtp" in form.split(".") for form in kinds)
     rules = [(rule.condition, *each) for rule in table.rules for each in _terms(rule)]
     there = {form for _, name, hub in rules if name.form in kinds for form in hub}
     there |= {alias.name.form for alias in near.family.table(HUB).aliases if alias.of.form in there}
@@ -135,7 +136,7 @@ def _lacking(near: Near, kinds: Mapping[str, str], config: Config) -> Near:
         name.text: None
         for condition, name, hub in rules
         if not hub <= there and (condition is None or _holds(condition, config))
-        if biased or not name.form.endswith("bias")
+        if (biased or not name.form.endswith("bias")) and (ahead or "mtp" not in name.form.split("."))
     }
     return near._replace(lacking=tuple(lost))
 

@@ -34,6 +34,7 @@ from ckpt_tool.families.table import Instances, Table, form_of, instances
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
 _HALVED = "codes of a quantised weight, two a byte, which no rule can lay out otherwise"
 _ALONE = "a part of a quantised weight whose layout changes, which scales can't follow"
+_ALONE_THERE = "leave the others behind with --remove-keys, or keep the source's names with --dialect keep"
 _ONE = "keep one of them, --remove-keys"
 _WAY = "dequantise on the way with --dequantize, or keep the source's names with --dialect keep"
 
@@ -153,7 +154,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     _check_counts((here, there), sizes, shapes)
     check_known(_needed(found), sizes, reasons, family.name)
     faults: list[Fault] = []
-    hub = _to_hub(found, sizes, config, shapes, faults)
+    hub = _to_hub(family, found, sizes, config, shapes, faults)
     if any(fault.code == "E1370" for fault in faults):
         faults = [fault._replace(hint=fault.hint or _elsewhere(family, source, shapes, config)) for fault in faults]
     chosen, tied = _chosen(family, there, hub, sizes, config, faults)
@@ -316,6 +317,7 @@ def _needed(found: Iterable[Found]) -> dict[str, str]:
 
 
 def _to_hub(
+    family: Family,
     found: Sequence[Found],
     sizes: Mapping[str, Extent],
     config: Config,
@@ -328,7 +330,7 @@ def _to_hub(
     kept: list[Piece] = []
     zeros: list[Piece] = []  # elements of the hub's that the source has no place for
     for each in found:
-        faults += _beyond(each, sizes)
+        faults += _beyond(each, family.axes, sizes)
         for here in each.each(sizes):
             left, right = each.rule.shapes(here, config)
             wanted.update(right)
@@ -397,13 +399,16 @@ def _nowhere(found: Sequence[Found], shapes: Mapping[str, Shape], config: Config
                     yield Fault("E1370", full, what, "does the config belong to this checkpoint?")
 
 
-def _beyond(found: Found, sizes: Mapping[str, Extent]) -> Iterator[Fault]:
-    """Numbers in names that the config has no room for."""
+def _beyond(found: Found, axes: Mapping[str, str], sizes: Mapping[str, Extent]) -> Iterator[Fault]:
+    """Numbers in names that the config, or the family itself, has no room for."""
     for axis, numbers in zip(found.axes, zip(*found.rows, strict=True), strict=True):
         size = sizes.get(axis)
         if isinstance(size, int) and max(numbers) >= size:
-            what = f"a name with {axis}={max(numbers)}, the config says {size} of them"
-            yield Fault("E1370", found.example, what, "does the config belong to this checkpoint?")
+            own = axes.get(axis, "").isdigit()
+            what = f"a name with {axis}={max(numbers)}, the {'family has' if own else 'config says'} {size} of them"
+            yield Fault(
+                "E1370", found.example, what, _ALONE_THERE if own else "does the config belong to this checkpoint?"
+            )
 
 
 # Hub to target.

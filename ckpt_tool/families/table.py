@@ -11,15 +11,15 @@ A table is text, a rule a line, in the language of `algebra.equation`: the diale
 Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
 in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
 experts that are there. What a dialect numbers anew (`Table.ahead`) has an index `{i - num_hidden_layers}`: the axis counts
-as the hub does; a number that a name always has is an index too, `{0}`. What it does not do: know sizes or configs
-(`families.base`).
+as the hub does; `{2 * i + 1}` is every second number, `{0}` one that a name always has. What it does not do: know sizes or
+configs (`families.base`).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -36,13 +36,13 @@ _NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.shard_))(?:0|[1-9][0-9]{0,17})(?![^.])
 _EACH = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
 _LAYER = re.compile(r"layers\.[^.]*\.")
 _ROOT = re.compile(r"(?<![\w.])(?:model|transformer)\.")
-_SHIFTED = re.compile(r"(\w+) [+-] (\w+)")
+_SUMMAND = re.compile(r"(?:^|([+-]) )(\w+)(?: \* (\w+))?(?: |$)")
 _TOWER = re.compile(r"\s*([\w.]+\.)\*\*\s*=\s*([\w.]+\.)\*\*\s*")
 
 
 class Spot(NamedTuple):
     """A rule that names tensors of a form: its number, the axes that the numbers of the name are, and the indices as
-    the name has them where they are no plain axes, `axis - CONSTANT`, `axis + CONSTANT` or a number."""
+    the name has them where they are no plain axes: a number, sums of axes, of axes times a constant, and of constants."""
 
     rule: int
     axes: tuple[str, ...]
@@ -50,19 +50,32 @@ class Spot(NamedTuple):
 
     def reader(self, config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
         """What reads the axes' values off the numbers of a name; it gives None where they are not this rule's: another
-        number than the only one that it knows, or one below the first. config: the sizes of other axes too.
+        number than the only one that it knows, one below the first, one between. Of several axes in an index the one
+        with the largest factor counts the most: `{o * b + j}` is o, j of `divmod(number, b)`. config: the sizes of other
+        axes too.
 
         Raises UsageError (E0223) for what the config lacks.
         """
         if not self.shifted:
             return lambda numbers: numbers
         zero = dict.fromkeys(self.axes, 0)
-        by = [(int(index.value({**config, **zero})), bool(index.names & zero.keys())) for index in self.shifted]
+        indices = []
+        for index in self.shifted:
+            first = int(index.value({**config, **zero}))
+            factors = {
+                axis: int(index.value({**config, **zero, axis: 1})) - first for axis in index.names & zero.keys()
+            }
+            indices.append((first, sorted(factors.items(), key=lambda each: -each[1])))
 
         def values(numbers: tuple[int, ...]) -> tuple[int, ...] | None:
-            pairs = [(number - shift, axis) for number, (shift, axis) in zip(numbers, by, strict=True)]
-            mine = all(value >= 0 if axis else value == 0 for value, axis in pairs)
-            return tuple(value for value, axis in pairs if axis) if mine else None
+            found: dict[str, int] = {}
+            for number, (first, factors) in zip(numbers, indices, strict=True):
+                rest = number - first
+                for axis, factor in factors:
+                    found[axis], rest = divmod(rest, factor) if factor > 0 else (0, rest)
+                if rest or any(found[axis] < 0 for axis, _ in factors):
+                    return None
+            return tuple(found[axis] for axis in self.axes)
 
         return values
 
@@ -307,19 +320,23 @@ def _stated(text: str) -> str:
 
 
 def _numbered(name: Name) -> bool:
-    """Is every index an axis, an axis and a constant, or a number?"""
-    return all(index.text.isdigit() or _axis_of(index.text, name.axes) for index in name.indices)
+    """Can every index be read back: a number, or a sum of axes, each once and with a factor at most, and constants?"""
+    return all(index.text.isdigit() or _readable(index.text, name.axes) for index in name.indices)
 
 
-def _axis_of(index: str, axes: Iterable[str]) -> str | None:
-    """The axis that an index is, alone or with a constant beside it.
+def _readable(index: str, axes: Container[str]) -> bool:
+    """Whether an index is such a sum.
 
-    >>> _axis_of("e - x", ["i", "e"]), _axis_of("2 * e", ["e"])
-    ('e', None)
+    >>> [_readable(text, ("i", "o", "j")) for text in ("i", "2 * i + 1", "o * b + j", "e", "i * o", "i + j", "e - i")]
+    [True, True, True, False, False, False, False]
     """
-    found = _SHIFTED.fullmatch(index)
-    axis = found[1] if found and found[2] not in axes else index
-    return axis if axis in axes else None
+    summands = [each.groups() for each in _SUMMAND.finditer(index)]
+    found = [(sign, [word for word in words if word in axes], words[1]) for sign, *words in summands]
+    found = [each for each in found if each[1]]
+    named = [axis for _, each, _ in found for axis in each]
+    whole = "".join(each[0] for each in _SUMMAND.finditer(index)) == index
+    once = len(set(named)) == len(named) == len(found) > 0
+    return whole and once and all(sign != "-" for sign, *_ in found) and sum(not factor for *_, factor in found) < 2
 
 
 def _each(line: str) -> list[str]:

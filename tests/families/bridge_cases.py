@@ -230,13 +230,17 @@ NEMOTRON_H = {
 }  # fmt: skip
 
 
-def nemotron_mtp(shapes: Shapes, _: Again) -> Shapes:
-    """`mtp.layers`: one of attention, which joins, and one of experts, which ends."""
-    inner = {f"mtp.layers.{to}.{name.split('.', 3)[3]}": shape for to, at in ((0, 2), (1, 3))
-             for name, shape in shapes.items() if name.startswith(f"backbone.layers.{at}.")}  # fmt: skip
-    h = shapes["backbone.norm_f.weight"][0]
-    norms = {f"mtp.layers.{name}.weight": (h,) for name in ("0.enorm", "0.hnorm", "1.final_layernorm")}
-    return {**shapes, **inner, **norms, "mtp.layers.0.eh_proj.weight": (h, 2 * h)}
+def nemotron_mtp(shapes: Shapes, _: Again, blocks: int = 1) -> Shapes:
+    """`mtp.layers`, blocks of two: one of attention, which joins, and one of experts, which ends."""
+    h, made = shapes["backbone.norm_f.weight"][0], dict(shapes)
+    for block in range(blocks):
+        for inner, like in ((0, 2), (1, 3)):
+            made |= {f"mtp.layers.{2 * block + inner}.{name.split('.', 3)[3]}": shape for name, shape in shapes.items()
+                     if name.startswith(f"backbone.layers.{like}.")}  # fmt: skip
+        made |= {f"mtp.layers.{2 * block}.{name}.weight": (h,) for name in ("enorm", "hnorm")}
+        made[f"mtp.layers.{2 * block + 1}.final_layernorm.weight"] = (h,)
+        made[f"mtp.layers.{2 * block}.eh_proj.weight"] = (h, 2 * h)
+    return made
 
 
 GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
@@ -263,6 +267,10 @@ CASES = [
     Case("llama", "llama", "LlamaForCausalLM", SIZES),
     Case("qwen2", "qwen2", "Qwen2ForCausalLM", {**without(SIZES, "head_dim"), "tie_word_embeddings": True}),
     Case("qwen3", "qwen3", "Qwen3ForCausalLM", SIZES),
+    Case(
+        "qwen3_mtp", "qwen3", "Qwen3ForCausalLM", SIZES, more=qwen_mtp("model.", 2), stated=MTP,
+        provider={"mtp_num_layers": 1},
+    ),
     Case("qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM", {**SIZES, **SPARSE}),
     Case("gemma2", "gemma2", "Gemma2ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
     Case("gemma3", "gemma3_text", "Gemma3ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
@@ -434,6 +442,12 @@ CASES = [
     Case(
         "nemotron_h", "nemotron_h", "NemotronHForCausalLM",
         {**without(SIZES, "num_hidden_layers"), **NEMOTRON_H}, more=nemotron_mtp, stated=MTP,
+    ),
+    Case(
+        "nemotron_h_mtp2", "nemotron_h", "NemotronHForCausalLM",
+        {**without(SIZES, "num_hidden_layers"), **NEMOTRON_H},
+        more=lambda shapes, again: nemotron_mtp(shapes, again, 2),
+        stated={"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": False},
     ),
     Case(
         "falcon_h1", "falcon_h1", "FalconH1ForCausalLM",

@@ -19,6 +19,7 @@ from ckpt_tool.algebra.piece import apply
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.progress import Silent
+from ckpt_tool.families.completeness import missing, strange
 from ckpt_tool.families.registry import find
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.formats.containers.dcp_metadata import read_listing
@@ -123,6 +124,7 @@ def test_megatron_s_tensors_are_the_bridge_s(case: str) -> None:
     got, dropped = made(family, dialect, target(case), hub, config)
     equal(got, want)
     assert dropped == set(document["unused"])
+    assert missing(family, target(case), want, config) == strange(family, target(case), want) == []
     back, _ = made(family, target(case), dialect, want, config)
     equal(back, {name: array for name, array in hub.items() if name not in document["unused"]})
 

@@ -156,7 +156,7 @@ def test_a_second_layer_ahead_is_a_fault(name: str) -> None:
     there |= {
         key.replace("mtp.layers.0.", "mtp.layers.1."): array for key, array in there.items() if "mtp.layers" in key
     }
-    with pytest.raises(InconsistentCheckpoint, match="t=1, the config says 1"):
+    with pytest.raises(InconsistentCheckpoint, match="t=1, the family has 1 of them"):
         moved(name, "megatron", "hf", there, config)
 
 

@@ -99,6 +99,25 @@ def test_a_number_counted_on_from_a_size() -> None:
         assert on.values([(2,), (3,), (5,)], sizes) == ([(2,), (3,), (5,)] if axis == "e" else [(0,), (2,)])
 
 
+def test_numbers_of_several_axes() -> None:
+    """Two modules a layer, each numbered on its own; blocks of layers under one count, as of Nemotron-H's MTP."""
+    table = table_of("d.{2 * i}.a : h = l.{i}.a : h\nd.{2 * i + 1}.b : h = l.{i}.b : h")
+    (even,), (odd,) = table.left["d.%d.a"], table.left["d.%d.b"]
+    assert even.values([(0,), (3,), (4,)], {}) == [(0,), (2,)] and odd.values([(0,), (1,), (5,)], {}) == [(0,), (2,)]
+    blocks = table_of(FLAT)
+    (flat,), (last,) = blocks.right["l.%d.w"], blocks.right["l.%d.n"]
+    assert flat.axes == ("j", "o") and flat.values([(0,), (2,), (7,)], {"b": 3}) == [(0, 0), (2, 0), (1, 2)]
+    assert last.values([(0,), (2,), (5,)], {"b": 3}) == [(0,), (1,)]
+    family = Family("blocks", (), {"b": "size"}, "l.{k}.[w|n] : h", {"kept": FLAT})
+    shapes = {f"l.{k}.w": (4,) for k in range(6)} | {"l.2.n": (4,), "l.5.n": (4,)}
+    there = {each.name: each.shape for each in mapping(family, "hf", "kept", shapes, {"size": 3}).made}
+    assert there.keys() == {f"m.{o}.l.{j}.w" for o in range(2) for j in range(3)} | {"m.0.n", "m.1.n"}
+    assert {each.name: each.shape for each in mapping(family, "kept", "hf", there, {"size": 3}).made} == shapes
+
+
+FLAT = "m.{o}.l.{j}.w : h = l.{o * b + j}.w : h if j < b\nm.{o}.n : h = l.{o * b + b - 1}.n : h"
+
+
 def test_experts_of_two_kinds_come_from_one_count_and_back() -> None:
     """As of ERNIE 4.5 VL, in names on both sides and along an axis on one."""
     apart = "b.{e - x}.w : h = m.{e}.w : h if e >= x\na.{e}.w : h = m.{e}.w : h if e < x"
@@ -133,7 +152,7 @@ def test_a_number_of_no_rule_is_an_error_that_names_the_tensor() -> None:
 
 FAULTS = {
     "an index by an expression": (
-        lambda: table_of("l.{2 * i}.w : h ; k.{i}.w : h = j.{i}.<a|b> : h"),
+        lambda: table_of("l.{i * i}.w : h ; k.{i}.w : h = j.{i}.<a|b> : h"),
         "axes or numbers",
     ),
     "a number between dots": (lambda: table_of("l.0.w : h"), "axes or numbers"),

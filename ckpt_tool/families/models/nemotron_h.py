@@ -4,7 +4,7 @@ in the config: `hybrid_override_pattern` of the released files (M*-E), `layers_b
 transformers 5.23, models/nemotron_h and conversion_mapping.py: in memory the root is `model` and the experts are fused
 (`hf-5`). Megatron: Megatron-Bridge 0.6.2, models/nemotron_h/nemotron_h_bridge.py, core's HybridModel: each layer's norm has
 the name that its kind has there; in_proj (z | x | B | C | dt) and conv1d (x | B | C) are the hub's at TP 1. It maps no biases, nor
-does this. MTP is one block of several layers (`num_nextn_predict_layers` 1, as released); more of them are refused.
+does this. MTP is blocks of several layers, under one count on the hub: one, as released, or more (`mtp_use_repeated_layer` false).
 """
 
 from ckpt_tool.families.base import Family, Variant
@@ -83,15 +83,15 @@ FAMILY = Family(
             decoder.layers.{i}.mixer.<A_log|D|dt_bias> : n = backbone.layers.{i}.mixer.<A_log|D|dt_bias> : n
             decoder.layers.{i}.mixer.<in_proj|norm|out_proj>.weight : (n p + n p + t y + t y + n) h, (n p), h (n p) = backbone.layers.{i}.mixer.<in_proj|norm|out_proj>.weight : (n p + n p + t y + t y + n) h, (n p), h (n p)
             decoder.layers.{i}.mixer.<conv1d_weight|conv1d_bias> : (n p + t y + t y) 1 k, (n p + t y + t y) = backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) 1 k, (n p + t y + t y)
-            mtp.layers.{j}.<eh_proj|enorm|hnorm>.weight : h w, h, h = mtp.layers.{j}.<eh_proj|enorm|hnorm>.weight : h w, h, h if j == 0
-            mtp.layers.{j - b + 1}.final_layernorm.weight : h = mtp.layers.{j}.final_layernorm.weight : h if j == b - 1
-            mtp.layers.{0}.transformer_layer.layers.{j}.input_layernorm.weight : h = mtp.layers.{j}.norm.weight : h if ahead_attending
-            mtp.layers.{0}.transformer_layer.layers.{j}.pre_mlp_layernorm.weight : h = mtp.layers.{j}.norm.weight : h if ahead_feeding
-            mtp.layers.{0}.transformer_layer.layers.{j}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h = mtp.layers.{j}.mixer.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h if ahead_attending
-            mtp.layers.{0}.transformer_layer.layers.{j}.self_attention.linear_proj.weight : h (g r d) = mtp.layers.{j}.mixer.o_proj.weight : h (g r d) if ahead_attending
-            mtp.layers.{0}.transformer_layer.layers.{j}.mlp.<linear_fc1.weight|linear_fc2.weight|router.weight|router.expert_bias> : f h, h f, e h, e = mtp.layers.{j}.mixer.<up_proj.weight|down_proj.weight|gate.weight|gate.e_score_correction_bias> : f h, h f, e h, e if ahead_feeding
-            mtp.layers.{0}.transformer_layer.layers.{j}.mlp.<fc1_latent_proj|fc2_latent_proj|shared_experts.linear_fc1|shared_experts.linear_fc2>.weight : l h, h l, s h, h s = mtp.layers.{j}.mixer.<fc1_latent_proj|fc2_latent_proj|shared_experts.up_proj|shared_experts.down_proj>.weight : l h, h l, s h, h s if ahead_feeding
-            mtp.layers.{0}.transformer_layer.layers.{j}.mlp.experts.local_experts.{e}.<linear_fc1|linear_fc2>.weight : m l, l m = mtp.layers.{j}.mixer.experts.{e}.<up|down>_proj.weight : m l, l m if ahead_feeding
+            mtp.layers.{o}.<eh_proj|enorm|hnorm>.weight : h w, h, h = mtp.layers.{o * b}.<eh_proj|enorm|hnorm>.weight : h w, h, h
+            mtp.layers.{o}.final_layernorm.weight : h = mtp.layers.{o * b + b - 1}.final_layernorm.weight : h
+            mtp.layers.{o}.transformer_layer.layers.{j}.input_layernorm.weight : h = mtp.layers.{o * b + j}.norm.weight : h if ahead_attending
+            mtp.layers.{o}.transformer_layer.layers.{j}.pre_mlp_layernorm.weight : h = mtp.layers.{o * b + j}.norm.weight : h if ahead_feeding
+            mtp.layers.{o}.transformer_layer.layers.{j}.self_attention.linear_qkv.weight : (g (r + 1 + 1) d) h = mtp.layers.{o * b + j}.mixer.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h if ahead_attending
+            mtp.layers.{o}.transformer_layer.layers.{j}.self_attention.linear_proj.weight : h (g r d) = mtp.layers.{o * b + j}.mixer.o_proj.weight : h (g r d) if ahead_attending
+            mtp.layers.{o}.transformer_layer.layers.{j}.mlp.<linear_fc1.weight|linear_fc2.weight|router.weight|router.expert_bias> : f h, h f, e h, e = mtp.layers.{o * b + j}.mixer.<up_proj.weight|down_proj.weight|gate.weight|gate.e_score_correction_bias> : f h, h f, e h, e if ahead_feeding
+            mtp.layers.{o}.transformer_layer.layers.{j}.mlp.<fc1_latent_proj|fc2_latent_proj|shared_experts.linear_fc1|shared_experts.linear_fc2>.weight : l h, h l, s h, h s = mtp.layers.{o * b + j}.mixer.<fc1_latent_proj|fc2_latent_proj|shared_experts.up_proj|shared_experts.down_proj>.weight : l h, h l, s h, h s if ahead_feeding
+            mtp.layers.{o}.transformer_layer.layers.{j}.mlp.experts.local_experts.{e}.<linear_fc1|linear_fc2>.weight : m l, l m = mtp.layers.{o * b + j}.mixer.experts.{e}.<up|down>_proj.weight : m l, l m if ahead_feeding
         """,
     },
     tiny={"hybrid_override_pattern": "ME*-ME*-", "num_hidden_layers": 8, "n_routed_experts": 4,

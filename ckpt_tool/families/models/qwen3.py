@@ -1,8 +1,14 @@
-"""Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet)."""
+"""Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet). The layer of multi-token prediction that a
+job may add: Megatron-Bridge 0.6.2, models/qwen/qwen3_bridge.py, with Qwen3-Next's names on the hub."""
 
 from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
+
+_LAYER = hub.NORMS + hub.ATTENTION + hub.QKV_BIAS + hub.PROJ_BIAS + hub.QK_NORMS + hub.MLP
+_MEGATRON = (
+    megatron.NORMS + megatron.ATTENTION + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS + megatron.MLP
+)
 
 FAMILY = Family(
     name="qwen3",
@@ -15,10 +21,10 @@ FAMILY = Family(
                       "max_window_layers": 28},
         ),
     ),
-    axes=DECODER,
-    hub=hub.DENSE + hub.QKV_BIAS + hub.PROJ_BIAS + hub.QK_NORMS,
+    axes={**DECODER, "t": "1", "w": "2 * h"},
+    hub=hub.MODEL + _LAYER + hub.QWEN_AHEAD + hub.ahead(_LAYER),
     dialects={
-        "megatron": megatron.DENSE + megatron.QKV_BIAS + megatron.PROJ_BIAS + megatron.QK_NORMS,
+        "megatron": megatron.MODEL + _MEGATRON + megatron.QWEN_AHEAD + megatron.ahead(_MEGATRON),
         "paddle": Variant(apart=True, of=PADDLE_FUSED + """
             model.layers.{i}.<input|post_attention>_layernorm.weight : h
             model.layers.{i}.self_attn.<q|k>_norm.weight : d
