@@ -68,6 +68,9 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         check_space(destination.parent, 0 if part else plan.bytes_written, len(plan.outputs))
     if writing.force:
         check_replaced(destination)
+    if writing.dry_run:
+        progress.plan(plan.report)
+        return plan.report
     if writing.ray:
         progress.plan(plan.report)
         document = plan.report

@@ -271,3 +271,10 @@ def test_parts_that_end_at_once_are_committed_once(ground: Ground) -> None:
         assert any(found) and [share.returncode for share in shares] == [0, 0, 0]
         assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
         shutil.rmtree(ground.out)
+
+
+@pytest.mark.parametrize("share", [(), ("--part", "1/2"), ("--claim",)])
+def test_a_dry_run_of_a_plan_writes_nothing(ground: Ground, capfd: Any, share: tuple[str, ...]) -> None:
+    assert run(["apply", str(ground.plans["a"]), "--dry-run", *share]) == 0
+    assert "nothing was written" in capfd.readouterr().out
+    assert os.listdir(ground.place) == []
