@@ -378,6 +378,14 @@ def test_a_part_may_be_another_family_s_class(family: str, kind: str) -> None:
     assert list(differing(args, megatron_args(back).config)) == []
 
 
+def test_attention_of_qwen4_exp_is_called_indexed() -> None:
+    """As its config has it; transformers takes Qwen3.5's word too."""
+    config = next(config for kind, config, _ in CASES if kind == "qwen4_exp_text")
+    back = from_megatron(megatron_args({"model_type": "qwen4_exp_text", **config}).config, "qwen4_exp").config
+    assert back["text_config"]["layer_types"] == config["layer_types"]
+    assert "full_attention_interval" not in back["text_config"]
+
+
 def test_a_flat_config_of_ernie_that_sees() -> None:
     """As Baidu's files have it: the arguments of the same model nested; junk in it has none, and is no crash."""
     text = {**BASE, "moe_num_experts": [4, 4], "moe_k": 2, "moe_intermediate_size": [8, 6], "moe_num_shared_experts": 2}
