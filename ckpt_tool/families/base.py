@@ -37,6 +37,7 @@ MEMORY = "hf-5"  # what transformers 5 has in memory, where names differ too
 BARE = "hf-bare"  # the hub's files of a model without a head (`Qwen3Model`): every name without its root
 _ROOT = re.compile(r"(?<![\w.])model\.")
 SHIFTED = "megatron-1p"  # Megatron's dialect where its norms are centred otherwise than the hub's
+SYSTEMS: Mapping[str, str] = {"megatron": "Megatron", "paddle": "Paddle", "meta": "Meta"}  # by how dialects begin
 # The axes of a decoder with grouped heads, as its config names their sizes
 DECODER: Mapping[str, str] = {
     "i": "num_hidden_layers",
@@ -169,6 +170,7 @@ class Family:
     language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
         may be a part; axes and conditions read it as if it were all (`facts`).
     parts: classes of other families that the part may be: {model_type: what Megatron's arguments fix otherwise there}.
+    unmapped: why it has the hub's dialects alone, where a project maps it to Megatron all the same.
     saved: the dialect in which transformers 5 saves, where the released files are of another, `hf`.
     tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
         from it).
@@ -185,6 +187,7 @@ class Family:
     apart: tuple[str, ...] = ()
     language: str = ""
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unmapped: str = ""
     saved: str = HUB
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
@@ -249,12 +252,15 @@ def _table(family: Family, dialect: str) -> Table:
     if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
         return Variant(HUB, root="").changed(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
+        known, system = family.known_dialects, SYSTEMS.get(dialect.partition("-")[0])
+        alone = all(name.partition("-")[0] == HUB for name in known)
+        own = family.unmapped if system == SYSTEMS["megatron"] else ""
+        why = f": {own or f'no project that ckpt knows maps it to {system}'}" if system and alone else ""
+        way = near_misses(dialect, known) or ("--dialect keep keeps the source's names" if system else "")
         raise UsageError(
-            f"family {family.name} has no dialect {dialect!r}",
+            f"family {family.name} has no dialect {dialect!r}{why}",
             code="E1231",
-            hint=f"it has {', '.join(family.known_dialects)}; {near_misses(dialect, family.known_dialects)}".rstrip(
-                "; "
-            ),
+            hint=f"it has {', '.join(known)}; {way}".rstrip("; "),
         )
     return _resolved(family, family.dialects[dialect], ("", ""))
 

@@ -600,6 +600,11 @@ CASES = [
          "enable_audio_output": False},
     ),
 ]  # fmt: skip
+# Not run, though a bridge has them:
+# deepseek_v4   both bridges want `dsv4_hybrid`, which megatron-core 0.19.2 refuses (`experimental_attention_variant`)
+# glm5_next     mcore-bridge wants Megatron-LM's dev of after 2026-08-22 (`ssm/gated_delta_net/kda.py`) and a patch of
+#               its own for it (`require_glm5_hybrid`)
+# step3p5       rows of gates are repeated for core 0.19.2: no rule brings them back once a job has trained them
 # Where mcore-bridge lays the same models otherwise: the dialect `megatron-swift`
 OTHERWISE = "qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe gemma4_vl gemma4_vl_moe".split()
 CASES += [

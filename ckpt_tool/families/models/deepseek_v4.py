@@ -82,9 +82,9 @@ FAMILY = Family(
         """),
     },
     saved="hf-saved",
+    unmapped="Megatron-Bridge maps it to a Megatron-Core of after 0.19.2",
     tiny={"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 7,
           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "o_groups": 2, "o_lora_rank": 3,
-          "index_n_heads": 2, "index_head_dim": 10, "hc_mult": 3,
-          "layer_types": ["sliding_attention", "heavily_compressed_attention", *2 * ["compressed_sparse_attention"]],
-          "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+          "index_n_heads": 2, "index_head_dim": 10, "hc_mult": 3, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+          "layer_types": ["sliding_attention", "heavily_compressed_attention", *2 * ["compressed_sparse_attention"]]},
 )  # fmt: skip

@@ -43,6 +43,7 @@ FAMILY = Family(
             model.layers.{i}.ffn_hc.<fn|base|scale> : ha hb, ha, 3 = model.layers.{i}.hc_ffn_<fn|base|scale> : ha hb, ha, 3
         """)),
     },
+    unmapped="mcore-bridge maps it to a patched Megatron-LM of after core 0.19.2",
     tiny={"text_config": {"num_key_value_heads": 6, "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 0,
                           "v_head_dim": 5, "n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "index_head_dim": 3,
                           "index_n_heads": 2, "index_kpool": 2, "index_topk": 4, "linear_head_dim": 3, "linear_num_heads": 5, "hc_mult": 2,
