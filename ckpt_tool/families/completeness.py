@@ -79,12 +79,14 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
             layers[front][row[0]].add(form)
     lost = list(_whole_model(family, table, names, config))
-    count = _layer_count(family, config)
+    whole = _layer_count(family, config)
     for front, found_layers in layers.items():
-        if count and front in _decoders(table):
+        decoder = front in _decoders(table)
+        count = _numbered(table, front, whole, sized) if decoder and whole else whole
+        if count and decoder:
             lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]
         lost += _thinner(found_layers, count, table, sized)
-        lost += _no_experts(front, found_layers, config, count or 0) if front in _decoders(table) else []
+        lost += _no_experts(front, found_layers, config, count or 0) if decoder and count == whole else []
     return lost + list(_lone_experts(experts))
 
 
@@ -107,6 +109,19 @@ def _layer_count(family: Family, config: Config) -> int | None:
     return next((int(config[key]) for key in (*own, *_LAYERS) if type(config.get(key)) is int), None)
 
 
+def _numbered(table: Table, front: str, count: int, config: Config) -> int:
+    """How many numbers a dialect has for so many layers: two for each where a layer is two there."""
+    indices = {
+        spot.shifted[0]
+        for form, spots in table.left.items()
+        if form.startswith(f"{front}%d.")
+        for spot in spots
+        if spot.shifted
+    }
+    last = {**config, "i": count - 1}
+    return max([count, *(1 + int(index.value(last)) for index in indices if "i" in index.names)])
+
+
 def _decoders(table: Table) -> set[str]:
     """What stands before the number of a decoder's layer, `{i}` in its rules; the layers of MTP and of towers are not
     counted."""
@@ -123,13 +138,13 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
     """What modules of a layer lack that are like the same modules of others but for it, and that a layer of that number
     has by the table's conditions."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
+    split = {form: form.partition("%d.")[2].split(".") for forms in layers.values() for form in forms}
+    deep = {
+        words[0] for words in split.values() if len(words) > 2
+    }  # `mamba.A_log` is of the module that has `mamba.norm`
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
-        within = [(form, form.partition("%d.")[2].split(".")) for form in forms]
-        deep = {
-            words[0] for _, words in within if len(words) > 2
-        }  # `mamba.A_log` is of the module that has `mamba.norm`
-        for form, words in within:
+        for form, words in ((form, split[form]) for form in forms):
             parts.setdefault(words[0] if words[0] in deep else "", set()).add(form)
         for module, own in parts.items():
             modules[module][frozenset(own)].append(number)

@@ -352,3 +352,71 @@ SWIFT_GEMMA4 = (
         = model.per_layer_<model_projection|projection_norm>.weight : lp h, p
 """
 )
+# GLM-5.3-Flash in mcore-bridge 1.6.5, mm_gpts/glm5_next.py (`Glm5NextBridge`) on core's HybridModel: a layer is two, of
+# attention and of an MLP, each inside hyper-connections; the layer of MTP is a block of two without those
+_OF_ATTENTION = """
+input_layernorm.weight : h = input_layernorm.weight : h
+self_attention.linear_q_down_proj.weight : q h = self_attn.q_a_proj.weight : q h
+self_attention.linear_q_up_proj.weight : a q = self_attn.q_b_proj.weight : a q
+self_attention.q_layernorm.weight : q = self_attn.q_a_layernorm.weight : q
+self_attention.linear_kv_down_proj.weight : b h = self_attn.kv_a_proj_with_mqa.weight : b h
+self_attention.linear_kv_up_proj.weight : c l = self_attn.kv_b_proj.weight : c l
+self_attention.kv_layernorm.weight : l = self_attn.kv_a_layernorm.weight : l
+self_attention.linear_proj.weight : h u = self_attn.o_proj.weight : h u if not linear
+self_attention.<linear_q_down_proj|linear_kv_down_proj|linear_proj>.bias : q, b, h = self_attn.<q_a_proj|kv_a_proj_with_mqa|o_proj>.bias : q, b, h
+self_attention.core_attention.indexer.linear_wq_b.weight : (t d) q = self_attn.indexer.wq_b.weight : (t d) q
+self_attention.core_attention.indexer.linear_wk.weight : d h = self_attn.indexer.wk.weight : d h
+self_attention.core_attention.indexer.linear_weights_proj.weight : t h = self_attn.indexer.weights_proj.weight : t h
+self_attention.core_attention.indexer.k_norm.<weight|bias> : d = self_attn.indexer.k_norm.<weight|bias> : d
+self_attention.core_attention.indexer.index_kpool_compress_<ape|gate> : p d, d h = self_attn.indexer.index_kpool_compress_<ape|gate> : p d, d h
+"""
+_OF_MLP = """
+pre_mlp_layernorm.weight : h = post_attention_layernorm.weight : h
+mlp.linear_fc1.weight : ((1 + 1) f) h = mlp.<gate|up>_proj.weight : f h
+mlp.linear_fc2.weight : h f = mlp.down_proj.weight : h f
+mlp.router.<weight|expert_bias> : e h, e = mlp.gate.<weight|e_score_correction_bias> : e h, e
+mlp.experts.local_experts.{e}.linear_fc1.weight : ((1 + 1) m) h = mlp.experts.{e}.<gate|up>_proj.weight : m h
+mlp.experts.local_experts.{e}.linear_fc2.weight : h m = mlp.experts.{e}.down_proj.weight : h m
+mlp.shared_experts.linear_fc1.weight : ((1 + 1) s) h = mlp.shared_experts.<gate|up>_proj.weight : s h
+mlp.shared_experts.linear_fc2.weight : h s = mlp.shared_experts.down_proj.weight : h s
+"""
+
+
+def _sublayer(rules: str, here: str, condition: str) -> str:
+    """The rules of a layer's half, a line each, as those of a layer of Megatron's."""
+    sides = (line.split(" = ") for line in rules.strip().splitlines())
+    whole = (f"{here}{left} = model.layers.{{i}}.{right}" for left, right in sides)
+    return "".join(f"    {line}{' and' if ' if ' in line else ' if'} {condition}\n" for line in whole)
+
+
+SWIFT_GLM5 = (
+    EMBEDDING
+    + _sublayer(_OF_ATTENTION, "decoder.layers.{2 * i}.inner_layer.", "i < num_hidden_layers")
+    + _sublayer(_OF_MLP, "decoder.layers.{2 * i + 1}.inner_layer.", "i < num_hidden_layers")
+    + _sublayer(
+        _OF_ATTENTION, "mtp.layers.{i - num_hidden_layers}.transformer_layer.layers.{0}.", "i >= num_hidden_layers"
+    )
+    + _sublayer(_OF_MLP, "mtp.layers.{i - num_hidden_layers}.transformer_layer.layers.{1}.", "i >= num_hidden_layers")
+    + """
+    decoder.final_norm.weight : h = model.norm.weight : h
+    decoder.layers.{2 * i}.inner_layer.self_attention.in_proj.weight : ((1 + 1 + 1) y z) h
+        = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (y z) h
+    decoder.layers.{2 * i}.inner_layer.self_attention.conv1d.weight : ((1 + 1 + 1) y z) 1 k
+        = model.layers.{i}.self_attn.<q|k|v>_conv1d.weight : (y z) 1 k
+    decoder.layers.{2 * i}.inner_layer.self_attention.<beta_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj>.weight : y h, x h, (y z) x, x h, (y z) x
+        = model.layers.{i}.self_attn.<b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj>.weight : y h, x h, (y z) x, x h, (y z) x
+    decoder.layers.{2 * i}.inner_layer.self_attention.<A_log|dt_bias|out_norm.weight> : y, (y z), z
+        = model.layers.{i}.self_attn.<A_log|dt_bias|o_norm.weight> : y, (y z), z
+    decoder.layers.{2 * i}.inner_layer.self_attention.out_proj.weight : h (y z)
+        = model.layers.{i}.self_attn.o_proj.weight : h (y z) if linear
+    decoder.layers.{2 * i}.hyper_connection.<mapping_proj.weight|bias> : ha hb, ha = model.layers.{i}.hc_attn_<fn|base> : ha hb, ha
+    decoder.layers.{2 * i}.hyper_connection.<alpha_pre|alpha_post|alpha_res> : 1 = model.layers.{i}.hc_attn_scale : (1 + 1 + 1)
+    decoder.layers.{2 * i + 1}.hyper_connection.<mapping_proj.weight|bias> : ha hb, ha = model.layers.{i}.hc_ffn_<fn|base> : ha hb, ha
+    decoder.layers.{2 * i + 1}.hyper_connection.<alpha_pre|alpha_post|alpha_res> : 1 = model.layers.{i}.hc_ffn_scale : (1 + 1 + 1)
+    mtp.layers.{i - num_hidden_layers}.<enorm|hnorm|final_layernorm>.weight : h
+        = model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
+    mtp.layers.{i - num_hidden_layers}.eh_proj.weight : h w = model.layers.{i}.eh_proj.weight : h w
+    _ : v h = model.layers.{i}.embed_tokens.weight : v h
+    _ : v h = model.layers.{i}.shared_head.head.weight : v h
+"""
+)

@@ -250,9 +250,9 @@ GEMMA4 = {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4, "num_g
 BEFORE = "megatron-bridge 0.6.2, megatron-core 0.19.2, transformers 5.12.1"
 
 SWIFT = "mcore-bridge 1.6.5, megatron-core 0.19.2, transformers 5.23.0"
-QWEN4 = {
+QWEN4: dict[str, Any] = {
     "text_config": {**without(SIZES, "intermediate_size"), **DELTA, **SPARSE, "num_hidden_layers": 4,
-                    "shared_expert_intermediate_size": 14, "hc_count": 2, "hc_lowrank": 3, "ple_layer_ids": [2, 3],
+                    "shared_expert_intermediate_size": 14, "hc_count": 2, "hc_lowrank": 3, "ple_layer_ids": [1, 3],
                     "ple_embed_dim": 8, "heads_per_ngram": 2, "ngram_vocab_size_base": 7, "split_ngram_parts": 2,
                     "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
                     "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2, "eos_token_id": 1},
@@ -567,7 +567,9 @@ CASES = [
     ),
     Case("qwen4_exp", "qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN4, more=packed, swift=True, versions=SWIFT),
     Case(
-        "qwen4_exp_mtp", "qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN4, more=qwen4, swift=True,
+        # n-grams in layer 1 would be in the layer of MTP too
+        "qwen4_exp_mtp", "qwen4_exp", "Qwen4ExpForConditionalGeneration",
+        {**QWEN4, "text_config": {**QWEN4["text_config"], "ple_layer_ids": [2, 3]}}, more=qwen4, swift=True,
         versions=SWIFT_AFTER, provider={"mtp_num_layers": 1},
     ),
     Case(
@@ -603,7 +605,7 @@ CASES = [
 # Not run, though a bridge has them:
 # deepseek_v4   both bridges want `dsv4_hybrid`, which megatron-core 0.19.2 refuses (`experimental_attention_variant`)
 # glm5_next     mcore-bridge wants Megatron-LM's dev of after 2026-08-22 (`ssm/gated_delta_net/kda.py`) and a patch of
-#               its own for it (`require_glm5_hybrid`)
+#               its own for it (`require_glm5_hybrid`); our rules are read from its code
 # step3p5       rows of gates are repeated for core 0.19.2: no rule brings them back once a job has trained them
 # Where mcore-bridge lays the same models otherwise: the dialect `megatron-swift`
 OTHERWISE = "qwen3_next qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe_released olmoe gemma4_vl gemma4_vl_moe".split()

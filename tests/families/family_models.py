@@ -60,6 +60,8 @@ def config_of(family: str, **change: Any) -> dict[str, Any]:
     if "latent" in first.forms:  # every head has its own keys
         given["num_key_value_heads"] = given["num_attention_heads"]
         given["head_dim"] = given["qk_rope_head_dim"]  # as transformers reads it
+    elif part.get("num_key_value_heads") == SIZES["num_attention_heads"]:
+        given["num_key_value_heads"] = given["num_attention_heads"]
     elif "head_dim" not in read:
         given["hidden_size"] = given["num_attention_heads"] * given["head_dim"]
     for key in [key for key in given if key.endswith("layer_types")]:  # layers take turns, however many there are

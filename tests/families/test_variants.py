@@ -188,7 +188,9 @@ def test_layers_ahead_of_step_and_glm() -> None:
     last = {name.replace(f"{root}.3.", f"{root}.4."): shape for name, shape in shapes.items() if f"{root}.3." in name}
     last = {name: shape for name, shape in last.items() if ".hc_" not in name}
     norms = {f"{root}.4.{name}.weight": (18,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    there_and_back("glm5_next", shapes | last | norms | {f"{root}.4.eh_proj.weight": (18, 36)}, config)
+    shapes |= last | norms | {f"{root}.4.eh_proj.weight": (18, 36)}
+    there_and_back("glm5_next", shapes, config)
+    there_and_back("glm5_next", shapes, config, "megatron")
 
 
 def test_the_layer_ahead_of_qwen4() -> None:
@@ -226,12 +228,46 @@ def test_the_layer_ahead_of_qwen4() -> None:
     assert {each.name: each.shape for each in mapping(family, "megatron", "hf", there, config).made} == shapes
 
 
-def there_and_back(family: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
+def test_glm_5_3_is_two_layers_a_layer_in_megatron() -> None:
+    """As `Glm5NextBridge` of mcore-bridge 1.6.5 has it, read and not run. Layer 3 is of latent attention, the last one
+    of multi-token prediction."""
+    config = config_of("glm5_next", num_hidden_layers=4)
+    root, family = "model.language_model.layers", by_name("glm5_next")
+    shapes = {n: s for n, s in hub_shapes("glm5_next", config).items() if not in_a_tower("glm5_next", n)}
+    last = {
+        n.replace(f"{root}.3.", f"{root}.4."): s for n, s in shapes.items() if f"{root}.3." in n and ".hc_" not in n
+    }
+    hub = counted(shapes | last)
+    there = mapping(family, "hf", "megatron", {name: array.shape for name, array in hub.items()}, config)
+    got = apply([p for each in there.made for p in each.pieces], hub, {each.name: each.shape for each in there.made})
+    at, lm = f"{root}.1.", "language_model.decoder.layers"
+    for mine, kind in (("in_proj.weight", "proj"), ("conv1d.weight", "conv1d")):
+        parts = [hub[f"{at}self_attn.{each}_{kind}.weight"] for each in "qkv"]
+        np.testing.assert_array_equal(got[f"{lm}.2.inner_layer.self_attention.{mine}"], np.concatenate(parts))
+    for number, branch in ((2, "attn"), (3, "ffn")):
+        alphas = [got[f"{lm}.{number}.hyper_connection.alpha_{name}"] for name in ("pre", "post", "res")]
+        np.testing.assert_array_equal(np.concatenate(alphas), hub[f"{at}hc_{branch}_scale"])
+        np.testing.assert_array_equal(got[f"{lm}.{number}.hyper_connection.bias"], hub[f"{at}hc_{branch}_base"])
+    for here, inside in (
+        ("6.inner_layer.self_attention.linear_proj.weight", "3.self_attn.o_proj.weight"),
+        ("7.inner_layer.pre_mlp_layernorm.weight", "3.post_attention_layernorm.weight"),
+    ):
+        np.testing.assert_array_equal(got[f"{lm}.{here}"], hub[f"{root}.{inside}"])
+    ahead = "language_model.mtp.layers.0.transformer_layer.layers"
+    np.testing.assert_array_equal(
+        got[f"{ahead}.1.mlp.experts.local_experts.2.linear_fc2.weight"], hub[f"{root}.4.mlp.experts.2.down_proj.weight"]
+    )
+    assert f"{ahead}.0.self_attention.core_attention.indexer.linear_wk.weight" in got
+
+
+def there_and_back(
+    family: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any], dialect: str = "hf-5"
+) -> None:
     known = by_name(family)
     assert strange(known, "hf", shapes) == []
     shapes = {name: shape for name, shape in shapes.items() if not in_a_tower(family, name)}
-    made = {each.name: each.shape for each in mapping(known, "hf", "hf-5", shapes, config).made}
-    back = {each.name: each.shape for each in mapping(known, "hf-5", "hf", made, config).made}
+    made = {each.name: each.shape for each in mapping(known, "hf", dialect, shapes, config).made}
+    back = {each.name: each.shape for each in mapping(known, dialect, "hf", made, config).made}
     assert back == shapes
 
 

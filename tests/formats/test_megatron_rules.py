@@ -57,6 +57,17 @@ CUTS = [  # name, shape, how NumPy cuts it for rank r of n
     ("decoder.layers.1.self_attention.out_norm.weight", (2,), lambda a, r, n: a),
     ("decoder.layers.1.self_attention.out_proj.weight", (4, 12), lambda a, r, n: np.split(a, n, axis=1)[r]),
     ("decoder.layers.1.self_attention.in_proj.weight_by_head", (48, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.1.self_attention.in_proj_qkvz.weight", (48, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.0.inner_layer.self_attention.in_proj.weight", (36, 4), lambda a, r, n: each(a, (12,) * 3, r, n)),
+    (
+        "decoder.layers.0.inner_layer.self_attention.conv1d.weight",
+        (18, 1, 4),
+        lambda a, r, n: each(a, (6,) * 3, r, n),
+    ),
+    ("decoder.layers.0.inner_layer.self_attention.g_b_proj.weight", (12, 4), lambda a, r, n: np.split(a, n)[r]),
+    ("decoder.layers.0.inner_layer.self_attention.f_a_proj.weight", (12, 4), lambda a, r, n: a),
+    ("decoder.layers.0.hyper_connection.mapping_proj.weight", (12, 4), lambda a, r, n: a),
+    ("decoder.layers.0.hyper_connection.alpha_pre", (1,), lambda a, r, n: a),
     ("decoder.layers.2.self_attention.core_attention.indexer.linear_wq_b.weight", (12, 4), lambda a, r, n: a),
     ("decoder.layers.2.self_attention.core_attention.indexer.k_norm.bias", (12,), lambda a, r, n: a),
     (

@@ -2,11 +2,12 @@
 around both modules, experts with a bias and shared ones; MTP as layer N, without hyper-connections.
 
 transformers 5.23, models/glm5_next and conversion_mapping.py: in memory experts and the three convolutions are fused, gates
-and hyper-connections have other names (`hf-5`). Names of MTP: mcore-bridge 1.6.5, mm_gpts/glm5_next.py, which wants a patched
-Megatron-LM of after core 0.19.2 (`require_glm5_hybrid`); Megatron-Bridge 0.6.2 has none: the hub dialects alone.
+and hyper-connections have other names (`hf-5`). Megatron: mcore-bridge 1.6.5, mm_gpts/glm5_next.py, read and not run, since it
+wants a patched Megatron-LM of after core 0.19.2 (`require_glm5_hybrid`): a layer is two there, an attention and an MLP, each in
+hyper-connections, whose `scale` is three tensors. Megatron-Bridge 0.6.2 has none.
 """
 
-from ckpt_tool.families import hub
+from ckpt_tool.families import hub, megatron
 from ckpt_tool.families.base import FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 
@@ -37,16 +38,16 @@ FAMILY = Family(
         model.layers.{i}.hc_[attn|ffn]_<fn|base|scale> : ha hb, ha, 3
     """) + "model.visual.**\n",
     dialects={
+        "megatron": megatron.inside(megatron.SWIFT_GLM5) + "visual.visual.** = model.visual.**\n",
         "hf-5": Variant("hf", over=hub.inside(FUSED_EXPERTS + hub.KDA_IN_MEMORY + """
             model.layers.{i}.self_attn.forget_gate.A_log : y = model.layers.{i}.self_attn.A_log : y
             model.layers.{i}.attn_hc.<fn|base|scale> : ha hb, ha, 3 = model.layers.{i}.hc_attn_<fn|base|scale> : ha hb, ha, 3
             model.layers.{i}.ffn_hc.<fn|base|scale> : ha hb, ha, 3 = model.layers.{i}.hc_ffn_<fn|base|scale> : ha hb, ha, 3
         """)),
     },
-    unmapped="mcore-bridge maps it to a patched Megatron-LM of after core 0.19.2",
     tiny={"text_config": {"num_key_value_heads": 6, "q_lora_rank": 7, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 0,
                           "v_head_dim": 5, "n_routed_experts": 4, "moe_intermediate_size": 5, "n_shared_experts": 2, "index_head_dim": 3,
-                          "index_n_heads": 2, "index_kpool": 2, "index_topk": 4, "linear_head_dim": 3, "linear_num_heads": 5, "hc_mult": 2,
+                          "index_n_heads": 2, "index_kpool": 2, "index_topk": 4, "linear_head_dim": 3, "linear_num_heads": 4, "hc_mult": 2,
                           "num_experts_per_tok": 2, "num_hidden_layers": 8, "pad_token_id": None, "eos_token_id": None},
           "vision_config": {"depth": 2, "hidden_size": 16, "intermediate_size": 8, "num_heads": 2, "patch_size": 2, "image_size": 8,
                             "out_hidden_size": 18, "projection_intermediate_size": 9}},

@@ -190,6 +190,8 @@ class NormPlace(NamedTuple):
 def norm_place(name: str, every: Container[str]) -> NormPlace | None:
     """The place of a norm by its logical name; None for what is none that is ever fused. every: logical names."""
     found = None
+    if ".inner_layer." in name:  # wrapped in hyper-connections
+        return None
     for fused, plain in NORM_ALIASES:
         front, here, rest = name.rpartition(plain)
         if not here or "." in rest or front and not front.endswith("."):

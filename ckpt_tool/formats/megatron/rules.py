@@ -21,6 +21,7 @@ rule follow the boxes of a rank, both ways:
     MTP's eh_proj, embeddings of layers  rows
     gated delta net, Mamba               in_proj and conv1d: rows, of each section; A_log, dt_bias, D, Mamba's own norm:
                                          rows; out_proj: columns; out_norm: a copy each
+    Kimi's delta attention               the same, and beta_proj, f_b_proj, g_b_proj: rows; f_a_proj, g_a_proj: a copy
     indexer of sparse attention          a copy each
     norms, routers, positions            a copy each
     q and k norms over all heads         rows (`norms_span`)
@@ -88,28 +89,30 @@ class Piece(NamedTuple):
 _ROWS = frozenset(
     "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj "
     "linear_kv_up_proj eh_proj e_proj h_proj per_layer_embedding per_layer_model_proj "
-    "embed_tokens_per_layer per_layer_model_projection ngram_embedding "
-    "q_proj k_proj v_proj g_proj b_proj f_b_proj q_b_proj kv_b_proj q_conv1d k_conv1d v_conv1d".split()
+    "embed_tokens_per_layer per_layer_model_projection ngram_embedding beta_proj "
+    "q_proj k_proj v_proj g_proj b_proj f_b_proj g_b_proj q_b_proj kv_b_proj q_conv1d k_conv1d v_conv1d".split()
 )
 _COLUMNS = frozenset({"linear_proj", "linear_fc2", "out_proj", "o_proj"})
 _DOWN = frozenset({"linear_q_down_proj", "linear_kv_down_proj"})
 _COPIES = frozenset(
     "router experts_mlp position_embeddings tokentype_embeddings enorm hnorm q_layernorm k_layernorm kv_layernorm "
     "lm_head_bias out_norm fc1_latent_proj fc2_latent_proj per_layer_input_gate per_layer_projection "
-    "f_a_proj q_a_proj kv_a_proj_with_mqa self_attention_res_proj mlp_res_proj output_attn_res_proj".split()
+    "f_a_proj g_a_proj q_a_proj kv_a_proj_with_mqa self_attention_res_proj mlp_res_proj output_attn_res_proj".split()
 )
 _BY_HEAD = frozenset(
     "linear_proj linear_q_proj linear_q_up_proj linear_kv_up_proj linear_q q_layernorm q_b_proj kv_b_proj".split()
 )
 _CUT_THERE = {"per_layer_input_gate": 0, "per_layer_projection": 1}  # by mcore-bridge alone
-_WHOLE = frozenset("indexer ple attn_hyper_connection mlp_hyper_connection hyper_connection_mixer".split())  # copies
+_WHOLE = frozenset(  # copies
+    "indexer ple hyper_connection attn_hyper_connection mlp_hyper_connection hyper_connection_mixer".split()
+)
 _OF_DELTA = ("in_proj", "in_proj_qkvz", "in_proj_ba", "conv1d", "out_norm", "out_proj", "A_log", "D", "dt_bias")
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
 _OWN = frozenset("gate_weight layer_norm_weight layer_norm_bias layer_scalar".split())  # a copy each
 _NORM = re.compile(r"(?:.*_)?(?:layernorm|layer_norm|norm)(?:_\d)?")
 VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"})
-MAMBA, DELTA = "mamba", "gated delta net"
+MAMBA, DELTA, KIMI = "mamba", "gated delta net", "kimi delta attention"
 _PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # mcore-bridge's, by key head
 _WANTED = {  # what the arguments have to say where a module's other tensors are not there
     MAMBA: "mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim",
@@ -122,6 +125,8 @@ SECTIONS = {  # what torch_dist calls the parts of such a tensor, each under a k
     f"{MAMBA}.conv1d": ("x", "B", "C"),
     f"{DELTA}.in_proj": ("query", "key", "value", "z", "beta", "alpha"),
     f"{DELTA}.conv1d": ("query", "key", "value"),
+    f"{KIMI}.in_proj": ("query", "key", "value"),
+    f"{KIMI}.conv1d": ("query", "key", "value"),
 }
 
 
@@ -184,16 +189,18 @@ def rule_of(
     if module == "linear_fc1":
         return Rule(0, (1, 1) if gated else (1,), axis)
     if module in _DOWN:
-        return Rule(0 if down_shared else None)
+        return Rule(0 if down_shared and KIMI not in sections else None)  # which are Transformer Engine's
     return Rule(None, axis=axis, known=False)
 
 
 def _recurrent(words: Sequence[str]) -> str:
-    """`mamba` or `gated delta net` of a name inside such a module, else nothing."""
+    """`mamba`, `gated delta net` or, where hyper-connections wrap the layer (GLM-5.3), `kimi delta attention` of a name
+    inside such a module, else nothing."""
     if any(word in _MIXER for word in words):
         return MAMBA
     inside = words[words.index("self_attention") + 1 :] if "self_attention" in words else ()
-    return DELTA if inside and inside[0] in _OF_DELTA else ""
+    kind = KIMI if "inner_layer" in words else DELTA
+    return kind if inside and inside[0] in _OF_DELTA else ""
 
 
 def _by_key_head(words: Sequence[str]) -> bool:
@@ -209,7 +216,7 @@ def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[
     if module == "out_proj":
         return Rule(1 if leaf == "weight" and rank > 1 else None, known=leaf in ("weight", "bias"))
     which = _sectioned(words)
-    found = sections.get(f"{kind}.{which}")
+    found = (1, 1, 1) if kind == KIMI and which else sections.get(f"{kind}.{which}")
     if found:
         return Rule(0, found)
     return Rule(None, known=False, lacks=_WANTED[kind] if which else "")
@@ -259,12 +266,12 @@ def _in_tower(name: str, tower: str) -> bool:
 def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> dict[str, tuple[int, ...]]:
     """The proportions of what lies end to end in the projections and convolutions of recurrent modules, and in a
     tower's gated fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers
-    differ. `BY_HEAD`, and what mcore-bridge alone cuts, where names show that the model is mcore-bridge's."""
+    differ. `BY_HEAD`, `KIMI` and what mcore-bridge alone cuts, where names show that the model is mcore-bridge's."""
     found: dict[str, set[tuple[int, ...]]] = {}
     for name in shapes:
         front, _, rest = name.rpartition("in_proj.weight")
         kind = _recurrent(name.split(".")) if front and not rest else ""
-        if kind:
+        if kind in (MAMBA, DELTA):
             found.setdefault(kind, set()).add(_shown(kind, front, shapes) or ())
     out: dict[str, tuple[int, ...]] = {}
     for kind, stated in ((MAMBA, facts.mamba), (DELTA, facts.delta)):
@@ -277,6 +284,8 @@ def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: Facts) -> dict[str
                 out[f"{kind}.{part}"] = tuple(n // gcd(*lengths) for n in lengths)
     if any(name.endswith(f".self_attention.{_PROJECTIONS[0]}.weight") for name in shapes):
         out[BY_HEAD] = (1,)
+    if any(".inner_layer." in name for name in shapes):
+        out[KIMI] = (1,)
     if any(stem(name).endswith("embed_tokens_per_layer.weight") for name in shapes):
         out |= dict.fromkeys(_CUT_THERE, (1,))
     for root in ("vision_model", "vision_projection"):
